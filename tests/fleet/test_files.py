@@ -18,16 +18,25 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig
 from headrace.fleet.config import COMMAND, FleetConfig, ModelSpec
-from headrace.fleet.files import run_dir, share_of, write_engine_files, write_gateway_file
+from headrace.fleet.files import MachineShare, ReplicaFiles, gateway_content, run_dir, share_of, write_engine_file, write_gateway_file
 
 TWO_MODELS = FleetConfig(
     models=(
-        ModelSpec(name="org/big model".replace(" ", "-"), folder=Path("/m/big"), aliases=("big",), replicas=2, engine={"max_num_seqs": 8}),
+        ModelSpec(name="org-big-model", folder=Path("/m/big"), aliases=("big",), replicas=2, engine={"max_num_seqs": 8}),
         ModelSpec(name="small", folder=Path("/m/small")),
     ),
     gateway={"port": 0, "timeouts": {"body_s": 5}},
     drain_timeout_s=7,
 )
+
+
+def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
+    """One for each replica, as at the start of a deployment."""
+    models = [(model, f"{model.name}-{index}") for model in config.models for index in range(model.replicas)]
+    return [
+        write_engine_file(config, model, folder, name=name, number=number, share=MachineShare(number, len(models)))
+        for number, (model, name) in enumerate(models)
+    ]
 
 
 def test_each_replica_gets_a_file_of_its_own_and_the_gateway_knows_them_all(tmp_path: Path) -> None:
@@ -38,7 +47,7 @@ def test_each_replica_gets_a_file_of_its_own_and_the_gateway_knows_them_all(tmp_
     assert first["num_neighbours"] == 2
     assert first["address"] == f"unix:{tmp_path}/e0.sock"
     assert stat.S_IMODE(replicas[0].config.stat().st_mode) == 0o600
-    gateway = json.loads(write_gateway_file(TWO_MODELS, replicas, tmp_path).read_text())
+    gateway = json.loads(write_gateway_file(gateway_content(TWO_MODELS, replicas), tmp_path).read_text())
     assert gateway["timeouts"] == {"body_s": 5, "drain_s": 7}
     assert [[replica["name"] for replica in model["replicas"]] for model in gateway["models"]] == [
         ["org-big-model-0", "org-big-model-1"],
@@ -51,7 +60,7 @@ def test_every_process_of_a_site_is_given_the_same_keys(tmp_path: Path) -> None:
     config = TWO_MODELS.checked().with_keys()
     replicas = write_engine_files(config, tmp_path)
     [key] = {json.loads(replica.config.read_text())["block_key"] for replica in replicas}
-    gateways = [json.loads(write_gateway_file(config, replicas, tmp_path).read_text()) for _ in range(2)]
+    gateways = [json.loads(write_gateway_file(gateway_content(config, replicas), tmp_path).read_text()) for _ in range(2)]
     assert len(bytes.fromhex(key)) == 32
     assert len(bytes.fromhex(gateways[0]["salt_key"])) == 32
     assert gateways[0]["salt_key"] == gateways[1]["salt_key"] != key, "a gateway that is started again is told the same"
@@ -75,7 +84,7 @@ def test_a_model_of_a_foreign_server_has_no_engine(tmp_path: Path) -> None:
     config = FleetConfig(models=(far, ModelSpec(name="small", folder=Path("/m/small"))), gateway={"port": 0}).checked()
     replicas = write_engine_files(config, tmp_path)
     assert [replica.model for replica in replicas] == ["small"]
-    gateway = json.loads(write_gateway_file(config, replicas, tmp_path).read_text())
+    gateway = json.loads(write_gateway_file(gateway_content(config, replicas), tmp_path).read_text())
     assert gateway["models"][0] == {"name": "far", "aliases": ["f"], "upstreams": [{"url": "http://127.0.0.1:9000/v1"}]}
 
 
@@ -173,7 +182,7 @@ def test_engines_are_told_their_cpus_unless_threads_were_chosen(tmp_path: Path, 
     config = ServeConfig(models=(model,)).fleet(Path)
     told = [json.loads(replica.config.read_bytes())["cpus"] for replica in write_engine_files(config, tmp_path)]
     cpus = sorted(os.sched_getaffinity(0))
-    assert told == ([",".join(map(str, share_of(cpus, number, 2))) for number in range(2)] if divided else ["", ""])
+    assert told == ([",".join(map(str, share_of(cpus, MachineShare(number, 2)))) for number in range(2)] if divided else ["", ""])
 
 
 def test_engines_are_bound_to_no_cpu_where_the_system_does_not_say_which_are_allowed(
@@ -199,10 +208,10 @@ def test_modules_lying_in_the_current_directory_are_not_run(tmp_path: Path, modu
 
 
 def test_engines_divide_the_cpus_of_the_machine() -> None:
-    assert share_of([0, 1], 0, 1) == []
-    assert [share_of([0, 1], number, 2) for number in range(2)] == [[0], [1]]
-    assert [share_of([3, 5, 7, 9, 11], number, 2) for number in range(2)] == [[3, 5], [7, 9, 11]]
-    assert [share_of([0, 1], number, 5) for number in range(5)] == [[0], [1], [0], [1], [0]]
+    assert share_of([0, 1], MachineShare(0, 1)) == []
+    assert [share_of([0, 1], MachineShare(number, 2)) for number in range(2)] == [[0], [1]]
+    assert [share_of([3, 5, 7, 9, 11], MachineShare(number, 2)) for number in range(2)] == [[3, 5], [7, 9, 11]]
+    assert [share_of([0, 1], MachineShare(number, 5)) for number in range(5)] == [[0], [1], [0], [1], [0]]
 
 
 def test_a_full_disk_is_refused_with_its_path(tmp_path: Path) -> None:

@@ -149,6 +149,21 @@ async def test_a_token_that_changed_in_its_file_is_read_again(text: TextModel, t
         await eventually(lambda: first.is_closed)
 
 
+async def test_a_model_without_replicas_is_answered_with_its_reason_until_one_comes(text: TextModel) -> None:
+    none = {**model(MODEL), "unavailable": "Its engine refused its configuration or weights."}
+    async with open_bench(text, models=[none]) as bench:
+        for _ in range(2):
+            answer = await bench.chat()
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
+            assert answer.json()["error"]["message"] == f"The model {MODEL} cannot be served now. {none['unavailable']}"
+            ready = await bench.client.get("/ready?strict")
+            assert (ready.status_code, ready.json()["reason"]) == (503, f"{MODEL} has no replica")
+            await apply(bench, model(MODEL, "r0"))
+            assert (await bench.chat()).status_code == 200
+            assert (await bench.client.get("/ready?strict")).status_code == 200
+            await apply(bench, none)
+
+
 # -- models ------------------------------------------------------------------------------------------------------------------------
 
 

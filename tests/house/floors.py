@@ -131,7 +131,7 @@ FLOORS: dict[str, Floor] = {
         ),
         ("aiohttp", "msgspec"),
     ),
-    "headrace.fleet": Floor((*GROUND, *_ours("policy")), (), ("cryptography", "huggingface_hub")),
+    "headrace.fleet": Floor((*GROUND, *_ours("policy")), (), ("aiohttp", "cryptography", "huggingface_hub")),
     # 5 roof
     "headrace.lab": Floor(
         _ours(

@@ -1,4 +1,7 @@
-"""An engine process of tests: what the supervisor wrote, plus the fake's options. Arguments: OPTIONS --config FILE --parent-fd N."""
+"""An engine process of tests: what the supervisor wrote, plus the fake's options. Arguments: OPTIONS --config FILE --parent-fd N.
+
+"replicas" among the options names others for replicas whose name begins so: {"replicas": {"bad-": {"refuse": "no"}}}.
+"""
 
 from __future__ import annotations
 
@@ -12,5 +15,9 @@ if __name__ == "__main__":
     options, arguments = Path(sys.argv[1]), sys.argv[2:]
     path = Path(arguments[arguments.index("--config") + 1])
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "fake": json.loads(options.read_text())}))
+    fake = json.loads(options.read_text())
+    for prefix, more in fake.pop("replicas", {}).items():
+        if content["replica"].startswith(prefix):
+            fake |= more
+    path.write_text(json.dumps({**content, "fake": fake}))
     main(arguments)

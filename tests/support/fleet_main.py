@@ -1,6 +1,8 @@
 """A supervisor process of tests: fake engines and a fake gateway under the real one. Arguments: a JSON file; events go to stdout.
 
 {"replicas": 2, "run_dir": "/tmp/x", "drain_timeout_s": 5, "gateway": {"work": "idle"}, "fake": {"step_seconds": 0.01}}
+
+"models" names several: {"org/fake": {"replicas": 2, "engine": {}}}. The file is read again at a reload.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ def fleet_config(given: dict[str, Any]) -> FleetConfig:
     options.write_text(json.dumps(given.get("fake", {})))
     return FleetConfig(
         models=(
-            ModelSpec(name="org/fake", folder=Path("fake"), replicas=given.get("replicas", 1)),
+            *[
+                ModelSpec(
+                    name=name, folder=Path(model.get("folder", "fake")), replicas=model.get("replicas", 1), engine=model.get("engine", {})
+                )
+                for name, model in given.get("models", {"org/fake": given}).items()
+            ],
             *[ModelSpec(name="org/far", folder=None, replicas=0, upstreams=(upstream,)) for upstream in given.get("upstreams", ())],
         ),
         gateway={**given["gateway"], "out": str(folder / "gateway.out")},
@@ -37,26 +44,44 @@ def fleet_config(given: dict[str, Any]) -> FleetConfig:
     )
 
 
+class Source:
+    """The file, read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._held = self._last = path.read_text()
+
+    def read(self) -> FleetConfig:
+        self._last = self._path.read_text()
+        return fleet_config(json.loads(self._last)).checked()
+
+    def differences(self) -> list[str]:
+        return [f"{len(self._held)} -> {len(self._last)} characters"]
+
+    def accept(self) -> None:
+        self._held = self._last
+
+
 def say(event: str, **facts: object) -> None:
     print(json.dumps({"event": event, **facts}), flush=True)
 
 
-async def supervise(given: dict[str, Any]) -> int:
+async def supervise(path: Path) -> int:
     supervisor: Supervisor
 
     def ready(facts: FleetReady) -> None:
-        pids = {keeper.label: keeper.pid for keeper in (*supervisor.engines, *supervisor.gateways)}
-        say("ready", pids=pids, replicas={name: dict(told) for name, told in facts.replicas.items()}, gateway=dict(facts.gateway))
+        pids = {keeper.label: keeper.pid for keeper in (*supervisor.engines, *supervisor.gateways) if keeper.pid}
+        replicas = {name: dict(told) for name, told in facts.replicas.items()}
+        say("ready", pids=pids, replicas=replicas, failed=dict(facts.failed), gateway=dict(facts.gateway))
 
-    supervisor = Supervisor(fleet_config(given), on_ready=ready)
+    supervisor = Supervisor(fleet_config(json.loads(path.read_text())), source=Source(path), on_ready=ready)
     return await supervisor.run()
 
 
 def main() -> None:
     set_up_logging(LogFormat.TEXT)
-    given = json.loads(Path(sys.argv[1]).read_text())
     try:
-        status = asyncio.run(supervise(given))
+        status = asyncio.run(supervise(Path(sys.argv[1])))
     except HeadraceError as error:
         say("failed", kind=type(error).__name__, message=str(error))
         status = 3

@@ -35,21 +35,24 @@ def announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
     """
     url = _url(ready.gateway)
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while not (is_serving := _is_serving(url)) and time.monotonic() < deadline:
+    path = "/ready" if ready.failed else "/ready?strict"
+    while not (is_serving := _is_serving(url, path)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    announce(
-        config, ready, *([] if is_serving else [f"Not ready yet, after {READY_TIMEOUT_S:g} s: see {url}/ready?strict for what is missing."])
-    )
+    warnings = [f"{name} cannot be started: {reason}" for name, reason in ready.failed.items()]
+    if not is_serving:
+        warnings.append(f"Not ready yet, after {READY_TIMEOUT_S:g} s: see {url}/ready?strict for what is missing.")
+    announce(config, ready, *warnings)
 
 
-def _is_serving(url: str) -> bool:
-    """Whether every replica is ready, by /ready. Probes are answered under every name, whatever allowed_hosts are."""
+def _is_serving(url: str, path: str) -> bool:
+    """Whether a probe answers 200: /ready for one replica, strict for all. Probes are answered under every name, whatever allowed_hosts
+    are."""
     from http.client import HTTPConnection, HTTPException
     from urllib.parse import urlsplit
 
     connection = HTTPConnection(urlsplit(url).netloc, timeout=2.0)
     try:
-        connection.request("GET", "/ready?strict")
+        connection.request("GET", path)
         return connection.getresponse().status == 200
     except (OSError, HTTPException):
         return False

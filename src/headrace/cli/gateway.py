@@ -122,23 +122,25 @@ def _run_by_hand(context: typer.Context, file: Path | None) -> int:
         raise UsageRefused("--replica: name the engines (--replica NAME=HOST:PORT), or give a file with them (--config).")
     names, flags, environment = flag_names(context, sys.argv[1:], PATHS), flags_of(context.params), dict(os.environ)
     config = load_to_start(file, flags, names)
+
+    def load_again() -> ServeConfig:
+        changed = load(file, environment, flags, flag_names=names)
+        check_no_engines(changed)
+        return changed
+
     with named_by_origin(os.environ, ENV_PREFIX, names):
         check_no_engines(config)
         if config.gateway.workers > 1:
-            return run(config)
+            return run(config, read_again=None if file is None else load_again)
         values = gateway_of(config)
-
-    def read_again() -> GatewayConfig:
-        return _read_again(load(file, environment, flags, flag_names=names), config)
-
-    return run_gateway(lambda: values, read_again=read_again if file is not None else None)
+    read_again = None if file is None else lambda: _changed_gateway(load_again(), config)
+    return run_gateway(lambda: values, read_again=read_again)
 
 
-def _read_again(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
-    """The gateway of a file that was read again. Raises ConfigError, also for what this command alone reads and cannot change."""
+def _changed_gateway(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
+    """The gateway of a file that was read again. Raises ConfigError for what this command alone reads and cannot change."""
     from headrace.core.errors import ConfigError
 
-    check_no_engines(config)
     for name in ("log_format", "block_key", "run_dir"):
         if getattr(config, name) != getattr(before, name):
             raise ConfigError(name, "cannot change while the gateway runs", "Start the gateway again, or write what it was.")

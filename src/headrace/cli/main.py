@@ -17,6 +17,7 @@ from headrace.cli.agent import agent
 from headrace.cli.bench import bench_app
 from headrace.cli.chat import chat
 from headrace.cli.config_commands import config_app
+from headrace.cli.control import drain, reload, rollout, scale, status
 from headrace.cli.doctor import doctor
 from headrace.cli.engine import engine
 from headrace.cli.exits import report
@@ -45,6 +46,11 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(engine)
 app.command()(gateway)
+app.command()(status)
+app.command()(reload)
+app.command()(rollout)
+app.command()(scale)
+app.command()(drain)
 app.command()(chat)
 app.command()(agent)
 app.command()(models)

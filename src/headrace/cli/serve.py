@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,7 +98,7 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API."""
     from headrace.bundled import DEFAULT_MODEL
-    from headrace.cli.config import ENV_PREFIX
+    from headrace.cli.config import ENV_PREFIX, load
     from headrace.cli.config_commands import load_to_start
     from headrace.cli.config_origins import named_by_origin
     from headrace.cli.exits import UsageRefused
@@ -106,9 +106,11 @@ def serve(
     if model_argument is not None and model is not None:
         raise UsageRefused("MODEL and --model: give one of them")
     names = flag_names(context, sys.argv[1:], PATHS)
-    resolved = load_to_start(config, flags_of(context.params, engine), names, default_model=None if config else DEFAULT_MODEL)
+    flags = flags_of(context.params, engine)
+    resolved = load_to_start(config, flags, names, default_model=None if config else DEFAULT_MODEL)
+    read_again = None if config is None else partial(load, config, os.environ, flags, flag_names=names)
     with named_by_origin(os.environ, ENV_PREFIX, names):  # a port in use is found only now
-        raise typer.Exit(run(resolved))
+        raise typer.Exit(run(resolved, read_again=read_again))
 
 
 def flags_of(params: Mapping[str, object], engine: Given) -> dict[str, object]:
@@ -129,9 +131,13 @@ def flags_of(params: Mapping[str, object], engine: Given) -> dict[str, object]:
     return {path: value for path, value in flags.items() if value is not None}
 
 
-def run(config: ServeConfig) -> int:
-    """Serve until stopped. Returns the exit code. Raises ConfigError and FleetFailed."""
+def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = None) -> int:
+    """Serve until stopped. Returns the exit code. Raises ConfigError and FleetFailed.
+
+    read_again  reads the configuration at a reload; None: there is no file
+    """
     from headrace.cli.announcement import announce_when_ready
+    from headrace.cli.config_source import ServeSource
     from headrace.fleet.listening import check_can_listen
     from headrace.fleet.supervisor import run_fleet
     from headrace.fleet.weights import resolve_model
@@ -149,4 +155,5 @@ def run(config: ServeConfig) -> int:
         threading.Thread(target=announce_when_ready, args=(config, ready), name="announce", daemon=True).start()
 
     resolve = partial(resolve_model, experimental=config.experimental)
-    return int(run_fleet(config.fleet(resolve), on_ready=on_ready))
+    source = None if read_again is None else ServeSource(config, read_again, resolve)
+    return int(run_fleet(config.fleet(resolve), source=source, on_ready=on_ready))

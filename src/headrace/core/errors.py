@@ -50,6 +50,7 @@
     |- CannotListen                start: the engine's address is taken
     |- ReloadRefused               supervisor: a child could not apply its changed file, and changed nothing
     |- FleetFailed                 a process of the fleet cannot be kept running
+    |- ControlBusy                 fleet: another command changes the deployment
     |- UsageRefused                command line: a flag or a pair of flags that is not supported
     |- ServerFailed                command line: a server could not be reached, or answered with an error
     `- BandwidthUnknown            benchmarks: the read bandwidth could not be measured

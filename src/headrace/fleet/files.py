@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -23,6 +22,7 @@ from headrace.fleet.config import FleetConfig, ModelSpec
 
 PREFIX = "headrace-"
 LOCK = "lock"
+GATEWAY_FILE = "gateway.json"
 MAX_DIR_BYTES = 90
 """Leaves room for the file names inside."""
 
@@ -35,6 +35,10 @@ class ReplicaFiles:
     model: str
     address: str
     config: Path
+
+    @property
+    def socket(self) -> Path:
+        return Path(self.address.removeprefix("unix:"))
 
 
 @contextmanager
@@ -89,6 +93,31 @@ def _sweep(base: Path) -> None:
             continue
 
 
+def running_deployments(parent: Path | None) -> list[Path]:
+    """Folders of this user's deployments that run now. parent: as for `run_dir`"""
+    return [lock.parent for lock in sorted((parent or _default_parent()).glob(f"{PREFIX}*/{LOCK}")) if is_running(lock.parent)]
+
+
+def is_running(folder: Path) -> bool:
+    """A supervisor of this user has its files in `folder` now."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or not info.st_uid == folder.stat().st_uid == os.geteuid():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _remove_if_unlocked(lock: Path) -> None:
     """In a directory that all users may write, a lock file may be anything: another user's FIFO or link must not block this process."""
     if not stat.S_ISDIR(lock.parent.lstat().st_mode):
@@ -103,40 +132,41 @@ def _remove_if_unlocked(lock: Path) -> None:
         os.close(descriptor)
 
 
-def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
-    """One file per replica, in the order of the models. Several engines share the machine: each keeps to its CPUs and part of memory."""
-    replicas: list[ReplicaFiles] = []
-    total = sum(model.replicas for model in config.models)
-    cpus = allowed_cpus()
-    for model in config.models:
-        for index in range(model.replicas):
-            number = len(replicas)
-            replica = ReplicaFiles(
-                name=f"{re.sub(r'[^A-Za-z0-9._-]', '-', model.name)[:100]}-{index}",
-                model=model.name,
-                address=f"unix:{folder / f'e{number}.sock'}",
-                config=folder / f"e{number}.json",
-            )
-            content = {
-                "replica": replica.name,
-                "address": replica.address,
-                "drain_timeout_s": config.drain_timeout_s,
-                # A given number of threads means that the operator has divided the machine by hand.
-                "cpus": "" if model.engine.get("num_threads") is not None else ",".join(map(str, share_of(cpus, number, total))),
-                "num_neighbours": total - 1,
-                "block_key": config.block_key,
-                "engine": {**model.engine, "model": str(model.folder)},
-            }
-            _write(replica.config, content)
-            replicas.append(replica)
-    return replicas
+@dataclass(frozen=True, slots=True)
+class MachineShare:
+    """The part of this machine that one engine keeps to: CPUs and memory, part `index` of `total` equal ones."""
+
+    index: int
+    total: int
 
 
-def share_of(cpus: Sequence[int] | None, number: int, total: int) -> list[int]:
-    """The CPUs engine `number` of `total` keeps to: all of them when it is alone, equal parts, or one in turn when there are too few.
+def write_engine_file(config: FleetConfig, model: ModelSpec, folder: Path, *, name: str, number: int, share: MachineShare) -> ReplicaFiles:
+    """The file that one engine process reads.
+
+    name    of the replica
+    number  in the names of its files; never the same twice in one folder, since a socket's name may still be in use
+    """
+    replica = ReplicaFiles(name, model.name, f"unix:{folder / f'e{number}.sock'}", folder / f"e{number}.json")
+    content = {
+        "replica": replica.name,
+        "address": replica.address,
+        "drain_timeout_s": config.drain_timeout_s,
+        # A given number of threads means that the operator has divided the machine by hand.
+        "cpus": "" if model.engine.get("num_threads") is not None else ",".join(map(str, share_of(allowed_cpus(), share))),
+        "num_neighbours": share.total - 1,
+        "block_key": config.block_key,
+        "engine": {**model.engine, "model": str(model.folder)},
+    }
+    _write(replica.config, content)
+    return replica
+
+
+def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:
+    """The CPUs of a share: all of them when it is the only one, equal parts, or one in turn when there are too few.
 
     cpus  None where the system does not say which are allowed: engines are bound to none then
     """
+    number, total = share.index, share.total
     if total == 1 or cpus is None:
         return []
     if total >= len(cpus):
@@ -144,21 +174,26 @@ def share_of(cpus: Sequence[int] | None, number: int, total: int) -> list[int]:
     return list(cpus[number * len(cpus) // total : (number + 1) * len(cpus) // total])
 
 
-def write_gateway_file(config: FleetConfig, replicas: Sequence[ReplicaFiles], folder: Path) -> Path:
-    """The file that all gateways of this machine read: their options, and where each model's replicas listen."""
-    path = folder / "gateway.json"
-    store = config.gateway.get("store") or {"path": str(folder / "store.db")}
-    _write(path, {**gateway_content(config, replicas), "store": store})
+def write_gateway_file(content: Mapping[str, object], folder: Path) -> Path:
+    """The file that all gateways of this machine read. content: see `gateway_content`; without a store it is in `folder`"""
+    path = folder / GATEWAY_FILE
+    _write(path, {**content, "store": content.get("store") or {"path": str(folder / "store.db")}})
     return path
 
 
-def gateway_content(config: FleetConfig, replicas: Sequence[ReplicaFiles] = ()) -> dict[str, object]:
-    """What the gateway reads. replicas: the engines of this machine. Raises ConfigError."""
-    models = [_gateway_model(model, replicas) for model in config.models]
+def gateway_content(
+    config: FleetConfig, replicas: Sequence[ReplicaFiles] = (), unavailable: Mapping[str, str] | None = None
+) -> dict[str, object]:
+    """What the gateway reads: its options, and where each model's replicas listen. Raises ConfigError.
+
+    replicas     the engines of this machine
+    unavailable  model that has none of them now -> why, in words that clients may read
+    """
+    models = [_gateway_model(model, replicas, (unavailable or {}).get(model.name, "")) for model in config.models]
     return {**config.gateway, "models": models, "timeouts": _with_drain(config)}
 
 
-def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles]) -> dict[str, object]:
+def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles], unavailable: str) -> dict[str, object]:
     named: dict[str, object] = {"name": model.name, "aliases": list(model.aliases)}
     if model.upstreams:
         named["upstreams"] = [dict(upstream) for upstream in model.upstreams]
@@ -166,7 +201,8 @@ def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles]) -> dict[s
         return named
     listening = [{"name": replica.name, "address": replica.address} for replica in replicas if replica.model == model.name]
     elsewhere = [dict(replica) for replica in model.remote]
-    return {**named, **model.gateway, "folder": str(model.folder), "replicas": [*listening, *elsewhere]}
+    made = {**named, **model.gateway, "folder": str(model.folder), "replicas": [*listening, *elsewhere]}
+    return {**made, "unavailable": unavailable} if unavailable else made
 
 
 def _with_drain(config: FleetConfig) -> dict[str, object]:

@@ -16,6 +16,7 @@ from signal import Signals
 from headrace.core.backoff import Backoff
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.launcher import Child, Launcher
+from headrace.wire.leash import LeashRequests
 from headrace.wire.stop_signals import first_of
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,23 @@ class ProcessKeeper:
     def pid(self) -> int | None:
         """Process id; None while no process runs."""
         return self._child.pid if self._child is not None and not self._child.exited.done() else None
+
+    @property
+    def is_serving(self) -> bool:
+        """A process runs and has reported that it serves."""
+        child = self._child
+        return child is not None and not child.exited.done() and child.ready.done() and not child.ready.cancelled()
+
+    @property
+    def asked(self) -> LeashRequests | None:
+        """What the running process is asked through its leash; None while no process runs."""
+        return self._child.asked if self._child is not None and not self._child.exited.done() else None
+
+    def kill(self) -> None:
+        """Ends the process at once and starts no other."""
+        self._stopping.set()
+        if self._child is not None:
+            self._child.kill()
 
     def stop(self) -> None:
         """Asks the process to drain and starts no other; `keep` returns when it has left."""

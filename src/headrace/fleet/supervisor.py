@@ -11,16 +11,22 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 
 from headrace.core.counted import counted
+from headrace.fleet.admin import admin_socket
 from headrace.fleet.config import FleetConfig
-from headrace.fleet.files import ReplicaFiles, run_dir, write_engine_files, write_gateway_file
+from headrace.fleet.control import ConfigSource, FleetControl
+from headrace.fleet.files import run_dir
+from headrace.fleet.gateways import GatewayGroup
+from headrace.fleet.hangup import reload_on_hangup
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher, ProcessLauncher
 from headrace.fleet.listening import reserved_port
+from headrace.fleet.reconciler import Reconciler
 from headrace.wire.stop_signals import StopSignals, first_of
 
 log = logging.getLogger(__name__)
@@ -43,31 +49,51 @@ class FleetExit(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FleetReady:
-    """Everything serves.
+    """What can serve does.
 
     gateway   what the first gateway reported: "host" and "port" that all of them listen on
     replicas  name -> what its engine reported: "address", "instance_id", "decided" (lines for people)
+    failed    name -> why it cannot be started
     """
 
     gateway: Mapping[str, object]
     replicas: Mapping[str, Mapping[str, object]]
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 class Supervisor:
     """Owns every process of one deployment for the length of `run`."""
 
     def __init__(
-        self, config: FleetConfig, *, launcher: Launcher | None = None, on_ready: Callable[[FleetReady], None] | None = None
+        self,
+        config: FleetConfig,
+        *,
+        launcher: Launcher | None = None,
+        source: ConfigSource | None = None,
+        on_ready: Callable[[FleetReady], None] | None = None,
     ) -> None:
-        """on_ready  called once, when every gateway and every replica have served for the first time"""
+        """
+        source    where the configuration can be read again; None: it cannot, and SIGHUP drains
+        on_ready  called once, when every gateway has served, and every replica has served or cannot be started
+        """
         self._config = config.checked().with_keys()
         self._launcher = launcher or ProcessLauncher(log_format=config.log_format)
+        self._source = source
         self._on_ready = on_ready
-        self.engines: list[ProcessKeeper] = []
-        self.gateways: list[ProcessKeeper] = []
+        self._drain_timeout_s = config.drain_timeout_s
+        self._reconciler: Reconciler | None = None
+        self._gateways = GatewayGroup()
+
+    @property
+    def gateways(self) -> list[ProcessKeeper]:
+        return self._gateways.keepers
+
+    @property
+    def engines(self) -> list[ProcessKeeper]:
+        return [] if self._reconciler is None else [process.keeper for process in self._reconciler.processes.values()]
 
     async def run(self) -> FleetExit:
-        """Until drained. Raises ConfigError or FleetFailed when a process cannot be kept running. Leaves no process behind."""
+        """Until drained. Raises ConfigError or FleetFailed when nothing can be served. Leaves no process behind."""
         stop = StopSignals()
         try:
             with run_dir(self._config.run_dir) as folder, self._address():
@@ -83,22 +109,24 @@ class Supervisor:
             yield
 
     async def _run_in(self, folder: Path, stop: StopSignals) -> FleetExit:
-        replicas = write_engine_files(self._config, folder)
-        self.gateways = self._gateway_keepers(write_gateway_file(self._config, replicas, folder))
-        self.engines = [self._engine_keeper(replica) for replica in replicas]
-        tasks = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in (*self.gateways, *self.engines)]
-        announcing = asyncio.create_task(self._announce())
+        reconciler = self._reconciler = Reconciler(self._config, folder, self._launcher, self._gateways)
+        self._gateways.keepers = self._gateway_keepers(reconciler.gateway_file)
+        gateways = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in self.gateways]
+        reconciler.launch()
+        reconciling = asyncio.create_task(reconciler.run(), name="reconciler")
+        controlling = asyncio.create_task(self._control(folder, reconciler, stop), name="control")
+        tasks = [*gateways, reconciling, controlling]
         try:
             await first_of(*tasks, stop.soft, stop.hard)
             for task in tasks:
                 if task.done():
                     task.result()
-            num_gateways = len(self.gateways)
-            return await self._drain(tasks[:num_gateways], tasks[num_gateways:], stop)
+            return await self._drain(gateways, reconciler, stop)
         finally:
-            for task in [announcing, *tasks]:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(announcing, *tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await reconciler.close()
 
     def _gateway_keepers(self, path: Path) -> list[ProcessKeeper]:
         # Not forwarded: its standard output is the request log, and it writes more lines than all engines together.
@@ -110,27 +138,40 @@ class Supervisor:
             for index in range(self._config.num_gateways)
         ]
 
-    def _engine_keeper(self, replica: ReplicaFiles) -> ProcessKeeper:
-        command = (*self._config.engine_command, "--config", str(replica.config))
-        return ProcessKeeper(replica.name, command, self._launcher, forward=True, withheld=self._config.key_variables)
+    async def _control(self, folder: Path, reconciler: Reconciler, stop: StopSignals) -> None:
+        """Answer the operator, and call `on_ready` once. Never returns."""
+        control = FleetControl(reconciler, self._source, partial(self._drain_all, reconciler, stop))
+        async with admin_socket(folder, control, reconciler), reload_on_hangup(control, stop, has_file=self._source is not None):
+            for keeper in self.gateways:
+                await keeper.ready.wait()
+            await reconciler.first_service()
+            if self._on_ready is not None:
+                self._on_ready(self._ready(reconciler))
+            await asyncio.Event().wait()
 
-    async def _announce(self) -> None:
-        """Call `on_ready` once everything serves."""
-        for keeper in (*self.gateways, *self.engines):
-            await keeper.ready.wait()
-        if self._on_ready is not None:
-            self._on_ready(FleetReady(self.gateways[0].facts, {keeper.label: keeper.facts for keeper in self.engines}))
+    def _ready(self, reconciler: Reconciler) -> FleetReady:
+        processes = reconciler.processes
+        served = {name: process.keeper.facts for name, process in processes.items() if process.keeper.ready.is_set()}
+        failed = {name: process.why_failed for name, process in processes.items() if process.failure is not None}
+        return FleetReady(self.gateways[0].facts, served, failed)
 
-    async def _drain(self, gateways: list[asyncio.Task[None]], engines: list[asyncio.Task[None]], stop: StopSignals) -> FleetExit:
+    async def _drain_all(self, reconciler: Reconciler, stop: StopSignals, within_s: float) -> None:
+        """End the deployment, with this many seconds for running requests."""
+        await reconciler.limit_drain(within_s)
+        self._drain_timeout_s = within_s
+        stop.ask(f"drained within {within_s:g} s")
+
+    async def _drain(self, gateways: list[asyncio.Task[None]], reconciler: Reconciler, stop: StopSignals) -> FleetExit:
         """Gateways first, so that no stream loses its engine while it may still finish."""
+        reconciler.freeze()
         log.info("stopping %s, then %s", _named(self.gateways), counted(len(self.engines), "engine"))
         _stop(self.gateways)
-        left = await _ended(gateways, stop, self._config.drain_timeout_s + GATEWAY_GRACE_S)
+        left = await _ended(gateways, stop, self._drain_timeout_s + GATEWAY_GRACE_S)
         if stop.hard.done() and not left:
             _stop(self.gateways)  # their second signal, too
             await asyncio.wait(gateways, timeout=CUT_GRACE_S)
         _stop(self.engines)
-        left = await _ended(engines, stop, ENGINE_GRACE_S) and left
+        left = await _ended(reconciler.tasks, stop, ENGINE_GRACE_S) and left
         was_cut = any(gateway.was_cut for gateway in self.gateways)
         return FleetExit.DRAINED if left and not was_cut else FleetExit.CUT
 
@@ -144,13 +185,15 @@ def _stop(keepers: Iterable[ProcessKeeper]) -> None:
         keeper.stop()
 
 
-async def _ended(tasks: list[asyncio.Task[None]], stop: StopSignals, timeout_s: float) -> bool:
+async def _ended(tasks: Sequence[asyncio.Task[None]], stop: StopSignals, timeout_s: float) -> bool:
     """Wait until all have ended. False when the time is over or a second signal came first."""
     everything = asyncio.gather(*tasks, return_exceptions=True)
     await first_of(everything, stop.hard, timeout_s=timeout_s)
     return everything.done()
 
 
-def run_fleet(config: FleetConfig, *, on_ready: Callable[[FleetReady], None] | None = None) -> FleetExit:
+def run_fleet(
+    config: FleetConfig, *, source: ConfigSource | None = None, on_ready: Callable[[FleetReady], None] | None = None
+) -> FleetExit:
     """Runs a deployment in the foreground until it is drained. Raises ConfigError or FleetFailed with the failing process's reason."""
-    return asyncio.run(Supervisor(config, on_ready=on_ready).run())
+    return asyncio.run(Supervisor(config, source=source, on_ready=on_ready).run())

@@ -91,6 +91,7 @@ class ModelConfig:
     name       what `GET /v1/models` shows; aliases answer as well
     folder     local folder with tokenizer.json, tokenizer_config.json and the chat template; beside `replicas`
     upstreams  foreign servers: they answer for it, or what no replica takes
+    unavailable  why it has no replica now, in words that clients may read; beside an empty `replicas`
 
     tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: what the chat template asks for
     """
@@ -102,6 +103,7 @@ class ModelConfig:
     replicas: tuple[ReplicaConfig, ...] = ()
     aliases: tuple[str, ...] = ()
     upstreams: tuple[ForeignConfig, ...] = ()
+    unavailable: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,8 +329,8 @@ def _check_models(models: tuple[ModelConfig, ...]) -> None:
         replicas = [replica.name for replica in model.replicas]
         if not model.folder:
             raise ConfigError(f"{where}.folder", "is missing", "A model needs folder and replicas, or upstreams.")
-        if not replicas or len(set(replicas)) != len(replicas):
-            raise ConfigError(f"{where}.replicas", "must name at least one replica, each name once")
+        if bool(replicas) == bool(model.unavailable) or len(set(replicas)) != len(replicas):
+            raise ConfigError(f"{where}.replicas", "must name at least one replica, each name once; or none beside `unavailable`")
         for replica in model.replicas:
             if REPLICA_NAME.fullmatch(replica.name) is None:
                 raise ConfigError(f"{where}.replicas", f"{replica.name!r} is not a replica name")

@@ -96,6 +96,7 @@ class ModelChange:
         model = self.model
         if model.pool is not None:
             model.pool.change(add=self.add.values(), retire=self.retire.values())
+            model.pool.unavailable = self.config.unavailable
         model.replicas = {config: replica for config, replica in (model.replicas | dict(self.add)).items() if config not in self.retire}
         model.config, model.served = self.config, self.served
 
@@ -129,6 +130,7 @@ class ModelOpener:
                 slow_start_s=site.routing.slow_start_s,
                 on_closed=partial(self.on_closed, config.name),
             )
+            pool.unavailable = config.unavailable
             await stack.enter_async_context(pool)
             upstream = self._engines(config, text, pool, foreign)
             return OpenModel(config, self._served(config, upstream), stack.pop_all(), text, pool, replicas)

@@ -101,9 +101,10 @@ def _why_not_ready(models: Sequence[ServedModel], *, is_strict: bool) -> str:
     """
     replicas = [(model.name, replica) for model in models for replica in model.upstream.replicas()]
     missing = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_foreign]
-    if not replicas:
-        return "there is no replica"
-    return "; ".join(missing) if is_strict or len(missing) == len(replicas) else ""
+    empty = [f"{model.name} has no replica" for model in models if not model.upstream.replicas()]
+    if is_strict or len(missing) == len(replicas):
+        return "; ".join([*missing, *empty])
+    return ""
 
 
 async def version(service: Service, exchange: Exchange) -> None:

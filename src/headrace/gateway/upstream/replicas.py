@@ -38,6 +38,9 @@ RESUME_SHARE = 0.2
 """Budget of a model's resumes that follow one without a new token: RESUME_BURST, and RESUME_SHARE more with each request."""
 
 
+UNAVAILABLE_RETRY_S = 10.0
+"""Seconds after which a client may try a model again that has no replica at all: its engines cannot be started, or are being replaced."""
+
 RETIRED = "retired"
 """Why a retired replica is not ready."""
 
@@ -125,6 +128,7 @@ class ReplicaPool:
 
     replicas       where new requests go
     retired        no longer replicas, and still connected
+    unavailable    why there is no replica, in words that clients may read; empty where there are some
     failover_s     how long a call whose replica was lost may wait for another one; 0: it ends
     resume_budget  of resumes that follow one without a new token
     """
@@ -147,6 +151,7 @@ class ReplicaPool:
         self.model = model
         self.replicas = tuple(replicas)
         self.retired: tuple[Replica, ...] = ()
+        self.unavailable = ""
         self.failover_s = failover_s
         self.resume_budget = RetryBudget(share=RESUME_SHARE, burst=RESUME_BURST)
         self.clock = clock
@@ -245,7 +250,7 @@ class ReplicaPool:
         connected = [replica for replica, _ in left if replica.connection.state is ConnectionState.CONNECTED]
         chosen = self._choose(ready, size) or self._choose(connected, size)
         if chosen is None:
-            raise Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
+            raise self.why_unavailable()
         return chosen
 
     def note_sent(self, replica: Replica) -> ReplicaAttempt:
@@ -262,6 +267,12 @@ class ReplicaPool:
         now, infos = self.clock(), [replica.connection.info for replica in fit]
         connected_s = [0.0 if info is None else now - info.connected_at for info in infos]
         return started(fit, [started_share(seconds, self._slow_start_s) for seconds in connected_s], self._random)
+
+    def why_unavailable(self) -> Unavailable:
+        """What a request gets that no replica takes."""
+        if self.unavailable and not self.replicas:
+            return Unavailable(f"The model {self.model} cannot be served now. {self.unavailable}", retry_after_s=UNAVAILABLE_RETRY_S)
+        return Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
 
     def _choose(self, fit: Sequence[Replica], size: RequestSize) -> Replica | None:
         info = self.info

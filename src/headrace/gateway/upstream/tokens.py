@@ -109,6 +109,8 @@ class TokenUpstream:
     def _info(self) -> ModelInfo:
         """The model's facts. Raises Unavailable until a replica has said Hello."""
         if self._pool.info is None:
+            if self._pool.unavailable:
+                raise self._pool.why_unavailable()
             raise Unavailable(f"The model {self._pool.model} is still starting.", retry_after_s=2.0)
         return self._pool.info
 

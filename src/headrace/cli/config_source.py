@@ -1,0 +1,35 @@
+"""The configuration of a running deployment, to be read again: the same file, environment and flags as at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.cli.config import ServeConfig
+from headrace.core.differences import differences
+from headrace.fleet.config import FleetConfig
+
+
+class ServeSource:
+    """A `fleet.control.ConfigSource`."""
+
+    def __init__(self, held: ServeConfig, load: Callable[[], ServeConfig], resolve: Callable[[str], Path]) -> None:
+        """
+        held     what the deployment was started with
+        load     reads everything again
+        resolve  a model's name as the file has it -> its local folder
+        """
+        self._held = self._last = held
+        self._load = load
+        self._resolve = resolve
+
+    def read(self) -> FleetConfig:
+        """The whole configuration, checked. May fetch a model. Raises ConfigError."""
+        self._last = self._load()
+        return self._last.fleet(self._resolve).checked()
+
+    def differences(self) -> list[str]:
+        return [str(difference) for difference in differences(self._held, self._last)] or ["the configuration is as it was"]
+
+    def accept(self) -> None:
+        self._held = self._last

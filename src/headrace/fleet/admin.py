@@ -1,0 +1,168 @@
+"""The admin socket: HTTP with JSON over a Unix socket in the deployment's own directory. docs/control.md lists the requests.
+
+Only the user that runs the deployment can open it, and each request carries the token from the file beside it. What a command does is
+`fleet.control`; `cli.control_client` is the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.strict_decode import decode
+from headrace.fleet.admin_requests import DrainBody, ReloadBody, RolloutBody, ScaleBody
+from headrace.fleet.control import ControlBusy, FleetControl
+from headrace.fleet.reconciler import Reconciler
+from headrace.policy.deployment import RolloutOptions
+from headrace.wire.leash import ReloadRefused
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+log = logging.getLogger(__name__)
+
+SOCKET_NAME = "admin.sock"
+TOKEN_NAME = "admin.token"
+MAX_BODY_BYTES = 1 << 16
+
+Command = Callable[[Mapping[str, object]], Coroutine[Any, Any, list[str]]]
+
+
+@asynccontextmanager
+async def admin_socket(folder: Path, control: FleetControl, reconciler: Reconciler) -> AsyncIterator[None]:
+    """Answer on the socket in `folder` until the block ends. Raises ConfigError where it cannot be made."""
+    from aiohttp import web
+
+    door = _AdminDoor(control, reconciler, _write_token(folder / TOKEN_NAME))
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.add_routes([web.get("/status", door.status), *(web.post(f"/{name}", door.command) for name in door.commands)])
+    runner = web.AppRunner(app, access_log=None, handle_signals=False)
+    await runner.setup()
+    path = folder / SOCKET_NAME
+    try:
+        await web.UnixSite(runner, path).start()
+        path.chmod(0o600)
+    except OSError as error:
+        raise ConfigError("run_dir", f"{path} cannot be made ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        await door.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await runner.cleanup()
+
+
+def _write_token(path: Path) -> str:
+    token = secrets.token_urlsafe(32)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(token)
+    return token
+
+
+class _AdminDoor:
+    """Requests to commands, and what they say to lines of JSON."""
+
+    def __init__(self, control: FleetControl, reconciler: Reconciler, token: str) -> None:
+        self._control = control
+        self._reconciler = reconciler
+        self._expected = f"Bearer {token}".encode()
+        self._running: set[asyncio.Task[list[str]]] = set()
+        self.commands: dict[str, Command] = {"reload": self._reload, "rollout": self._roll_out, "scale": self._scale, "drain": self._drain}
+
+    async def close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def status(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        self._authenticate(request)
+        return web.json_response(await self._control.status())
+
+    async def command(self, request: web.Request) -> web.StreamResponse:
+        """Lines of JSON: progress as it comes, then how the command ended. It goes on when the client leaves."""
+        from aiohttp import web
+
+        self._authenticate(request)
+        body = await _body(request)
+        lines: asyncio.Queue[Mapping[str, object]] = asyncio.Queue()
+        with self._reconciler.progress(lambda text: lines.put_nowait({"event": "progress", "text": text})):
+            task = asyncio.create_task(self.commands[request.path.removeprefix("/")](body), name=f"command {request.path}")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            task.add_done_callback(lambda done: lines.put_nowait(_end_of(done)))
+            response = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
+            await response.prepare(request)
+            with suppress(ConnectionError):
+                while True:
+                    line = await lines.get()
+                    await response.write(json.dumps(line).encode() + b"\n")
+                    if line["event"] != "progress":
+                        await response.write_eof()
+                        break
+        return response
+
+    def _authenticate(self, request: web.Request) -> None:
+        from aiohttp import web
+
+        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self._expected):
+            raise web.HTTPUnauthorized(text=f"The token in {TOKEN_NAME} is missing or wrong.")
+
+    async def _reload(self, body: Mapping[str, object]) -> list[str]:
+        decode(ReloadBody, body)
+        return await self._control.reload()
+
+    async def _roll_out(self, body: Mapping[str, object]) -> list[str]:
+        given = decode(RolloutBody, body)
+        if given.max_surge not in (0, 1):
+            raise ConfigError("--max-surge", f"{given.max_surge} is neither 0 nor 1")
+        return await self._control.roll_out(given.model, RolloutOptions(given.max_surge, given.allow_outage))
+
+    async def _scale(self, body: Mapping[str, object]) -> list[str]:
+        given = decode(ScaleBody, body)
+        return await self._control.scale(given.model, given.replicas)
+
+    async def _drain(self, body: Mapping[str, object]) -> list[str]:
+        given = decode(DrainBody, body)
+        if given.replica is None:
+            return await self._control.drain_all(given.within_s)
+        return await self._control.drain(given.replica, given.within_s, allow_outage=given.allow_outage)
+
+
+async def _body(request: web.Request) -> Mapping[str, object]:
+    from aiohttp import web
+
+    try:
+        body = json.loads(await request.read() or b"{}")
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise web.HTTPBadRequest(text="The body is no JSON object.")
+    return body
+
+
+def _end_of(task: asyncio.Task[list[str]]) -> dict[str, object]:
+    """The last line of a command."""
+    if task.cancelled():
+        return {"event": "failed", "reason": "The deployment ends."}
+    error = task.exception()
+    if isinstance(error, ConfigError | ReloadRefused | ControlBusy):
+        return {"event": "refused", "reason": str(error)}
+    if isinstance(error, HeadraceError):
+        return {"event": "failed", "reason": str(error)}
+    if error is not None:
+        log.error("a command failed", exc_info=error)
+        return {"event": "failed", "reason": "The command failed by a fault of this program; the log says more."}
+    failures = task.result()
+    return {"event": "failed", "reason": "\n".join(failures)} if failures else {"event": "done"}

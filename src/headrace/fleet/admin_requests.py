@@ -1,0 +1,34 @@
+"""Bodies of the admin socket's requests, decoded strictly: an unknown key is refused. docs/control.md says what they do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReloadBody:
+    """Nothing: the file says all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBody:
+    """model: None for all of them. The rest: see `policy.deployment.RolloutOptions`"""
+
+    model: str | None = None
+    max_surge: int = 1
+    allow_outage: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleBody:
+    model: str
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainBody:
+    """replica: None for the whole deployment. within_s: seconds until open requests move"""
+
+    replica: str | None = None
+    within_s: float
+    allow_outage: bool = False

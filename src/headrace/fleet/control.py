@@ -1,0 +1,208 @@
+"""What an operator asks of a running deployment: status, reload, rollout, scale, drain. One of them at a time changes it.
+
+The admin socket (`fleet.admin`) and SIGHUP come here. A command returns when all that follows from it is done; a caller that leaves
+earlier stops nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.fleet.config import MAX_REPLICAS, FleetConfig
+from headrace.fleet.reconciler import Reconciler, check_can_become, with_site_keys
+from headrace.policy.deployment import Deployment, RolloutOptions
+
+log = logging.getLogger(__name__)
+
+MAX_WITHIN_S = 86400.0
+
+
+class ConfigSource(Protocol):
+    """Where the deployment's configuration comes from, to be read again."""
+
+    def read(self) -> FleetConfig:
+        """The whole configuration as it is now, checked. May block. Raises ConfigError."""
+        ...
+
+    def differences(self) -> Sequence[str]:
+        """What was read last against what holds, a line each, without secrets."""
+        ...
+
+    def accept(self) -> None:
+        """What was read last holds from now on."""
+        ...
+
+
+class ControlBusy(HeadraceError):
+    """Another command changes the deployment."""
+
+
+class FleetControl:
+    """The commands. Each returns what failed, a line per model; empty when all is as it was asked."""
+
+    def __init__(self, reconciler: Reconciler, source: ConfigSource | None, drain_all: Callable[[float], Awaitable[None]]) -> None:
+        """
+        source     None: there is no file to read again
+        drain_all  ends the whole deployment, with this many seconds for running requests
+        """
+        self._reconciler = reconciler
+        self._source = source
+        self._drain_all = drain_all
+        self._running = ""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no command changes the deployment."""
+        await self._idle.wait()
+
+    async def status(self) -> dict[str, object]:
+        """The deployment as JSON data, with what the gateways see now."""
+        reconciler = self._reconciler
+        await reconciler.look()
+        return {
+            "command": self._running or None,
+            "gateways": [
+                {"name": keeper.label, "pid": keeper.pid, "serving": keeper.is_serving, "starts": keeper.num_starts}
+                for keeper in reconciler.gateways.keepers
+            ],
+            "models": [self._model_status(model.name) for model in reconciler.config.models],
+            "leaving": [
+                self._replica_status(replica.name)
+                for replica in reconciler.deployment.replicas.values()
+                if replica.model not in reconciler.deployment.targets
+            ],
+        }
+
+    async def reload(self) -> list[str]:
+        """Read the configuration again and follow it. Raises ConfigError, ReloadRefused, ControlBusy: nothing was changed then."""
+        source = self._source
+        if source is None:
+            raise ConfigError("reload", "this deployment was started without a file", "Start it with `headrace serve --config FILE`.")
+        with self._command("reload"):
+            before = self._reconciler.config
+            config = with_site_keys(before, await asyncio.to_thread(source.read))
+            check_can_become(before, config)
+            for line in source.differences():
+                self._reconciler.say(line)
+            await self._reconciler.reload(config)
+            source.accept()
+            self._warn_of_inherited(before, config)
+            self._reconciler.say("the configuration holds; replicas follow")
+            return await self._converged([*self._reconciler.deployment.targets, *(model.name for model in before.models)])
+
+    async def roll_out(self, model: str | None, options: RolloutOptions) -> list[str]:
+        """Replace the replicas of one model, or of all. Raises ConfigError, ReloadRefused, ControlBusy."""
+        with self._command(f"rollout {model or 'of all models'}"):
+            targets = self._reconciler.deployment.targets
+            models = [*targets] if model is None else [self._known(model)]
+            for name in models:
+                await self._reconciler.roll_out(name, options)
+            return await self._converged(models)
+
+    async def scale(self, model: str, replicas: int) -> list[str]:
+        """Run this many replicas of a model. Raises ConfigError, ReloadRefused, ControlBusy."""
+        with self._command(f"scale {model}={replicas}"):
+            self._known(model)
+            if not 1 <= replicas <= MAX_REPLICAS:
+                raise ConfigError(f"{model}={replicas}", f"{replicas} is outside 1..{MAX_REPLICAS}", "A model is removed in the file.")
+
+            def command(deployment: Deployment) -> None:
+                counts = {name: target.num_replicas for name, target in deployment.targets.items()}
+                deployment.scale({**counts, model: replicas})
+
+            await self._reconciler.change(command)
+            return await self._converged([model])
+
+    async def drain(self, replica: str, within_s: float, *, allow_outage: bool) -> list[str]:
+        """Retire one replica; what it has not finished in time moves to another one. Raises ConfigError, ReloadRefused."""
+        _check_within(within_s)
+        await self._reconciler.drain(replica, within_s, allow_outage=allow_outage)
+        await self._reconciler.until(lambda: replica not in self._reconciler.deployment.replicas)
+        return []
+
+    async def drain_all(self, within_s: float) -> list[str]:
+        """Begin to end the whole deployment within this time. Raises ConfigError."""
+        _check_within(within_s)
+        await self._drain_all(within_s)
+        return []
+
+    @contextmanager
+    def _command(self, name: str) -> Iterator[None]:
+        if self._running:
+            raise ControlBusy(f"{self._running} is running. Wait for it: `headrace status` shows how far it is.")
+        self._running = name
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running = ""
+            self._idle.set()
+
+    def _known(self, model: str) -> str:
+        targets = self._reconciler.deployment.targets
+        if model not in targets:
+            raise ConfigError("MODEL", f"{model!r} has no engines on this machine", f"Models: {', '.join(targets) or 'none'}.")
+        return model
+
+    async def _converged(self, models: Sequence[str]) -> list[str]:
+        deployment = self._reconciler.deployment
+        await self._reconciler.until(lambda: all(self._reconciler.deployment.is_converged(model) for model in models))
+        return [failure for model in models if model in deployment.targets and (failure := self._failure_of(model))]
+
+    def _failure_of(self, model: str) -> str:
+        """Why a model has not what it should have; empty where it has."""
+        reconciler = self._reconciler
+        if model in reconciler.failures:
+            return f"{model}: {reconciler.failures[model]}"
+        for replica in reconciler.deployment.of(model):
+            if reason := reconciler.processes[replica.name].why_failed:
+                return f"{model}: {replica.name} cannot be started: {reason}"
+        return ""
+
+    def _warn_of_inherited(self, before: FleetConfig, after: FleetConfig) -> None:
+        if added := sorted(after.key_variables - before.key_variables):
+            verb = "is" if len(added) == 1 else "are"
+            text = f"{', '.join(added)} {verb} in the environment of engines that run already; `headrace rollout` replaces them"
+            self._reconciler.say(text)
+
+    def _model_status(self, model: str) -> dict[str, object]:
+        reconciler = self._reconciler
+        target = reconciler.deployment.targets.get(model)
+        if target is None:
+            return {"name": model, "served": "elsewhere"}
+        rollout = None if target.rollout is None else {"max_surge": target.rollout.max_surge, "allow_outage": target.rollout.allow_outage}
+        return {
+            "name": model,
+            "served": "here",
+            "wanted": target.num_replicas,
+            "revision": target.revision,
+            "rollout": rollout,
+            "failure": self._failure_of(model),
+            "replicas": [self._replica_status(replica.name) for replica in reconciler.deployment.of(model)],
+        }
+
+    def _replica_status(self, name: str) -> Mapping[str, object]:
+        reconciler = self._reconciler
+        replica, process = reconciler.deployment.replicas[name], reconciler.processes[name]
+        reason = reconciler.view.why_not_ready(replica.model, name)
+        return {
+            "name": name,
+            "phase": str(replica.phase),
+            "ready": reconciler.view.is_ready(replica.model, name),
+            "open": reconciler.view.num_open(replica.model, name),
+            "revision": replica.revision,
+            "pid": process.keeper.pid,
+            "starts": process.keeper.num_starts,
+            "reason": process.why_failed or reason,
+        }
+
+
+def _check_within(within_s: float) -> None:
+    if not 0 <= within_s <= MAX_WITHIN_S:
+        raise ConfigError("--within", f"{within_s:g} is outside 0..{MAX_WITHIN_S:g} seconds")

@@ -1,0 +1,313 @@
+"""Which replicas of a deployment to start and to retire next: desired state against the replicas there are.
+
+Pure: events of processes and commands of operators come in as calls, `actions` says what to do now, and the caller does it and reports it
+with `start`, `retire` and `end_rollout`. No clock, no process and no gateway is known here: `fleet.reconciler` has them. docs/control.md
+has the rules and why.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from headrace.core.errors import ConfigError
+
+
+class ReplicaPhase(StrEnum):
+    STARTING = "starting"
+    """Its process loads, or a gateway is not connected to it yet."""
+    SERVING = "serving"
+    """Every gateway has reported it ready once."""
+    FAILED = "failed"
+    """Its process cannot be started; none runs."""
+    DRAINING = "draining"
+    """It gets no new request; its streams finish, then its process ends."""
+
+
+@dataclass(slots=True)
+class PlannedReplica:
+    """One replica. Its name is never given to another one.
+
+    number    in its name; larger is younger
+    revision  of the model's options that its process was started with
+    replaces  name of the replica that leaves once this one serves; "" for none
+    is_ready  every gateway reports it ready now
+    """
+
+    name: str
+    model: str
+    number: int
+    revision: int
+    replaces: str = ""
+    phase: ReplicaPhase = ReplicaPhase.STARTING
+    is_ready: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOptions:
+    """How replicas of older revisions are replaced, one after another.
+
+    max_surge     1: a successor serves before its predecessor leaves. 0: the predecessor ends first, there is no memory for both
+    allow_outage  go on although no replica serves in between
+    previous      the revision to return to when a successor cannot be started
+    """
+
+    max_surge: int = 1
+    allow_outage: bool = False
+    previous: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTarget:
+    """What one model should have. rollout: older revisions are being replaced; None: any revision will do."""
+
+    num_replicas: int
+    revision: int = 0
+    rollout: RolloutOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartReplica:
+    model: str
+    replaces: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RetireReplica:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndRollout:
+    """failed: name of the successor that cannot be started; "" when every replica was replaced."""
+
+    model: str
+    failed: str = ""
+
+
+DeploymentAction = StartReplica | RetireReplica | EndRollout
+
+
+class Deployment:
+    """Targets and replicas of every model whose engines run on this machine.
+
+    targets   by model; a model that was removed has none while its replicas drain
+    replicas  by name, in the order of their start, until `ended`
+    """
+
+    def __init__(self) -> None:
+        self.targets: dict[str, ModelTarget] = {}
+        self.replicas: dict[str, PlannedReplica] = {}
+        self._numbers: dict[str, int] = defaultdict(int)
+        self._revisions: dict[str, int] = defaultdict(int)
+
+    def of(self, model: str) -> list[PlannedReplica]:
+        return [replica for replica in self.replicas.values() if replica.model == model]
+
+    def listed(self, model: str) -> list[PlannedReplica]:
+        """The replicas that gateways should connect to."""
+        return [replica for replica in self.of(model) if replica.phase in (ReplicaPhase.STARTING, ReplicaPhase.SERVING)]
+
+    def is_converged(self, model: str) -> bool:
+        """Nothing is left to do for `model`: what it should have serves or has failed, and nothing else is there."""
+        target, replicas = self.targets.get(model), self.of(model)
+        if target is None:
+            return not replicas
+        phases = {replica.phase for replica in replicas}
+        return target.rollout is None and len(replicas) == target.num_replicas and phases <= {ReplicaPhase.SERVING, ReplicaPhase.FAILED}
+
+    # -- commands ------------------------------------------------------------------------------------------------------------------
+
+    def scale(self, counts: Mapping[str, int]) -> None:
+        """Each model should have this many replicas. A model that is not named is removed, a new one is added."""
+        for model in [*self.targets]:
+            if model not in counts:
+                del self.targets[model]
+        for model, count in counts.items():
+            known = self.targets.get(model) or ModelTarget(count, self._next_revision(model))
+            self.targets[model] = replace(known, num_replicas=count)
+
+    def roll_out(self, model: str, options: RolloutOptions) -> int:
+        """Replace every replica of `model` by one of a new revision, which is returned.
+
+        Raises: ConfigError where the first step would leave no replica that serves, unless `options` allow that.
+        """
+        self.drop_failed(model)
+        target, replicas = self.targets[model], [replica for replica in self.of(model) if replica.phase is not ReplicaPhase.DRAINING]
+        if options.max_surge == 0 and not options.allow_outage and replicas and target.num_replicas < 2:
+            reason = f"would leave no replica of {model} while its only one is replaced"
+            raise ConfigError("--max-surge 0", reason, "Use --max-surge 1 if memory allows two copies, or say --allow-outage.")
+        previous = target.rollout.previous if target.rollout is not None else target.revision
+        rollout = replace(options, previous=previous) if replicas else None
+        self.targets[model] = target = replace(target, revision=self._next_revision(model), rollout=rollout)
+        return target.revision
+
+    def drop_failed(self, model: str) -> list[str]:
+        """Forget the replicas of `model` that could not be started, so that others are started in their place. Their names."""
+        failed = [replica.name for replica in self.of(model) if replica.phase is ReplicaPhase.FAILED]
+        for name in failed:
+            del self.replicas[name]
+        return failed
+
+    def drain(self, name: str, *, allow_outage: bool = False) -> None:
+        """Retire one replica and have the model do with one less. Raises ConfigError for the last one that serves, unless allowed."""
+        replica = self.replicas[name]
+        if replica.phase is ReplicaPhase.DRAINING:
+            return
+        if replica.is_ready and not allow_outage and not self._serving_beside(replica):
+            reason = f"is the last replica of {replica.model} that serves"
+            raise ConfigError(name, reason, f"Add one first (headrace scale {replica.model}=2), or say --allow-outage.")
+        if (target := self.targets.get(replica.model)) is not None:
+            self.targets[replica.model] = replace(target, num_replicas=max(0, target.num_replicas - 1))
+        self.retire(name)
+
+    # -- what to do, and that it was done ------------------------------------------------------------------------------------------
+
+    def actions(self) -> list[DeploymentAction]:
+        """What to do now. Empty: wait for a process or a gateway. Rollouts of several models follow one another."""
+        models = dict.fromkeys([*self.targets, *(replica.model for replica in self.replicas.values())])
+        rollouts = [model for model, target in self.targets.items() if target.rollout is not None]
+        return [action for model in models if model not in rollouts[1:] for action in self._actions(model)]
+
+    def start(self, action: StartReplica) -> PlannedReplica:
+        prefix = _prefix(action.model)
+        number = self._numbers[prefix]
+        self._numbers[prefix] += 1
+        made = PlannedReplica(f"{prefix}-{number}", action.model, number, self.targets[action.model].revision, action.replaces)
+        self.replicas[made.name] = made
+        return made
+
+    def retire(self, name: str) -> None:
+        self.replicas[name].phase = ReplicaPhase.DRAINING
+        self.replicas[name].is_ready = False
+
+    def end_rollout(self, action: EndRollout) -> None:
+        """A failed successor is forgotten, and the model goes back to its earlier revision for replicas that are missing."""
+        target = self.targets[action.model]
+        assert target.rollout is not None
+        if action.failed:
+            del self.replicas[action.failed]
+            target = replace(target, revision=target.rollout.previous)
+        self.targets[action.model] = replace(target, rollout=None)
+
+    # -- events of processes -------------------------------------------------------------------------------------------------------
+
+    def seen(self, name: str, *, is_ready: bool) -> None:
+        """What the gateways say of a replica that they list."""
+        replica = self.replicas[name]
+        if replica.phase not in (ReplicaPhase.STARTING, ReplicaPhase.SERVING):
+            return
+        replica.is_ready = is_ready
+        if is_ready:
+            replica.phase, replica.replaces = ReplicaPhase.SERVING, ""
+
+    def failed(self, name: str) -> None:
+        """Its process cannot be started."""
+        self.replicas[name].phase, self.replicas[name].is_ready = ReplicaPhase.FAILED, False
+
+    def started_after_all(self, name: str) -> None:
+        """The process of a failed replica was tried again, and runs."""
+        if self.replicas[name].phase is ReplicaPhase.FAILED:
+            self.replicas[name].phase = ReplicaPhase.STARTING
+
+    def ended(self, name: str) -> None:
+        """The process of a draining replica is gone."""
+        del self.replicas[name]
+
+    # -- the rules -----------------------------------------------------------------------------------------------------------------
+
+    def _actions(self, model: str) -> Iterator[DeploymentAction]:
+        target, replicas = self.targets.get(model), self.of(model)
+        live = [replica for replica in replicas if replica.phase is not ReplicaPhase.DRAINING]
+        if target is None:
+            yield from (RetireReplica(replica.name) for replica in live)
+        elif target.rollout is None:
+            yield from [StartReplica(model)] * (target.num_replicas - len(live))
+            yield from _retired(live, len(live) - target.num_replicas)
+        else:
+            yield from self._rollout(model, target, target.rollout, live, num_processes=len(replicas))
+
+    def _rollout(
+        self, model: str, target: ModelTarget, options: RolloutOptions, live: list[PlannedReplica], *, num_processes: int
+    ) -> Iterator[DeploymentAction]:
+        """At most `num_replicas` and `max_surge` processes, those that drain included; at most one replica is being replaced."""
+        current = [replica for replica in live if replica.revision >= target.revision]
+        old = [replica for replica in live if replica.revision < target.revision]
+        if failed := [replica.name for replica in current if replica.phase is ReplicaPhase.FAILED]:
+            yield EndRollout(model, failed[0])
+            return
+        free = target.num_replicas + options.max_surge - num_processes
+        missing = target.num_replicas - len(live)
+        if missing < -options.max_surge:  # scaled down meanwhile
+            yield from _retired(live, -missing, first=old)
+        elif missing > 0:
+            yield from [StartReplica(model)] * min(missing, free)
+        elif any(replica.phase is ReplicaPhase.STARTING for replica in current):
+            return
+        elif old:
+            yield from self._replace_one(model, options, old, current, has_surge=missing < 0, can_start=free > 0)
+        elif missing < 0:
+            yield from _retired(live, -missing)
+        elif num_processes == len(live):
+            yield EndRollout(model)
+
+    def _replace_one(
+        self,
+        model: str,
+        options: RolloutOptions,
+        old: list[PlannedReplica],
+        current: list[PlannedReplica],
+        *,
+        has_surge: bool,
+        can_start: bool,
+    ) -> Iterator[DeploymentAction]:
+        victim = _first_to_retire(old)
+        if has_surge:
+            if all(replica.is_ready for replica in current):
+                yield RetireReplica(victim.name)
+        elif options.max_surge:
+            if can_start:
+                yield StartReplica(model, replaces=victim.name)
+        elif options.allow_outage or not victim.is_ready or self._serving_beside(victim):
+            yield RetireReplica(victim.name)
+
+    def _next_revision(self, model: str) -> int:
+        self._revisions[model] += 1
+        return self._revisions[model] - 1
+
+    def _serving_beside(self, replica: PlannedReplica) -> bool:
+        return any(other.is_ready and other.name != replica.name for other in self.of(replica.model))
+
+    def check(self) -> None:
+        """Raises AssertionError where a rule of this module does not hold."""
+        for name, replica in self.replicas.items():
+            assert name == replica.name
+            assert replica.number < self._numbers[_prefix(replica.model)], "a name could be given again"
+            assert not replica.is_ready or replica.phase is ReplicaPhase.SERVING
+        for model, target in self.targets.items():
+            assert target.num_replicas >= 0
+            assert target.revision < self._revisions[model]
+
+
+def _retired(live: Iterable[PlannedReplica], count: int, *, first: Iterable[PlannedReplica] = ()) -> Iterator[RetireReplica]:
+    """`count` of `live`: those in `first`, then what serves least, then the youngest."""
+    preferred = {replica.name for replica in first}
+    ordered = sorted(live, key=lambda replica: (replica.name not in preferred, *_rank(replica), -replica.number))
+    yield from (RetireReplica(replica.name) for replica in ordered[: max(0, count)])
+
+
+def _first_to_retire(replicas: Iterable[PlannedReplica]) -> PlannedReplica:
+    """What serves least, then the oldest."""
+    return min(replicas, key=lambda replica: (*_rank(replica), replica.number))
+
+
+def _rank(replica: PlannedReplica) -> tuple[bool, bool, bool]:
+    """Failed, starting, serving and not ready, ready."""
+    return replica.phase is ReplicaPhase.SERVING, replica.phase is ReplicaPhase.STARTING, replica.is_ready
+
+
+def _prefix(model: str) -> str:
+    """A model's name as file names and metrics take it. Two models may share it: their replicas are numbered together."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in model)[:100]

@@ -1,0 +1,304 @@
+"""What a deployment starts and retires: the story of each command, and a machine of random commands and faults that must end as desired."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from headrace.core.errors import ConfigError
+from headrace.policy.deployment import (
+    Deployment,
+    DeploymentAction,
+    EndRollout,
+    PlannedReplica,
+    ReplicaPhase,
+    RetireReplica,
+    RolloutOptions,
+    StartReplica,
+)
+
+
+def run(deployment: Deployment) -> list[DeploymentAction]:
+    """Do what is to be done now; all of it."""
+    done: list[DeploymentAction] = []
+    while actions := deployment.actions():
+        for action in actions:
+            match action:
+                case StartReplica():
+                    deployment.start(action)
+                case RetireReplica():
+                    deployment.retire(action.name)
+                case EndRollout():
+                    deployment.end_rollout(action)
+        done += actions
+        assert len(done) < 1000, "actions without end"
+    return done
+
+
+def phases(deployment: Deployment) -> dict[str, str]:
+    return {name: str(replica.phase) for name, replica in deployment.replicas.items()}
+
+
+def serve(deployment: Deployment, *names: str) -> None:
+    for name in names or [*deployment.replicas]:
+        deployment.seen(name, is_ready=True)
+
+
+@pytest.fixture
+def pair() -> Deployment:
+    """One model, two replicas, both serving."""
+    deployment = Deployment()
+    deployment.scale({"tiny": 2})
+    run(deployment)
+    serve(deployment)
+    return deployment
+
+
+def test_a_rollout_starts_one_successor_and_retires_one_replica_at_a_time(pair: Deployment) -> None:
+    pair.roll_out("tiny", RolloutOptions())
+    assert run(pair) == [StartReplica("tiny", replaces="tiny-0")]
+    serve(pair, "tiny-2")
+    assert run(pair) == [RetireReplica("tiny-0")], "the next successor waits until this one has left: at most one process more"
+    pair.ended("tiny-0")
+    assert run(pair) == [StartReplica("tiny", replaces="tiny-1")]
+    serve(pair, "tiny-3")
+    assert run(pair) == [RetireReplica("tiny-1")]
+    assert not pair.is_converged("tiny")
+    pair.ended("tiny-1")
+    assert run(pair) == [EndRollout("tiny")]
+    assert pair.is_converged("tiny")
+
+
+def test_without_surge_the_old_one_ends_first_while_the_other_serves(pair: Deployment) -> None:
+    pair.roll_out("tiny", RolloutOptions(max_surge=0))
+    assert run(pair) == [RetireReplica("tiny-0")]
+    pair.ended("tiny-0")
+    assert run(pair) == [StartReplica("tiny")]
+    pair.seen("tiny-1", is_ready=False)
+    serve(pair, "tiny-2")
+    assert run(pair) == [RetireReplica("tiny-1")], "it does not serve, and may leave"
+
+
+def test_without_surge_the_only_ready_replica_is_kept(pair: Deployment) -> None:
+    pair.seen("tiny-0", is_ready=False)
+    pair.roll_out("tiny", RolloutOptions(max_surge=0))
+    assert run(pair) == [RetireReplica("tiny-0")]
+    pair.ended("tiny-0")
+    run(pair)
+    serve(pair, "tiny-2")
+    pair.seen("tiny-2", is_ready=False)
+    assert run(pair) == []
+    pair.seen("tiny-2", is_ready=True)
+    assert run(pair) == [RetireReplica("tiny-1")]
+
+
+def test_without_surge_an_only_replica_is_refused_by_name_unless_an_outage_is_allowed() -> None:
+    deployment = Deployment()
+    deployment.scale({"tiny": 1})
+    run(deployment)
+    serve(deployment)
+    with pytest.raises(ConfigError, match=r"--max-surge 0: would leave no replica of tiny.*--allow-outage"):
+        deployment.roll_out("tiny", RolloutOptions(max_surge=0))
+    assert run(deployment) == []
+    deployment.roll_out("tiny", RolloutOptions(max_surge=0, allow_outage=True))
+    assert run(deployment) == [RetireReplica("tiny-0")]
+
+
+def test_a_successor_that_cannot_start_ends_the_rollout_and_the_old_ones_serve_on(pair: Deployment) -> None:
+    pair.roll_out("tiny", RolloutOptions())
+    run(pair)
+    pair.failed("tiny-2")
+    assert run(pair) == [EndRollout("tiny", failed="tiny-2")]
+    assert phases(pair) == {"tiny-0": "serving", "tiny-1": "serving"}
+    assert pair.is_converged("tiny")
+
+
+def test_after_a_failed_rollout_without_surge_the_earlier_revision_comes_back(pair: Deployment) -> None:
+    pair.roll_out("tiny", RolloutOptions(max_surge=0))
+    run(pair)
+    pair.ended("tiny-0")
+    run(pair)
+    pair.failed("tiny-2")
+    assert run(pair) == [EndRollout("tiny", failed="tiny-2"), StartReplica("tiny")]
+    assert (pair.replicas["tiny-3"].revision, pair.replicas["tiny-1"].revision) == (0, 0)
+
+
+def test_a_model_that_is_removed_drains_and_its_names_are_not_given_again(pair: Deployment) -> None:
+    pair.scale({"other": 1})
+    assert run(pair) == [StartReplica("other"), RetireReplica("tiny-0"), RetireReplica("tiny-1")]
+    pair.scale({"tiny": 1})
+    run(pair)
+    assert [name for name in pair.replicas if name.startswith("tiny")] == ["tiny-0", "tiny-1", "tiny-2"]
+
+
+def test_models_that_share_a_prefix_share_its_numbers() -> None:
+    deployment = Deployment()
+    deployment.scale({"a/b": 1, "a-b": 1})
+    run(deployment)
+    assert [*deployment.replicas] == ["a-b-0", "a-b-1"]
+
+
+def test_fewer_replicas_keep_the_ones_that_serve(pair: Deployment) -> None:
+    pair.scale({"tiny": 4})
+    run(pair)
+    pair.failed("tiny-2")
+    pair.seen("tiny-0", is_ready=False)
+    pair.scale({"tiny": 1})
+    assert run(pair) == [RetireReplica("tiny-2"), RetireReplica("tiny-3"), RetireReplica("tiny-0")]
+
+
+def test_the_last_replica_that_serves_is_drained_only_where_that_is_allowed(pair: Deployment) -> None:
+    pair.drain("tiny-0")
+    with pytest.raises(ConfigError, match="tiny-1: is the last replica of tiny that serves"):
+        pair.drain("tiny-1")
+    assert run(pair) == [], "the model does with one less"
+    pair.drain("tiny-1", allow_outage=True)
+    assert pair.targets["tiny"].num_replicas == 0
+
+
+def test_what_failed_is_replaced_by_a_rollout_at_once() -> None:
+    deployment = Deployment()
+    deployment.scale({"tiny": 2})
+    run(deployment)
+    for name in ("tiny-0", "tiny-1"):
+        deployment.failed(name)
+    assert deployment.is_converged("tiny")
+    deployment.roll_out("tiny", RolloutOptions())
+    assert run(deployment) == [StartReplica("tiny"), StartReplica("tiny")]
+
+
+MODELS = ("a", "b")
+
+
+class DeploymentMachine(RuleBasedStateMachine):
+    """Commands and faults in any order. After each of them everything is done that is to be done, under the rules of docs/control.md."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deployment = Deployment()
+        self.counts: dict[str, int] = {}
+        self.names: set[str] = set()
+
+    def do_all(self) -> None:
+        for _ in range(100):
+            actions = self.deployment.actions()
+            if not actions:
+                break
+            for action in actions:
+                self.do(action)
+        assert not self.deployment.actions()
+        self.deployment.check()
+
+    def do(self, action: DeploymentAction) -> None:
+        match action:
+            case StartReplica():
+                target, processes = self.deployment.targets[action.model], self.processes(action.model)
+                if target.rollout is not None:
+                    assert len(processes) < target.num_replicas + target.rollout.max_surge
+                made = self.deployment.start(action)
+                assert made.name not in self.names, "a name is given once"
+                self.names.add(made.name)
+            case RetireReplica():
+                victim = self.deployment.replicas[action.name]
+                target_or_none = self.deployment.targets.get(victim.model)
+                rollout = target_or_none.rollout if target_or_none is not None else None
+                others = [each for each in self.processes(victim.model) if each.is_ready and each is not victim]
+                if rollout is not None and victim.is_ready and not rollout.allow_outage:
+                    assert others, "a rollout never takes the last one that serves"
+                self.deployment.retire(action.name)
+                if victim.phase is ReplicaPhase.FAILED:
+                    self.deployment.ended(action.name)
+            case EndRollout():
+                self.deployment.end_rollout(action)
+
+    def processes(self, model: str) -> list[PlannedReplica]:
+        return [replica for replica in self.deployment.of(model) if replica.phase is not ReplicaPhase.FAILED]
+
+    def pick(self, data: st.DataObject, *among: ReplicaPhase) -> str | None:
+        names = [name for name, replica in self.deployment.replicas.items() if replica.phase in among]
+        return data.draw(st.sampled_from(names)) if names else None
+
+    @rule(model=st.sampled_from(MODELS), count=st.integers(0, 3))
+    def scale(self, model: str, count: int) -> None:
+        """0: the model is removed."""
+        self.counts = {name: number for name, number in {**self.counts, model: count}.items() if number}
+        self.deployment.scale(self.counts)
+        self.do_all()
+
+    @precondition(lambda self: self.counts)
+    @rule(data=st.data(), max_surge=st.integers(0, 1), allow_outage=st.booleans())
+    def roll_out(self, data: st.DataObject, max_surge: int, allow_outage: bool) -> None:
+        model = data.draw(st.sampled_from(sorted(self.counts)))
+        try:
+            self.deployment.roll_out(model, RolloutOptions(max_surge, allow_outage))
+        except ConfigError:
+            assert not allow_outage
+            assert max_surge == 0
+        self.do_all()
+
+    @rule(data=st.data())
+    def becomes_ready(self, data: st.DataObject) -> None:
+        if name := self.pick(data, ReplicaPhase.STARTING, ReplicaPhase.SERVING):
+            self.deployment.seen(name, is_ready=True)
+            self.do_all()
+
+    @rule(data=st.data())
+    def is_lost(self, data: st.DataObject) -> None:
+        if name := self.pick(data, ReplicaPhase.SERVING):
+            self.deployment.seen(name, is_ready=False)
+            self.do_all()
+
+    @rule(data=st.data())
+    def cannot_start(self, data: st.DataObject) -> None:
+        if name := self.pick(data, ReplicaPhase.STARTING):
+            self.deployment.failed(name)
+            self.do_all()
+
+    @rule(data=st.data())
+    def starts_after_all(self, data: st.DataObject) -> None:
+        if name := self.pick(data, ReplicaPhase.FAILED):
+            self.deployment.started_after_all(name)
+            self.do_all()
+
+    @rule(data=st.data())
+    def has_drained(self, data: st.DataObject) -> None:
+        if name := self.pick(data, ReplicaPhase.DRAINING):
+            self.deployment.ended(name)
+            self.do_all()
+
+    @rule(data=st.data(), allow_outage=st.booleans())
+    def drain(self, data: st.DataObject, allow_outage: bool) -> None:
+        if name := self.pick(data, ReplicaPhase.SERVING):
+            model = self.deployment.replicas[name].model
+            try:
+                self.deployment.drain(name, allow_outage=allow_outage)
+            except ConfigError:
+                assert not allow_outage
+            else:
+                if model in self.counts:
+                    self.counts[model] = self.deployment.targets[model].num_replicas
+            self.do_all()
+
+    def teardown(self) -> None:
+        """When every process comes up and every drain ends, each model has what it should have, and nothing else is there."""
+        for _ in range(200):
+            self.do_all()
+            for name, replica in [*self.deployment.replicas.items()]:
+                if replica.phase is ReplicaPhase.DRAINING:
+                    self.deployment.ended(name)
+                else:
+                    self.deployment.started_after_all(name)
+                    self.deployment.seen(name, is_ready=True)
+            if not self.deployment.actions() and all(self.deployment.is_converged(model) for model in MODELS):
+                break
+        found = {model: len(self.deployment.of(model)) for model in MODELS}
+        assert found == {model: self.counts.get(model, 0) for model in MODELS}
+        for replica in self.deployment.replicas.values():
+            assert replica.is_ready
+        self.deployment.check()
+
+
+DeploymentMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestDeployment = DeploymentMachine.TestCase
