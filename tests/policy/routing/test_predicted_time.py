@@ -132,23 +132,29 @@ def share(name: str, *candidates: Candidate, draws: int = 1000) -> float:
 
 def test_the_faster_of_two_idle_replicas_is_taken() -> None:
     slow = candidate("slow", step_fixed_s=SLOW.fixed_s, step_token_s=SLOW.token_s)
-    assert share("fast", candidate("fast"), slow) == 1.0
+    assert share("fast", candidate("fast"), slow) > 0.98
 
 
 def test_a_slow_replica_is_taken_once_the_fast_one_is_further_behind() -> None:
     slow = candidate("slow", step_fixed_s=SLOW.fixed_s, step_token_s=SLOW.token_s)
-    assert share("slow", candidate("fast", num_queued_tokens=1000), slow) == 1.0
+    assert share("slow", candidate("fast", num_queued_tokens=1000), slow) > 0.98
 
 
 def test_replicas_whose_speeds_differ_by_noise_share_evenly() -> None:
-    assert 0.45 < share("a", candidate("a"), candidate("b", step_fixed_s=0.0104, step_token_s=0.00098)) < 0.55
+    assert 0.45 < share("a", candidate("a"), candidate("b", step_fixed_s=0.012, step_token_s=0.00095)) < 0.55
+
+
+def test_a_replica_that_was_measured_as_slow_is_measured_again_now_and_then() -> None:
+    """It would get nothing at a low load, and so would count as slow for ever."""
+    slow = candidate("slow", step_fixed_s=SLOW.fixed_s, step_token_s=SLOW.token_s)
+    assert 0.0 < share("slow", candidate("fast"), slow, draws=5000) < 0.015
 
 
 def test_a_replica_of_unknown_speed_counts_as_one_of_the_mean_speed() -> None:
     unknown = candidate("unknown", step_fixed_s=0.0, step_token_s=0.0)
     assert 0.4 < share("unknown", candidate("a"), candidate("b"), unknown) * 3 / 2 < 0.6
-    assert share("unknown", candidate("a", num_queued_tokens=500), unknown) == 1.0
-    assert share("unknown", candidate("a"), Candidate(ReplicaId("unknown"), None, SentSince(3, 300))) == 0.0
+    assert share("unknown", candidate("a", num_queued_tokens=500), unknown) > 0.98
+    assert share("unknown", candidate("a"), Candidate(ReplicaId("unknown"), None, SentSince(3, 300))) < 0.02
 
 
 def test_while_no_speed_is_known_the_number_of_requests_decides() -> None:
@@ -164,7 +170,7 @@ def test_of_many_replicas_faster_ones_are_drawn_more_often() -> None:
     drawn = [draw_two([*fast, slow], [4.0, 4.0, 4.0, 4.0, 1.0], random.Random(seed)) for seed in range(4000)]
     assert all(first is not second for first, second in drawn)
     assert 0.05 < sum(first is slow for first, _ in drawn) / 4000 < 0.07
-    assert share("slow", *fast, slow) == 0.0
+    assert share("slow", *fast, slow) < 0.02
 
 
 # ---------------------------------------------------------------------------------------------------------------- in virtual time

@@ -21,8 +21,13 @@ Choice = TypeVar("Choice")
 ReplicaId = NewType("ReplicaId", str)
 """Name of a replica within one model, as the configuration gives it."""
 
-SIMILAR = 1.1
-"""Predicted times whose ratio is at most this are equal: predictions are not more exact, and replicas of one speed share evenly."""
+SIMILAR = 1.25
+"""Predicted times whose ratio is at most this are equal: speeds are measured no better while machines are shared, and replicas of one speed
+share evenly."""
+
+UNMEASURED_DIVISOR = 64
+"""One choice in this many is made without the measured speeds. A replica that once was measured as slow, and so gets nothing, is measured
+anew by it; fewer than one request in a hundred goes to a replica that really is slower."""
 
 RESOLUTION = 1 << 30
 """Weighted draws take an integer in [0, RESOLUTION)."""
@@ -74,7 +79,7 @@ class Cost:
 
 
 def choose(candidates: Sequence[Candidate], *, size: RequestSize, block_size: int, random: Random) -> Candidate | None:
-    """The replica to try, or None without candidates. Draws at most two random numbers, whatever the number of replicas.
+    """The replica to try, or None without candidates. Draws at most three random numbers, whatever the number of replicas.
 
     A replica whose speed is not known counts as one of the candidates' mean speed.
     """
@@ -82,7 +87,7 @@ def choose(candidates: Sequence[Candidate], *, size: RequestSize, block_size: in
         return candidates[0] if candidates else None
     speeds = [speed_of(candidate.snapshot) for candidate in candidates]
     assumed = mean_speed(speeds)
-    if assumed is None:
+    if assumed is None or random.randrange(UNMEASURED_DIVISOR) == 0:
         return cheaper_of_two(
             candidates, lambda candidate: cost(candidate, prompt_tokens=size.prompt_tokens, block_size=block_size), random
         )
