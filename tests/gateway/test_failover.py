@@ -66,9 +66,11 @@ def start_anew(replica: FakeReplica, old: ReplicaInfo | None, instance_id: str) 
 
 
 def stream_of(bench: TestBench, text: TextModel, **params: Any) -> TokenStream:
+    """params: of the sampling, and the call's `name`"""
     ids = tuple(text.tokenizer.encode("Hello there", add_special_tokens=True))
+    name = RequestId(params.pop("name", "call"))
     given = SamplingParams(**{"seed": 5, "max_tokens": 40, "ignore_eos": True, **params})
-    call = Call(request_id=RequestId("call"), prompt_ids=ids, params=given, max_output_tokens=given.max_tokens or 1)
+    call = Call(request_id=name, prompt_ids=ids, params=given, max_output_tokens=given.max_tokens or 1)
     upstream = bench.gateway.service.models.get(MODEL).upstream
     assert isinstance(upstream, TokenUpstream)
     stream = TokenPrepared(upstream._pool, text.tokenizer, (), (call,)).stream()
@@ -353,6 +355,28 @@ async def test_a_request_that_its_replica_does_not_read_is_answered_by_another(t
         deaf.unread_s = MOVE_AFTER_S
         await reader
         assert (deaf.cancelled, len(other.requests), answer.num_tokens) == ([RequestId("call")], 1, 40)
+
+
+async def test_what_has_not_begun_leaves_a_replica_that_hangs_for_one_of_other_numerics(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
+        hanging, other = equal_replicas(bench)
+        assert other.info is not None
+        other.info = replace(other.info, model=replace(other.info.model, numerics=NUMERICS | {"weights": "cd"}))
+        other.state = ConnectionState.DRAINING
+        begun, begun_answer, waiting, waiting_answer = stream_of(bench, text), Answer(), stream_of(bench, text, name="second"), Answer()
+        await read(begun, begun_answer, until=5)
+        hanging.go.clear()
+        readers = [asyncio.create_task(read(begun, begun_answer)), asyncio.create_task(read(waiting, waiting_answer))]
+        await eventually(lambda: len(hanging.requests) == 2)
+        other.state = ConnectionState.CONNECTED
+        hanging.state, hanging.silent_s = ConnectionState.SILENT, MOVE_AFTER_S + 0.1
+        await readers[1]
+        assert (waiting_answer.num_tokens, len(other.requests)) == (40, 1)
+        assert not readers[0].done(), "ids computed there cannot go on elsewhere: it stays until the lease ends"
+        hanging.state, hanging.silent_s = ConnectionState.CONNECTED, 0.0
+        hanging.go.set()
+        await readers[0]
+        assert begun_answer.num_tokens == 40
 
 
 def test_a_stall_is_counted_beyond_the_predicted_step_and_not_from_ones_own_delay() -> None:

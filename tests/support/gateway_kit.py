@@ -167,6 +167,13 @@ class FakeReplica:
             self.cancelled.append(request_id)
             stream.fail(Unavailable(reason))
 
+    def abandon_unbegun(self, reason: str) -> int:
+        found = [(request_id, stream) for request_id, stream in self.streams.items() if stream.is_unbegun]
+        for request_id, stream in found:
+            self.cancelled.append(request_id)
+            stream.fail(Unavailable(reason))
+        return len(found)
+
     def abandon_unseen(self, reason: str) -> int:
         """Of a replica that does not read: it has counted none."""
         num_open = len(self.streams)

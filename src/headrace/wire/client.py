@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -220,17 +221,23 @@ class ReplicaClient:
 
     def abandon(self, reason: str) -> None:
         """Cancel every open request at the engine, which may read that later or never, and raise Unavailable(reason) in their streams."""
-        for stream in list(self._streams.values()):
-            self._abandon(stream, reason)
+        self._abandon_all(list(self._streams.values()), reason)
 
     def abandon_unseen(self, reason: str) -> int:
         """`abandon` of the requests that no load of the engine has counted, for it may never read them. Returns their number."""
         if self._session is None:
             return 0
         found = [stream for handle in self._session.unseen_handles if (stream := self._session.streams.get(handle)) is not None]
-        for stream in found:
+        return self._abandon_all(found, reason)
+
+    def abandon_unbegun(self, reason: str) -> int:
+        """`abandon` of the requests of which nothing has come and that resume nothing. Returns their number."""
+        return self._abandon_all([stream for stream in self._streams.values() if stream.is_unbegun], reason)
+
+    def _abandon_all(self, streams: Sequence[ReplicaStream], reason: str) -> int:
+        for stream in streams:
             self._abandon(stream, reason)
-        return len(found)
+        return len(streams)
 
     def _abandon(self, stream: ReplicaStream, reason: str) -> None:
         if self._session is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from contextlib import suppress
 
 import grpc
 import grpc.aio
@@ -56,6 +57,7 @@ class Dialer:
 
     def _repeat_handshake(self) -> str:
         with socket.create_connection((self.target.host, self.target.port), timeout=PROBE_S) as connection:
+            _check_open(connection)
             return self._fault_with_tls(connection) if self._certificates else _fault_without_tls(connection)
 
     def _fault_with_tls(self, connection: socket.socket) -> str:
@@ -72,6 +74,12 @@ class Dialer:
         except ssl.SSLError as error:
             return handshake_fault(error, own="this gateway", peer="the engine", ca=self._certificates.files.ca)
         return ""
+
+
+def _check_open(connection: socket.socket) -> None:
+    """Raises OSError where the other end has reset the connection: `wrap_socket` would then raise without closing its socket."""
+    with suppress(BlockingIOError):
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 
 def _fault_without_tls(connection: socket.socket) -> str:

@@ -68,6 +68,7 @@ class ReplicaStream:
         "attempt",
         "first_index",
         "handle",
+        "is_unbegun",
         "numerics",
         "plain_row_handler",
     )
@@ -90,6 +91,8 @@ class ReplicaStream:
         """
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
+        self.is_unbegun = not request.output_ids
+        """Nothing of it has come, and it resumes nothing: any replica may compute it."""
         self.numerics = numerics
         self._open_indices = set(request.indices)
         self.first_index = min(self._open_indices)
@@ -154,6 +157,7 @@ class ReplicaStream:
         """Queue an update for the consumer task. Updates of a sequence that has ended are dropped."""
         if self._is_ended or update.index not in self._open_indices:
             return
+        self.is_unbegun = False
         if update.prompt_logprobs and update.index != self.first_index:
             update = update._replace(prompt_logprobs=())
         self._append(update)

@@ -1,7 +1,8 @@
 """Watches the replicas of one model for its running calls: moves them off a replica that hangs, and wakes the calls that wait for one.
 
 A replica hangs when it makes no progress for `MOVE_AFTER_S` beyond its predicted step. Its streams are given up only if another ready
-replica may continue them; otherwise they stay until the wire's lease ends, since it may recover. See docs/failover.md.
+replica may continue them, or begin them where nothing of them has come; otherwise they stay until the wire's lease ends, since it may
+recover. See docs/failover.md.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class WatchedConnection(Protocol):
     def num_open(self) -> int: ...
     def abandon(self, reason: str) -> None: ...
     def abandon_unseen(self, reason: str) -> int: ...
+    def abandon_unbegun(self, reason: str) -> int: ...
 
 
 class WatchedReplica(Protocol):
@@ -64,7 +66,7 @@ class WatchedPool(Protocol):
 
 
 class ReplicaWatch:
-    """num_moves: how often all streams of a replica were given up because it hung"""
+    """num_moves: how often requests of a replica were given up because it hung, or did not read"""
 
     def __init__(self, pool: WatchedPool, clock: Clock) -> None:
         self._pool = pool
@@ -114,17 +116,26 @@ class ReplicaWatch:
                 log.exception("looking at the replicas failed")
 
     def _look_at(self, replica: WatchedReplica) -> None:
-        """Give up its requests where another replica can go on: all where it hangs, those it has not counted where it does not read."""
+        """Give up its requests where another replica can go on: all where it hangs, those it has not counted where it does not read.
+
+        Without another one of equal numerics, those of which nothing has come.
+        """
         connection, name = replica.connection, replica.instance[0]
         is_hanging = self._is_hanging(replica)
-        if not connection.num_open or not (is_hanging or connection.unread_s >= MOVE_AFTER_S) or not self._has_other(replica):
+        if not connection.num_open or not (is_hanging or connection.unread_s >= MOVE_AFTER_S):
             return
-        if is_hanging:
+        reason = f"replica {name} {'hangs' if is_hanging else 'does not read what is sent'}"
+        others = self._other_ready(replica)
+        if not any(may_resume(numerics_digest(replica.numerics), numerics_digest(other.numerics)) for other in others):
+            num_moved = connection.abandon_unbegun(reason) if others else 0
+        elif is_hanging:
+            num_moved = connection.num_open
+            connection.abandon(reason)
+        else:
+            num_moved = connection.abandon_unseen(reason)
+        if num_moved:
             self.num_moves += 1
-            log.warning("replica %s hangs: its %d requests move to another one", name, connection.num_open)
-            connection.abandon(f"replica {name} hangs")
-        elif num_moved := connection.abandon_unseen(f"replica {name} does not read what is sent"):
-            log.warning("replica %s does not read what is sent: %d requests move to another one", name, num_moved)
+            log.warning("%s: %d of its requests move to another one", reason, num_moved)
 
     def _wake(self) -> None:
         assert self._change is not None
@@ -147,10 +158,11 @@ class ReplicaWatch:
         connection = replica.connection
         return stalled_s(connection.state, connection.snapshot, connection.silent_s, self._clock()) >= MOVE_AFTER_S
 
-    def _has_other(self, hanging: WatchedReplica) -> bool:
-        now, digest = self._clock(), numerics_digest(hanging.numerics)
-        return any(
-            may_resume(digest, numerics_digest(other.numerics)) and not verdict(other.connection.state, other.connection.snapshot, now)
-            for other in self._pool.replicas
-            if other is not hanging
-        )
+    def _other_ready(self, left: WatchedReplica) -> list[WatchedReplica]:
+        """The ready replicas beside `left`."""
+        now = self._clock()
+        return [
+            replica
+            for replica in self._pool.replicas
+            if replica is not left and not verdict(replica.connection.state, replica.connection.snapshot, now)
+        ]
