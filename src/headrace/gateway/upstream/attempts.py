@@ -29,6 +29,9 @@ LOST = "The engine that worked on this request was lost; it can be sent again."
 MAX_TRIES = 2
 """A replica's rejection is re-routed once, then final: under overload more tries only add load."""
 
+SILENT_WAIT_S = 2.0
+"""A call that no replica takes waits at most this long while one is only silent: a process, its machine or a link may hang for a moment."""
+
 MAX_FRUITLESS_LOSSES = 3
 """A call fails at this many losses in a row without a new token in between, so that a request which ends its engine does not end all."""
 
@@ -246,15 +249,20 @@ class CallAttempts:
 
     async def _place(self, group: SequenceGroup) -> None:
         """Submit the group; after a loss as soon as a replica takes it. Raises Unavailable where nothing was lost, else ReplicaLost."""
+        silent_until = self._pool.clock() + SILENT_WAIT_S
         while group in self._groups:
             try:
                 self._submit(group)
                 return
             except Unavailable as error:
-                if group.wait_until is None:
+                remaining_s = silent_until - self._pool.clock()
+                if group.wait_until is not None:
+                    await self._wait(group, error)
+                elif remaining_s > 0 and self._pool.failover_s and self._pool.has_silent and not self._has_fallback:
+                    await self._wait_for_change(group, remaining_s)
+                else:
                     self._drop_all()
                     raise
-                await self._wait(group, error)
 
     def _submit(self, group: SequenceGroup) -> None:
         """Submit to the replica that routing picks; one that was lost in between counts as tried. Raises Unavailable."""
@@ -354,11 +362,15 @@ class CallAttempts:
         remaining_s = group.wait_until - self._pool.clock()
         if remaining_s <= 0 or (self._has_fallback and not self._num_read):
             self._give_up(group.numerics, error)
+        await self._wait_for_change(group, remaining_s)
+
+    async def _wait_for_change(self, group: SequenceGroup, timeout_s: float) -> None:
+        """Until a replica has become ready, or the time is over. Every replica may be tried again then."""
         group.tried.clear()
         wait = asyncio.ensure_future(self._pool.watch.wait_for_change())
         self._waits.add(wait)
         try:
-            await asyncio.wait((wait,), timeout=remaining_s)
+            await asyncio.wait((wait,), timeout=timeout_s)
         finally:
             self._waits.discard(wait)
             wait.cancel()

@@ -225,6 +225,12 @@ class ReplicaPool:
             self._last_info = max(infos, key=lambda info: info.max_model_len)
         return self._last_info
 
+    @property
+    def has_silent(self) -> bool:
+        """Whether a replica is connected and does not answer or read now: it may in a moment."""
+        silent = (ConnectionState.SILENT, ConnectionState.NOT_READING)
+        return any(replica.connection.state in silent for replica in self.replicas)
+
     def pick(
         self,
         *,
