@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.headrace-setup
 # The control side, which knows no tensors: less than a minute on a quiet machine.
 CONTROL = $(addprefix tests/,core text wire observe policy engine/loop engine/server)
 
-.PHONY: setup serve test test-control coverage test-slow test-mutants test-clients browser check bench bench-smoke proto clean
+.PHONY: setup serve test test-control coverage test-slow test-mutants test-clients browser balancers check bench bench-smoke proto clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,10 @@ test-slow: $(STAMP)
 # Chromium from Debian, for the slow test of pages of other origins; needs root.
 browser:
 	tools/install_chromium.sh
+
+# HAProxy and nginx from Debian, for the slow test of load balancers; needs root.
+balancers:
+	tools/install_balancers.sh
 
 test-mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ARGS)

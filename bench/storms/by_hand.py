@@ -132,15 +132,18 @@ class HandStartedSite:
             content["fake"] = {**FAKE, **fake}
         return self._started([sys.executable, "-P", "-m", module, *words, "--config", self._file(f"{name}.json", content)], name, port)
 
-    def gateway(self, name: str, replicas: dict[str, int], **section: Any) -> HandStarted:
-        """A gateway by hand that dials each replica at its port on loopback. section: of the file's `gateway`"""
+    def gateway(self, name: str, replicas: dict[str, int], *, aliases: tuple[str, ...] = (), **section: Any) -> HandStarted:
+        """A gateway by hand that dials each replica at its port on loopback. aliases: of the model. section: of the file's `gateway`"""
         port = free_port()
         remote = {
             "model": MODEL,
             "replicas": [{"name": replica, "address": f"127.0.0.1:{at}"} for replica, at in replicas.items()],
             **self.credentials("gateway"),
         }
-        content = {"models": [{"name": MODEL, "remote": remote}], "gateway": {"port": port, "request_log": "off", **section}}
+        content = {
+            "models": [{"name": MODEL, "aliases": aliases, "remote": remote}],
+            "gateway": {"port": port, "request_log": "off", **section},
+        }
         return self._started(
             [sys.executable, "-P", "-m", "headrace", "gateway", "--config", self._file(f"{name}.yaml", content)], name, port
         )

@@ -20,7 +20,8 @@ FOREIGN = frozenset(
     [
         *("BaseHTTPMiddleware", "RequestResponseCycle.send", "StreamingResponse"),  # Starlette, uvicorn
         *("PyThreadState_SetAsyncExc", "__array_interface__", "attrgetter", "finally", "None", "Protocol"),  # Python, NumPy
-        *("Allow", "Origin"),  # HTTP
+        *("Allow", "Forwarded", "Origin"),  # HTTP
+        *("client_max_body_size", "health_check", "least_conn", "worker_connections"),  # nginx
         *("SSL_CERT_FILE",),  # OpenSSL
         *("cpu_gemm_wna16", "int8_asym", "onednn_mm", "raw_logprobs"),  # vLLM, OpenVINO
         *("mark_control_tokens", "modeling_rope_utils"),  # transformers
