@@ -67,11 +67,11 @@ def start_anew(replica: FakeReplica, old: ReplicaInfo | None, instance_id: str) 
 
 
 def stream_of(bench: TestBench, text: TextModel, **params: Any) -> TokenStream:
-    """params: of the sampling, and the call's `name`"""
+    """params: of the sampling, and the call's `name` and `max_output_tokens`"""
     ids = tuple(text.tokenizer.encode("Hello there", add_special_tokens=True))
-    name = RequestId(params.pop("name", "call"))
+    name, room = RequestId(params.pop("name", "call")), params.pop("max_output_tokens", 1)
     given = SamplingParams(**{"seed": 5, "max_tokens": 40, "ignore_eos": True, **params})
-    call = Call(request_id=name, prompt_ids=ids, params=given, max_output_tokens=given.max_tokens or 1)
+    call = Call(request_id=name, prompt_ids=ids, params=given, max_output_tokens=given.max_tokens or room)
     upstream = bench.gateway.service.models.get(MODEL).upstream
     assert isinstance(upstream, TokenUpstream)
     stream = TokenPrepared(upstream._pool, text.tokenizer, (), (call,)).stream()
@@ -274,6 +274,56 @@ async def test_a_resume_that_breaks_a_rule_is_final(text: TextModel) -> None:
             await read(stream, answer)
 
 
+async def test_when_one_sequence_cannot_be_resumed_the_engines_stop_computing_the_rest(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
+        first, second = equal_replicas(bench)
+        answer, stream = Answer(), stream_of(bench, text, n=3)
+        await read(stream, answer, until=3)
+        second.go.clear()
+
+        def refuse_the_last(request: EngineRequest, updates: ReplicaStream) -> None:
+            if request.first_index == 2:
+                updates.reject(InvalidRequest("output_ids", "fewer", 5))
+
+        second.on_submit = refuse_the_last
+        first.die()
+        with pytest.raises(InvalidRequest):
+            await read(stream, answer)
+        await stream.close()
+        assert len(second.requests) == 3
+        assert second.num_open == 0
+        assert len(second.cancelled) == 2
+
+
+async def test_a_sequence_that_ended_without_a_token_is_not_submitted_again(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
+        first, second = equal_replicas(bench)
+        first.go.clear()
+        first.on_submit = lambda request, updates: updates.put(update_of(request, 0, token_ids=(), finish=FinishReason.ERROR))
+        stream, answer = stream_of(bench, text, n=2), Answer()
+        answer.take(await stream.events())
+        first.die()
+        await read(stream, answer)
+        (request,) = second.requests
+        assert (request.first_index, request.params.n, request.output_ids) == (1, 1, ())
+
+
+async def test_an_answer_without_a_limit_goes_on_only_where_its_context_has_room(text: TextModel) -> None:
+    """Replicas of one model may have contexts of different lengths. The nearest one has no room for what was said already."""
+    async with open_bench(text, models=some_replicas(3), timeouts=WAIT) as bench:
+        replicas = equal_replicas(bench)
+        stream, answer = stream_of(bench, text, max_tokens=None, max_output_tokens=200), Answer()
+        await read(stream, answer, until=100)
+        (first,) = [replica for replica in replicas if replica.num_open]
+        short, far = [replica for replica in replicas if replica is not first]
+        assert short.info is not None
+        short.info = replace(short.info, model=replace(short.info.model, max_model_len=len(stream.call.prompt_ids) + 100))
+        first.die()
+        await read(stream, answer, until=150)
+        assert (len(short.requests), len(far.requests)) == (0, 1)
+        await stream.close()
+
+
 async def test_other_numerics_are_never_taken_and_the_wait_ends(text: TextModel) -> None:
     async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 0.3}) as bench:
         first, second = equal_replicas(bench)
@@ -424,8 +474,13 @@ async def test_the_client_reads_one_answer_and_the_log_counts_the_resumes(text: 
     async with open_bench(text, models=two_replicas(), timeouts=WAIT, request_log=str(log)) as bench:
         first, second = equal_replicas(bench)
 
+        async def die_after_some_tokens() -> None:
+            for _ in range(8):  # as slow as the replica speaks, also on a machine that is busy
+                await asyncio.sleep(0.01)
+            first.die()
+
         def die_in_the_middle(request: EngineRequest, updates: ReplicaStream) -> None:
-            asyncio.get_running_loop().call_later(0.05, first.die)
+            first.tasks.add(asyncio.create_task(die_after_some_tokens()))
 
         first.on_submit, first.token_delay_s = die_in_the_middle, 0.01
         response = await bench.chat(stream=is_streaming)

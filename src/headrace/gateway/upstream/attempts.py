@@ -154,11 +154,7 @@ class CallAttempts:
 
     def cancel(self) -> None:
         """Stop everything at the engines; `batch` ends. May be called at any time."""
-        groups = list(self._groups)
         self._drop_all()
-        for group in groups:
-            if group.replica is not None and group.request_id is not None:
-                group.replica.connection.cancel(group.request_id)
         for wait in self._waits:
             wait.cancel()
 
@@ -197,7 +193,7 @@ class CallAttempts:
             if group not in self._reads.values():
                 self._reads[asyncio.create_task(self._read(group))] = group
         done, _ = await asyncio.wait(self._reads, return_when=asyncio.FIRST_COMPLETED)
-        task = done.pop()
+        task = min(done, key=lambda read: read.cancelled() or read.exception() is None)  # an error drops the other groups, which then end
         return self._reads.pop(task), task.result()
 
     async def _read(self, group: SequenceGroup) -> list[SequenceUpdate]:
@@ -242,8 +238,11 @@ class CallAttempts:
                 group.attempt.end()
 
     def _drop_all(self) -> None:
+        """Nothing more is read of any group, and the engines stop computing them."""
         for group in list(self._groups):
             self._drop(group)
+            if group.replica is not None and group.request_id is not None:
+                group.replica.connection.cancel(group.request_id)
 
     # -- submitting ----------------------------------------------------------------------------------------------------------------
 
@@ -267,10 +266,11 @@ class CallAttempts:
     def _submit(self, group: SequenceGroup) -> None:
         """Submit to the replica that routing picks; one that was lost in between counts as tried. Raises Unavailable."""
         whole = self._make_request(self.epoch + 1)
+        num_output, max_tokens = max(len(self.output_ids[index]) for index in group.indices), whole.params.max_tokens
         while True:
             replica = self._pool.pick(
-                prompt_tokens=len(whole.prompt_ids),
-                max_output_tokens=whole.params.max_tokens,
+                prompt_tokens=len(whole.prompt_ids) + num_output,
+                max_output_tokens=None if max_tokens is None else max_tokens - num_output,
                 tried=group.tried,
                 numerics=group.numerics,
             )
@@ -344,7 +344,7 @@ class CallAttempts:
         if not wait_s or not self._may_resume_again():
             self._give_up(numerics if any(self.output_ids) else None, error)
         wait_until = self._pool.clock() + wait_s
-        if len(group.indices) == len(self.output_ids) and not any(self.output_ids):
+        if len(indices) == len(self.output_ids) and not any(self.output_ids):
             self._groups.append(SequenceGroup(group.indices, None, wait_until))
             return
         for index in indices:
