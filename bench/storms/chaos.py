@@ -5,8 +5,8 @@
 Engines are started one by one as on several machines (`headrace engine`), each restarted when it ends, as a service manager does. A gateway
 reaches each through a link of its own (`headrace.lab.network_faults`), and reads its file again on SIGHUP. Requests of every kind of
 `bench.storms.failover` arrive at random, `--rate` per second; every second one has a client that tries again, up to three times, when an
-answer fails with an error that says it may be retried. `--gateway-kills N` also kills the gateway N times; requests that were open then are
-counted apart.
+answer fails. `--gateway-kills N` also kills the gateway N times; requests that were open then, or came before it was back, are counted
+apart.
 
 availability  share of requests with a whole answer, for clients that try again and for those that do not
 different     whole answers that are not the one without faults
@@ -40,6 +40,8 @@ from headrace.lab.report import write_json
 
 NUM_ENGINES = 3
 MAX_TRIES = 4
+GATEWAY_START_S = 5.0
+"""Seconds after a kill of the gateway for which requests count as hit by it: the service manager's pause, and the gateway's start."""
 
 
 @dataclass(slots=True)
@@ -157,7 +159,7 @@ class Storm:
         self._unbroken: dict[tuple[str, int], Answer] = {}
         self.kinds = list(kinds())
         self.faults: Counter[str] = Counter()
-        self.counts = {"tries again": Counts(), "does not": Counts(), "open at a kill of the gateway": Counts()}
+        self.counts = {"tries again": Counts(), "does not": Counts(), "during a kill of the gateway": Counts()}
         self._gateway_kills: list[float] = []
 
     async def run(self) -> None:
@@ -187,8 +189,8 @@ class Storm:
             if not answer.error or not tries_again or num_tries == MAX_TRIES:
                 break
             await asyncio.sleep(0.5 * 2**num_tries * self._draw.uniform(0.5, 1.0))
-        hit = any(began <= moment <= time.monotonic() for moment in self._gateway_kills)
-        counts = self.counts["open at a kill of the gateway" if hit else "tries again" if tries_again else "does not"]
+        hit = any(began - GATEWAY_START_S <= moment <= time.monotonic() for moment in self._gateway_kills)
+        counts = self.counts["during a kill of the gateway" if hit else "tries again" if tries_again else "does not"]
         counts.num += 1
         counts.num_tries += num_tries
         if answer.error:
@@ -199,11 +201,12 @@ class Storm:
 
     async def _inject(self) -> None:
         while True:
-            began = time.monotonic()
-            self._fault = self._draw.choice(list(FAULTS))
-            self.faults[self._fault] += 1
-            await FAULTS[self._fault](self._target, self._draw)
-            await asyncio.sleep(max(0.0, began + self._given.every - time.monotonic()))
+            for fault in self._draw.sample(list(FAULTS), len(FAULTS)):
+                began = time.monotonic()
+                self._fault = fault
+                self.faults[fault] += 1
+                await FAULTS[fault](self._target, self._draw)
+                await asyncio.sleep(max(0.0, began + self._given.every - time.monotonic()))
 
     async def _kill_gateways(self) -> None:
         for _ in range(self._given.gateway_kills):
