@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,10 +26,12 @@ again: list[Callable[[], GatewayConfig] | None] = []
 """How each gateway that was started would read its configuration again, the latest one last."""
 
 TCP = "10.0.0.7:7001"
+HEADRACE = (sys.executable, "-P", "-m", "headrace")
+RELOADED = "the configuration was read again"
 
 
 @pytest.fixture
-def configured(monkeypatch: pytest.MonkeyPatch) -> Run:
+def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """What the gateway would be started with."""
 
     def run(*arguments: str) -> GatewayConfig:
@@ -44,7 +49,8 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Run:
         assert ended.value.code == 0
         return started[0]
 
-    return run
+    yield run
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # the command holds it back, and here no gateway takes it
 
 
 def test_flags_name_the_engines_and_this_gateways_certificates(configured: Run, model_folder: Path, tmp_path: Path) -> None:
@@ -160,3 +166,33 @@ def test_a_model_that_needs_engines_of_its_own_is_refused(
         main()
     assert ended.value.code == CommandExitCode.CONFIG
     assert "models[0].engine: is not started by `headrace gateway`. Use `headrace serve`" in capsys.readouterr().err
+
+
+def test_a_reload_that_is_asked_for_during_the_start_waits_for_it(tmp_path: Path) -> None:
+    """Where the signal came before there was a handler, it ended the gateway."""
+    file = tmp_path / "site.yaml"
+    remote = {"model": "headrace-tiny", "replicas": [{"name": "one", "address": f"unix:{tmp_path}/none.sock"}]}
+    file.write_text(yaml.safe_dump({"models": [{"name": "m", "remote": remote}], "gateway": {"port": 0}}), encoding="utf-8")
+    log = tmp_path / "log"
+    with open(log, "wb") as output:
+        gateway = subprocess.Popen([*HEADRACE, "gateway", "--config", str(file)], stdout=output, stderr=output)
+    try:
+        _until(lambda: _holds_hangup_back(gateway.pid), gateway)
+        gateway.send_signal(signal.SIGHUP)
+        _until(lambda: RELOADED in log.read_text(encoding="utf-8"), gateway)
+        assert not _holds_hangup_back(gateway.pid)
+    finally:
+        gateway.kill()
+        gateway.wait()
+
+
+def _holds_hangup_back(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    blocked = next(line for line in status.splitlines() if line.startswith("SigBlk:"))
+    return bool(int(blocked.split()[1], 16) >> (signal.SIGHUP - 1) & 1)
+
+
+def _until(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    while not holds():
+        assert process.poll() is None, "the gateway ended"
+        time.sleep(0.05)

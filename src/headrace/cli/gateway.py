@@ -7,6 +7,7 @@ JSON file and its leash.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -92,6 +93,8 @@ def gateway(
     os.environ.setdefault(*GRPC_LOG)
     if parent_fd is not None and config is not None:
         raise typer.Exit(_run_supervised(config, parent_fd, worker))
+    if config is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # one that comes during the start waits until the gateway can reload
     raise typer.Exit(_run_by_hand(context, config))
 
 
@@ -131,6 +134,7 @@ def _run_by_hand(context: typer.Context, file: Path | None) -> int:
     with named_by_origin(os.environ, ENV_PREFIX, names):
         check_no_engines(config)
         if config.gateway.workers > 1:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # the supervisor's own
             return run(config, read_again=None if file is None else load_again)
         values = gateway_of(config)
     read_again = None if file is None else lambda: _changed_gateway(load_again(), config)

@@ -36,6 +36,7 @@ async def answering(leash: Leash, reloader: Reloader, read: Read | None) -> Asyn
     leash.listen(hand_over)
     if read is not None:
         loop.add_signal_handler(signal.SIGHUP, answers.reload)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one that came during the start is handled now
     reloading = loop.create_task(answers.run(), name="reloads")
     try:
         yield
