@@ -36,7 +36,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.storms.by_hand import MODEL, HandStarted, HandStartedSite, free_port, site_by_hand
+from bench.storms.by_hand import HERE, MODEL, HandStarted, HandStartedSite, free_port, site_by_hand
 from bench.storms.common import RESULTS
 from bench.storms.failover import quantiles
 from headrace.fleet.authority import make_authority, make_certificate, pem_of_certificate, pem_of_key
@@ -86,7 +86,7 @@ def replaced(text: str, changes: dict[str, str]) -> str:
 
 def write_files(name: str, folder: Path, ports: Ports, gateways: dict[str, HandStarted]) -> list[str]:
     """The shipped files with this storm's addresses; the command that runs the balancer in the foreground."""
-    first, second = (f"127.0.0.1:{gateway.port}" for gateway in gateways.values())
+    first, second = (gateway.address for gateway in gateways.values())
     servers = {"10.0.0.11:8000": first, "10.0.0.12:8000": second}
     listeners = {"8080": str(ports.plain), "8443": str(ports.tls)}
     if name == "haproxy":
@@ -137,7 +137,7 @@ def balanced(name: str, site: HandStartedSite, gateways: dict[str, HandStarted])
     ports = Ports(free_port(), free_port(), free_port())
     ca = write_certificate(folder)
     command = write_files(name, folder, ports, gateways)
-    running = HandStarted(command, ports.plain, folder / "log")
+    running = HandStarted(command, HERE, ports.plain, folder / "log")
     running.start()
     try:
         running.wait_listening()
@@ -389,8 +389,8 @@ def run(names: list[str], count: int) -> dict[str, dict[str, Any]]:
         options = {"max_num_seqs": 2 * count + 64, "max_num_batched_tokens": 8192}
         engines = [site.engine(f"e{number}", fake={"step_seconds": STEP_S}, engine=options) for number in range(2)]
         for engine in engines:
-            engine.wait_listening()
-        replicas = {f"e{number}": engine.port for number, engine in enumerate(engines)}
+            engine.wait_serving()
+        replicas = {f"e{number}": engine.address for number, engine in enumerate(engines)}
         gateways = {}
         for name in ("gateway1", "gateway2"):
             log = str(site.folder / f"{name}.jsonl")

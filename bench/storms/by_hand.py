@@ -1,8 +1,8 @@
 """Engines and gateways that are started one by one, as on several machines: for storms that need more than `headrace serve`.
 
-Engines listen on loopback TCP with TLS and a token, gateways dial them at addresses that the storm chooses: the engine's own, or a link in
-between (`lab.network_faults`). A fake engine computes nothing and is paced; its tokens follow from seed and position, so that answers can
-be compared as those of a real one with `--deterministic`.
+Engines listen over TCP with TLS and a token, on loopback or in a network namespace; gateways dial them at addresses that the storm chooses:
+the engine's own, or a link in between (`lab.network_faults`). A fake engine computes nothing and is paced; its tokens follow from seed and
+position, so that answers can be compared as those of a real one with `--deterministic`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,28 @@ FAKE: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An address to listen at, and the network namespace that has it; "": this process's own."""
+
+    host: str = "127.0.0.1"
+    namespace: str = ""
+
+    @property
+    def prefix(self) -> list[str]:
+        """What runs a command here."""
+        return ["ip", "netns", "exec", self.namespace] if self.namespace else []
+
+
+HERE = Place()
+
+
 @dataclass(eq=False)
 class HandStarted:
-    """A process, its port and its log. `start` again after its end takes the same port."""
+    """A process, its address and its log. `start` again after its end takes the same port."""
 
     command: Sequence[str]
+    place: Place
     port: int
     log_path: Path
     process: subprocess.Popen[bytes] | None = None
@@ -58,9 +75,8 @@ class HandStarted:
             )
 
     @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
+    def address(self) -> str:
+        return f"{self.place.host}:{self.port}"
 
     @property
     def log(self) -> str:
@@ -83,7 +99,7 @@ class HandStarted:
 
     def get(self, path: str) -> tuple[int, Any]:
         """Status and JSON of a gateway's GET; 0 where it does not answer."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
+        connection = HTTPConnection(self.place.host, self.port, timeout=5)
         try:
             connection.request("GET", path)
             reply = connection.getresponse()
@@ -103,7 +119,11 @@ class HandStarted:
             time.sleep(0.02)
 
     def wait_listening(self) -> None:
-        self.until(lambda: _is_listening(self.port))
+        self.until(lambda: _is_listening(self.place.host, self.port))
+
+    def wait_serving(self) -> None:
+        """Until an engine's log says so."""
+        self.until(lambda: " serves " in self.log)
 
     def wait_ready(self) -> None:
         """Until every replica of a gateway is ready."""
@@ -117,36 +137,39 @@ class HandStartedSite:
     folder: Path
     stack: ExitStack = field(default_factory=ExitStack)
 
-    def engine(self, name: str, *, fake: dict[str, Any] | None = None, engine: dict[str, Any] | None = None) -> HandStarted:
+    def engine(
+        self, name: str, *, at: Place = HERE, fake: dict[str, Any] | None = None, engine: dict[str, Any] | None = None
+    ) -> HandStarted:
         """An engine over TLS on a free port, as `headrace engine --config`. fake: it computes nothing (`lab.fake_engine`)."""
         port = free_port()
         content: dict[str, Any] = {
             "replica": name,
-            "address": f"127.0.0.1:{port}",
+            "address": f"{at.host}:{port}",
             "engine": {"model": str(bundled_path(MODEL)) if fake is None else "fake", **(engine or {})},
-            **self.credentials("engine-127.0.0.1"),
+            **self.credentials(f"engine-{at.host}"),
         }
         module = "headrace" if fake is None else "headrace.lab.fake_engine"
         words = ["engine"] if fake is None else []
         if fake is not None:
             content["fake"] = {**FAKE, **fake}
-        return self._started([sys.executable, "-P", "-m", module, *words, "--config", self._file(f"{name}.json", content)], name, port)
+        return self._started([module, *words, "--config", self._file(f"{name}.json", content)], name, at, port)
 
-    def gateway(self, name: str, replicas: dict[str, int], *, aliases: tuple[str, ...] = (), **section: Any) -> HandStarted:
-        """A gateway by hand that dials each replica at its port on loopback. aliases: of the model. section: of the file's `gateway`"""
+    def gateway(
+        self, name: str, addresses: dict[str, str], *, at: Place = HERE, aliases: tuple[str, ...] = (), **section: Any
+    ) -> HandStarted:
+        """A gateway by hand. addresses: of its replicas, by name. aliases: of the model. section: of the file's `gateway`"""
         port = free_port()
         remote = {
             "model": MODEL,
-            "replicas": [{"name": replica, "address": f"127.0.0.1:{at}"} for replica, at in replicas.items()],
+            "replicas": [{"name": replica, "address": address} for replica, address in addresses.items()],
             **self.credentials("gateway"),
         }
         content = {
             "models": [{"name": MODEL, "aliases": aliases, "remote": remote}],
-            "gateway": {"port": port, "request_log": "off", **section},
+            "gateway": {"host": at.host, "port": port, "request_log": "off", **section},
+            "allow_open": True,
         }
-        return self._started(
-            [sys.executable, "-P", "-m", "headrace", "gateway", "--config", self._file(f"{name}.yaml", content)], name, port
-        )
+        return self._started(["headrace", "gateway", "--config", self._file(f"{name}.yaml", content)], name, at, port)
 
     def credentials(self, folder: str) -> dict[str, Any]:
         own = self.folder / "site" / folder
@@ -158,18 +181,20 @@ class HandStartedSite:
         path.write_text(json.dumps(content), encoding="utf-8")
         return str(path)
 
-    def _started(self, command: Sequence[str], name: str, port: int) -> HandStarted:
-        made = HandStarted(command, port, self.folder / f"{name}.log")
+    def _started(self, words: Sequence[str], name: str, place: Place, port: int) -> HandStarted:
+        command = [*place.prefix, sys.executable, "-P", "-m", *words]
+        made = HandStarted(command, place, port, self.folder / f"{name}.log")
         self.stack.callback(made.close)
         made.start()
         return made
 
 
 @contextmanager
-def site_by_hand() -> Iterator[HandStartedSite]:
-    """A folder with certificates for 127.0.0.1; at the end its processes are killed and it is removed."""
+def site_by_hand(*hosts: str) -> Iterator[HandStartedSite]:
+    """A folder with certificates for engines at these hosts, or at loopback; at the end its processes are killed and it is removed."""
     with tempfile.TemporaryDirectory(prefix="hr-") as name, ExitStack() as stack:
-        command = [sys.executable, "-P", "-m", "headrace", "tls", "init", f"{name}/site", "--host", "127.0.0.1"]
+        names = [word for host in hosts or (HERE.host,) for word in ("--host", host)]
+        command = [sys.executable, "-P", "-m", "headrace", "tls", "init", f"{name}/site", *names]
         subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
         yield HandStartedSite(Path(name), stack)
 
@@ -181,6 +206,6 @@ def free_port() -> int:
         return port
 
 
-def _is_listening(port: int) -> bool:
+def _is_listening(host: str, port: int) -> bool:
     with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
+        return client.connect_ex((host, port)) == 0

@@ -103,10 +103,10 @@ class Answer:
     gap_s: float = 0.0
 
 
-async def ask(session: aiohttp.ClientSession, port: int, kind: str, seed: int) -> Answer:
+async def ask(session: aiohttp.ClientSession, port: int, kind: str, seed: int, *, host: str = "127.0.0.1") -> Answer:
     answer = Answer(began_at=time.monotonic())
     try:
-        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        url = f"http://{host}:{port}/v1/chat/completions"
         async with asyncio.timeout(PATIENCE_S), session.post(url, json=body_of(kind, seed)) as response:
             if response.status != 200:
                 answer.error = f"{response.status} {(await response.text())[:120]}"

@@ -1,11 +1,12 @@
 """Streams while the links between a gateway and its engines are bad: does every one end, is each the unbroken one, and where do they go?
 
-    python -m bench.storms.network [--engines 4] [--streams 12] [--seconds 24] [--faults NAME ...] [--fake]
+    python -m bench.storms.network [--engines 4] [--streams 12] [--seconds 24] [--faults NAME ...] [--fake] [--namespaces]
         -> bench/results/storms/network.json
 
 A gateway reaches each engine over TLS through a link of its own (`lab.network_faults`). `--streams` streams run at any time; their answers
 without a fault are known. Each fault (`FAULTS`) is on the first engine's link, or on all where its name says so, for `--seconds`, and then
-for a while it is healed.
+for a while it is healed. With `--namespaces` each engine and the gateway are in network namespaces of their own, as root, and the kernel
+drops packets (`bench.storms.namespaces`).
 
 failed               streams without a whole answer, by what their client saw
 different            streams whose answer is another one than without a fault: a token that is lost, repeated or changed
@@ -26,16 +27,16 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from bench.storms.by_hand import HandStarted, HandStartedSite, site_by_hand
 from bench.storms.common import RESULTS
 from bench.storms.failover import SEEDS, Answer, ask, kinds, quantiles
+from bench.storms.linked import Link, Linked, linked
+from bench.storms.namespaces import has_netem, why_not_usable
 from headrace.lab.environment import environment
 from headrace.lab.network_faults import CUT, HEALTHY, Direction, FaultyLink, LinkFault
 from headrace.lab.report import write_json
@@ -43,18 +44,18 @@ from headrace.lab.report import write_json
 DEAD_AFTER_S = 2.0
 """A request that begins later than this after a link was cut must not go there."""
 LATE_S = 1.0
-PACE_S = 0.01
 LOOK_S = 0.1
 HEALED_S = 12.0
 """Seconds within which every engine must be ready again once its link is good."""
 FAKE_KINDS = ("greedy", "sampled", "n", "logprobs", "penalties")
 """Kinds of requests that a fake engine answers: it follows no grammar."""
 
-Driver = Callable[[FaultyLink, float], Awaitable[None]]
+Driver = Callable[[Link, float], Awaitable[None]]
 
 
-async def flapping(link: FaultyLink, seconds: float) -> None:
+async def flapping(link: Link, seconds: float) -> None:
     """Gone for a second, back for two: connections are broken off, and new ones are refused."""
+    assert isinstance(link, FaultyLink)
     ends_at = time.monotonic() + seconds
     while time.monotonic() < ends_at:
         link.refuses = True
@@ -67,7 +68,7 @@ async def flapping(link: FaultyLink, seconds: float) -> None:
 def steady(fault: LinkFault, *directions: Direction) -> Driver:
     """The same fault for the whole time."""
 
-    async def drive(link: FaultyLink, seconds: float) -> None:
+    async def drive(link: Link, seconds: float) -> None:
         link.set(fault, *directions)
         await asyncio.sleep(seconds)
         link.set(HEALTHY)
@@ -98,14 +99,6 @@ FAULTS: dict[str, Fault] = {
 
 
 @dataclass
-class Linked:
-    """A gateway, and the links to its engines."""
-
-    gateway: HandStarted
-    links: dict[str, FaultyLink]
-
-
-@dataclass
 class Seen:
     """What happened while one fault was on. looks: replica -> how often it was looked at, and how often it was not ready."""
 
@@ -113,21 +106,6 @@ class Seen:
     done: list[tuple[str, int, Answer]] = field(default_factory=list)
     looks: dict[str, list[int]] = field(default_factory=dict)
     back_s: float | None = None
-
-
-async def open_linked(site: HandStartedSite, stack: AsyncExitStack, num_engines: int, *, is_fake: bool) -> Linked:
-    names = [f"e{number}" for number in range(num_engines)]
-    options: dict[str, Any] = (
-        {"max_num_seqs": 64} if is_fake else {"max_num_seqs": 16, "num_threads": 1, "deterministic": True, "num_kv_blocks": 800}
-    )
-    engines = {name: site.engine(name, fake={"step_seconds": PACE_S} if is_fake else None, engine=options) for name in names}
-    links: dict[str, FaultyLink] = {}
-    for name, engine in engines.items():
-        await asyncio.to_thread(engine.wait_listening)
-        links[name] = await stack.enter_async_context(FaultyLink("127.0.0.1", engine.port, seed=len(links)))
-    gateway = site.gateway("gateway", {name: link.port for name, link in links.items()})
-    await asyncio.to_thread(gateway.wait_ready)
-    return Linked(gateway, links)
 
 
 class Load:
@@ -139,7 +117,8 @@ class Load:
         self.unbroken: dict[tuple[str, int], Answer] = {}
 
     async def ask(self, kind: str, seed: int) -> Answer:
-        return await ask(self._session, self._linked.gateway.port, kind, seed)
+        gateway = self._linked.gateway
+        return await ask(self._session, gateway.port, kind, seed, host=gateway.place.host)
 
     async def learn(self) -> None:
         """Raises SystemExit where a stream fails without any fault."""
@@ -163,7 +142,7 @@ class Load:
 
 async def look(linked: Linked, session: aiohttp.ClientSession) -> dict[str, bool]:
     """Replica -> whether the gateway calls it ready."""
-    async with session.get(f"http://127.0.0.1:{linked.gateway.port}/ready") as response:
+    async with session.get(f"{linked.url}/ready") as response:
         return {row["replica"]: row["ok"] for row in (await response.json())["replicas"]}
 
 
@@ -229,23 +208,30 @@ def broken_promises(summaries: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 async def storm(
-    names: list[str], *, num_engines: int, num_streams: int, seconds: float, is_fake: bool, seed: int = 0
+    names: list[str], *, num_engines: int, num_streams: int, seconds: float, is_fake: bool, in_namespaces: bool = False, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
+    """Fault -> its summary."""
     found = {}
-    with site_by_hand() as site:
-        async with AsyncExitStack() as stack:
-            linked = await open_linked(site, stack, num_engines, is_fake=is_fake)
-            connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-            session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-            load = Load(linked, session, FAKE_KINDS if is_fake else tuple(kinds()), seed)
-            await load.learn()
-            for name in names:
-                seen = await under(FAULTS[name], linked, load, session, num_streams, seconds)
-                found[name] = summary(FAULTS[name], seen, load.unbroken)
-                print(name, json.dumps(found[name]), flush=True)
-            assert linked.gateway.process is not None
-            assert linked.gateway.process.poll() is None, linked.gateway.log[-3000:]
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    async with (
+        linked(num_engines, is_fake=is_fake, in_namespaces=in_namespaces) as site,
+        aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+    ):
+        load = Load(site, session, FAKE_KINDS if is_fake else tuple(kinds()), seed)
+        await load.learn()
+        for name in names:
+            seen = await under(FAULTS[name], site, load, session, num_streams, seconds)
+            found[name] = summary(FAULTS[name], seen, load.unbroken)
+            print(name, json.dumps(found[name]), flush=True)
     return found
+
+
+def faults_of_namespaces() -> list[str]:
+    """Names of the faults that packets between namespaces can have here. Raises SystemExit where there are none."""
+    if reason := why_not_usable():
+        raise SystemExit(reason)
+    cuts = [name for name, fault in FAULTS.items() if fault.is_dead]
+    return [*cuts, "loss", "loss_on_all", "delay", "delay_on_all"] if has_netem() else cuts
 
 
 def main() -> None:
@@ -253,18 +239,17 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--streams", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=24.0)
-    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--faults", nargs="+", choices=list(FAULTS))
+    parser.add_argument("--namespaces", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fake", action="store_true")
     given = parser.parse_args()
-    found = asyncio.run(
-        storm(
-            given.faults, num_engines=given.engines, num_streams=given.streams, seconds=given.seconds, is_fake=given.fake, seed=given.seed
-        )
-    )
+    names = given.faults or (faults_of_namespaces() if given.namespaces else list(FAULTS))
+    sizes = {"num_engines": given.engines, "num_streams": given.streams, "seconds": given.seconds, "seed": given.seed}
+    found = asyncio.run(storm(names, **sizes, is_fake=given.fake, in_namespaces=given.namespaces))
     broken = list(broken_promises(found))
     print("\n".join(broken) or "every promise was kept")
-    path = Path(RESULTS / f"network{'-fake' if given.fake else ''}.json")
+    path = Path(RESULTS / f"network{'-fake' if given.fake else ''}{'-namespaces' if given.namespaces else ''}.json")
     write_json(path, {"environment": asdict(environment()), "arguments": vars(given), "faults": found, "broken": broken})
 
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from bench.storms import network
+from bench.storms.namespaces import why_not_usable
 
 
 def test_streams_over_a_link_that_flaps_and_one_that_is_cut_towards_its_engine() -> None:
@@ -16,3 +19,13 @@ def test_streams_over_a_link_that_flaps_and_one_that_is_cut_towards_its_engine()
     assert list(network.broken_promises(found)) == []
     assert all(seen["streams"] > 6 for seen in found.values())
     assert found["cut_to_engine"]["first_s"]["max"] > 1.5, "a stream was sent there before it was found out"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not_usable()), reason=why_not_usable())
+def test_streams_between_namespaces_whose_packets_are_dropped() -> None:
+    """The kernel's own TCP: acknowledgements are lost with the data. Loss and delay too, where it has `tc netem`."""
+    faults = network.faults_of_namespaces()
+    found = asyncio.run(network.storm(faults, num_engines=2, num_streams=6, seconds=8.0, is_fake=True, in_namespaces=True))
+    assert list(network.broken_promises(found)) == []
+    assert {"cut", "cut_to_engine", "cut_to_gateway"} <= set(found)
