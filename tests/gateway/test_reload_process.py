@@ -104,7 +104,7 @@ def model(name: str, folder: Path, text: Path, *replicas: str) -> dict[str, Any]
     return {"name": name, "remote": {"model": str(text), "replicas": listed}}
 
 
-def stream(gateway: Gateway, seed: int, name: str = "fox", num_tokens: int = 250) -> str:
+def stream(gateway: Gateway, seed: int, name: str = "fox", num_tokens: int = 600) -> str:
     """The text of a whole stream. Fails where it does not end as it should."""
     body = {"model": name, "messages": [{"role": "user", "content": "Hello"}], "stream": True, "seed": seed, "ignore_eos": True}
     with gateway.client() as client:

@@ -1,4 +1,4 @@
-"""SIGHUP: read the configuration again. From a terminal that was closed it means what it always did, the end of the program.
+"""SIGHUP at the supervisor: read the configuration again (`wire.hangup` says when).
 
 A deployment that was started with SIGHUP ignored (nohup) goes on ignoring it; `headrace reload` reaches it all the same.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from headrace.core.errors import HeadraceError
 from headrace.fleet.control import FleetControl
+from headrace.wire.hangup import on_hangup
 from headrace.wire.stop_signals import StopSignals
 
 log = logging.getLogger(__name__)
@@ -22,28 +21,14 @@ log = logging.getLogger(__name__)
 @asynccontextmanager
 async def reload_on_hangup(control: FleetControl, stop: StopSignals, *, has_file: bool) -> AsyncIterator[None]:
     """Until the block ends, SIGHUP reloads; without a file, or when the terminal is gone, it drains."""
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        yield
-        return
     asked = asyncio.Event()
-    had_terminal = _has_terminal()
-
-    def take() -> None:
-        if has_file and _has_terminal() == had_terminal:
-            asked.set()
-        else:
-            stop.ask("stopped by SIGHUP")
-
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, take)
     reloading = asyncio.create_task(_reload_when(asked, control), name="reload on SIGHUP")
     try:
-        yield
+        with on_hangup(asked.set if has_file else None, stop):
+            yield
     finally:
         reloading.cancel()
         await asyncio.gather(reloading, return_exceptions=True)
-        loop.remove_signal_handler(signal.SIGHUP)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a late one must not end the process before its children have left
 
 
 async def _reload_when(asked: asyncio.Event, control: FleetControl) -> None:
@@ -59,12 +44,3 @@ async def _reload_when(asked: asyncio.Event, control: FleetControl) -> None:
         else:
             for failure in failures:
                 log.error("%s", failure)
-
-
-def _has_terminal() -> bool:
-    """This process has a controlling terminal, which is there."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True

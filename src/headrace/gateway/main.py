@@ -140,7 +140,7 @@ async def serve(
         leash.ready({"host": config.host, "port": port})
         closed = asyncio.Event()
         serving = asyncio.create_task(server.serve_until(closed))
-        async with answering(leash, opened.reloader, read_again):
+        async with answering(leash, opened.reloader, read_again, stop):
             await first_of(stop.soft)
             is_complete = await drain(gateway.service.open_requests, opened.reloader.config.timeouts.drain_s, stop.hard)
             closed.set()

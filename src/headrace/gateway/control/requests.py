@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from headrace.core.errors import HeadraceError
 from headrace.gateway.control.reload import Read, Reloader
+from headrace.wire.hangup import on_hangup
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind
+from headrace.wire.stop_signals import StopSignals
 
 log = logging.getLogger("headrace.gateway")
 
@@ -21,10 +22,10 @@ INTERNAL = "the change failed by a fault of this program; its log says more"
 
 
 @asynccontextmanager
-async def answering(leash: Leash, reloader: Reloader, read: Read | None) -> AsyncIterator[None]:
+async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: StopSignals) -> AsyncIterator[None]:
     """Answer requests until the block ends.
 
-    read  reads the configuration again; None: there is no file, and SIGHUP keeps its default action, which ends this process
+    read  reads the configuration again; None: there is no file, and SIGHUP drains
     """
     answers = _Answers(leash, reloader, read)
     loop = asyncio.get_running_loop()
@@ -34,17 +35,12 @@ async def answering(leash: Leash, reloader: Reloader, read: Read | None) -> Asyn
             loop.call_soon_threadsafe(answers.take, request)
 
     leash.listen(hand_over)
-    if read is not None:
-        loop.add_signal_handler(signal.SIGHUP, answers.reload)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one that came during the start is handled now
     reloading = loop.create_task(answers.run(), name="reloads")
     try:
-        yield
+        with on_hangup(None if read is None else answers.reload, stop):
+            yield
     finally:
         leash.listen(None)
-        if read is not None:
-            loop.remove_signal_handler(signal.SIGHUP)
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # this process is ending: a late one must not change its exit status
         reloading.cancel()
         await asyncio.gather(reloading, return_exceptions=True)
 

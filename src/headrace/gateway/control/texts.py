@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from headrace.gateway.config import GatewayConfig
+from headrace.gateway.config import GatewayConfig, Limits
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.workers import Workers
@@ -21,6 +21,13 @@ LoadText = Callable[[str], TextModel]
 
 MakeWorkers = Callable[[HostConfig, Collection[str]], Workers]
 """Workers that are not started. The second argument: environment variables that they may not inherit."""
+
+
+NOT_OF_WORKERS = (
+    *("max_connections", "max_header_bytes", "max_headers", "max_requests", "max_pending_bytes"),
+    *("max_prompt_bytes", "max_answer_bytes", "max_tenant_share", "max_request_held_bytes"),
+)
+"""Limits that the gateway's own process alone holds requests to: a change of them takes no new workers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +72,7 @@ class LoadedTexts:
         """
         texts = {model.name: await self._text(model.name, model.folder) for model in config.models if model.folder}
         needed = {text.name: text.folder for text in (*in_use, *texts.values())}
-        is_enough = needed.items() <= self.host.models.items() and config.limits == self.host.limits
-        if is_enough:
+        if needed.items() <= self.host.models.items() and _of_workers(config.limits) == _of_workers(self.host.limits):
             return TextChange(texts, self.host, None)
         host = HostConfig(needed, config.limits)
         workers = self._make(host, key_variables(config))
@@ -90,6 +96,12 @@ class LoadedTexts:
         self._num_loaded += 1
         name = model if model not in self.host.models else f"{model} ({self._num_loaded})"
         return LoadedText(name, folder, await asyncio.to_thread(self._load, folder))
+
+
+def _of_workers(limits: Limits) -> Limits:
+    """The limits that text workers read, or that say how many there are; the other ones as they are by default."""
+    default = Limits()
+    return replace(limits, **{name: getattr(default, name) for name in NOT_OF_WORKERS})
 
 
 def host_config(config: GatewayConfig) -> HostConfig:

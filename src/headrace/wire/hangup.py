@@ -1,0 +1,47 @@
+"""SIGHUP: read the configuration again. From a terminal that was closed it means what it always did, the end of the program.
+
+A process that was started with SIGHUP ignored (nohup) goes on ignoring it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from headrace.wire.stop_signals import StopSignals
+
+
+@contextmanager
+def on_hangup(reload: Callable[[], None] | None, stop: StopSignals) -> Iterator[None]:
+    """Until the block ends, SIGHUP calls `reload`; it drains where that is None, or when the terminal is gone. Later ones are ignored."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        yield
+        return
+    had_terminal = _has_terminal()
+
+    def take() -> None:
+        if reload is not None and _has_terminal() == had_terminal:
+            reload()
+        else:
+            stop.ask("stopped by SIGHUP")
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, take)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one that came during the start is handled now
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a late one must not end the process before its children have left
+
+
+def _has_terminal() -> bool:
+    """This process has a controlling terminal, which is there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
