@@ -46,6 +46,10 @@ browser:
 balancers:
 	tools/install_balancers.sh
 
+# systemd from Debian, for the tests of the shipped unit; nothing is started; needs root.
+systemd:
+	tools/install_systemd.sh
+
 test-mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ARGS)
 
