@@ -134,8 +134,8 @@ def unit_for(folder: Path) -> str:
     Its user and its folders are the machine's to make, and a container may not mount anew what the kernel's files are.
     """
     (folder / "fleet.json").write_text(json.dumps({"replicas": 1, "run_dir": str(folder), "gateway": {"work": "idle", "workers": 2}}))
-    dropped = ("User=", "Group=", "RuntimeDirectory", "StateDirectory", "CacheDirectory", "WorkingDirectory=", "Environment=")
-    dropped += ("PrivateTmp=", "ProtectControlGroups=", "ProtectKernel")
+    of_the_machine = ("User=", "Group=", "RuntimeDirectory", "StateDirectory", "CacheDirectory", "WorkingDirectory=", "Environment=")
+    dropped = (*of_the_machine, "PrivateTmp=", "ProtectControlGroups=", "ProtectKernel")
     lines = [line for line in UNIT.read_text().splitlines() if not line.startswith(dropped)]
     start = f"ExecStart={sys.executable} {SUPPORT / 'fleet_main.py'} {folder / 'fleet.json'}"
     path = os.pathsep.join(map(str, (Path(headrace.__file__).resolve().parents[1], SUPPORT)))

@@ -23,6 +23,7 @@ FOREIGN = frozenset(
         *("Allow", "Forwarded", "Origin"),  # HTTP
         *("client_max_body_size", "health_check", "least_conn", "worker_connections"),  # nginx
         *("SSL_CERT_FILE",),  # OpenSSL
+        *("CapabilityBoundingSet", "MemoryDenyWriteExecute"),  # systemd
         *("cpu_gemm_wna16", "int8_asym", "onednn_mm", "raw_logprobs"),  # vLLM, OpenVINO
         *("mark_control_tokens", "modeling_rope_utils"),  # transformers
         *(

@@ -71,6 +71,12 @@ def test_the_end_token_comes_where_it_was_ordered() -> None:
     assert updates[-1].finish is FinishReason.STOP
 
 
+def test_only_the_ids_that_were_ordered_are_produced() -> None:
+    options = FakeOptions(vocab_size=50, produced=(7, 9))
+    assert {options.token(seed, 0, 3, 2) for seed in range(200)} == {7, 8, 9}
+    assert {FakeOptions(vocab_size=4).token(seed, 0, 3, 2) for seed in range(200)} == {0, 1, 2}
+
+
 def test_tokens_depend_on_everything_they_should_and_are_never_the_end_token() -> None:
     base = fake_token(1, 0, 5, 7, 50)
     assert len({base, *(fake_token(*change, 50) for change in ((2, 0, 5, 7), (1, 1, 5, 7), (1, 0, 6, 7), (1, 0, 5, 8)))}) > 3

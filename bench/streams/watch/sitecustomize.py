@@ -4,6 +4,7 @@ LOOK     begin: every millisecond a timer notes how late it is and how much CPU 
          collection its generation and how much CPU it took
 PROFILE  begin to sample stacks: at every tick of this process's CPU time, the functions on the stack of the main thread
 WRITE    stop, and write both to HEADRACE_STREAM_WATCH
+COUNT    write how many tasks the event loop has to HEADRACE_STREAM_WATCH with the process id appended: of each of several gateways
 
 CPU between two looks bounds the longest slice of the event loop from above, whatever else runs on the machine; lateness does not.
 """
@@ -16,7 +17,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-LOOK, PROFILE, WRITE = signal.SIGRTMIN + 5, signal.SIGRTMIN + 6, signal.SIGRTMIN + 7
+LOOK, PROFILE, WRITE, COUNT = (signal.SIGRTMIN + number for number in (5, 6, 7, 8))
 TICK_S = 0.001
 SAMPLE_S = 0.001
 _looks: list[tuple[float, float]] = []
@@ -84,7 +85,17 @@ def _write(_number: int, _frame: FrameType | None) -> None:
     _stacks.clear()
 
 
+def _count(_number: int, _frame: FrameType | None) -> None:
+    import asyncio
+
+    path = f"{os.environ['HEADRACE_STREAM_WATCH']}.{os.getpid()}"
+    with open(path + ".new", "w") as file:
+        file.write(str(len(asyncio.all_tasks(asyncio.events._get_running_loop()))))
+    os.rename(path + ".new", path)
+
+
 if os.environ.get("HEADRACE_STREAM_WATCH") and "gateway" in sys.argv + sys.orig_argv:
     signal.signal(LOOK, _look)
     signal.signal(PROFILE, _profile)
     signal.signal(WRITE, _write)
+    signal.signal(COUNT, _count)

@@ -40,6 +40,7 @@ class FakeOptions:
     """The fake model and its faults.
 
     vocab_size        ids 0..vocab_size - 2 are produced; the last id is the end token
+    produced          the first and the last of the ids that are produced instead
     eos_after         outputs after which the end token comes; None: never, answers end at max_tokens
     step_seconds, token_seconds   a step takes step_seconds + token_seconds * its tokens
     stall_after_steps, stall_seconds   the n-th step takes stall_seconds: a runner that hangs
@@ -55,6 +56,7 @@ class FakeOptions:
     """
 
     vocab_size: int = 4096
+    produced: tuple[int, int] | None = None
     max_model_len: int = 4096
     num_blocks: int = 4097
     block_size: int = 16
@@ -78,6 +80,11 @@ class FakeOptions:
     @property
     def eos_token_id(self) -> int:
         return self.vocab_size - 1
+
+    def token(self, seed: int, index: int, position: int, previous: int) -> int:
+        """The token at `position` of a sequence whose token before it is `previous`."""
+        first, last = self.produced or (0, self.vocab_size - 2)
+        return first + fake_token(seed, index, position, previous, last - first + 2)
 
 
 def fake_info(options: FakeOptions) -> ModelInfo:
@@ -134,7 +141,7 @@ def fake_answer(request: EngineRequest, index: int, num_tokens: int, options: Fa
     while len(tokens) < len(request.prompt_ids) + num_tokens:
         if options.eos_after is not None and len(tokens) - len(request.prompt_ids) >= options.eos_after:
             return [*tokens[len(request.prompt_ids) :], options.eos_token_id]
-        tokens.append(fake_token(seed, index, len(tokens), tokens[-1], options.vocab_size))
+        tokens.append(options.token(seed, index, len(tokens), tokens[-1]))
     return tokens[len(request.prompt_ids) :]
 
 
@@ -287,7 +294,7 @@ class FakeRunner:
         started = slot.started
         if self.options.eos_after is not None and position - started.num_prompt_tokens >= self.options.eos_after:
             return self.options.eos_token_id
-        return fake_token(slot.seed, started.index, position, slot.ids[position - 1], self.options.vocab_size)
+        return self.options.token(slot.seed, started.index, position, slot.ids[position - 1])
 
     def _draft(self, slot: _Slot) -> list[int]:
         """Drafted ids to follow the sequence. Their number, and which of them are wrong, is drawn from seed and position."""
