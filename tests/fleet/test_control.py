@@ -173,7 +173,7 @@ async def test_a_reload_adds_and_removes_models_and_says_what_changed(start: Sta
     site.write(models={"other": {"replicas": 2}})
     said = site.do("reload")
     assert said[-1] == {"event": "done"}
-    assert "characters" in texts(said)[0], "the difference comes first"
+    assert texts(said)[0] == "~ models: ...", "the difference comes first"
     assert site.listed() == {"other": ["other-0", "other-1"]}
     assert [model["name"] for model in site.admin.status()["models"]] == ["other"]
     site.write(models={"tiny": {"replicas": 1}, "other": {"replicas": 2}})
@@ -285,6 +285,29 @@ async def test_a_gateway_that_is_killed_in_a_rollout_reads_what_holds_when_it_is
     assert (await rollout)[-1] == {"event": "done"}
     assert site.listed() == {"tiny": ["tiny-2", "tiny-3"]}
     await stopped(site)
+
+
+async def test_a_hangup_without_a_file_drains_and_an_ignored_one_does_nothing(start: Start) -> None:
+    site = start(has_file=False)
+    site.hear()
+    [refused] = site.do("reload")
+    assert refused["reason"].startswith("reload: this deployment was started without a file.")
+    site.process.send_signal(signal.SIGHUP)
+    assert await site.wait() == 0
+    ignoring = start(ignores_hangup=True)
+    ignoring.hear()
+    ignoring.process.send_signal(signal.SIGHUP)
+    assert ignoring.do("reload")[-1] == {"event": "done"}
+    await stopped(ignoring)
+
+
+async def test_a_terminal_that_is_closed_drains_although_there_is_a_file(start: Start) -> None:
+    ours, theirs = os.openpty()
+    site = start(terminal=os.ttyname(theirs))
+    site.hear()
+    os.close(theirs)
+    os.close(ours)
+    assert await site.wait() == 0
 
 
 async def test_the_socket_is_its_users_alone_and_wants_the_token(start: Start) -> None:

@@ -2,16 +2,21 @@
 
 {"replicas": 2, "run_dir": "/tmp/x", "drain_timeout_s": 5, "gateway": {"work": "idle"}, "fake": {"step_seconds": 0.01}}
 
-"models" names several: {"org/fake": {"replicas": 2, "engine": {}}}. The file is read again at a reload.
+"models" names several: {"org/fake": {"replicas": 2, "engine": {}}}. The file is read again at a reload, unless "has_file" is
+false; with "ignores_hangup" SIGHUP is ignored, as nohup has it; "terminal" becomes the process's own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+from fleet_source import FileSource
 
 from headrace.core.errors import HeadraceError
 from headrace.fleet.config import FleetConfig, ModelSpec
@@ -44,29 +49,12 @@ def fleet_config(given: dict[str, Any]) -> FleetConfig:
     )
 
 
-class Source:
-    """The file, read again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._held = self._last = path.read_text()
-
-    def read(self) -> FleetConfig:
-        self._last = self._path.read_text()
-        return fleet_config(json.loads(self._last)).checked()
-
-    def differences(self) -> list[str]:
-        return [f"{len(self._held)} -> {len(self._last)} characters"]
-
-    def accept(self) -> None:
-        self._held = self._last
-
-
 def say(event: str, **facts: object) -> None:
     print(json.dumps({"event": event, **facts}), flush=True)
 
 
-async def supervise(path: Path) -> int:
+async def supervise(path: Path, *, has_file: bool) -> int:
+    """has_file: it can be read again"""
     supervisor: Supervisor
 
     def ready(facts: FleetReady) -> None:
@@ -74,14 +62,22 @@ async def supervise(path: Path) -> int:
         replicas = {name: dict(told) for name, told in facts.replicas.items()}
         say("ready", pids=pids, replicas=replicas, failed=dict(facts.failed), gateway=dict(facts.gateway))
 
-    supervisor = Supervisor(fleet_config(json.loads(path.read_text())), source=Source(path), on_ready=ready)
+    source = FileSource(path, fleet_config)
+    supervisor = Supervisor(source.config(), source=source if has_file else None, on_ready=ready)
     return await supervisor.run()
 
 
 def main() -> None:
     set_up_logging(LogFormat.TEXT)
+    path = Path(sys.argv[1])
+    given = json.loads(path.read_text())
+    if given.get("ignores_hangup"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if "terminal" in given:
+        os.setsid()
+        os.open(given["terminal"], os.O_RDWR)  # the first one that a session's leader opens is its own
     try:
-        status = asyncio.run(supervise(Path(sys.argv[1])))
+        status = asyncio.run(supervise(path, has_file=given.get("has_file", True)))
     except HeadraceError as error:
         say("failed", kind=type(error).__name__, message=str(error))
         status = 3

@@ -2,7 +2,8 @@
 
     python serve_fake.py FILE     {"folder": text model, "replicas": 1, "run_dir": "/tmp/x", "gateway": {}, "engine": {}, "fake": {}}
 
-Says what `headrace serve` says when it serves, and exits as it does.
+"models" names several, which share the folder: {"fake": {"replicas": 2}, "guest": {}}. The file is read again at a reload. Says what
+`headrace serve` says when it serves, and exits as it does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
+
+from fleet_source import FileSource
 
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.supervisor import FleetReady, run_fleet
@@ -23,21 +27,33 @@ def announce(ready: FleetReady) -> None:
     logging.info("Serving fake at http://127.0.0.1:%s", ready.gateway["port"])
 
 
-def main() -> None:
-    set_up_logging()
-    path = Path(sys.argv[1])
-    given = json.loads(path.read_text())
-    options = path.with_name("fake.json")
+def config_of(given: dict[str, Any]) -> FleetConfig:
+    options = Path(given["run_dir"]) / "fake.json"
     options.write_text(json.dumps(given.get("fake", {})))
-    model = ModelSpec(name="fake", folder=Path(given["folder"]), replicas=given.get("replicas", 1), engine=given.get("engine", {}))
-    config = FleetConfig(
-        models=(model,),
+    engine, folder = given.get("engine", {}), Path(given["folder"])
+    models = given.get("models", {"fake": {"replicas": given.get("replicas", 1)}})
+    return FleetConfig(
+        models=tuple(
+            ModelSpec(
+                name=name,
+                folder=folder,
+                aliases=tuple(model.get("aliases", ())),
+                replicas=model.get("replicas", 1),
+                engine={**engine, **model.get("engine", {})},
+            )
+            for name, model in models.items()
+        ),
         gateway={"port": 0, "request_log": "off", **given.get("gateway", {})},
         drain_timeout_s=given.get("drain_timeout_s", 20.0),
         run_dir=Path(given["run_dir"]),
         engine_command=(sys.executable, str(ENGINE), str(options)),
     )
-    sys.exit(int(run_fleet(config, on_ready=announce)))
+
+
+def main() -> None:
+    set_up_logging()
+    source = FileSource(Path(sys.argv[1]), config_of)
+    sys.exit(int(run_fleet(source.config(), source=source, on_ready=announce)))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,11 @@ def _shown_model(model: Mapping[str, Any]) -> list[str]:
 
 
 def _shown_replica(replica: Mapping[str, Any]) -> str:
-    open_requests = "?" if replica["open"] is None else replica["open"]
-    state = f"{replica['phase']}{'' if replica['ready'] or replica['phase'] != 'serving' else ', not ready'}"
-    facts = f"revision {replica['revision']}, pid {replica['pid']}, {open_requests} open, {replica['starts']} starts"
-    return f"  {replica['name']}: {state} ({facts})" + (f": {replica['reason']}" if replica["reason"] else "")
+    from headrace.core.counted import counted
+
+    is_odd = replica["phase"] == "serving" and not replica["ready"]
+    process = "no process" if replica["pid"] is None else f"pid {replica['pid']}"
+    facts = [f"revision {replica['revision']}", process, f"{'?' if replica['open'] is None else replica['open']} open"]
+    facts.append(counted(replica["starts"], "start"))
+    state = f"  {replica['name']}: {replica['phase']}{', not ready' if is_odd else ''} ({', '.join(facts)})"
+    return f"{state}: {replica['reason']}" if replica["reason"] else state

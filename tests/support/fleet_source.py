@@ -1,0 +1,34 @@
+"""A JSON file as the configuration of a deployment of tests, read again at a reload."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.core.differences import differences
+from headrace.fleet.config import FleetConfig
+
+
+class FileSource:
+    """A `fleet.control.ConfigSource`. make: the file's content -> the configuration"""
+
+    def __init__(self, path: Path, make: Callable[[dict[str, Any]], FleetConfig]) -> None:
+        self._path = path
+        self._make = make
+        self._held = self._last = json.loads(path.read_text())
+
+    def config(self) -> FleetConfig:
+        """As the deployment starts."""
+        return self._make(self._held)
+
+    def read(self) -> FleetConfig:
+        self._last = json.loads(self._path.read_text())
+        return self._make(self._last).checked()
+
+    def differences(self) -> list[str]:
+        return [str(difference) for difference in differences(self._held, self._last)]
+
+    def accept(self) -> None:
+        self._held = self._last
