@@ -114,12 +114,14 @@ async def test_streams_run_through_every_change(site: Server) -> None:
         assert "+ models.guest" in said
         assert seen(await one(site, 0, "visitor"))
         assert (await status_of(site, KEY), await status_of(site, OTHER_KEY)) == (200, 200)
-        change_file(site, models={"fake": {"engine": {"max_num_seqs": 48}}}, gateway=keys(KEY))
+        # The new model takes the place of the first one, name and all.
+        change_file(site, models={"guest": {"aliases": ["fake"]}}, gateway=keys(KEY))
         said = await headrace(site, "reload")
-        assert "- models.guest" in said
-        assert "every replica was replaced" in said, "changed options of an engine are a rollout"
+        assert "- models.fake" in said
         assert (await status_of(site, KEY), await status_of(site, OTHER_KEY)) == (200, 401)
-        refused = await ask(site.port, "POST", COMPLETIONS, {"model": "guest", "prompt": "x"}, key=KEY)
+        refused = await ask(site.port, "POST", COMPLETIONS, {"model": "visitor", "prompt": "x"}, key=KEY)
         assert refused.status == 404
+        change_file(site, models={"guest": {"aliases": ["fake"], "engine": {"max_num_seqs": 48}}})
+        assert "every replica was replaced" in await headrace(site, "reload"), "changed options of an engine are a rollout"
         assert num_done() > PARALLEL
     assert [(replica["phase"], replica["open"]) for replica in await replicas(site)] == [("serving", 0)]

@@ -22,11 +22,12 @@ from headrace.fleet.config import FleetConfig
 from headrace.fleet.control import ConfigSource, FleetControl
 from headrace.fleet.files import run_dir
 from headrace.fleet.gateways import GatewayGroup
-from headrace.fleet.hangup import reload_on_hangup
+from headrace.fleet.hangup import reload_when_asked
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher, ProcessLauncher
 from headrace.fleet.listening import reserved_port
 from headrace.fleet.reconciler import Reconciler
+from headrace.wire.hangup import on_hangup
 from headrace.wire.stop_signals import StopSignals, first_of
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Supervisor:
         self._launcher = launcher or ProcessLauncher(log_format=config.log_format)
         self._source = source
         self._on_ready = on_ready
-        self._drain_timeout_s = config.drain_timeout_s
+        self._within_s: float | None = None
         self._reconciler: Reconciler | None = None
         self._gateways = GatewayGroup()
 
@@ -95,9 +96,11 @@ class Supervisor:
     async def run(self) -> FleetExit:
         """Until drained. Raises ConfigError or FleetFailed when nothing can be served. Leaves no process behind."""
         stop = StopSignals()
+        reload = asyncio.Event()
         try:
-            with run_dir(self._config.run_dir) as folder, self._address():
-                return await self._run_in(folder, stop)
+            # First of all: a signal that comes while processes start waits until they serve.
+            with on_hangup(None if self._source is None else reload.set, stop), run_dir(self._config.run_dir) as folder, self._address():
+                return await self._run_in(folder, stop, reload)
         finally:
             stop.close()
 
@@ -108,13 +111,13 @@ class Supervisor:
             self._config = replace(self._config, gateway={**self._config.gateway, "port": port})
             yield
 
-    async def _run_in(self, folder: Path, stop: StopSignals) -> FleetExit:
+    async def _run_in(self, folder: Path, stop: StopSignals, reload: asyncio.Event) -> FleetExit:
         reconciler = self._reconciler = Reconciler(self._config, folder, self._launcher, self._gateways)
         self._gateways.keepers = self._gateway_keepers(reconciler.gateway_file)
         gateways = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in self.gateways]
         reconciler.launch()
         reconciling = asyncio.create_task(reconciler.run(), name="reconciler")
-        controlling = asyncio.create_task(self._control(folder, reconciler, stop), name="control")
+        controlling = asyncio.create_task(self._control(folder, reconciler, stop, reload), name="control")
         tasks = [*gateways, reconciling, controlling]
         try:
             await first_of(*tasks, stop.soft, stop.hard)
@@ -138,16 +141,16 @@ class Supervisor:
             for index in range(self._config.num_gateways)
         ]
 
-    async def _control(self, folder: Path, reconciler: Reconciler, stop: StopSignals) -> None:
+    async def _control(self, folder: Path, reconciler: Reconciler, stop: StopSignals, reload: asyncio.Event) -> None:
         """Answer the operator, and call `on_ready` once. Never returns."""
         control = FleetControl(reconciler, self._source, partial(self._drain_all, reconciler, stop))
-        async with admin_socket(folder, control, reconciler), reload_on_hangup(control, stop, has_file=self._source is not None):
+        async with admin_socket(folder, control, reconciler):
             for keeper in self.gateways:
                 await keeper.ready.wait()
             await reconciler.first_service()
             if self._on_ready is not None:
                 self._on_ready(self._ready(reconciler))
-            await asyncio.Event().wait()
+            await reload_when_asked(reload, control)
 
     def _ready(self, reconciler: Reconciler) -> FleetReady:
         processes = reconciler.processes
@@ -158,7 +161,7 @@ class Supervisor:
     async def _drain_all(self, reconciler: Reconciler, stop: StopSignals, within_s: float) -> None:
         """End the deployment, with this many seconds for running requests."""
         await reconciler.limit_drain(within_s)
-        self._drain_timeout_s = within_s
+        self._within_s = within_s
         stop.ask(f"drained within {within_s:g} s")
 
     async def _drain(self, gateways: list[asyncio.Task[None]], reconciler: Reconciler, stop: StopSignals) -> FleetExit:
@@ -166,7 +169,8 @@ class Supervisor:
         reconciler.freeze()
         log.info("stopping %s, then %s", _named(self.gateways), counted(len(self.engines), "engine"))
         _stop(self.gateways)
-        left = await _ended(gateways, stop, self._drain_timeout_s + GATEWAY_GRACE_S)
+        drain_s = reconciler.config.drain_timeout_s if self._within_s is None else self._within_s
+        left = await _ended(gateways, stop, drain_s + GATEWAY_GRACE_S)
         if stop.hard.done() and not left:
             _stop(self.gateways)  # their second signal, too
             await asyncio.wait(gateways, timeout=CUT_GRACE_S)
