@@ -121,6 +121,20 @@ async def test_a_retired_replica_that_ends_moves_its_streams(text: TextModel) ->
         await eventually(lambda: old.is_closed)
 
 
+async def test_a_stream_that_waits_for_a_replica_is_still_woken_when_failover_is_turned_off(text: TextModel) -> None:
+    fox = model(MODEL, "r0", "r1")
+    async with open_bench(text, models=[fox], timeouts={"failover_s": 30}) as bench:
+        first, second = bench.replicas.values()
+        second.state = ConnectionState.DOWN
+        running = await held_stream(bench, first)
+        first.die()
+        await asyncio.sleep(0.02)
+        await apply(bench, fox)
+        second.state = ConnectionState.CONNECTED
+        assert said(await running) == SAID
+        assert len(second.requests) == 1
+
+
 async def test_a_replica_with_another_address_is_connected_to_anew(bench: TestBench) -> None:
     old = bench.replicas["r0"]
     running = await held_stream(bench, old)

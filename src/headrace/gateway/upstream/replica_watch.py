@@ -57,8 +57,13 @@ class WatchedReplica(Protocol):
 
 
 class WatchedPool(Protocol):
-    """The replicas of a model now. A retired one is watched as well: its streams move off it when it hangs, and none moves to it."""
+    """The replicas of a model now. A retired one is watched as well: its streams move off it when it hangs, and none moves to it.
 
+    failover_s  0: nothing moves, and only the calls that wait already are woken
+    """
+
+    @property
+    def failover_s(self) -> float: ...
     @property
     def replicas(self) -> Sequence[WatchedReplica]: ...
     @property
@@ -81,11 +86,6 @@ class ReplicaWatch:
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="replica watch")
 
-    def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
-
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -102,7 +102,7 @@ class ReplicaWatch:
 
     def look(self) -> None:
         """One look at all replicas."""
-        for replica in (*self._pool.replicas, *self._pool.retired):
+        for replica in (*self._pool.replicas, *self._pool.retired) if self._pool.failover_s else ():
             self._look_at(replica)
         if self._change is not None:
             self._wake()

@@ -184,8 +184,6 @@ class ReplicaPool:
         self.failover_s, self._slow_start_s = failover_s, slow_start_s
         if failover_s:
             self.watch.start()
-        else:
-            self.watch.stop()
 
     def change(self, *, add: Collection[Replica] = (), retire: Collection[Replica] = ()) -> None:
         """Send requests to `add` as soon as they are connected, and none to `retire` from now on, which are among `replicas`."""
