@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ from gateway_kit import (
     post,
     serving,
 )
+from local_workers import LocalWorkers
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.config import GatewayConfig, Limits, Timeouts
 from headrace.gateway.control import site_models
 from headrace.gateway.control.changes import CHANGEABLE, check_change
+from headrace.gateway.text_workers.frames import HostConfig
+from headrace.gateway.text_workers.work import TextContext
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.leash import ReplicaStatus
@@ -266,6 +270,29 @@ async def test_foreign_servers_come_and_go(text: TextModel, bench: TestBench) ->
         far.replica.go.set()
         assert said(await running) == SAID
         await eventually(lambda: set(bench.reloader.status()) == {MODEL})
+
+
+async def test_text_workers_do_not_inherit_the_key_of_a_server_that_comes(
+    text: TextModel, bench: TestBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were started when nothing said that the variable holds a key."""
+    made: list[tuple[str, ...]] = []
+    monkeypatch.setattr(bench.reloader._texts, "_make", partial(local_workers, text, made))
+    monkeypatch.setenv("FAR_KEY", "a-secret-key")
+    far = {"name": "far", "upstreams": [{"url": "http://127.0.0.1:9/v1", "api_key_env": "FAR_KEY"}]}
+    await apply(bench, model(MODEL, "r0"), far)
+    assert made == [("FAR_KEY",)]
+    await apply(bench, model(MODEL, "r0"), limits={"max_requests": 9})
+    assert len(made) == 1, "the present ones will do"
+    await apply(bench, model(MODEL, "r0"), limits={"max_messages": 9})
+    assert made == [("FAR_KEY",), ("FAR_KEY",)]
+    refused = await bench.chat(messages=[{"role": "user", "content": "Hello" * 4000}] * 10)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages"), "new workers have the new limit"
+
+
+def local_workers(text: TextModel, made: list[tuple[str, ...]], host: HostConfig, withheld: Collection[str]) -> LocalWorkers:
+    made.append(tuple(withheld))
+    return LocalWorkers(TextContext(dict.fromkeys(host.models, text), host.limits))
 
 
 # -- keys, origins, limits, timeouts -----------------------------------------------------------------------------------------------

@@ -41,10 +41,16 @@ class LoadedText:
 
 @dataclass(frozen=True, slots=True)
 class TextChange:
-    """texts: of the next configuration's models, by model name; workers: started, None where the present ones have all of them"""
+    """
+    texts     of the next configuration's models, by model name
+    host      what its text workers have
+    withheld  environment variables that they do not
+    workers   started; None: the present ones will do
+    """
 
     texts: Mapping[str, LoadedText]
     host: HostConfig
+    withheld: frozenset[str]
     workers: Workers | None
 
     async def close(self) -> None:
@@ -60,6 +66,7 @@ class LoadedTexts:
         """texts: of each model that engines serve, by its name, as the pool's workers have them"""
         self.pool = pool
         self.host = host_config(config)
+        self._withheld = key_variables(config)
         self.texts = {name: LoadedText(name, folder, texts[name]) for name, folder in self.host.models.items()}
         self._num_loaded = 0
         self._load = load
@@ -72,20 +79,22 @@ class LoadedTexts:
         """
         texts = {model.name: await self._text(model.name, model.folder) for model in config.models if model.folder}
         needed = {text.name: text.folder for text in (*in_use, *texts.values())}
-        if needed.items() <= self.host.models.items() and _of_workers(config.limits) == _of_workers(self.host.limits):
-            return TextChange(texts, self.host, None)
+        withheld = self._withheld | key_variables(config)
+        is_loaded = needed.items() <= self.host.models.items()
+        if is_loaded and withheld == self._withheld and _of_workers(config.limits) == _of_workers(self.host.limits):
+            return TextChange(texts, self.host, withheld, None)
         host = HostConfig(needed, config.limits)
-        workers = self._make(host, key_variables(config))
+        workers = self._make(host, withheld)
         try:
             await workers.start()
         except BaseException:
             await workers.close()
             raise
-        return TextChange(texts, host, workers)
+        return TextChange(texts, host, withheld, workers)
 
     def apply(self, change: TextChange) -> None:
         self.texts = dict(change.texts)
-        self.host = change.host
+        self.host, self._withheld = change.host, change.withheld
         if change.workers is not None:
             self.pool.replace(change.workers, max_workers=change.host.limits.max_text_workers)
 
