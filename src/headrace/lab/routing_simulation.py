@@ -11,8 +11,8 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.policy.routing.choice import Candidate, ReplicaId, cheaper_of_two, choose, cost
@@ -94,6 +94,16 @@ class SimulatedReplica:
         self.running = [each for each in self.running if not each.done_s]
         self.begin_step(now_s)
 
+    def copied(self) -> SimulatedReplica:
+        """The same state, independent of this one's requests."""
+        copies = {id(each): copy(each) for each in (*self.running, *self.waiting)}
+        return replace(
+            self,
+            waiting=deque(copies[id(each)] for each in self.waiting),
+            running=[copies[id(each)] for each in self.running],
+            _chunks=[(copies[id(each)], chunk) for each, chunk in self._chunks],
+        )
+
     @property
     def _free_blocks(self) -> int:
         return self.total_blocks - sum(each.num_blocks for each in self.running)
@@ -148,7 +158,7 @@ def _candidates(replicas: Sequence[SimulatedReplica]) -> list[Candidate]:
 
 
 def _done_s(replica: SimulatedReplica, request: SimulatedRequest) -> float:
-    ahead, mine = deepcopy((replica, request))
+    ahead, mine = replica.copied(), copy(request)
     ahead.submit(mine, request.arrived_s)
     while not mine.done_s:
         ahead.end_step()
@@ -180,13 +190,14 @@ class Workload:
 
 
 def simulate(replicas: Sequence[SimulatedReplica], workload: Workload, route: Route) -> RoutingResult:
-    """Run the workload to its end. The replicas are used up."""
+    """Run the workload to its end. The replicas are used up. A request goes to no replica whose cache can never hold it: one rejects it."""
     draw = random.Random(workload.seed)
     requests = _requests(replicas, workload, draw)
     ends: list[tuple[float, int]] = []
     for request in requests:
         _run_until(replicas, ends, request.arrived_s)
-        index = route(replicas, request, workload.output_tokens, draw)
+        able = [number for number, replica in enumerate(replicas) if request.num_blocks <= replica.total_blocks]
+        index = able[route([replicas[number] for number in able], request, workload.output_tokens, draw)]
         was_idle = replicas[index].step_ends_s is None
         replicas[index].submit(request, request.arrived_s)
         if was_idle:

@@ -69,8 +69,8 @@ def time_of(sent: SentSince = NOTHING_SENT, size: RequestSize = SIZE, **changes:
         ({"num_running": 4}, 50 * 0.014 / 4 + OUTPUT_SHARE * 50 * 0.003),
         ({"num_running": 4, "num_waiting": 2}, 3 * 50 * 0.014 / 4 + OUTPUT_SHARE * 50 * 0.003),
         ({"num_running": 4, "max_num_seqs": 0}, OUTPUT_SHARE * 50 * 0.004),
-        ({"kv_blocks_free": 5, "kv_blocks_used": 95}, 0.02 * 50 * 0.011),
-        ({"kv_blocks_free": 3, "kv_blocks_cached": 4, "kv_blocks_used": 93}, 0.0),
+        ({"kv_blocks_free": 5, "kv_blocks_used": 95}, 0.05 * 50 * 0.011),
+        ({"kv_blocks_free": 3, "kv_blocks_cached": 7, "kv_blocks_used": 90}, 0.0),
         ({"kv_blocks_total": 6, "kv_blocks_free": 6}, math.inf),
         ({"kv_blocks_total": 0, "kv_blocks_free": 0}, 0.0),
     ],
@@ -178,7 +178,7 @@ def test_of_many_replicas_faster_ones_are_drawn_more_often() -> None:
 FAST_1, SLOW_1 = StepSpeed(0.005, 0.0001), StepSpeed(0.020, 0.0004)
 
 
-def run(route: Route, *, load: float, num_requests: int = 600) -> RoutingResult:
+def run(route: Route, *, load: float, num_requests: int = 400) -> RoutingResult:
     """One fast and one slow replica, as 4 : 1."""
     return simulate([SimulatedReplica(FAST_1), SimulatedReplica(SLOW_1)], Workload(num_requests=num_requests, load=load), route)
 

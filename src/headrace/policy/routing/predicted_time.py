@@ -77,13 +77,14 @@ def predicted_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: S
 
     speed  its own, or what is assumed where that is not known
     """
-    num_sequences = load.num_running + load.num_waiting + sent.num_requests + 1
+    num_to_start = load.num_waiting + sent.num_requests + 1
+    num_sequences = load.num_running + num_to_start
     num_slots = load.max_num_seqs or num_sequences
     num_tokens = load.num_queued_tokens + sent.num_tokens + size.prompt_tokens
     output_s = size.output_tokens * speed.step_s(min(num_sequences, num_slots))
     # While a replica is full, each of its slots and blocks becomes free once in the time of an output.
     slots_s = max(0, num_sequences - num_slots) / num_slots * output_s
-    blocks_s = _blocks_share(load, num_tokens, size, block_size) * output_s
+    blocks_s = _blocks_share(load, num_tokens + num_to_start * size.output_tokens, size, block_size) * output_s
     return _rest_of_step_s(load) + speed.step_s(num_tokens) + max(slots_s, blocks_s) + OUTPUT_SHARE * output_s
 
 
@@ -92,7 +93,7 @@ def _rest_of_step_s(load: LoadSnapshot) -> float:
 
 
 def _blocks_share(load: LoadSnapshot, num_tokens: int, size: RequestSize, block_size: int) -> float:
-    """Share of the KV pool that has to become free before the queued tokens and the prompt fit; 0: they fit now."""
+    """Share of the KV pool that has to become free before `num_tokens` fit, the prompts and outputs still to start; 0: they fit now."""
     if not load.kv_blocks_total:
         return 0.0
     if num_blocks(size.prompt_tokens, block_size) > load.kv_blocks_total:
