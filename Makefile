@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.headrace-setup
 # The control side, which knows no tensors: less than a minute on a quiet machine.
 CONTROL = $(addprefix tests/,core text wire observe policy engine/loop engine/server)
 
-.PHONY: setup serve test test-control coverage test-slow test-mutants test-clients browser balancers check bench bench-smoke proto clean
+.PHONY: setup serve test test-control coverage test-slow test-mutants test-clients browser balancers redis check bench bench-smoke proto clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,10 @@ balancers:
 # systemd from Debian, for the tests of the shipped unit; nothing is started; needs root.
 systemd:
 	tools/install_systemd.sh
+
+# Redis from Debian, for the tests of the store that several machines share; needs root.
+redis:
+	tools/install_redis.sh
 
 test-mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ARGS)

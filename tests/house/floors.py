@@ -115,7 +115,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.gateway.generation.kept_streams": Floor(
         _ours("core", *ABOVE_THE_SEAM, "gateway.generation.event_log", "gateway.stores", "observe"), ("msgspec",)
     ),
-    "headrace.gateway.stores": Floor(_ours("core")),
+    "headrace.gateway.stores": Floor(_ours("core", "wire.private_files"), (), ("redis",)),
     "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
     "headrace.gateway.upstream.seam": Floor(_ours("core", "text.logprobs", "text.template_switch")),
     "headrace.gateway.upstream.foreign*": Floor(

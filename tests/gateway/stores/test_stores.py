@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis_kit import RedisServer
 
 from headrace.core.errors import ConfigError
 from headrace.gateway.config import config_from
+from headrace.gateway.stores.config import StoreConfig
+from headrace.gateway.stores.open import open_store
+from headrace.gateway.stores.redis import RedisStore
 from headrace.gateway.stores.sqlite import IN_MEMORY, SqliteStore
 from headrace.gateway.stores.store import EntryTooLarge, StoreFailed, StoreLimits
 
@@ -34,26 +38,39 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-@pytest.fixture(params=["file", "memory"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[SqliteStore]:
-    opened = SqliteStore.open(str(tmp_path / "store.db") if request.param == "file" else IN_MEMORY, LIMITS, clock)
+AnyStore = SqliteStore | RedisStore
+
+
+@pytest.fixture(params=["file", "memory", "redis"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[AnyStore]:
+    opened: AnyStore
+    if request.param == "redis":
+        opened = RedisStore.open(request.getfixturevalue("redis_url"), LIMITS)
+    else:
+        opened = SqliteStore.open(str(tmp_path / "store.db") if request.param == "file" else IN_MEMORY, LIMITS, clock)
     yield opened
     await opened.check()
     await opened.close()
 
 
-async def test_an_entry_is_there_for_its_time(store: SqliteStore, clock: ManualClock) -> None:
-    await store.put("a", b"one", tenant="t", ttl_s=10)
+async def passed(store: AnyStore, clock: ManualClock) -> None:
+    """Until an entry with a ttl_s of 0.1 is over."""
+    clock.now += 0.1
+    if isinstance(store, RedisStore):
+        await asyncio.sleep(0.11)
+
+
+async def test_an_entry_is_there_for_its_time(store: AnyStore, clock: ManualClock) -> None:
     await store.put("b", b"two", tenant="t", ttl_s=20)
-    assert (await store.get("a"), await store.get("none")) == (b"one", None)
-    clock.now += 10
+    await store.put("a", b"one", tenant="t", ttl_s=0.1)
+    assert await store.get("none") is None
+    await passed(store, clock)
     assert (await store.get("a"), await store.get("b")) == (None, b"two")
-    clock.now += 10
-    await store.get("b")
-    assert await store.num_entries() == 0, "an entry that is over takes no room"
+    await store.put("c", b"three", tenant="u", ttl_s=20)
+    assert await store.num_entries() == 2, "an entry that is over takes no room"
 
 
-async def test_a_put_replaces_and_a_delete_removes(store: SqliteStore) -> None:
+async def test_a_put_replaces_and_a_delete_removes(store: AnyStore) -> None:
     await store.put("a", b"one", tenant="t", ttl_s=10)
     await store.put("a", b"other", tenant="t", ttl_s=10)
     assert await store.get("a") == b"other"
@@ -62,7 +79,7 @@ async def test_a_put_replaces_and_a_delete_removes(store: SqliteStore) -> None:
     assert await store.get("a") is None
 
 
-async def test_of_several_swaps_one_succeeds(store: SqliteStore, clock: ManualClock) -> None:
+async def test_of_several_swaps_one_succeeds(store: AnyStore, clock: ManualClock) -> None:
     assert not await store.swap("a", b"claim", expected=b"one", tenant="t", ttl_s=10)
     assert await store.get("a") is None, "a swap makes no entry"
     await store.put("a", b"one", tenant="t", ttl_s=10)
@@ -70,18 +87,19 @@ async def test_of_several_swaps_one_succeeds(store: SqliteStore, clock: ManualCl
     found = await asyncio.gather(*claims)
     assert sum(found) == 1
     assert await store.get("a") == b"claim %d" % found.index(True)
-    clock.now += 10
-    assert not await store.swap("a", b"late", expected=b"claim 0", tenant="t", ttl_s=10)
+    await store.put("b", b"two", tenant="t", ttl_s=0.1)
+    await passed(store, clock)
+    assert not await store.swap("b", b"late", expected=b"two", tenant="t", ttl_s=10)
 
 
-async def test_an_entry_beyond_the_bound_is_refused_and_what_was_there_stays(store: SqliteStore) -> None:
+async def test_an_entry_beyond_the_bound_is_refused_and_what_was_there_stays(store: AnyStore) -> None:
     await store.put("a", b"one", tenant="t", ttl_s=10)
     with pytest.raises(EntryTooLarge, match="at most 100"):
         await store.put("a", b"x" * 101, tenant="t", ttl_s=10)
     assert await store.get("a") == b"one"
 
 
-async def test_a_tenant_pushes_out_its_own_oldest_entries_alone(store: SqliteStore) -> None:
+async def test_a_tenant_pushes_out_its_own_oldest_entries_alone(store: AnyStore) -> None:
     await store.put("theirs", b"x" * 100, tenant="them", ttl_s=1)
     for number in range(5):
         await store.put(f"ours {number}", b"x" * 80, tenant="us", ttl_s=10 + number)
@@ -90,7 +108,7 @@ async def test_a_tenant_pushes_out_its_own_oldest_entries_alone(store: SqliteSto
     assert await store.get("theirs") is not None
 
 
-async def test_the_oldest_entries_of_all_go_when_the_store_is_full(store: SqliteStore) -> None:
+async def test_the_oldest_entries_of_all_go_when_the_store_is_full(store: AnyStore) -> None:
     for number in range(6):
         await store.put(str(number), b"x" * 100, tenant=f"t{number}", ttl_s=10 + number)
     assert [await store.get(str(number)) is not None for number in range(6)] == [False, True, True, True, True, True]
@@ -174,6 +192,8 @@ async def test_a_cancelled_call_is_not_done(tmp_path: Path, clock: ManualClock) 
     [
         ({"path": "/a", "url": "redis://h"}, "store.url"),
         ({"url": "http://h"}, "store.url"),
+        ({"url": "redis://:secret@h"}, "store.url"),
+        ({"password_file": "/f"}, "store.password_file"),
         ({"max_bytes": 0}, "store.max_bytes"),
         ({"max_entry_bytes": -1}, "store.max_entry_bytes"),
         ({"file": "/a"}, "store.file"),
@@ -181,5 +201,57 @@ async def test_a_cancelled_call_is_not_done(tmp_path: Path, clock: ManualClock) 
 )
 def test_a_store_that_makes_no_sense_is_refused_by_name(given: dict[str, object], named: str) -> None:
     model = {"name": "m", "folder": "/f", "replicas": [{"name": "r", "address": "unix:/s"}]}
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=named) as refused:
         config_from({"models": [model], "store": given})
+    assert "secret" not in str(refused.value)
+
+
+async def test_a_server_that_was_started_again_is_used_again(redis_server: RedisServer) -> None:
+    store = RedisStore.open(redis_server.url, LIMITS)
+    await store.put("a", b"one", tenant="t", ttl_s=5)
+    redis_server.stop()
+    with pytest.raises(StoreFailed, match="redis: "):
+        await store.get("a")
+    redis_server.start()
+    assert await store.get("a") is None, "it keeps nothing on disk"
+    await store.put("a", b"one", tenant="t", ttl_s=5)
+    assert await store.get("a") == b"one"
+    await store.close()
+
+
+async def test_a_server_that_hangs_fails_calls_in_time(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.stores.redis.ANSWER_S", 0.1)
+    store = RedisStore.open(redis_server.url, LIMITS)
+    await store.put("a", b"one", tenant="t", ttl_s=5)
+    redis_server.hang()
+    with pytest.raises(StoreFailed, match="Timeout"):
+        await store.get("a")
+    redis_server.go_on()
+    assert await store.get("a") == b"one"
+    await store.close()
+
+
+async def test_a_password_comes_from_a_file_and_is_never_shown(redis_server: RedisServer, tmp_path: Path) -> None:
+    redis_server.stop()
+    redis_server.start(requirepass="right-secret")
+    file = tmp_path / "password"
+    file.touch(mode=0o600)
+    for password, is_right in (("right-secret", True), ("wrong-secret", False)):
+        file.write_text(password)
+        store = open_store(StoreConfig(url=redis_server.url, password_file=str(file)).checked(), 1.0, ManualClock())
+        if is_right:
+            assert await store.get("a") is None
+        else:
+            with pytest.raises(StoreFailed) as failed:
+                await store.get("a")
+            assert "secret" not in str(failed.value)
+        await store.close()
+
+
+async def test_concurrent_puts_of_several_gateways_keep_the_bounds(redis_server: RedisServer) -> None:
+    stores = [RedisStore.open(redis_server.url, LIMITS) for _ in range(3)]
+    puts = [store.put(f"{number % 17}", b"x" * (number % 90), tenant="tu"[number % 2], ttl_s=5) for number in range(60) for store in stores]
+    await asyncio.gather(*puts)
+    await stores[0].check()
+    for store in stores:
+        await store.close()

@@ -1,0 +1,146 @@
+"""A store in Redis (6.2 or later) or Valkey, which gateways on several machines share.
+
+What an entry needs beside its value (its size, its tenant, its age) lies in keys of its own, so that the bounds hold whichever gateway
+writes; scripts change both together. All keys have one hash tag, so that a cluster keeps them on one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from headrace.core.errors import ConfigError
+from headrace.gateway.stores.store import StoreFailed, StoreLimits
+
+T = TypeVar("T")
+
+PREFIX = "{headrace}:"
+MAX_CONNECTIONS = 8
+"""Connections of this process. A call beyond them waits for one."""
+
+CONNECT_S = 1.0
+ANSWER_S = 2.0
+"""Seconds for a connection, and for the answer to a call. Requests wait less (`kept_streams.STORE_S`)."""
+
+COMMON = """
+local P = '{headrace}:'
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function hold(tenant, bytes)
+  if redis.call('HINCRBY', P .. 'bytes', tenant, bytes) == 0 then redis.call('HDEL', P .. 'bytes', tenant) end
+  redis.call('INCRBY', P .. 'total', bytes)
+end
+
+local function remove(key)
+  redis.call('DEL', P .. 'entry:' .. key)
+  local tenant = redis.call('HGET', P .. 'tenants', key)
+  if not tenant then return end
+  hold(tenant, 0 - redis.call('HGET', P .. 'sizes', key))
+  redis.call('HDEL', P .. 'sizes', key)
+  redis.call('HDEL', P .. 'tenants', key)
+  redis.call('ZREM', P .. 'ages', key)
+  redis.call('ZREM', P .. 'ages:' .. tenant, key)
+end
+"""
+"""Keys: entry:KEY is a value; sizes and tenants map a key to size and tenant; bytes maps a tenant to the sum of its sizes, total is the
+sum of all; ages and ages:TENANT are keys by the time at which they are over."""
+
+PUT = (
+    COMMON
+    + """
+local key, tenant, value, ttl_ms, max_tenant, max_total = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+if ARGV[7] and redis.call('GET', P .. 'entry:' .. key) ~= ARGV[7] then return 0 end
+for _, over in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ages', '-inf', now, 'LIMIT', 0, 256)) do remove(over) end
+remove(key)
+local size = #value
+while tonumber(redis.call('HGET', P .. 'bytes', tenant) or 0) + size > max_tenant do
+  remove(redis.call('ZRANGE', P .. 'ages:' .. tenant, 0, 0)[1])
+end
+while tonumber(redis.call('GET', P .. 'total') or 0) + size > max_total do remove(redis.call('ZRANGE', P .. 'ages', 0, 0)[1]) end
+redis.call('SET', P .. 'entry:' .. key, value, 'PX', ttl_ms)
+redis.call('HSET', P .. 'sizes', key, size)
+redis.call('HSET', P .. 'tenants', key, tenant)
+redis.call('ZADD', P .. 'ages', now + ttl_ms, key)
+redis.call('ZADD', P .. 'ages:' .. tenant, now + ttl_ms, key)
+hold(tenant, size)
+return 1
+"""
+)
+DELETE = COMMON + "remove(ARGV[1])"
+
+
+class RedisStore:
+    """A `Store`. Made by `open`; it connects with the first call."""
+
+    def __init__(self, client: Any, limits: StoreLimits) -> None:
+        """client: the package's asynchronous one"""
+        self._client = client
+        self._limits = limits
+        self._put_script = client.register_script(PUT)
+        self._delete_script = client.register_script(DELETE)
+
+    @classmethod
+    def open(cls, url: str, limits: StoreLimits, *, password: str | None = None) -> RedisStore:
+        """Raises ConfigError where the `redis` package is not installed, or the address makes no sense."""
+        try:
+            from redis.asyncio import BlockingConnectionPool, Redis
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
+        except ImportError:
+            raise ConfigError("store.url", "needs the package redis", "pip install 'headrace[redis]'") from None
+        options = {"password": password, "socket_connect_timeout": CONNECT_S, "socket_timeout": ANSWER_S}
+        try:
+            # One retry at once: a server that was started again has closed the connections that are kept.
+            pool = BlockingConnectionPool.from_url(
+                url, max_connections=MAX_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 1), **options
+            )
+        except ValueError as error:
+            raise ConfigError("store.url", f"cannot be used: {error}") from None
+        return cls(Redis(connection_pool=pool), limits)
+
+    async def put(self, key: str, value: bytes, *, tenant: str, ttl_s: float) -> None:
+        await self._put(key, value, tenant, ttl_s)
+
+    async def get(self, key: str) -> bytes | None:
+        found: bytes | None = await _answer(self._client.get(f"{PREFIX}entry:{key}"))
+        return found
+
+    async def swap(self, key: str, value: bytes, *, expected: bytes, tenant: str, ttl_s: float) -> bool:
+        return await self._put(key, value, tenant, ttl_s, expected)
+
+    async def delete(self, key: str) -> None:
+        await _answer(self._delete_script(args=[key]))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+        await self._client.connection_pool.disconnect()
+
+    async def num_entries(self) -> int:
+        return int(await _answer(self._client.zcard(f"{PREFIX}ages")))
+
+    async def check(self) -> None:
+        """Assert that the sums are of the entries, and that the bounds hold. For a server that is idle."""
+        sizes = {key: int(size) for key, size in (await self._client.hgetall(f"{PREFIX}sizes")).items()}
+        tenants = await self._client.hgetall(f"{PREFIX}tenants")
+        sums = {tenant: int(size) for tenant, size in (await self._client.hgetall(f"{PREFIX}bytes")).items()}
+        assert sizes.keys() == tenants.keys()
+        for tenant in {*tenants.values()}:
+            held = sum(size for key, size in sizes.items() if tenants[key] == tenant)
+            assert sums.get(tenant, 0) == held <= self._limits.tenant
+        assert int(await self._client.get(f"{PREFIX}total") or 0) == sum(sizes.values()) <= self._limits.total
+
+    async def _put(self, key: str, value: bytes, tenant: str, ttl_s: float, expected: bytes | None = None) -> bool:
+        self._limits.check(len(value))
+        arguments: list[str | bytes | int] = [key, tenant, value, max(1, round(1000 * ttl_s)), self._limits.tenant, self._limits.total]
+        return bool(await _answer(self._put_script(args=arguments if expected is None else [*arguments, expected])))
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    """Raises StoreFailed for whatever goes wrong. The package's messages name the address and no password."""
+    from redis.exceptions import RedisError
+
+    try:
+        return await call
+    except (RedisError, OSError) as error:
+        raise StoreFailed(f"redis: {error}") from None

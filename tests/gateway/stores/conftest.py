@@ -1,0 +1,26 @@
+"""A Redis server, where one is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from redis_kit import MISSING, PROGRAM, RedisServer
+from wire_kit import socket_dir
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    pytest.importorskip("redis", reason="The package redis is not installed: pip install 'headrace[redis]'")
+    if PROGRAM is None:
+        pytest.skip(MISSING)
+    with socket_dir() as folder:
+        server = RedisServer(folder)
+        server.start()
+        yield server
+        server.stop()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    return redis_server.url

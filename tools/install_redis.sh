@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Installs Debian's Redis server for tests/gateway/stores/, where neither it nor Valkey is installed yet. Needs root and Debian or Ubuntu.
+# The tests start a server of their own on a Unix socket; the service of the package is not needed and not started.
+set -euo pipefail
+if command -v redis-server > /dev/null || command -v valkey-server > /dev/null; then
+  exit 0
+fi
+apt-get update --quiet
+printf '#!/bin/sh\nexit 101\n' > /usr/sbin/policy-rc.d  # Debian's way not to start a service that is installed
+chmod +x /usr/sbin/policy-rc.d
+trap 'rm -f /usr/sbin/policy-rc.d' EXIT
+DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet --no-install-recommends redis-server
+redis-server --version
