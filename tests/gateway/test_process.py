@@ -125,7 +125,7 @@ def test_hostile_bodies_harm_no_neighbour(shared: Site) -> None:
 
 
 def texts(stream: str) -> str:
-    events = [json.loads(line[6:]) for line in stream.split("\n\n") if line.startswith("data: {")]
+    events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
     return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
 
 
@@ -250,9 +250,9 @@ def asked(made: Site, event: str) -> dict[str, Any]:
 
 @contextmanager
 def opened(client: httpx2.Client, **fields: Any) -> Iterator[Iterator[str]]:
-    """A stream that has begun: its lines."""
+    """A stream that has begun: the lines of its data."""
     with client.stream("POST", "/v1/chat/completions", json=chat(stream=True, **fields)) as stream:
-        lines = (line for line in stream.iter_lines() if line)
+        lines = (line for line in stream.iter_lines() if line and not line.startswith("id: "))
         assert next(lines).startswith("data: ")
         yield lines
 

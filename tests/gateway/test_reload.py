@@ -408,7 +408,7 @@ def option_names(kind: type) -> list[str]:
         {"salt_key": "ab" * 16},
         {"limits": {"max_text_queue": 7}},
         {"limits": {"max_text_queue_bytes": 1 << 16}},
-        {"timeouts": {"stream_resume_s": 60}},
+        {"timeouts": {"stream_resume_s": 5}},
         {"store": {"max_bytes": 1 << 22}},
     ],
 )

@@ -38,7 +38,7 @@ async def go_on(bench: TestBench, last_event: str, body: bytes = BODY, key: str 
 
 
 async def test_streams_have_no_ids_where_none_are_kept(text: TextModel) -> None:
-    async with open_bench(text) as bench:
+    async with open_bench(text, timeouts={"stream_resume_s": 0}) as bench:
         assert not any(event.id for event in (await send(bench.gateway, CHAT, BODY)).events)
         refused = await go_on(bench, f"{'a' * 24}/3")
         assert (refused.status, refused.error["code"]) == (404, "stream_not_found")

@@ -371,7 +371,7 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 def events_of(text: str) -> list[dict[str, Any]]:
     """The JSON of every server-sent event but [DONE], which must be last if it is there."""
-    datas = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    datas = [line.removeprefix("data: ") for line in text.split("\n") if line and not line.startswith((":", "id: "))]
     assert "[DONE]" not in datas[:-1]
     return [msgspec.json.decode(data) for data in datas if data != "[DONE]"]
 

@@ -172,7 +172,7 @@ class Timeouts:
     request_s: float | None = None
     drain_s: float = 30.0
     failover_s: float = 60.0
-    stream_resume_s: float = 0.0
+    stream_resume_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

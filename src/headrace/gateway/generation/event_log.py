@@ -36,25 +36,26 @@ class EventLog:
     no entry.
 
     num_seen  events that the client has already: 0 unless the stream is continued
+    prefix    of every event's line, before its number
     """
 
-    __slots__ = ("_num_sequences", "_prefix", "answer_id", "entries", "num_seen")
+    __slots__ = ("answer_id", "entries", "num_seen", "num_sequences", "prefix")
 
     def __init__(self, answer_id: RequestId, num_sequences: int, *, num_seen: int = 0) -> None:
         self.answer_id = answer_id
-        self._num_sequences = num_sequences
-        self._prefix = b"id: %b/" % answer_id.encode()
+        self.num_sequences = num_sequences
+        self.prefix = b"id: %b/" % answer_id.encode()
         self.entries = array("i")
         self.num_seen = num_seen
 
     def line(self, index: int, place: int) -> bytes:
         """Enter the next event; its line in the stream."""
-        self.entries.append(place * self._num_sequences + index)
-        return b"%b%d\n" % (self._prefix, len(self.entries))
+        self.entries.append(place * self.num_sequences + index)
+        return b"%b%d\n" % (self.prefix, len(self.entries))
 
     def usage_line(self) -> bytes:
         """The line of the usage, which comes after all other events and has no entry."""
-        return b"%b%d\n" % (self._prefix, len(self.entries) + 1)
+        return b"%b%d\n" % (self.prefix, len(self.entries) + 1)
 
     @property
     def is_usage_seen(self) -> bool:

@@ -107,7 +107,7 @@ class ResumableStream:
                 await sse.write(made)
             elif number % REPLAY_STEP == 0:
                 await asyncio.sleep(0)
-        self.event_log.entries = entries
+        self.event_log.entries[:] = entries
         self._is_replayed = True
 
     def _end(self, stream: EventStream, error: BaseException | None) -> None:

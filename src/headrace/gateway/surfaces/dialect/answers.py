@@ -100,8 +100,7 @@ class Chunks:
 
     __slots__ = (
         "_after_text",
-        "_before_index",
-        "_before_text",
+        "_before_texts",
         "_choice_end",
         "_counts",
         "_head",
@@ -116,17 +115,17 @@ class Chunks:
         self, head: AnswerHead, kind: str, text_choice: bytes, request: schemas.SamplingFields, prompts: Sequence[PreparedPrompt]
     ) -> None:
         """text_choice: a choice with text alone, as a format of its index and the text's JSON"""
+        num_sequences = request.n * len(prompts)
         options = request.stream_options or schemas.StreamOptions()
         self._include_usage = options.include_usage
-        self._counts: list[int] | None = [0] * (request.n * len(prompts)) if options.continuous_usage_stats else None
+        self._counts: list[int] | None = [0] * num_sequences if options.continuous_usage_stats else None
         self._n, self._prompts = request.n, prompts
         self._log = head.event_log
         shared = {"id": head.id, "object": kind, "created": head.created, "model": head.model, "system_fingerprint": head.fingerprint}
         self._head = b"data: " + _encode(shared)[:-1] + b',"choices":['
-        before_index, after_index = text_choice.split(b"%d")
-        before_text, after_text = after_index.split(b"%s")
-        self._before_index = self._head + before_index
-        self._before_text, self._choice_end = before_text, after_text + b"]"
+        before_text, after_text = text_choice.split(b"%s")
+        self._before_texts = [self._head + before_text % index for index in range(num_sequences)]
+        self._choice_end = after_text + b"]"
         self._end_with(b',"usage":null}\n\n' if self._include_usage else b"}\n\n")
 
     def count(self, index: int, num_new: int) -> None:
@@ -145,8 +144,12 @@ class Chunks:
 
     def text(self, index: int, place: int, text: str) -> bytes:
         """A chunk with the text of one choice alone, as most chunks are. place: `OutputEvent.place`"""
-        line = b"" if self._log is None else self._log.line(index, place)
-        return b"%b%b%d%b%b%b" % (line, self._before_index, index, self._before_text, _encode(text), self._after_text)
+        log = self._log
+        if log is None:
+            return self._before_texts[index] + _encode(text) + self._after_text
+        entries = log.entries  # what `EventLog.line` does, without a call: this runs once per token
+        entries.append(place * log.num_sequences + index)
+        return b"%b%d\n%b%b%b" % (log.prefix, len(entries), self._before_texts[index], _encode(text), self._after_text)
 
     def chunk(self, index: int, place: int, choice: bytes) -> bytes:
         return b"".join((self._line(index, place), self._head, choice, b"]", self._tail))
