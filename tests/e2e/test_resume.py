@@ -110,7 +110,9 @@ async def read(port: int, number: int, seen: Seen, *, leave_after: int | None = 
         await connection.send(request_bytes("POST", path, body, headers=headers))
         status, _ = await connection.head()
         rest = b""
-        async for chunk in connection.chunks() if status == 200 else _nothing():
+        if status != 200:
+            return status
+        async for chunk in connection.chunks():
             *events, rest = (rest + chunk).split(b"\n\n")
             for event in events:
                 if not event.startswith(b":"):
@@ -118,11 +120,6 @@ async def read(port: int, number: int, seen: Seen, *, leave_after: int | None = 
                 if leave_after is not None and seen.num_events >= leave_after:
                     return status
     return status
-
-
-async def _nothing() -> Any:
-    for never in ():
-        yield never
 
 
 async def come_back(port: int, number: int, seen: Seen, **options: Any) -> None:
