@@ -173,7 +173,7 @@ async def test_a_reload_adds_and_removes_models_and_says_what_changed(start: Sta
     site.write(models={"other": {"replicas": 2}})
     said = site.do("reload")
     assert said[-1] == {"event": "done"}
-    assert texts(said)[0] == "~ models: ...", "the difference comes first"
+    assert texts(said)[0] == "- models.tiny", "the difference comes first"
     assert site.listed() == {"other": ["other-0", "other-1"]}
     assert [model["name"] for model in site.admin.status()["models"]] == ["other"]
     site.write(models={"tiny": {"replicas": 1}, "other": {"replicas": 2}})
@@ -251,6 +251,28 @@ async def test_a_successor_that_cannot_start_ends_the_rollout_and_the_old_replic
     site.write(fake={})
     (site.folder / "fake.json").write_text("{}")
     assert site.do("rollout")[-1] == {"event": "done"}
+    await stopped(site)
+
+
+async def test_an_engine_that_ends_at_its_start_is_tried_again_after_a_pause(start: Start) -> None:
+    site = start(models={"tiny": {}, "bad": {}}, fake={"replicas": {"bad-": {"die": True}}}, first_retry_s=1.0)
+    assert site.hear()["failed"] == {"bad-0": "ended with status 9; it was started 3 times and never served."}
+    await until(lambda: site.listed()["bad"] == [])
+    assert '"Its engine ended before it served."' in (site.run_dir / "gateway.json").read_text()
+    (site.folder / "fake.json").write_text("{}")
+    await until(lambda: site.replicas("bad") == {"bad-0": "serving"})
+    assert site.listed()["bad"] == ["bad-0"]
+    await stopped(site)
+
+
+async def test_a_successor_that_a_gateway_cannot_use_ends_the_rollout_with_its_reason(start: Start) -> None:
+    site = start(connect_timeout_s=0.5, gateway={"work": "idle", "blind": ["tiny-1"]})
+    site.hear()
+    failed = site.do("rollout")[-1]
+    assert failed["reason"] == (
+        "tiny: tiny-1 cannot be started: serves, and a gateway does not find it ready after 0.5 s: another tokenizer"
+    )
+    assert site.listed() == {"tiny": ["tiny-0"]}
     await stopped(site)
 
 

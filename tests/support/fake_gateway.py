@@ -1,7 +1,8 @@
 """A gateway process of tests: the supervisor's file, leash and signals, and one long request instead of HTTP.
 
 Asked over its leash it says that a replica is ready when its socket can be connected to, and has as many open requests there as
-`open.json` beside `gateway.out` says; it refuses a file with `refuse` in it.
+`open.json` beside `gateway.out` says; it refuses a file with `refuse` in it, and finds no
+replica of `blind` ready.
 
 `work` in its file says what to do: "idle", "die" (before it serves), or "stream", which sends one request of `num_tokens` tokens to the
 first replica, says so in `gateway.out` beside its file, finishes it before it leaves on SIGTERM, and writes the tokens there.
@@ -34,7 +35,7 @@ class Answers:
         if request.kind is LeashRequestKind.STATUS:
             statuses = {
                 model: {
-                    name: ReplicaStatus(can_connect(address), "" if can_connect(address) else "waiting", self._num_open(name))
+                    name: ReplicaStatus(not (reason := self._why_not_ready(name, address)), reason, self._num_open(name))
                     for name, address in replicas.items()
                 }
                 for model, replicas in self._listed.items()
@@ -53,6 +54,11 @@ class Answers:
                 listed.setdefault(model, {}).update({name: at for name, at in replicas.items() if self._num_open(name)})
             self._listed = listed
         return str(config.get("refuse", ""))
+
+    def _why_not_ready(self, name: str, address: str) -> str:
+        if name in json.loads(self._path.read_text()).get("blind", ()):
+            return "another tokenizer"
+        return "" if can_connect(address) else "waiting"
 
     def _num_open(self, replica: str) -> int:
         path = Path(json.loads(self._path.read_text())["out"]).with_name("open.json")

@@ -1,6 +1,7 @@
 """An engine process of tests: what the supervisor wrote, plus the fake's options. Arguments: OPTIONS --config FILE --parent-fd N.
 
 "replicas" among the options names others for replicas whose name begins so: {"replicas": {"bad-": {"refuse": "no"}}}.
+"die": it ends at once.
 """
 
 from __future__ import annotations
@@ -19,5 +20,7 @@ if __name__ == "__main__":
     for prefix, more in fake.pop("replicas", {}).items():
         if content["replica"].startswith(prefix):
             fake |= more
+    if fake.pop("die", False):
+        sys.exit(9)
     path.write_text(json.dumps({**content, "fake": fake}))
     main(arguments)

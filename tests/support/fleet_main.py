@@ -4,6 +4,7 @@
 
 "models" names several: {"org/fake": {"replicas": 2, "engine": {}}}. The file is read again at a reload, unless "has_file" is
 false; with "ignores_hangup" SIGHUP is ignored, as nohup has it; "terminal" becomes the process's own.
+"first_retry_s" and "connect_timeout_s" stand for the constants of these names.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from fleet_source import FileSource
 
 from headrace.core.errors import HeadraceError
+from headrace.fleet import reconciler, replica_process
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.supervisor import FleetReady, Supervisor
 from headrace.observe.logs import LogFormat, set_up_logging
@@ -76,6 +78,8 @@ def main() -> None:
     if "terminal" in given:
         os.setsid()
         os.open(given["terminal"], os.O_RDWR)  # the first one that a session's leader opens is its own
+    replica_process.FIRST_RETRY_S = given.get("first_retry_s", replica_process.FIRST_RETRY_S)
+    reconciler.CONNECT_TIMEOUT_S = given.get("connect_timeout_s", reconciler.CONNECT_TIMEOUT_S)
     try:
         status = asyncio.run(supervise(path, has_file=given.get("has_file", True)))
     except HeadraceError as error:

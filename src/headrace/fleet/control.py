@@ -14,7 +14,8 @@ from typing import Protocol
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig
-from headrace.fleet.reconciler import Reconciler, check_can_become, with_site_keys
+from headrace.fleet.config_change import check_can_become, with_site_keys
+from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, RolloutOptions
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import asyncio
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -18,8 +18,10 @@ from pathlib import Path
 
 from headrace.core.counted import counted
 from headrace.core.errors import ConfigError, HeadraceError
-from headrace.fleet.config import FleetConfig, ModelSpec
-from headrace.fleet.files import MachineShare, gateway_content, write_engine_file, write_gateway_file
+from headrace.fleet.config import FleetConfig
+from headrace.fleet.desired import DesiredState
+from headrace.fleet.files import MachineShare, gateway_content, write_engine_file
+from headrace.fleet.gateway_file import GatewayFile, why_unavailable
 from headrace.fleet.gateways import GatewayGroup, GatewaysView
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher
@@ -48,24 +50,19 @@ CONNECT_TIMEOUT_S = 60.0
 """A successor whose engine serves and which a gateway still does not find ready after these seconds counts as one that cannot be started:
 the gateway knows another tokenizer, or cannot reach it."""
 
-STARTING = "It is being started."
-REFUSED = "Its engine refused its configuration or weights."
-DIED = "Its engine ended before it served."
-NO_REPLICA = "It has no replica now."
-
 
 class Reconciler:
     """Owns the engine processes of one deployment, and the gateways' file.
 
-    config       what should be, with the secrets of this site filled in
     deployment   what is, and what to do next
+    gateway_file  that all gateways read
     processes    name of a replica -> its process, until it has ended
     failures     model -> why its last rollout ended early
     """
 
     def __init__(self, config: FleetConfig, folder: Path, launcher: Launcher, gateways: GatewayGroup) -> None:
         """folder: the deployment's own. Raises ConfigError where its files cannot be written"""
-        self.config = config
+        self._desired = DesiredState(config)
         self.deployment = Deployment()
         self.processes: dict[str, ReplicaProcess] = {}
         self.failures: dict[str, str] = {}
@@ -73,7 +70,6 @@ class Reconciler:
         self.view = GatewaysView()
         self._folder = folder
         self._launcher = launcher
-        self._specs: dict[tuple[str, int], ModelSpec] = {}
         self._numbers = count()
         self._drain_s: dict[str, float] = {}
         self._has_served = False
@@ -82,10 +78,14 @@ class Reconciler:
         self._lock = asyncio.Lock()
         self._wake = asyncio.Event()
         self._round_done = asyncio.Condition()
-        self._aim_at(config)
+        self._desired.follow(config, self.deployment)
         self._plan()
-        self.gateway_file = write_gateway_file(self._content(), folder)
-        self._offered = self._content()
+        self.gateway_file = GatewayFile(folder, gateways, self._content())
+
+    @property
+    def config(self) -> FleetConfig:
+        """What should be, with the secrets of this site filled in."""
+        return self._desired.config
 
     # -- what commands do ----------------------------------------------------------------------------------------------------------
 
@@ -104,13 +104,14 @@ class Reconciler:
             listener(text)
 
     async def change(self, command: Callable[[Deployment], None]) -> None:
-        """Give the deployment a command and begin what follows from it. Raises what the command raises."""
-        async with self._lock:
-            await self._observe()
+        """Give the deployment a command and begin what follows from it. Raises what the command raises, and ReloadRefused and ConfigError
+        where gateways cannot follow; nothing was changed then."""
+
+        def apply() -> None:
             command(self.deployment)
-            self._retarget_specs()
-            await self._round()
-        self._wake.set()
+            self._desired.note_revisions(self.deployment)
+
+        await self._all_or_nothing(apply)
 
     async def roll_out(self, model: str, options: RolloutOptions) -> None:
         """Replace every replica of a model. Raises ConfigError."""
@@ -125,16 +126,22 @@ class Reconciler:
 
     async def reload(self, config: FleetConfig) -> None:
         """Have the whole deployment follow another configuration. Raises ConfigError and ReloadRefused; nothing was changed then."""
+
+        def apply() -> None:
+            for model in self._desired.follow(config, self.deployment):
+                self.failures.pop(model, None)
+
+        await self._all_or_nothing(apply)
+
+    async def _all_or_nothing(self, apply: Callable[[], None]) -> None:
         async with self._lock:
             await self._observe()
-            before = self.config, copy.deepcopy(self.deployment), {**self._specs}
-            self.config = config
+            before = self._desired.copy(), copy.deepcopy(self.deployment)
             try:
-                self._aim_at(config)
+                apply()
                 await self._round()
             except (ConfigError, ReloadRefused):
-                self.config, self.deployment, self._specs = before
-                await self._offer()
+                self._desired, self.deployment = before
                 self._carry_out()
                 raise
         self._wake.set()
@@ -215,8 +222,8 @@ class Reconciler:
             timeouts = self.config.gateway.get("timeouts", {})
             assert isinstance(timeouts, Mapping), "the gateways read it"
             gateway = {**self.config.gateway, "timeouts": {**timeouts, "drain_s": max(within_s, 0.1)}}
-            self.config = replace(self.config, gateway=gateway)
-            await self._offer()
+            self._desired.config = replace(self.config, gateway=gateway)
+            await self.gateway_file.offer(self._content())
 
     async def close(self) -> None:
         await asyncio.gather(*(process.close() for process in self.processes.values()))
@@ -281,7 +288,7 @@ class Reconciler:
         if self._is_frozen:
             raise ConfigError("the deployment", "ends, and changes no more")
         self._plan()
-        await self._offer()
+        await self.gateway_file.offer(self._content())
         self._carry_out()
 
     def _plan(self) -> None:
@@ -308,7 +315,7 @@ class Reconciler:
 
     def _make(self, replica: PlannedReplica, replaces: str) -> None:
         """A process for a planned replica, not yet launched. Raises ConfigError where its file cannot be written."""
-        spec, share = self._specs[replica.model, replica.revision], self._share(replaces)
+        spec, share = self._desired.options[replica.model, replica.revision], self._share(replaces)
         files = write_engine_file(self.config, spec, self._folder, name=replica.name, number=next(self._numbers), share=share)
         command = (*self.config.engine_command, "--config", str(files.config))
         keeper = ProcessKeeper(replica.name, command, self._launcher, forward=True, withheld=self.config.key_variables)
@@ -327,20 +334,6 @@ class Reconciler:
     def _phase(self, name: str) -> ReplicaPhase | None:
         replica = self.deployment.replicas.get(name)
         return None if replica is None else replica.phase
-
-    async def _offer(self) -> None:
-        """Have every gateway follow the file, if it is another one. The one before comes back where a gateway refuses it."""
-        content = self._content()
-        if content == self._offered:
-            return
-        write_gateway_file(content, self._folder)
-        try:
-            await self.gateways.reload()
-        except ReloadRefused:
-            write_gateway_file(self._offered, self._folder)
-            await self.gateways.reload()
-            raise
-        self._offered = content
 
     def _carry_out(self) -> None:
         """Start what was planned, and end what is planned no more. Every gateway has the list of replicas."""
@@ -370,45 +363,18 @@ class Reconciler:
         process.remove_files()
         del self.processes[name]
 
-    # -- what should be ------------------------------------------------------------------------------------------------------------
-
-    def _aim_at(self, config: FleetConfig) -> None:
-        """Number and options of every model's replicas. Changed options are a rollout; what failed is tried again."""
-        specs = {model.name: model for model in config.models if model.replicas}
-        known = {name: self._specs.get((name, target.revision)) for name, target in self.deployment.targets.items()}
-        self.deployment.scale({name: spec.replicas for name, spec in specs.items()})
-        for name, spec in specs.items():
-            before = known.get(name)
-            if before is not None and not _runs_alike(before, spec):
-                self._specs[name, self.deployment.roll_out(name, RolloutOptions())] = spec
-                self.failures.pop(name, None)
-                continue
-            self._specs[name, self.deployment.targets[name].revision] = spec
-            if self.deployment.drop_failed(name):
-                self.failures.pop(name, None)
-
-    def _retarget_specs(self) -> None:
-        """A revision that a command has made runs with the options of the file."""
-        for spec in self.config.models:
-            if (target := self.deployment.targets.get(spec.name)) is not None:
-                self._specs.setdefault((spec.name, target.revision), spec)
+    # -- what gateways read --------------------------------------------------------------------------------------------------------
 
     def _content(self) -> dict[str, object]:
         listed = {
             name: [self.processes[replica.name].files for replica in self.deployment.listed(name)] for name in self.deployment.targets
         }
-        unavailable = {name: self.why_unavailable(name) for name, files in listed.items() if not files}
+        unavailable = {name: why_unavailable(self._failures_of(name)) for name, files in listed.items() if not files}
         return gateway_content(self.config, [each for files in listed.values() for each in files], unavailable)
 
-    def why_unavailable(self, model: str) -> str:
-        """Why a model has no replica that gateways may ask, in words that clients may read: no path, nothing of a configuration."""
-        failures = [process.failure for process in self._processes_of(model) if process.failure is not None]
-        if not failures:
-            return NO_REPLICA
-        return REFUSED if any(isinstance(failure, ConfigError) for failure in failures) else DIED
-
-    def _processes_of(self, model: str) -> Iterable[ReplicaProcess]:
-        return [self.processes[replica.name] for replica in self.deployment.of(model)]
+    def _failures_of(self, model: str) -> list[HeadraceError]:
+        processes = [self.processes[replica.name] for replica in self.deployment.of(model)]
+        return [process.failure for process in processes if process.failure is not None]
 
     # -- the start of the deployment -----------------------------------------------------------------------------------------------
 
@@ -427,31 +393,3 @@ class Reconciler:
     def _is_decided(self, name: str) -> bool:
         process = self.processes[name]
         return process.failure is not None or process.keeper.ready.is_set()
-
-
-def _runs_alike(before: ModelSpec, after: ModelSpec) -> bool:
-    """Engines of both have the same options."""
-    return (before.folder, dict(before.engine)) == (after.folder, dict(after.engine))
-
-
-def with_site_keys(before: FleetConfig, after: FleetConfig) -> FleetConfig:
-    """`after` with the secrets and the port that this site has had since its start, where `after` leaves them open."""
-    kept = {name: before.gateway[name] for name in ("salt_key", "port") if not after.gateway.get(name) and name in before.gateway}
-    return replace(after, block_key=after.block_key or before.block_key, gateway={**after.gateway, **kept})
-
-
-FIXED = ("block_key", "log_format", "run_dir", "engine_command", "gateway_command")
-FIXED_GATEWAY = ("host", "port", "salt_key", "workers")
-
-
-def check_can_become(before: FleetConfig, after: FleetConfig) -> None:
-    """Raises ConfigError naming the first option that takes a restart."""
-    changed = [name for name in FIXED if getattr(before, name) != getattr(after, name)]
-    changed += [f"gateway.{name}" for name in FIXED_GATEWAY if before.gateway.get(name) != after.gateway.get(name)]
-    if changed:
-        raise ConfigError(changed[0], "cannot change while the deployment runs", "Stop and start it for this, or write what it was.")
-    folders = {model.name: model.folder for model in before.models}
-    for model in after.models:
-        if model.folder is not None and folders.get(model.name) not in (None, model.folder):
-            remedy = "Add it under another name and reload; then remove this one, give its name to the new one as an alias, and reload."
-            raise ConfigError(f"models[{model.name}]", "cannot have another folder while the deployment runs", remedy)

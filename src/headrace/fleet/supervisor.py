@@ -1,4 +1,6 @@
-"""The supervisor: gateway processes and one engine process per replica, kept running, and taken down in order.
+"""The supervisor: gateway processes and one engine process per replica, kept running, changed while they run, and taken down in order.
+
+Engines are the reconciler's (`fleet.reconciler`), which follows the configuration and the operator's commands (`fleet.control`).
 
 SIGTERM or SIGINT drains: first the gateways, which take no new work and let running streams finish, then the engines. A second signal
 has the gateways end their streams with an error, and then ends everything. When the supervisor itself is killed, its leashes break and the
@@ -113,7 +115,7 @@ class Supervisor:
 
     async def _run_in(self, folder: Path, stop: StopSignals, reload: asyncio.Event) -> FleetExit:
         reconciler = self._reconciler = Reconciler(self._config, folder, self._launcher, self._gateways)
-        self._gateways.keepers = self._gateway_keepers(reconciler.gateway_file)
+        self._gateways.keepers = self._gateway_keepers(reconciler.gateway_file.path)
         gateways = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in self.gateways]
         reconciler.launch()
         reconciling = asyncio.create_task(reconciler.run(), name="reconciler")

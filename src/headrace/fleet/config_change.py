@@ -1,0 +1,41 @@
+"""What of a deployment's configuration may change while it runs. Pure; `fleet.reconciler` follows the change.
+
+What gateways refuse by themselves is in `gateway.control.changes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.core.errors import ConfigError
+from headrace.fleet.config import FleetConfig, ModelSpec
+
+FIXED = ("block_key", "log_format", "run_dir", "engine_command", "gateway_command")
+"""Fields of the configuration that take a restart."""
+
+FIXED_GATEWAY = ("host", "port", "salt_key", "workers")
+"""Keys of its gateway section that take one, which this process reads itself."""
+
+
+def runs_alike(before: ModelSpec, after: ModelSpec) -> bool:
+    """Engines of both have the same options: a process of one serves for the other."""
+    return (before.folder, dict(before.engine)) == (after.folder, dict(after.engine))
+
+
+def with_site_keys(before: FleetConfig, after: FleetConfig) -> FleetConfig:
+    """`after` with the secrets and the port that this site has had since its start, where `after` leaves them open."""
+    kept = {name: before.gateway[name] for name in ("salt_key", "port") if not after.gateway.get(name) and name in before.gateway}
+    return replace(after, block_key=after.block_key or before.block_key, gateway={**after.gateway, **kept})
+
+
+def check_can_become(before: FleetConfig, after: FleetConfig) -> None:
+    """Raises ConfigError naming the first option that takes a restart."""
+    changed = [name for name in FIXED if getattr(before, name) != getattr(after, name)]
+    changed += [f"gateway.{name}" for name in FIXED_GATEWAY if before.gateway.get(name) != after.gateway.get(name)]
+    if changed:
+        raise ConfigError(changed[0], "cannot change while the deployment runs", "Stop and start it for this, or write what it was.")
+    folders = {model.name: model.folder for model in before.models}
+    for model in after.models:
+        if model.folder is not None and folders.get(model.name) not in (None, model.folder):
+            remedy = "Add it under another name and reload; then remove this one, give its name to the new one as an alias, and reload."
+            raise ConfigError(f"models[{model.name}]", "cannot have another folder while the deployment runs", remedy)
