@@ -69,8 +69,12 @@ class Held:
 class Deployment:
     """A gateway with workers, and engines, in a folder of their own."""
 
-    def __init__(self, folder: Path, given: argparse.Namespace, stack: ExitStack) -> None:
-        self._folder, self._given, self._stack = folder, given, stack
+    def __init__(self, folder: Path, given: argparse.Namespace, stack: ExitStack, **fake: Any) -> None:
+        """
+        given  streams, workers, and for a crowd of clients its number and rate
+        fake   changes of FAKE
+        """
+        self._folder, self._given, self._stack, self._fake = folder, given, stack, {**FAKE, **fake}
         num_engines = -(-given.streams // STREAMS_PER_ENGINE)
         self._engines = [self._start_engine(f"e{number}", -(-given.streams // num_engines)) for number in range(num_engines)]
         self._supervisor = self._start_gateway([f"e{number}" for number in range(num_engines)])
@@ -80,7 +84,7 @@ class Deployment:
         # Routing draws: an engine may get more than its part, and a few prompts at a time.
         num_seqs = min(4096, 2 * num_streams)
         engine = {"model": "fake", "max_num_seqs": num_seqs, "max_num_batched_tokens": 16 * num_seqs, "max_waiting": 2 * num_streams}
-        fake = {**FAKE, "num_blocks": BLOCKS_PER_STREAM * num_seqs + 1}
+        fake = {**self._fake, "num_blocks": BLOCKS_PER_STREAM * num_seqs + 1}
         content = {"replica": name, "address": f"unix:{self._folder}/{name}", "engine": engine, "fake": fake}
         return self._spawn(name, "headrace.lab.fake_engine", "--config", self._write(f"{name}.json", content))
 
@@ -113,20 +117,30 @@ class Deployment:
 
     def _wait_ready(self) -> int:
         deadline = time.monotonic() + START_S
-        log = self._folder / "gateway.log"
         while time.monotonic() < deadline:
-            for line in log.read_text().splitlines():
+            for line in self.log.splitlines():
                 if '"url":"' in line:
                     port = int(line.partition('"url":"')[2].partition('"')[0].rpartition(":")[2])
                     if get(port, "/ready?strict")[0] == 200:
                         return port
             time.sleep(0.1)
-        raise RuntimeError(f"the deployment does not serve: {log.read_text()[-2000:]}")
+        raise RuntimeError(f"the deployment does not serve: {self.log[-2000:]}")
 
     @property
     def gateways(self) -> list[psutil.Process]:
         """The workers and their text workers."""
         return psutil.Process(self._supervisor.pid).children(recursive=True)
+
+    @property
+    def workers(self) -> dict[int, int]:
+        """Worker -> process id."""
+        commands = {process.pid: process.cmdline() for process in psutil.Process(self._supervisor.pid).children()}
+        return {int(command[command.index("--worker") + 1]): pid for pid, command in commands.items() if "--worker" in command}
+
+    @property
+    def log(self) -> str:
+        """Of the supervisor and the workers."""
+        return (self._folder / "gateway.log").read_text()
 
     @property
     def engines(self) -> list[psutil.Process]:
@@ -140,12 +154,11 @@ class Deployment:
         return float(sum(float(line.rpartition(" ")[2]) for line in lines))
 
     def held(self) -> Held:
-        workers = [process for process in self.gateways if "--worker" in process.cmdline()]
         return Held(
             requests=int(self.metric("headrace_gateway_requests_open")),
             sequences=int(self.metric("headrace_requests_running") + self.metric("headrace_requests_waiting")),
             kv_blocks=int(self.metric("headrace_kv_blocks", state="used")),
-            tasks=sum(self._num_tasks(process.pid) for process in workers),
+            tasks=sum(map(self._num_tasks, self.workers.values())),
             descriptors=sum(process.num_fds() for process in [*self.gateways, *self.engines]),
             gateway_bytes=sum(process.memory_full_info().uss for process in self.gateways),
             engine_bytes=sum(process.memory_full_info().uss for process in self.engines),
