@@ -15,6 +15,7 @@ from headrace.core.model_names import check_model_names
 from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.fleet.launcher import SECRET_VARIABLES
 from headrace.observe.logs import LogFormat
+from headrace.policy.deployment import replica_prefix
 
 MAX_REPLICAS = 64
 KEY_BYTES = 32
@@ -128,7 +129,7 @@ def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
 
 def _check_foreign_names(where: str, model: ModelSpec) -> None:
     """Replicas that are started here get names of their own, now and later: no foreign server of the model may have one of them."""
-    names_of_replicas = re.compile(re.escape(re.sub(r"[^A-Za-z0-9._-]", "-", model.name)[:100]) + r"-\d+")
+    names_of_replicas = re.compile(re.escape(replica_prefix(model.name)) + r"-\d+")
     for index, upstream in enumerate(model.upstreams):
         name = str(upstream.get("name") or f"foreign-{index}")
         if model.replicas and names_of_replicas.fullmatch(name):

@@ -172,7 +172,7 @@ class Deployment:
         return [action for model in models if model not in rollouts[1:] for action in self._actions(model)]
 
     def start(self, action: StartReplica) -> PlannedReplica:
-        prefix = _prefix(action.model)
+        prefix = replica_prefix(action.model)
         number = self._numbers[prefix]
         self._numbers[prefix] += 1
         made = PlannedReplica(f"{prefix}-{number}", action.model, number, self.targets[action.model].revision, action.replaces)
@@ -284,7 +284,7 @@ class Deployment:
         """Raises AssertionError where a rule of this module does not hold."""
         for name, replica in self.replicas.items():
             assert name == replica.name
-            assert replica.number < self._numbers[_prefix(replica.model)], "a name could be given again"
+            assert replica.number < self._numbers[replica_prefix(replica.model)], "a name could be given again"
             assert not replica.is_ready or replica.phase is ReplicaPhase.SERVING
         for model, target in self.targets.items():
             assert target.num_replicas >= 0
@@ -308,6 +308,9 @@ def _rank(replica: PlannedReplica) -> tuple[bool, bool, bool]:
     return replica.phase is ReplicaPhase.SERVING, replica.phase is ReplicaPhase.STARTING, replica.is_ready
 
 
-def _prefix(model: str) -> str:
-    """A model's name as file names and metrics take it. Two models may share it: their replicas are numbered together."""
+def replica_prefix(model: str) -> str:
+    """What the names of a model's replicas begin with, before "-" and a number: the model's name as file names and metrics take it.
+
+    Two models may share it: their replicas are numbered together.
+    """
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in model)[:100]
