@@ -19,6 +19,9 @@ from headrace.core.hosts import is_link_local, is_loopback
         "::ffff:a9fe:a9fe",
         "64:ff9b::a9fe:a9fe",
         "2002:a9fe:a9fe::",
+        "::169.254.169.254",
+        "64:ff9b:1::a9fe:a9fe",
+        "2001:0:808:808::5601:5601",
         "fd00:ec2::254",
         "100.100.100.200",
         "168.63.129.16",
@@ -30,7 +33,7 @@ def test_link_local_and_metadata_addresses(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1", "::1", "10.0.0.5", "8.8.8.8", "2001:db8::1", "64:ff9b::808:808", "example.com", "", "169.254"]
+    "host", ["127.0.0.1", "::1", "10.0.0.5", "8.8.8.8", "2001:db8::1", "64:ff9b::808:808", "::8.8.8.8", "example.com", "", "169.254"]
 )
 def test_other_hosts_are_not_link_local(host: str) -> None:
     assert not is_link_local(host)

@@ -471,6 +471,42 @@ async def test_a_prompt_too_long_is_told_from_other_errors_however_its_body_come
         assert "secret" not in response.text
 
 
+LONGER_THAN_CONTEXT = "The input (99 tokens) is longer than the model's context length (16 tokens)."
+REFUSED_IN_STREAM = {
+    "vLLM and SGLang": (event(error={"object": "error", "message": SECRET, "type": "BadRequestError", "code": 400}), 400, "invalid_value"),
+    "older": (event(object="error", message=SECRET, type="BadRequestError", code=400), 400, "invalid_value"),
+    "too long": (event(error={"message": LONGER_THAN_CONTEXT, "code": 400}), 400, "context_length_exceeded"),
+    "too many": (event(error={"message": SECRET, "code": 429}), 429, "overloaded"),
+    "a text": (event(error=SECRET), 503, "unavailable"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_IN_STREAM)
+async def test_an_error_before_the_first_token_means_what_its_code_means_as_a_status(text: TextModel, name: str) -> None:
+    sent, status, code = REFUSED_IN_STREAM[name]
+    async with scripted(text, ScriptedServer(head() + b": ping\n\n" + sent + DONE)) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=True))
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert "secret" not in response.text
+
+
+TOLERATED = {
+    "a byte order mark": (b"\xef\xbb\xbf", said("one ")),
+    "an empty finish reason": (event(choices=[{"index": 0, "delta": {"content": "one "}, "finish_reason": ""}]),),
+    "no choices": (event(choices=None), said("one "), event(choices=[], usage={})),
+    "usage without counts": (said("one "), event(choices=[], usage={"prompt_tokens": None, "completion_tokens": None})),
+    "a refusal": (event(choices=[{"index": 0, "delta": {"content": None, "refusal": "one "}}]),),
+}
+
+
+@pytest.mark.parametrize("name", TOLERATED)
+async def test_what_some_servers_send_besides_is_no_broken_answer_and_loses_no_text(text: TextModel, name: str) -> None:
+    async with scripted(text, ScriptedServer(head(), *TOLERATED[name], said("two", "stop"), DONE)) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
+        assert response.json()["choices"][0]["message"]["content"] == "one two"
+        assert response.json()["usage"]["completion_tokens"] == 2
+
+
 async def test_an_error_whose_body_does_not_end_is_an_answer_all_the_same(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_server, "ERROR_BODY_S", 0.1)
     for server in (

@@ -278,11 +278,16 @@ async def test_one_request_tried_again_and_again_does_not_open_the_circuit(text:
         assert await said_by(near) == "good"
 
 
-async def test_prompts_that_a_provider_forbids_do_not_open_its_circuit(text: TextModel) -> None:
-    server = ScriptedServer(GOOD, before=(head("403 Forbidden", "text/plain"),) * 5)
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [(head("403 Forbidden", "text/plain"), 503), (head() + event(error={"message": "no", "code": 400}) + DONE, 400)],
+    ids=["a provider forbids", "a server refuses in its stream"],
+)
+async def test_prompts_alone_do_not_open_a_circuit(text: TextModel, answer: bytes, status: int) -> None:
+    server = ScriptedServer(GOOD, before=(answer,) * 5)
     async with scripted(text, server) as near:
         with_short_cooldown(servers_of(near)[0])
-        assert [(await ask(near)).status_code for _ in range(5)] == [503] * 5
+        assert [(await ask(near)).status_code for _ in range(5)] == [status] * 5
         assert await said_by(near) == "good"
 
 

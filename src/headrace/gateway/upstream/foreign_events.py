@@ -19,6 +19,9 @@ from headrace.text.logprobs import DecodedLogprobs
 PIECE_BYTES = 64 << 10
 """Most bytes read and decoded at once: a few milliseconds of work."""
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Left out at an event stream's beginning, as its standard says."""
+
 MAX_LINE_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
 MAX_ERROR_BYTES = 64 << 10
@@ -33,8 +36,8 @@ COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function
 CALLED = ("tool_calls", "function_call")
 """With these finish reasons a server says that its calls are complete, also where a stop string or a stop token ended the output."""
 
-CONTEXT_OVERFLOW = ("maximum context length", "maximum model length")
-"""How vLLM's messages, which have no code of their own, begin to say that a prompt is too long."""
+CONTEXT_OVERFLOW = ("maximum context length", "maximum model length", "longer than the model's context length")
+"""Words in the messages of vLLM and SGLang, which have no code of their own for it, that say that a prompt is too long."""
 
 LLAMA_CPP_OVERFLOW = "exceed_context_size_error"
 """The type of llama.cpp's error for a prompt that is too long."""
@@ -49,7 +52,15 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class BrokenStream(Exception):
-    """The server's bytes are not a complete answer. The message says what was wrong and never quotes them."""
+    """The server's bytes are not a complete answer. The message says what was wrong and never quotes them.
+
+    code         the HTTP status that an error event names: vLLM and SGLang refuse some requests only so, behind a status of 200
+    is_overflow  an error event says that the prompt is too long
+    """
+
+    def __init__(self, message: str, *, code: int | None = None, is_overflow: bool = False) -> None:
+        super().__init__(message)
+        self.code, self.is_overflow = code, is_overflow
 
 
 class _Function(Struct):
@@ -79,6 +90,7 @@ class _Logprobs(Struct):
 
 class _Delta(Struct):
     content: str | None = None
+    refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[_ToolCall] | None = None
@@ -99,16 +111,17 @@ class _Details(Struct):
 
 
 class _Usage(Struct):
-    prompt_tokens: Count
-    completion_tokens: Count = 0
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
     prompt_tokens_details: _Details | None = None
     completion_tokens_details: _Details | None = None
 
 
 class _Chunk(Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: msgspec.Raw = msgspec.Raw()
+    object: str | None = None
 
 
 class _ErrorObject(Struct):
@@ -163,6 +176,7 @@ class EventReader:
         self._names = NamedTexts()
         self.usage = TokenUsage(0, 0, 0)
         self._is_counted = False
+        self._has_begun = False
         self._deadline_at: float | None = None
 
     async def batches(self, response: aiohttp.ClientResponse, *, first_at: float, inter_chunk_s: float) -> AsyncIterator[list[OutputEvent]]:
@@ -219,6 +233,8 @@ class EventReader:
     def _take(self, buffer: bytearray, events: list[OutputEvent]) -> bool:
         """Add the events of the complete lines in `buffer`, which keeps the rest. True when [DONE] was among them."""
         for line in _lines(buffer):
+            if not self._has_begun:
+                self._has_begun, line = True, line.removeprefix(BYTE_ORDER_MARK)
             if not line.startswith(b"data:"):
                 continue  # comments, and fields of other users of event streams
             data = line[5:].strip()
@@ -233,21 +249,21 @@ class EventReader:
             chunk = _decode_chunk(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise BrokenStream("an event is no chunk of an answer") from None
-        if bytes(chunk.error) not in (b"", b"null"):
-            raise BrokenStream("it ended with an error")
-        for choice in chunk.choices:
+        if bytes(chunk.error) not in (b"", b"null") or chunk.object == "error":
+            raise sent_error(data)
+        for choice in chunk.choices or ():
             if choice.index >= len(self._is_running):
                 raise BrokenStream("a choice was not asked for")
             if self._is_running[choice.index] and (event := self._event(choice)) is not None:
                 yield event
-        if chunk.usage is not None:  # after the choices, which it counts already
+        if chunk.usage is not None and chunk.usage.prompt_tokens is not None:  # after the choices, which it counts already
             self._is_counted = True
             self.usage = _usage(chunk.usage)
 
     def _event(self, choice: _Choice) -> OutputEvent | None:
         """The event of one choice. None for a choice without content, such as the one that names the role before the first token."""
         delta = choice.delta or _Delta()
-        text = delta.content or choice.text or ""
+        text = delta.content or delta.refusal or choice.text or ""
         reasoning = delta.reasoning_content or delta.reasoning or ""
         calls = [_tool_call(call) for call in delta.tool_calls or ()]
         logprobs = (choice.logprobs and choice.logprobs.content) or []
@@ -288,13 +304,20 @@ class EventReader:
 
 def is_context_overflow(body: bytes) -> bool:
     """Whether an error's body says that the prompt is too long. Its message is compared and not shown."""
+    return sent_error(body).is_overflow
+
+
+def sent_error(body: bytes) -> BrokenStream:
+    """What an error's JSON says, as far as it is in a known form."""
+    message = "it ended with an error"
     try:
         decoded = _decode_error(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
+        return BrokenStream(message)
     error = decoded.error or decoded
     is_known = error.code == "context_length_exceeded" or error.type == LLAMA_CPP_OVERFLOW
-    return is_known or any(words in (error.message or "") for words in CONTEXT_OVERFLOW)
+    is_overflow = is_known or any(words in (error.message or "") for words in CONTEXT_OVERFLOW)
+    return BrokenStream(message, code=error.code if isinstance(error.code, int) else None, is_overflow=is_overflow)
 
 
 def _lines(buffer: bytearray) -> Iterator[bytes]:
@@ -311,7 +334,7 @@ def _lines(buffer: bytearray) -> Iterator[bytes]:
 def _usage(counts: _Usage) -> TokenUsage:
     cached = (counts.prompt_tokens_details or _Details()).cached_tokens or 0
     reasoning = (counts.completion_tokens_details or _Details()).reasoning_tokens or 0
-    return TokenUsage(counts.prompt_tokens, counts.completion_tokens, cached, reasoning)
+    return TokenUsage(counts.prompt_tokens or 0, counts.completion_tokens or 0, cached, reasoning)
 
 
 def _tool_call(call: _ToolCall) -> ToolCall:
@@ -326,7 +349,7 @@ def _raw(entry: _Top) -> bytes:
 def _finish(choice: _Choice) -> tuple[FinishReason | None, int | str | None]:
     """Raises BrokenStream for a word that is no end of an answer (abort, error, cancelled, ...): its text may be cut off."""
     match choice.finish_reason:
-        case None:
+        case None | "":  # some servers have the empty string before the end
             return None, None
         case "length":
             return FinishReason.LENGTH, None

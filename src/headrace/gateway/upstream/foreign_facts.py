@@ -28,7 +28,7 @@ LOAD_METRICS = (
 )
 """Names of the running and of the waiting requests on the metrics pages of servers that have them."""
 
-_LINE_BEGINS = tuple({name.partition(":")[0] if ":" in name else name for pair in LOAD_METRICS for name in pair})
+_LINE_BEGINS = tuple(name for pair in LOAD_METRICS for name in pair)
 _MAX_LINE_CHARS = 4096
 _SAMPLE = re.compile(r'([a-z_:]+)(?:\{((?:[^"}]|"(?:\\.|[^"\\])*")*)\})? +([0-9.eE+]{1,32})(?: +\d+)?\s*')
 _MODEL_LABEL = re.compile(r'(?:^|,)\s*(?:model|model_name)="((?:\\.|[^"\\])*)"')

@@ -40,6 +40,9 @@ ERROR_BODY_S = 5.0
 LOAD_VALID_S = 5.0
 """Seconds after which a server's reported load is no longer used."""
 
+CLIENT_FAULTS = (400, 413, 422)
+"""Statuses of a request that its server refuses for what it asks."""
+
 RATE_LIMIT_S = 1.0
 """Seconds without new requests after a 429 that does not say how long."""
 
@@ -209,6 +212,9 @@ class ForeignServer:
             result = failure.result
             raise
         except (BrokenStream, aiohttp.ClientError, OSError, TimeoutError) as error:
+            if isinstance(error, BrokenStream) and not has_begun and (refusal := self._refusal_in_stream(error)) is not None:
+                result = refusal.result
+                raise refusal from None
             result = AttemptResult.LOST
             reason = error if isinstance(error, BrokenStream) else type(error).__name__
             self.log_fault(f"broke off an answer: {reason} (request {request.request_id})")
@@ -248,21 +254,37 @@ class ForeignServer:
             default_s = RATE_LIMIT_S if response.status == 429 and not wait_s else 0.0
             wait_s = max(wait_s, default_s if asked_s is None else asked_s)
         if wait_s:
-            self._is_held_by_outage = response.status == 503
+            self._hold_for(wait_s, by_outage=response.status == 503)
+
+    def _hold_for(self, wait_s: float, *, by_outage: bool) -> None:
+        self._is_held_by_outage = by_outage
         self._held_until = max(self._held_until, self._clock() + wait_s)
 
     async def _refusal(self, response: aiohttp.ClientResponse, request_id: RequestId) -> AttemptFailed:
         status = response.status
+        if status in CLIENT_FAULTS:
+            return _client_fault(status, is_overflow=is_context_overflow(await _error_body(response)))
         wait_s = self.held_s(self._clock()) or 1.0
         if status == 429:
             return AttemptFailed(AttemptResult.RATE_LIMITED, Overloaded(BUSY, retry_after_s=wait_s))
-        if status in (400, 413, 422):
-            if is_context_overflow(await _error_body(response)):
-                return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
-            limit = f"what the server behind this model accepts (it said {status})"
-            return AttemptFailed(AttemptResult.INVALID, InvalidRequest("body", limit, None, "Leave out rare fields."))
         self.log_fault(f"answered with status {status} (request {request_id})")
         return AttemptFailed(_result_of(status), Unavailable(NOT_NOW, retry_after_s=wait_s))
+
+    def _refusal_in_stream(self, error: BrokenStream) -> AttemptFailed | None:
+        """The failure that an error before the first token means, as the same status would; None: a broken stream."""
+        if error.is_overflow or error.code in CLIENT_FAULTS:
+            return _client_fault(error.code or 400, is_overflow=error.is_overflow)
+        if error.code != 429:
+            return None
+        self._hold_for(RATE_LIMIT_S, by_outage=False)
+        return AttemptFailed(AttemptResult.RATE_LIMITED, Overloaded(BUSY, retry_after_s=self.held_s(self._clock())))
+
+
+def _client_fault(status: int, *, is_overflow: bool) -> AttemptFailed:
+    if is_overflow:
+        return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
+    limit = f"what the server behind this model accepts (it said {status})"
+    return AttemptFailed(AttemptResult.INVALID, InvalidRequest("body", limit, None, "Leave out rare fields."))
 
 
 def _result_of(status: int) -> AttemptResult:
