@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, far_models, head, said, scripted
 from gateway_kit import MAX_MODEL_LEN, MODEL, SAID, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, serving
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError, Unavailable
@@ -380,6 +380,28 @@ async def test_reasoning_and_tool_calls_of_the_server_are_passed_on(text: TextMo
         assert choices[-1]["finish_reason"] == "tool_calls"
 
 
+def called(call_id: str, name: str | None, arguments: str, index: int = 0) -> bytes:
+    call = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return event(choices=[{"index": 0, "delta": {"tool_calls": [call]}}])
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (called("a", "look", "{}"), called("b", "listen", "[]")),
+        (called("a", "look", "{"), called("other", None, "}"), called("b", "listen", "[]", 1)),
+        (called("a", "look", "{", 1), called("b", "listen", "[", 3), called("a", None, "}", 1), called("b", None, "]", 3)),
+    ],
+    ids=["all calls have one index", "each piece has an id of its own", "indices with gaps, pieces in turn"],
+)
+async def test_calls_that_a_server_numbers_in_its_own_way_stay_apart(text: TextModel, pieces: tuple[bytes, ...]) -> None:
+    end = event(choices=[{"index": 0, "delta": {}, "finish_reason": "tool_calls"}])
+    async with scripted(text, ScriptedServer(head(), *pieces, end, DONE)) as near:
+        (choice,) = (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).json()["choices"]
+        found = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
+        assert found == [("a", "look", "{}"), ("b", "listen", "[]")]
+
+
 async def test_what_the_server_is_asked(text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own name of the model, our request id, its key; what the client did not say is not said."""
     file = tmp_path / "key"
@@ -586,6 +608,7 @@ ANSWER = b"".join(
 )
 
 
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, len(ANSWER)), max_size=20))
 def test_an_answer_reads_the_same_wherever_it_is_cut(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(ANSWER)]
@@ -599,6 +622,7 @@ def test_an_answer_reads_the_same_wherever_it_is_cut(cuts: list[int]) -> None:
     ]
 
 
+@settings(deadline=None)
 @given(noise=st.binary(max_size=60), place=st.integers(0, len(ANSWER)), is_inserted=st.booleans())
 def test_a_damaged_answer_is_an_answer_or_a_broken_stream(noise: bytes, place: int, is_inserted: bool) -> None:
     damaged = ANSWER[:place] + noise + ANSWER[place if is_inserted else place + len(noise) :]

@@ -164,6 +164,23 @@ class NamedTexts:
         return self._names[token_id][1]
 
 
+class CallNumbers:
+    """Numbers the calls of one sequence. Some servers, Ollama among them, give all parallel calls the index 0: a piece with a name and
+    another id begins a further call. A new id alone does not: vLLM once drew one for every piece.
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[str | None] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, index: int, call_id: str | None, name: str | None) -> int:
+        number = self._numbers.get(index)
+        if number is None or (name and call_id and self._ids[number] not in (None, call_id)):
+            number = self._numbers[index] = len(self._ids)
+            self._ids.append(call_id)
+        return number
+
+
 class EventReader:
     """One answer.
 
@@ -173,6 +190,7 @@ class EventReader:
     def __init__(self, num_sequences: int) -> None:
         self._is_running = [True] * num_sequences
         self._num_chars = [0] * num_sequences
+        self._call_numbers = [CallNumbers() for _ in range(num_sequences)]
         self._names = NamedTexts()
         self.usage = TokenUsage(0, 0, 0)
         self._is_counted = False
@@ -265,7 +283,7 @@ class EventReader:
         delta = choice.delta or _Delta()
         text = delta.content or delta.refusal or choice.text or ""
         reasoning = delta.reasoning_content or delta.reasoning or ""
-        calls = [_tool_call(call) for call in delta.tool_calls or ()]
+        calls = [_tool_call(call, self._call_numbers[choice.index]) for call in delta.tool_calls or ()]
         logprobs = (choice.logprobs and choice.logprobs.content) or []
         num_tokens = len(logprobs) or int(bool(text or reasoning or calls))
         decoded = self._decoded_logprobs(choice.index, logprobs) if logprobs else ()
@@ -337,9 +355,9 @@ def _usage(counts: _Usage) -> TokenUsage:
     return TokenUsage(counts.prompt_tokens or 0, counts.completion_tokens or 0, cached, reasoning)
 
 
-def _tool_call(call: _ToolCall) -> ToolCall:
+def _tool_call(call: _ToolCall, numbers: CallNumbers) -> ToolCall:
     function = call.function or _Function()
-    return ToolCall(call.index, call.id, function.name, function.arguments or "")
+    return ToolCall(numbers.number(call.index, call.id, function.name), call.id, function.name, function.arguments or "")
 
 
 def _raw(entry: _Top) -> bytes:
