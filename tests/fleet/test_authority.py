@@ -120,6 +120,16 @@ def test_a_certificate_of_another_authority_is_not_kept(tmp_path: Path) -> None:
         init_site(one, [["gpu1"]])
 
 
+@pytest.mark.parametrize("name", ["ca.crt", "tls.key", "token"])
+def test_a_folder_with_a_file_of_another_site_is_not_kept(tmp_path: Path, name: str) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    init_site(one, [["gpu1"]])
+    init_site(other, [["gpu1"]])
+    (one / "engine-gpu1" / name).write_bytes((other / "engine-gpu1" / name).read_bytes())
+    with pytest.raises(ConfigError, match=rf"{name}: is another one than this site's.*Remove it"):
+        init_site(one, [["gpu1"]])
+
+
 @pytest.mark.parametrize("name", ["gpu1:7001", "https://gpu1", "*.example.org", "", "a b", "-gpu", "../up"])
 def test_a_host_that_is_no_name_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="neither a host's name nor an address"):

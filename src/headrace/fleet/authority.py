@@ -227,7 +227,9 @@ def _read_authority(folder: Path) -> SiteAuthority:
 
 def _site_folder(path: Path, role: TlsRole, names: tuple[str, ...], authority: SiteAuthority, token: str, now: datetime) -> SiteFolder:
     if path.exists():
-        return SiteFolder(path, role, names, _checked_certificate(path, names, authority).not_valid_after_utc, is_new=False)
+        certificate = _checked_certificate(path, names, authority)
+        _check_rest(path, certificate, authority, token)
+        return SiteFolder(path, role, names, certificate.not_valid_after_utc, is_new=False)
     key, certificate = make_certificate(authority, role, names, now)
     content = {
         CA_NAME: pem_of_certificate(authority.certificate),
@@ -257,6 +259,22 @@ def _checked_certificate(path: Path, names: Sequence[str], authority: SiteAuthor
         shown = ", ".join(str(name.value) for name in has)
         raise ConfigError(str(path), f"has a certificate for {shown}, and not for {', '.join(names)}", REMAKE)
     return certificate
+
+
+def _check_rest(path: Path, certificate: x509.Certificate, authority: SiteAuthority, token: str) -> None:
+    """Raises ConfigError unless a folder that is there has the site's authority and token, and its certificate's key."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        has_authority = x509.load_pem_x509_certificate((path / CA_NAME).read_bytes()) == authority.certificate
+        has_key = load_pem_private_key((path / KEY_NAME).read_bytes(), None).public_key() == certificate.public_key()
+        has_token = (path / TOKEN_NAME).read_text(encoding="ascii").strip() == token
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(str(path), f"cannot be read ({error})", REMAKE) from error
+    for name, is_right in ((CA_NAME, has_authority), (KEY_NAME, has_key), (TOKEN_NAME, has_token)):
+        if not is_right:
+            raise ConfigError(str(path / name), "is another one than this site's, so both ends would refuse each other", REMAKE)
 
 
 def _write_folder(path: Path, content: Mapping[str, bytes]) -> None:
