@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import ConfigError
+from headrace.wire import target as target_module
 from headrace.wire.target import TOKEN_METADATA, check_private, nothing_listens, parse_target, token_matches
 
 TOKEN = "0123456789abcdef"
@@ -70,6 +71,20 @@ async def test_nothing_listens_where_each_address_of_a_name_refuses(where: str |
     with socket.create_server((where or "127.0.0.3", 0)) as server:
         port = server.getsockname()[1]
         assert await nothing_listens(parse_target(f"localhost:{port}", TOKEN)) is (where is None)
+
+
+async def test_a_network_that_drops_packets_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "LISTENS_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        port = server.getsockname()[1]
+        filling = [socket.socket() for _ in range(4)]  # a full backlog takes no further connection, and refuses none
+        for each in filling:
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", port))
+        async with asyncio.timeout(5):
+            assert not await nothing_listens(parse_target(f"127.0.0.1:{port}", TOKEN))
+        for each in filling:
+            each.close()
 
 
 async def test_nothing_listens_at_a_socket_that_is_missing_or_refuses(tmp_path: Path) -> None:

@@ -24,6 +24,10 @@ MAX_UNIX_PATH_BYTES = 107
 
 MIN_TOKEN_CHARS = 16
 
+LISTENS_S = 2.0
+"""Seconds in which the addresses of a lost connection are tried once more. Without a bound, a network that drops packets would keep a
+gateway from connecting again for the two minutes in which the system tries."""
+
 
 @dataclass(frozen=True, slots=True)
 class GrpcTarget:
@@ -104,14 +108,16 @@ def check_private(path: Path) -> None:
 
 
 async def nothing_listens(target: GrpcTarget) -> bool:
-    """Whether the socket is missing, or each of the name's addresses refuses a connection. False for every other failure."""
+    """Whether the socket is missing, or each of the name's addresses refuses a connection. False for every other failure, and where no
+    answer comes within LISTENS_S."""
     if target.path is not None:
         return await _is_refused(asyncio.open_unix_connection(target.path))
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-    except OSError:
+        async with asyncio.timeout(LISTENS_S):
+            found = await asyncio.get_running_loop().getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+            return bool(found) and all([await _is_refused(asyncio.open_connection(*address[:2])) for *_, address in found])
+    except OSError:  # TimeoutError is one
         return False
-    return bool(found) and all([await _is_refused(asyncio.open_connection(*address[:2])) for *_, address in found])
 
 
 async def _is_refused(connecting: Awaitable[tuple[Any, asyncio.StreamWriter]]) -> bool:
