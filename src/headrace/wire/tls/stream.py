@@ -89,7 +89,9 @@ class TlsStream:
             raise ConnectionResetError("the other end closed the connection")
 
     async def _flush(self) -> None:
-        """In the order in which the records were made: two tasks may come here."""
+        """In the order in which the records were made: two tasks may come here. A task without records does not wait for the other's."""
+        if not self._outgoing.pending:
+            return
         async with self._sending:
             if data := self._outgoing.read():
                 await self._plain.sendall(data)
