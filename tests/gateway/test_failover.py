@@ -355,6 +355,25 @@ async def test_a_request_that_ends_every_engine_is_not_passed_on_for_ever(text: 
         assert sum(len(replica.requests) for replica in replicas) == MAX_FRUITLESS_LOSSES
 
 
+async def test_sequences_that_lose_one_replica_together_have_lost_it_once(text: TextModel) -> None:
+    """A replica that dies before it has continued any of four sequences is one loss without a new token, and not four."""
+    async with open_bench(text, models=some_replicas(3), timeouts=WAIT) as bench:
+        replicas = equal_replicas(bench)
+        answer, stream = Answer(), stream_of(bench, text, n=4)
+        await read(stream, answer, until=8)
+        (first,) = [replica for replica in replicas if replica.num_open]
+        second, third = [replica for replica in replicas if replica is not first]
+        second.go.clear()
+        third.state = ConnectionState.DRAINING
+        first.die()
+        reader = asyncio.create_task(read(stream, answer))
+        await eventually(lambda: second.num_open == 4)
+        third.state = ConnectionState.CONNECTED
+        second.die()
+        await reader
+        assert [len([event for event in answer.events[index] if event.finish]) for index in range(4)] == [1, 1, 1, 1]
+
+
 async def test_a_client_that_leaves_during_the_wait_ends_it_at_once(text: TextModel) -> None:
     async with open_bench(text, timeouts=WAIT) as bench:
         (replica,) = equal_replicas(bench)

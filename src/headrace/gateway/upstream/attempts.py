@@ -19,7 +19,7 @@ from headrace.core.ids import RequestId
 from headrace.core.numerics import Numerics, numerics_digest
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
-from headrace.gateway.upstream.replica_circuit import ReplicaAttempt
+from headrace.gateway.upstream.replica_circuit import ConnectionKey, ReplicaAttempt
 from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.wire.stream import NO_NUMERICS, PlainRowHandler
@@ -43,6 +43,7 @@ class SequenceGroup:
     indices     of its sequences within the call
     numerics    of the replica that computed their output ids; None: there are none, and any replica may begin
     wait_until  after a loss: when waiting for a replica ends, on the pool's clock. None: nothing was lost
+    epoch       number of its submission
     num_read    output ids that had been read of the call when the group was submitted
     num_prompt_logprobs  prompt positions whose log-probabilities this submission has sent
     is_earlier  its output ids come from an earlier stream of the client: nothing was lost here
@@ -56,6 +57,7 @@ class SequenceGroup:
     replica: Replica | None = None
     attempt: ReplicaAttempt | None = None
     updates: UpdateStream | None = None
+    epoch: int = -1
     num_read: int = 0
     num_prompt_logprobs: int = 0
     is_earlier: bool = False
@@ -97,6 +99,7 @@ class CallAttempts:
         self._num_read = 0
         self._num_prompt_logprobs = 0
         self._num_fruitless = 0
+        self._last_loss: tuple[ConnectionKey | None, int] = (None, -1)
         self.output_ids = [array("i") for _ in range(num_sequences)]
         self.epoch = -1
         self.num_resumes = 0
@@ -284,6 +287,7 @@ class CallAttempts:
             self.epoch += 1
             self.num_resumes += group.wait_until is not None and not group.is_earlier
             group.replica, group.request_id, group.num_read = replica, request.request_id, self._num_read
+            group.epoch = self.epoch
             group.num_prompt_logprobs = 0
             group.updates.plain_row_handler = self._handler
             for index in group.indices:
@@ -335,13 +339,12 @@ class CallAttempts:
         assert group.attempt is not None
         group.attempt.lose()
         self._numerics = numerics = group.updates.numerics
-        self._num_fruitless = 0 if self._num_read > group.num_read else self._num_fruitless + 1
         self._drop(group)
         indices = [index for index in group.indices if index in self._open]
         if not indices:
             return
         wait_s = self._pool.failover_s
-        if not wait_s or not self._may_resume_again():
+        if not wait_s or not self._may_resume_again(group):
             self._give_up(numerics if any(self.output_ids) else None, error)
         wait_until = self._pool.clock() + wait_s
         if len(indices) == len(self.output_ids) and not any(self.output_ids):
@@ -350,8 +353,16 @@ class CallAttempts:
         for index in indices:
             self._groups.append(SequenceGroup((index,), numerics if self.output_ids[index] else None, wait_until))
 
-    def _may_resume_again(self) -> bool:
-        """Every loss after a new token, and the first without one; later ones as far as the budget allows."""
+    def _may_resume_again(self, group: SequenceGroup) -> bool:
+        """Every loss after a new token, and the first without one; later ones as far as the budget allows. Groups that were at one replica
+        when it was lost have lost it once.
+        """
+        assert group.attempt is not None
+        connection, last_epoch = self._last_loss
+        if group.attempt.connection == connection and group.epoch <= last_epoch:
+            return True
+        self._last_loss = group.attempt.connection, self.epoch
+        self._num_fruitless = 0 if self._num_read > group.num_read else self._num_fruitless + 1
         if self._num_fruitless < 2:
             return True
         return self._num_fruitless < MAX_FRUITLESS_LOSSES and self._pool.resume_budget.withdraw()

@@ -48,12 +48,15 @@ class ReplicaCircuit:
 
 
 class ReplicaAttempt:
-    """One submission. The first outcome that is reported counts; later ones change nothing."""
+    """One submission. The first outcome that is reported counts; later ones change nothing.
 
-    __slots__ = ("_circuit", "_clock", "_connection", "_has_begun", "_is_over", "_ticket")
+    connection  over which it was sent
+    """
+
+    __slots__ = ("_circuit", "_clock", "_has_begun", "_is_over", "_ticket", "connection")
 
     def __init__(self, circuit: ReplicaCircuit, connection: ConnectionKey | None, ticket: Ticket, clock: Clock) -> None:
-        self._circuit, self._connection, self._ticket, self._clock = circuit, connection, ticket, clock
+        self._circuit, self.connection, self._ticket, self._clock = circuit, connection, ticket, clock
         self._has_begun = self._is_over = False
 
     def read(self, updates: Sequence[SequenceUpdate]) -> None:
@@ -85,7 +88,7 @@ class ReplicaAttempt:
             if self._has_begun:
                 self._circuit.breaker.abandon(self._ticket, self._clock())
             else:
-                self._circuit.lose(self._connection, self._ticket, self._clock())
+                self._circuit.lose(self.connection, self._ticket, self._clock())
 
     def end(self) -> None:
         """No more of it is read: the client left, the replica was full, or a stop string ended the last sequence. If it had begun, it was
