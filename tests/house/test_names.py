@@ -21,7 +21,7 @@ FOREIGN = frozenset(
         *("BaseHTTPMiddleware", "RequestResponseCycle.send", "StreamingResponse"),  # Starlette, uvicorn
         *("PyThreadState_SetAsyncExc", "__array_interface__", "attrgetter", "finally", "None", "Protocol"),  # Python, NumPy
         *("Allow", "Forwarded", "Origin"),  # HTTP
-        *("client_max_body_size", "health_check", "least_conn", "worker_connections"),  # nginx
+        *("client_max_body_size", "health_check", "least_conn", "maxconn", "worker_connections"),  # nginx, HAProxy
         *("SSL_CERT_FILE",),  # OpenSSL
         *("CapabilityBoundingSet", "MemoryDenyWriteExecute"),  # systemd
         *("cpu_gemm_wna16", "int8_asym", "onednn_mm", "raw_logprobs"),  # vLLM, OpenVINO
