@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.core.errors import ConfigError
+from headrace.wire import dial
 from headrace.wire import target as target_module
-from headrace.wire.target import TOKEN_METADATA, check_private, nothing_listens, parse_target, token_matches
+from headrace.wire.dial import Dialer
+from headrace.wire.target import TOKEN_METADATA, GrpcTarget, check_private, nothing_listens, parse_target, token_matches
 
 TOKEN = "0123456789abcdef"
 
@@ -85,6 +89,21 @@ async def test_a_network_that_drops_packets_is_not_waited_for(monkeypatch: pytes
             assert not await nothing_listens(parse_target(f"127.0.0.1:{port}", TOKEN))
         for each in filling:
             each.close()
+
+
+async def test_a_name_that_is_none_is_no_place_where_nothing_listens() -> None:
+    target = GrpcTarget(f"{'a' * 70}:7001", None, TOKEN)  # a part of a name has 63 characters at most
+    assert not await nothing_listens(target)
+    assert await Dialer(target).find_tls_fault() == ""
+
+
+async def test_a_fault_that_takes_long_to_find_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dial, "LOOK_S", 0.05)
+    is_over = threading.Event()
+    dialer = Dialer(parse_target("127.0.0.1:1", TOKEN))
+    monkeypatch.setattr(dialer, "_repeat_handshake", partial(is_over.wait, 5))
+    assert await dialer.find_tls_fault() == ""
+    is_over.set()
 
 
 async def test_nothing_listens_at_a_socket_that_is_missing_or_refuses(tmp_path: Path) -> None:

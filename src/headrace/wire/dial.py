@@ -22,6 +22,9 @@ from headrace.wire.tls.files import Certificates, TlsRole
 PROBE_S = 2.0
 """Seconds for a repeated handshake. An engine that refuses a certificate says so within a round trip."""
 
+LOOK_S = 5.0
+"""Seconds for finding out a fault in all, looking up the name included. The next connection waits for it."""
+
 ALERT_S = 0.5
 """Seconds to wait for an alert after this end has finished its handshake: in TLS 1.3 the engine verifies the gateway last."""
 
@@ -51,8 +54,9 @@ class Dialer:
         if self.target.path is not None:
             return ""
         try:
-            return await asyncio.to_thread(self._repeat_handshake)
-        except OSError:
+            async with asyncio.timeout(LOOK_S):
+                return await asyncio.to_thread(self._repeat_handshake)
+        except (OSError, UnicodeError):  # no answer in time, or a name that is none
             return ""
 
     def _repeat_handshake(self) -> str:

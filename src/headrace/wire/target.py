@@ -116,7 +116,7 @@ async def nothing_listens(target: GrpcTarget) -> bool:
         async with asyncio.timeout(LISTENS_S):
             found = await asyncio.get_running_loop().getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
             return bool(found) and all([await _is_refused(asyncio.open_connection(*address[:2])) for *_, address in found])
-    except OSError:  # TimeoutError is one
+    except (OSError, UnicodeError):  # TimeoutError is an OSError; the other is a name that is none
         return False
 
 
