@@ -657,6 +657,9 @@ def test_a_damaged_answer_is_an_answer_or_a_broken_stream(noise: bytes, place: i
         ({"url": "http://host/v1", "name": "a b"}, "name"),
         ({"url": "http://169.254.169.254/v1"}, "url"),
         ({"url": "http://[fe80::1]/v1"}, "url"),
+        ({"url": "http://2852039166/v1"}, "url"),
+        ({"url": "http://0251.0376.0251.0376/v1"}, "url"),
+        ({"url": "http://169.254.169.254./v1"}, "url"),
         ({"url": "http://[::ffff:169.254.169.254]/v1"}, "url"),
         ({"url": "http://host/v1", "ulr": "x"}, "ulr"),
     ],
@@ -665,6 +668,11 @@ def test_a_wrong_upstream_is_refused_by_its_place(upstream: dict[str, Any], wher
     with pytest.raises(ConfigError) as refused:
         config_from({"models": [{"name": FAR, "upstreams": [upstream]}]})
     assert refused.value.where == f"models[0].upstreams[0].{where}"
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "[::1]:8000", "[::ffff:10.0.0.7]", "gpu1", "gpu-1.example.org:8000", "a2.b3c", "localhost"])
+def test_an_address_or_name_of_any_form_is_a_server(host: str) -> None:
+    assert ForeignConfig(url=f"http://{host}/v1").checked()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ A host name is held to the second rule when it is connected to (`upstream.foreig
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -106,8 +107,20 @@ def _checked_url(url: str) -> SplitResult:
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
     except ValueError:
         is_url = False
-    if not is_url or " " in url:
+    if not is_url or " " in url or _is_wrong_ipv4(parts.hostname or ""):
         raise ConfigError("url", f"{re.split('[?#]', url)[0]!r} is not the address of a server", "Write http://HOST:PORT/v1.")
     if parts.query or parts.fragment:
         raise ConfigError("url", "holds more than host and path", "Keys go into api_key_file or api_key_env.")
     return parts
+
+
+def _is_wrong_ipv4(host: str) -> bool:
+    """Whether `host` ends in a number, as no name does, and is no IPv4 address in four parts: such forms are read differently by different
+    programs."""
+    if ":" in host or not host.rstrip(".").rpartition(".")[2].isdecimal():
+        return False
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return True
+    return False
