@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.fleet.authority import AUTHORITY_KEY_NAME, CERTIFICATE_DAYS, init_site
+from headrace.fleet.authority import AUTHORITY_DAYS, AUTHORITY_KEY_NAME, CERTIFICATE_DAYS, init_site
 from headrace.wire.private_files import read_token
 from headrace.wire.target import MIN_TOKEN_CHARS
 from headrace.wire.tls.files import Certificates, TlsRole, files_in
@@ -73,6 +73,13 @@ def test_a_removed_folder_is_made_anew_by_the_same_authority(tmp_path: Path) -> 
     init_site(site, [["gpu1"]], now=NOW)
     changed = {str(path) for path, content in contents(site).items() if before[path] != content}
     assert changed == {"engine-gpu1/tls.crt", "engine-gpu1/tls.key"}
+
+
+def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    init_site(site, now=NOW - timedelta(days=AUTHORITY_DAYS - 100))
+    _, engine = init_site(site, [["gpu1"]], now=NOW)
+    assert (engine.valid_until - NOW).days in (99, 100)
 
 
 def test_a_host_that_has_a_certificate_for_other_names_is_refused(tmp_path: Path) -> None:

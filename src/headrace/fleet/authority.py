@@ -99,13 +99,13 @@ def make_authority(now: datetime) -> SiteAuthority:
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
     )
-    return SiteAuthority(key, _sign(builder, key.public_key(), key, now, AUTHORITY_DAYS))
+    return SiteAuthority(key, _sign(builder, key.public_key(), key, now, now + timedelta(days=AUTHORITY_DAYS)))
 
 
 def make_certificate(
     authority: SiteAuthority, role: TlsRole, names: Sequence[str], now: datetime, *, days: int = CERTIFICATE_DAYS
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """A new key and its certificate for one role. names: the hosts and addresses that it is for."""
+    """A new key and its certificate for one role, which ends no later than the authority's. names: hosts and addresses that it is for."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -123,7 +123,8 @@ def make_certificate(
         .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()), critical=False)
     )
-    return key, _sign(builder, key.public_key(), authority.key, now, days)
+    until = min(now + timedelta(days=days), authority.certificate.not_valid_after_utc)
+    return key, _sign(builder, key.public_key(), authority.key, now, until)
 
 
 def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -139,7 +140,7 @@ def pem_of_certificate(certificate: x509.Certificate) -> bytes:
 
 
 def _sign(
-    builder: x509.CertificateBuilder, public: ec.EllipticCurvePublicKey, signer: ec.EllipticCurvePrivateKey, now: datetime, days: int
+    builder: x509.CertificateBuilder, public: ec.EllipticCurvePublicKey, signer: ec.EllipticCurvePrivateKey, now: datetime, until: datetime
 ) -> x509.Certificate:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
@@ -148,7 +149,7 @@ def _sign(
         builder.public_key(public)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - CLOCK_SKEW)
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_after(until)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .sign(signer, hashes.SHA256())
     )
