@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.cli.config import ServeConfig
@@ -29,7 +30,13 @@ class ServeSource:
         return self._last.fleet(self._resolve).checked()
 
     def differences(self) -> list[str]:
-        return [str(difference) for difference in differences(self._held, self._last)] or ["the configuration is as it was"]
+        found = differences(_with_names(self._held), _with_names(self._last))
+        return [str(difference) for difference in found] or ["the configuration is as it was"]
 
     def accept(self) -> None:
         self._held = self._last
+
+
+def _with_names(config: ServeConfig) -> ServeConfig:
+    """Each model with the name it is served by, so that models are compared by name."""
+    return replace(config, models=tuple(replace(model, name=model.served_name) for model in config.models))

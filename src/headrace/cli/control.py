@@ -140,7 +140,8 @@ def _shown_model(model: Mapping[str, Any]) -> list[str]:
     rollout = ", a rollout is under way" if model["rollout"] else ""
     lines = [f"{model['name']}: {ready} of {model['wanted']} replicas ready, revision {model['revision']}{rollout}"]
     lines += map(_shown_replica, model["replicas"])
-    return [*lines, f"  {model['failure']}"] if model["failure"] else lines
+    is_shown = any(replica["reason"] and replica["reason"] in model["failure"] for replica in model["replicas"])
+    return lines if is_shown or not model["failure"] else [*lines, f"  {model['failure']}"]
 
 
 def _shown_replica(replica: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ What gateways refuse by themselves is in `gateway.control.changes`.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
 from headrace.core.errors import ConfigError
@@ -28,14 +29,14 @@ def with_site_keys(before: FleetConfig, after: FleetConfig) -> FleetConfig:
     return replace(after, block_key=after.block_key or before.block_key, gateway={**after.gateway, **kept})
 
 
-def check_can_become(before: FleetConfig, after: FleetConfig) -> None:
-    """Raises ConfigError naming the first option that takes a restart."""
+def check_can_become(before: FleetConfig, after: FleetConfig, *, served: Container[str]) -> None:
+    """Raises ConfigError naming the first option that takes a restart. served: models that have replicas"""
     changed = [name for name in FIXED if getattr(before, name) != getattr(after, name)]
     changed += [f"gateway.{name}" for name in FIXED_GATEWAY if before.gateway.get(name) != after.gateway.get(name)]
     if changed:
         raise ConfigError(changed[0], "cannot change while the deployment runs", "Stop and start it for this, or write what it was.")
     folders = {model.name: model.folder for model in before.models}
     for model in after.models:
-        if model.folder is not None and folders.get(model.name) not in (None, model.folder):
+        if model.name in served and folders[model.name] != model.folder:
             remedy = "Add it under another name and reload; then remove this one, give its name to the new one as an alias, and reload."
             raise ConfigError(f"models[{model.name}]", "cannot have another folder while the deployment runs", remedy)

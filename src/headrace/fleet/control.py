@@ -88,7 +88,8 @@ class FleetControl:
         with self._command("reload"):
             before = self._reconciler.config
             config = with_site_keys(before, await asyncio.to_thread(source.read))
-            check_can_become(before, config)
+            deployment = self._reconciler.deployment
+            check_can_become(before, config, served=[model for model in deployment.targets if deployment.listed(model)])
             for line in source.differences():
                 self._reconciler.say(line)
             await self._reconciler.reload(config)

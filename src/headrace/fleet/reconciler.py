@@ -98,8 +98,9 @@ class Reconciler:
         finally:
             self._listeners.discard(listener)
 
-    def say(self, text: str) -> None:
-        log.info("%s", text)
+    def say(self, text: str, *, level: int = logging.INFO) -> None:
+        """Log a line, and give it to every listener."""
+        log.log(level, "%s", text)
         for listener in [*self._listeners]:
             listener(text)
 
@@ -255,7 +256,7 @@ class Reconciler:
     def _note_failure(self, replica: PlannedReplica, process: ReplicaProcess) -> None:
         if replica.phase is not ReplicaPhase.FAILED:
             self.deployment.failed(replica.name)
-            self.say(f"{replica.name} cannot be started: {process.why_failed}")
+            self.say(f"{replica.name} cannot be started: {process.why_failed}", level=logging.ERROR)
 
     def _note_readiness(self, replica: PlannedReplica, process: ReplicaProcess, now: float) -> None:
         self.deployment.started_after_all(replica.name)
@@ -311,7 +312,7 @@ class Reconciler:
             self.say(f"{action.model}: every replica was replaced")
             return
         self.failures[action.model] = f"{action.failed} cannot be started: {self.processes[action.failed].why_failed}"
-        self.say(f"{action.model}: the rollout has ended, since {action.failed} cannot be started")
+        self.say(f"{action.model}: the rollout has ended, since {action.failed} cannot be started", level=logging.ERROR)
 
     def _make(self, replica: PlannedReplica, replaces: str) -> None:
         """A process for a planned replica, not yet launched. Raises ConfigError where its file cannot be written."""
