@@ -121,7 +121,7 @@ async def test_two_engines_and_a_gateway_are_set_up_by_hand_and_answer_over_tls(
         await engine.said("headrace-tiny serves")
     replicas = [word for host, engine in zip(hosts, engines, strict=True) for word in ("--replica", f"{host}={address_of(engine)}")]
     gateway = start(HEADRACE, "gateway", *replicas, "--tls-dir", f"{site}/gateway", "--port", "0")
-    await gateway.said("replica 127.0.0.2 is connected", "replica 127.0.0.3 is connected")
+    await gateway.said("replica 127.0.0.2 is connected", "replica 127.0.0.3 is connected", "listening on ")
     port = port_of(gateway)
     await until(lambda: ready(port) == {"127.0.0.2": "", "127.0.0.3": ""})
     answers = [ask(port) for _ in range(4)]

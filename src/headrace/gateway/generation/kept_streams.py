@@ -122,7 +122,9 @@ class OpenStream:
 
 
 def body_digest(path: str, body: bytes) -> bytes:
-    return blake2b(path.encode() + b"\0" + body, digest_size=16).digest()
+    digest = blake2b(path.encode() + b"\0", digest_size=16)
+    digest.update(body)
+    return digest.digest()
 
 
 def is_worth_keeping(error: BaseException | None) -> bool:
