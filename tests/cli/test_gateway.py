@@ -42,7 +42,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
             again.append(read_again)
             return 0
 
-        monkeypatch.setattr("headrace.gateway.main.run_gateway", run_gateway)
+        monkeypatch.setattr("headrace.gateway.process.run_gateway", run_gateway)
         monkeypatch.setattr(sys, "argv", ["headrace", "gateway", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()

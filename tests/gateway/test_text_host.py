@@ -18,9 +18,9 @@ import text_kit
 from gateway_kit import eventually
 
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.compose import text_workers
 from headrace.gateway.config import Limits, config_from
 from headrace.gateway.text_workers import frames, processes
+from headrace.gateway.text_workers.configured import text_workers
 from headrace.gateway.text_workers.host_socket import HostSocket
 from headrace.gateway.text_workers.limits import HEAVY_BYTES
 from headrace.gateway.text_workers.model_text import ModelText

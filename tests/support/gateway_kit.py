@@ -31,10 +31,10 @@ from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
 from headrace.gateway.control.models import Sources
 from headrace.gateway.control.reload import Reloader
-from headrace.gateway.control.texts import host_config
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.gateway.main import follow_connections
+from headrace.gateway.text_workers.configured import host_config
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.work import TextContext
 from headrace.gateway.text_workers.workers import Workers

@@ -101,7 +101,7 @@ def gateway(
 def _run_supervised(file: Path, parent_fd: int, index: int | None) -> int:
     """index: which worker this is; None: the only gateway. Returns the exit status."""
     from headrace.gateway.config import load_config
-    from headrace.gateway.main import run_gateway
+    from headrace.gateway.process import run_gateway
     from headrace.gateway.worker import GatewayWorker, load_part
 
     worker = None if index is None else GatewayWorker(index, file.parent)
@@ -119,7 +119,7 @@ def _run_by_hand(context: typer.Context, file: Path | None) -> int:
     from headrace.cli.config_origins import named_by_origin
     from headrace.cli.exits import UsageRefused
     from headrace.cli.serve import run
-    from headrace.gateway.main import run_gateway
+    from headrace.gateway.process import run_gateway
 
     if file is None and not context.params["replica"]:
         raise UsageRefused("--replica: name the engines (--replica NAME=HOST:PORT), or give a file with them (--config).")

@@ -1,6 +1,6 @@
 """Opens everything that a gateway is made of, and closes it together: `open_gateway`.
 
-The only module of the gateway that knows every other one. The process around it is `gateway.main`, the application `gateway.app`.
+The only module of the gateway that knows every other one. What serves it is `gateway.main`, the application `gateway.app`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.models import Connect, ModelOpener, Sources, connect_wire
 from headrace.gateway.control.reload import Reloader
 from headrace.gateway.control.site_models import SiteModels
-from headrace.gateway.control.texts import LoadedTexts, LoadText, MakeWorkers, host_config, key_variables
+from headrace.gateway.control.texts import LoadedTexts, LoadText, MakeWorkers
 from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.service import Service
@@ -44,11 +44,6 @@ from headrace.text.folder import TextModel, load_text
 def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
     """Tokenizer and template of every model that engines serve, by name. Only text workers compile templates. Raises CheckpointError."""
     return {model.name: load_text(model.folder) for model in config.models if model.folder}
-
-
-def text_workers(config: GatewayConfig) -> HostProcess:
-    """The text workers, not yet started. They tokenize for the models that engines serve, and parse large bodies for every model."""
-    return HostProcess(host_config(config), withheld=key_variables(config))
 
 
 def _host_process(config: HostConfig, withheld: Collection[str]) -> Workers:

@@ -1,10 +1,6 @@
-"""The process entry of a gateway (`headrace gateway`), from its configuration to its exit status.
+"""A gateway that serves: it listens, reports that, and drains.
 
-0   drained after SIGTERM or SIGINT
-2   refused to start: configuration or model folder (starting it again with the same file fails again)
-1   the address could not be bound
-69  the supervisor has ended (wire.leash)
-75  the drain ended by its time limit or a second signal: the requests that were still open got a retryable error
+The process around it is `gateway.process`, its parts come from `gateway.compose`.
 """
 
 from __future__ import annotations
@@ -12,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from headrace.core.counted import counted
-from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, Unavailable
+from headrace.core.errors import HeadraceError, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
-from headrace.gateway.compose import load_texts, open_gateway, text_workers
+from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.requests import answering
 from headrace.gateway.http.descriptors import ConnectionLimit, connection_limit
@@ -29,20 +24,11 @@ from headrace.gateway.http.server import Server
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.gateway.worker import GatewayWorker
-from headrace.observe.logs import set_up_logging
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
 from headrace.wire.stop_signals import DUPLICATE_SIGNAL_S, StopSignals, first_of
 
 log = logging.getLogger("headrace.gateway")
-
-REFUSED = 2
-CANNOT_BIND = 1
-CUT = 75
-SWITCH_S = 0.0005
-"""Interpreter switch interval in seconds: how long another thread (the request log's, gRPC's) may keep the GIL while the event loop waits.
-The loop releases the GIL at every send, receive and drawn request id. Python's default is 5 ms. The value was chosen when a thread encoded
-answers, and the default cost seconds under a storm. That thread is gone, and no measurement since then compares the two values."""
 
 YOUNG_OBJECTS = 50_000
 """Net new objects that start a collection of the youngest generation: more than the rows of a large frame. With Python's 700 a frame counts
@@ -53,48 +39,6 @@ FIRST_CONNECTIONS_S = 1.0
 
 DRAIN_GRACE_S = 1.0
 """Seconds that a request which is cut off has to write its error."""
-
-
-def run_gateway(
-    read: Callable[[], GatewayConfig],
-    parent_fd: int | None = None,
-    *,
-    read_again: Callable[[], GatewayConfig] | None = None,
-    worker: GatewayWorker | None = None,
-) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status.
-
-    read        makes the configuration; what it raises is reported as a refusal
-    parent_fd   the inherited end of the supervisor's leash; None when started by hand
-    read_again  makes it for a reload; None: there is no file to read again
-    worker      which of several workers this process is; None: it is the only gateway here
-    """
-    set_up_logging(process="" if worker is None else worker.name)
-    sys.setswitchinterval(SWITCH_S)
-    leash = Leash(parent_fd)
-    leash.watch()
-    try:
-        config = read()
-        workers = text_workers(config)
-        workers.spawn()  # it loads while this process does
-        try:
-            is_complete = run_loop(serve(config, load_texts(config), workers, leash, read_again, worker))
-        finally:
-            workers.kill()  # where a refusal came before they were opened
-    except (ConfigError, CheckpointError) as error:
-        _refuse(error, leash, is_supervised=parent_fd is not None, can_retry=False)
-        return REFUSED
-    except CannotBind as error:
-        _refuse(error, leash, is_supervised=parent_fd is not None, can_retry=True)
-        return CANNOT_BIND
-    return 0 if is_complete else CUT
-
-
-def _refuse(error: HeadraceError, leash: Leash, *, is_supervised: bool, can_retry: bool) -> None:
-    """Report once why this process ends: through the supervisor, or on stderr where there is none."""
-    leash.failed(str(error), can_retry=can_retry)
-    if not is_supervised:
-        print(f"headrace gateway: {error}", file=sys.stderr)
 
 
 class CannotBind(HeadraceError):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from headrace.gateway.config import GatewayConfig, Limits
+from headrace.gateway.text_workers.configured import host_config, key_variables
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.workers import Workers
@@ -111,13 +112,3 @@ def _of_workers(limits: Limits) -> Limits:
     """The limits that text workers read, or that say how many there are; the other ones as they are by default."""
     default = Limits()
     return replace(limits, **{name: getattr(default, name) for name in NOT_OF_WORKERS})
-
-
-def host_config(config: GatewayConfig) -> HostConfig:
-    """What the text workers' host loads for a configuration that is opened anew."""
-    return HostConfig({model.name: model.folder for model in config.models if model.folder}, config.limits)
-
-
-def key_variables(config: GatewayConfig) -> frozenset[str]:
-    """Environment variables that hold the keys of foreign servers."""
-    return frozenset(upstream.api_key_env for model in config.models for upstream in model.upstreams if upstream.api_key_env)

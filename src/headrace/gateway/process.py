@@ -1,0 +1,89 @@
+"""The process entry of a gateway (`headrace gateway`), from its configuration to its exit status.
+
+0   drained after SIGTERM or SIGINT
+2   refused to start: configuration or model folder (starting it again with the same file fails again)
+1   the address could not be bound
+69  the supervisor has ended (wire.leash)
+75  the drain ended by its time limit or a second signal: the requests that were still open got a retryable error
+
+What serves is in `gateway.main`. It is imported only after the text workers were started: both take about a second of processor time, which
+a gateway that is started again spends side by side.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
+from headrace.gateway.config import GatewayConfig
+from headrace.gateway.text_workers.configured import text_workers
+from headrace.gateway.text_workers.workers import Workers
+from headrace.gateway.worker import GatewayWorker
+from headrace.observe.logs import set_up_logging
+from headrace.wire.leash import Leash
+
+REFUSED = 2
+CANNOT_BIND = 1
+CUT = 75
+SWITCH_S = 0.0005
+"""Interpreter switch interval in seconds: how long another thread (the request log's, gRPC's) may keep the GIL while the event loop waits.
+The loop releases the GIL at every send, receive and drawn request id. Python's default is 5 ms. The value was chosen when a thread encoded
+answers, and the default cost seconds under a storm. That thread is gone, and no measurement since then compares the two values."""
+
+
+def run_gateway(
+    read: Callable[[], GatewayConfig],
+    parent_fd: int | None = None,
+    *,
+    read_again: Callable[[], GatewayConfig] | None = None,
+    worker: GatewayWorker | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    read        makes the configuration; what it raises is reported as a refusal
+    parent_fd   the inherited end of the supervisor's leash; None when started by hand
+    read_again  makes it for a reload; None: there is no file to read again
+    worker      which of several workers this process is; None: it is the only gateway here
+    """
+    set_up_logging(process="" if worker is None else worker.name)
+    sys.setswitchinterval(SWITCH_S)
+    leash = Leash(parent_fd)
+    leash.watch()
+    try:
+        config = read()
+        workers = text_workers(config)
+        workers.spawn()
+        try:
+            return _serve(config, workers, leash, read_again, worker)
+        finally:
+            workers.kill()  # where a refusal came before they were opened
+    except (ConfigError, CheckpointError) as error:
+        _refuse(error, leash, can_retry=False)
+        return REFUSED
+
+
+def _serve(
+    config: GatewayConfig,
+    workers: Workers,
+    leash: Leash,
+    read_again: Callable[[], GatewayConfig] | None,
+    worker: GatewayWorker | None,
+) -> int:
+    """The exit status. Raises ConfigError and CheckpointError."""
+    from headrace.gateway.compose import load_texts
+    from headrace.gateway.main import CannotBind, run_loop, serve
+
+    try:
+        is_complete = run_loop(serve(config, load_texts(config), workers, leash, read_again, worker))
+    except CannotBind as error:
+        _refuse(error, leash, can_retry=True)
+        return CANNOT_BIND
+    return 0 if is_complete else CUT
+
+
+def _refuse(error: HeadraceError, leash: Leash, *, can_retry: bool) -> None:
+    """Report once why this process ends: through the supervisor, or on stderr where there is none."""
+    leash.failed(str(error), can_retry=can_retry)
+    if not leash.is_held:
+        print(f"headrace gateway: {error}", file=sys.stderr)
