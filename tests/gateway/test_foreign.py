@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -425,6 +425,31 @@ async def test_what_the_server_is_asked(text: TextModel, tmp_path: Path, monkeyp
     assert b"of-the-client" not in sent
     assert b"cookie" not in sent.lower()
     assert server.bodies == [{"model": MODEL, "messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}]
+
+
+async def test_a_connection_whose_answer_ends_soon_after_done_is_used_again(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many servers write the end of the body by itself."""
+    monkeypatch.setattr(foreign_events, "END_OF_BODY_S", 5.0)
+    asked: dict[asyncio.StreamWriter, int] = {}
+    answer = said("hi", "stop") + DONE
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while not (request := await reader.readuntil(b"\r\n\r\n")).startswith(b"GET "):
+                asked[writer] = asked.get(writer, 0) + 1
+                await reader.readexactly(int(request.lower().partition(b"content-length:")[2].split()[0]))
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+                writer.write(b"%x\r\n%s\r\n" % (len(answer), answer))
+                await asyncio.sleep(0.002)
+                writer.write(b"0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with open_bench(text, models=far_models(server.sockets[0].getsockname()[1])) as near:
+        for _ in range(4):
+            assert (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).status_code == 200
+    server.close()
+    assert list(asked.values()) == [4]
 
 
 async def test_a_server_that_never_says_done_ends_with_its_last_sequence(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:

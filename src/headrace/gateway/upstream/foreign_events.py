@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
@@ -29,6 +30,10 @@ MAX_ERROR_BYTES = 64 << 10
 
 END_OF_STREAM_S = 5.0
 """Seconds a server may take for usage and [DONE] together after every sequence has ended."""
+
+END_OF_BODY_S = 0.05
+"""Seconds a server may take for the end of the body after [DONE]. Then the connection can be used again: another one would cost the next
+request its handshakes."""
 
 COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function_call")
 """Finish reasons that mean stop. Beside them `length` and `content_filter` are known; any other one is a failure."""
@@ -225,6 +230,7 @@ class EventReader:
                 yield events
                 event_at = asyncio.get_running_loop().time() + inter_chunk_s
             if is_done:
+                await _read_end(response)
                 break
         if any(self._is_running):
             raise BrokenStream("it ended before it was complete")
@@ -336,6 +342,13 @@ def sent_error(body: bytes) -> BrokenStream:
     is_known = error.code == "context_length_exceeded" or error.type == LLAMA_CPP_OVERFLOW
     is_overflow = is_known or any(words in (error.message or "") for words in CONTEXT_OVERFLOW)
     return BrokenStream(message, code=error.code if isinstance(error.code, int) else None, is_overflow=is_overflow)
+
+
+async def _read_end(response: aiohttp.ClientResponse) -> None:
+    """Wait for the end of the body for a moment. Whatever comes instead, the answer is complete."""
+    with suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+        async with asyncio.timeout(END_OF_BODY_S):
+            await response.content.read(1)
 
 
 def _lines(buffer: bytearray) -> Iterator[bytes]:
