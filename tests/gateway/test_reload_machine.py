@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ import text_kit
 from gateway_kit import SAID, FakeReplica, TestBench, chat_body, events_of, gateway_config, open_bench
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headrace.core.errors import ConfigError
 from headrace.text.folder import TextModel, load_text
@@ -25,6 +26,10 @@ T = TypeVar("T")
 NAMES = ("fox", "owl", "elk")
 KEYS = ("first-key-1", "other-key-2")
 FAILOVER = {"failover_s": 30}
+NUMERICS = {"weights": "ab"}
+MAX_ENDED = 2
+"""Engines that end: a call moves twice without a new token in between, and no third time (`upstream.attempts`)."""
+
 
 models = st.dictionaries(st.sampled_from(NAMES), st.sets(st.integers(0, 3), min_size=1, max_size=3), min_size=1)
 """Model -> numbers of its replicas."""
@@ -41,6 +46,7 @@ class ReloadMachine(RuleBasedStateMachine):
         self.stack = AsyncExitStack()
         self.running: list[asyncio.Task[httpx2.Response]] = []
         self.made: list[FakeReplica] = []
+        self.num_ended = 0
         self.served: set[str] = set()
         self.keys: tuple[str, ...] = ()
 
@@ -88,12 +94,12 @@ class ReloadMachine(RuleBasedStateMachine):
         self.run(self.turns(turns))
         replica.go.clear()
 
-    @precondition(lambda self: self.retired())
     @rule(number=st.integers(0, 30))
     def retired_engine_ends(self, number: int) -> None:
-        """As when its time to drain is over: its requests go on at another replica."""
-        retired = self.retired()
-        retired[number % len(retired)].die()
+        """Its time to drain is over: its requests go on at another replica. Nothing where none is retired, which is a matter of time."""
+        if (retired := self.retired()) and self.num_ended < MAX_ENDED:
+            self.num_ended += 1
+            retired[number % len(retired)].die()
         self.run(self.turns(3))
 
     @invariant()
@@ -115,6 +121,8 @@ class ReloadMachine(RuleBasedStateMachine):
         for replica in self.bench.replicas.values():
             if not any(known is replica for known in self.made):
                 replica.go.clear()
+                assert replica.info is not None
+                replica.info = replace(replica.info, model=replace(replica.info.model, numerics=NUMERICS))
                 self.made.append(replica)
 
     def retired(self) -> list[FakeReplica]:

@@ -38,11 +38,6 @@ class ModelsChange:
     changed: Mapping[str, ModelChange]
     config: GatewayConfig
 
-    async def close(self) -> None:
-        """Close what was opened for it; it is not applied."""
-        for model in self.opened.values():
-            await model.stack.aclose()
-
 
 @dataclass(slots=True, eq=False)
 class SiteModels:
@@ -144,7 +139,7 @@ class SiteModels:
         for changed in change.changed.values():
             changed.apply()
         known = {name: changed.model for name, changed in change.changed.items()} | dict(change.opened)
-        self.models = {name: known[name] for name in [model.name for model in config.models]}
+        self.models = {model.name: known[model.name] for model in config.models}
         for model in self.models.values():
             if model.pool is not None:
                 model.pool.follow(failover_s=config.timeouts.failover_s, slow_start_s=config.routing.slow_start_s)
