@@ -18,7 +18,17 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig
 from headrace.fleet.config import COMMAND, FleetConfig, ModelSpec
-from headrace.fleet.files import MachineShare, ReplicaFiles, gateway_content, run_dir, share_of, write_engine_file, write_gateway_file
+from headrace.fleet.files import (
+    MachineShare,
+    ReplicaFiles,
+    gateway_content,
+    is_running,
+    run_dir,
+    running_deployments,
+    share_of,
+    write_engine_file,
+    write_gateway_file,
+)
 
 TWO_MODELS = FleetConfig(
     models=(
@@ -135,6 +145,28 @@ def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     os.chown(foreign, 12345, 12345)
     with run_dir(tmp_path):
         assert (foreign / "lock").exists()
+
+
+def test_deployments_that_run_are_found_and_dead_ones_are_not(tmp_path: Path) -> None:
+    dead = tmp_path / "headrace-dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    assert running_deployments(tmp_path) == []
+    with run_dir(tmp_path) as first, run_dir(tmp_path) as second:
+        assert running_deployments(tmp_path) == sorted([first, second])
+        assert is_running(first)
+        assert not is_running(tmp_path)
+    assert not is_running(first)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of somebody else's")
+def test_the_superuser_finds_a_deployment_of_another_user_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.fleet.files._default_parent", lambda: tmp_path)
+    with run_dir(tmp_path) as folder:
+        for path in (folder, folder / "lock"):
+            os.chown(path, 12345, 12345)
+        assert running_deployments(tmp_path) == [folder]
+        assert running_deployments(None) == []
 
 
 def test_the_standard_place_is_used_only_when_it_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,19 +94,21 @@ def _sweep(base: Path) -> None:
 
 
 def running_deployments(parent: Path | None) -> list[Path]:
-    """Folders of this user's deployments that run now. parent: as for `run_dir`"""
-    return [lock.parent for lock in sorted((parent or _default_parent()).glob(f"{PREFIX}*/{LOCK}")) if is_running(lock.parent)]
+    """Folders of deployments that run now. parent: as for `run_dir`; None: of this user's, where they are by themselves"""
+    may_be_another_users = parent is not None and os.geteuid() == 0
+    locks = sorted((parent or _default_parent()).glob(f"{PREFIX}*/{LOCK}"))
+    return [lock.parent for lock in locks if is_running(lock.parent) and (may_be_another_users or _owner(lock.parent) == os.geteuid())]
 
 
 def is_running(folder: Path) -> bool:
-    """A supervisor of this user has its files in `folder` now."""
+    """A supervisor has its files in `folder` now. Folders are private: another user's is seen by the superuser alone."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode) or not info.st_uid == folder.stat().st_uid == os.geteuid():
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != _owner(folder):
             return False
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -116,6 +118,10 @@ def is_running(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def _owner(folder: Path) -> int:
+    return folder.stat().st_uid
 
 
 def _remove_if_unlocked(lock: Path) -> None:

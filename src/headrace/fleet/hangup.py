@@ -21,6 +21,8 @@ async def reload_when_asked(asked: asyncio.Event, control: FleetControl) -> None
             failures = await control.reload()
         except HeadraceError as error:
             log.error("SIGHUP changed nothing: %s", error)
+        except Exception:  # the outermost loop: a bug must not end what serves
+            log.exception("the reload on SIGHUP failed")
         else:
             for failure in failures:
                 log.error("%s", failure)

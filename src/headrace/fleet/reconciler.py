@@ -113,6 +113,7 @@ class Reconciler:
             self._desired.note_revisions(self.deployment)
 
         await self._all_or_nothing(apply)
+        self._wake.set()
 
     async def roll_out(self, model: str, options: RolloutOptions) -> None:
         """Replace every replica of a model. Raises ConfigError."""
@@ -133,8 +134,10 @@ class Reconciler:
                 self.failures.pop(model, None)
 
         await self._all_or_nothing(apply)
+        self._wake.set()
 
     async def _all_or_nothing(self, apply: Callable[[], None]) -> None:
+        """One round after `apply`. Raises what either of them raises; what was planned before holds again then."""
         async with self._lock:
             await self._observe()
             before = self._desired.copy(), copy.deepcopy(self.deployment)
@@ -145,7 +148,6 @@ class Reconciler:
                 self._desired, self.deployment = before
                 self._carry_out()
                 raise
-        self._wake.set()
 
     async def drain(self, name: str, within_s: float, *, allow_outage: bool) -> None:
         """Retire one replica for good. Raises ConfigError."""
@@ -197,11 +199,12 @@ class Reconciler:
         if self._is_frozen:
             return POLL_S
         try:
-            async with self._lock:
-                await self._observe()
-                await self._round()
+            await self._all_or_nothing(lambda: None)
         except (ReloadRefused, ConfigError) as error:
-            log.error("the gateways' file cannot be changed: %s", error)
+            log.error("what is planned cannot be done: %s", error)
+            return REFUSED_PAUSE_S
+        except Exception:  # the outermost loop: a bug must not end what serves
+            log.exception("a round of the reconciler failed")
             return REFUSED_PAUSE_S
         return POLL_S
 
