@@ -199,6 +199,7 @@ async def test_each_fault_between_machines_is_named_in_both_logs(folder: Path, s
     await running.said("unauthenticated: the engine's token is missing or wrong")
     await engines["good"].said("refused a call: the engine's token is missing or wrong")
     await running.said("replica well is connected")
+    await running.said("listening on ")
     await until(lambda: [name for name, reason in ready(port_of(running)).items() if not reason] == ["well"])
     assert ask(port_of(running), "engine-expired")[0] == 503
 

@@ -82,8 +82,11 @@ class Dialer:
 
 def _check_open(connection: socket.socket) -> None:
     """Raises OSError where the other end has reset the connection: `wrap_socket` would then raise without closing its socket."""
+    timeout_s = connection.gettimeout()
+    connection.settimeout(0)
     with suppress(BlockingIOError):
-        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        connection.recv(1, socket.MSG_PEEK)
+    connection.settimeout(timeout_s)
 
 
 def _fault_without_tls(connection: socket.socket) -> str:
