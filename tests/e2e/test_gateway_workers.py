@@ -16,7 +16,7 @@ import psutil
 import pytest
 from http_kit import COMPLETIONS, Answer, ask, stream
 from plain_loop import Checkpoint
-from server_kit import CROWD, CROWD_ENGINE, LIVELY_S, Server, is_alive, serving_fake
+from server_kit import CROWD, CROWD_ENGINE, KEY, LIVELY_S, Server, is_alive, serving, serving_fake
 
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
@@ -123,3 +123,24 @@ async def test_every_worker_finishes_its_streams_when_the_deployment_stops(worke
     assert [answer.text[0] for answer in ended if isinstance(answer, Answer)] == [expected_text(random_checkpoint, s) for s in range(30)]
     drained = re.findall(r'"process":"(gateway-\d)"[^\n]*draining (\d+) request', workers.log)
     assert sorted(drained) == [(f"gateway-{index}", str(int(count))) for index, count in enumerate(open_by_worker)]
+
+
+@pytest.mark.slow
+async def test_a_reload_reaches_every_worker(random_folder: Path) -> None:
+    limits = {"num_kv_blocks": 64, "max_num_seqs": 2, "num_threads": 1}
+    before = {"models": [{"engine": {"model": str(random_folder), **limits}}], "gateway": {"workers": WORKERS, "api_keys": [{"key": KEY}]}}
+    after = {**before, "gateway": {"workers": WORKERS, "api_keys": [{"key": KEY}, {"key": "a-key-that-came-later"}]}}
+
+    async def statuses(key: str) -> set[int]:
+        """Of many connections, so that each worker has some."""
+        return {answer.status for answer in await asyncio.gather(*(ask(server.port, "GET", "/v1/models", key=key) for _ in range(40)))}
+
+    with serving(before) as server:
+        assert (await statuses(KEY), await statuses("a-key-that-came-later")) == ({200}, {401})
+        (server.folder / "config.yaml").write_text(json.dumps(after))
+        server.process.send_signal(signal.SIGHUP)
+        began = time.monotonic()
+        while await statuses("a-key-that-came-later") != {200}:
+            assert time.monotonic() - began < LIVELY_S
+            await asyncio.sleep(0.1)
+        assert await statuses(KEY) == {200}
