@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from gateway_kit import (
     post,
     serving,
 )
-from local_workers import LocalWorkers
+from local_workers import LocalWorker, LocalWorkers
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.gateway.access.open_requests import Draining
@@ -35,6 +35,7 @@ from headrace.gateway.control import site_models
 from headrace.gateway.control.changes import CHANGEABLE, check_change
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.work import TextContext
+from headrace.gateway.text_workers.workers import Owner, Worker
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.leash import ReplicaStatus
@@ -228,6 +229,43 @@ async def test_a_request_that_is_still_arriving_gets_the_model_it_began_with(ben
     assert answer.startswith("HTTP/1.1 200")
     assert "[DONE]" in answer
     await eventually(lambda: bench.replicas["r0"].is_closed)
+
+
+async def test_a_prompt_that_waits_is_read_by_new_text_workers_although_its_model_left(text: TextModel) -> None:
+    """The one before it ends at the worker that has it."""
+    one = {"max_text_workers": 1}
+    workers = HeldWorkers(TextContext({MODEL: text}, Limits()))
+    async with open_bench(text, workers=workers, models=[model(MODEL, "r0")], limits=one) as bench:
+        first = asyncio.create_task(bench.chat())
+        await eventually(lambda: len(workers.held) == 1)
+        second = asyncio.create_task(bench.chat())
+        await eventually(lambda: bench.gateway.service.text_pool.reading().num_waiting == 1)
+        await apply(bench, model("owl", "o0"), limits=one)
+        assert (await second).status_code == 200
+        assert not first.done()
+        workers.held[0]()
+        assert (await first).status_code == 200
+        await eventually(lambda: set(bench.reloader.status()) == {"owl"})
+
+
+class HeldWorkers(LocalWorkers):
+    """Workers that begin a job when the test calls what is in `held`."""
+
+    def __init__(self, context: TextContext) -> None:
+        super().__init__(context)
+        self.held: list[Callable[[], None]] = []
+
+    async def add(self, owner: Owner) -> Worker:
+        return HeldWorker(self._context, owner, self.held)
+
+
+class HeldWorker(LocalWorker):
+    def __init__(self, context: TextContext, owner: Owner, held: list[Callable[[], None]]) -> None:
+        super().__init__(context, owner)
+        self._held = held
+
+    def send(self, data: bytes) -> None:
+        self._held.append(partial(super().send, data))
 
 
 async def test_another_folder_is_another_model_for_later_requests(bench: TestBench) -> None:
