@@ -42,12 +42,12 @@ def change_file(site: Server, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-async def headrace(site: Server, *words: str) -> str:
-    """A command as an operator gives it; its output. Fails unless it succeeds."""
+async def headrace(site: Server, *words: str, status: int = 0) -> str:
+    """A command as an operator gives it; its output. Fails unless it ends with this status."""
     command = [sys.executable, "-m", "headrace", *words, "--run-dir", str(site.folder)]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}\n{site.log[-3000:]}"
-    return done.stdout
+    assert done.returncode == status, f"{words}: {done.stdout}{done.stderr}\n{site.log[-3000:]}"
+    return done.stdout + done.stderr
 
 
 async def replicas(site: Server) -> list[dict[str, Any]]:
@@ -123,5 +123,8 @@ async def test_streams_run_through_every_change(site: Server) -> None:
         assert refused.status == 404
         change_file(site, models={"guest": {"aliases": ["fake"], "engine": {"max_num_seqs": 48}}})
         assert "every replica was replaced" in await headrace(site, "reload"), "changed options of an engine are a rollout"
+        change_file(site, models={"late": {}}, gateway={**keys(KEY), "limits": {"max_text_queue": 7}})
+        said = await headrace(site, "reload", status=3)
+        assert "nothing was changed: limits.max_text_queue: cannot change while the gateway runs" in said
         assert num_done() > PARALLEL
     assert [(replica["phase"], replica["open"]) for replica in await replicas(site)] == [("serving", 0)]
