@@ -58,6 +58,11 @@ class Site(Fleet):
         new.rename(self.folder / "open.json")
 
 
+def parts_of_the_machine(site: Site) -> list[int]:
+    """Neighbours with which each engine shares memory, in the order of their files."""
+    return [json.loads(path.read_text())["num_neighbours"] for path in sorted(site.run_dir.glob("e*.json"))]
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., Site]]:
     started: list[Site] = []
@@ -107,8 +112,7 @@ async def test_a_rollout_replaces_every_replica_by_a_new_process_under_a_new_nam
     assert site.listed() == {"tiny": ["tiny-2", "tiny-3"]}
     assert not any(is_alive(pid) for pid in before.values())
     assert {path.name for path in site.run_dir.glob("e*")} == {"e2.json", "e2.sock", "e3.json", "e3.sock"}
-    configs = [json.loads((site.run_dir / f"e{number}.json").read_text()) for number in (2, 3)]
-    assert [config["num_neighbours"] for config in configs] == [1, 1], "a successor gets the part of the machine of its predecessor"
+    assert parts_of_the_machine(site) == [1, 1], "a successor gets the part of the machine of its predecessor"
     await stopped(site)
 
 
@@ -161,6 +165,9 @@ async def test_a_model_scales_up_and_down(start: Start) -> None:
     assert set(site.replicas()) == {"tiny-0"}
     assert site.do("scale", model="tiny", replicas=2)[-1] == {"event": "done"}
     assert set(site.replicas()) == {"tiny-0", "tiny-3"}, "no name is given twice"
+    assert parts_of_the_machine(site) == [0, 1], "the first was started when it was alone"
+    assert site.do("rollout")[-1] == {"event": "done"}
+    assert parts_of_the_machine(site) == [1, 1]
     for body, word in (({"model": "tiny", "replicas": 0}, "outside 1..64"), ({"model": "other", "replicas": 1}, "Models: tiny")):
         [refused] = site.do("scale", **body)
         assert word in refused["reason"]

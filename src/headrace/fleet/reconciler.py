@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from headrace.core.counted import counted
@@ -326,13 +326,12 @@ class Reconciler:
         self.processes[replica.name] = ReplicaProcess(files, spec, share, keeper, self._wake.set)
 
     def _share(self, replaces: str) -> MachineShare:
-        """The part of the machine of the replica that leaves, else the first that no process has."""
-        if replaces in self.processes:
-            return self.processes[replaces].share
+        """The part of the machine of the replica that leaves, else the first that no process has; of as many as there should be engines."""
         total = sum(target.num_replicas for target in self.deployment.targets.values())
         stay = (ReplicaPhase.STARTING, ReplicaPhase.SERVING)
-        taken = {process.share.index for name, process in self.processes.items() if self._phase(name) in stay}
-        index = next(index for index in count() if index not in taken)
+        taken = {process.share.index for name, process in self.processes.items() if name != replaces and self._phase(name) in stay}
+        wanted = [self.processes[replaces].share.index] if replaces in self.processes else []
+        index = next(index for index in chain((each for each in wanted if each < total), count()) if index not in taken)
         return MachineShare(index, max(total, index + 1))
 
     def _phase(self, name: str) -> ReplicaPhase | None:
