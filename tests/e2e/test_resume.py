@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from gateway_processes import ENGINE, GATEWAY, PATIENCE_S, Child, Site, child
 from http_kit import CHAT, COMPLETIONS, Connection, ask, request_bytes
+from redis_kit import MISSING, NO_PACKAGE, PROGRAM, RedisServer
 from wire_kit import socket_dir
 
 from headrace.bundled import bundled_path
@@ -38,15 +39,28 @@ class TwoGateways:
         return [gateway.facts["port"] for gateway in self.gateways]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[TwoGateways]:
+def store_of(kind: str, folder: Path, stack: ExitStack) -> dict[str, str]:
+    """The section `store` of both gateways; skips where what it needs is not installed."""
+    if kind == "sqlite":
+        return {"path": f"{folder}/store.db"}
+    pytest.importorskip("redis", reason=NO_PACKAGE)
+    if PROGRAM is None:
+        pytest.skip(MISSING)
+    server = RedisServer(folder)
+    server.start()
+    stack.callback(server.stop)
+    return {"url": server.url}
+
+
+@pytest.fixture(scope="module", params=["sqlite", "redis"])
+def two(request: pytest.FixtureRequest) -> Iterator[TwoGateways]:
     text_folder = bundled_path("headrace-tiny")
     assert text_folder is not None
     with socket_dir() as folder, ExitStack() as stack:
         engine = {"replica": "r0", "address": f"unix:{folder}/e0", "engine": {"model": str(text_folder)}}
         (folder / "engine.json").write_text(json.dumps({**engine, "fake": {"step_seconds": 0.01, "numerics": NUMERICS}}))
         models = [{"name": "tiny", "folder": str(text_folder), "replicas": [{"name": "r0", "address": engine["address"]}]}]
-        config = {"models": models, "port": 0, "request_log": "off", "store": {"path": f"{folder}/store.db"}}
+        config = {"models": models, "port": 0, "request_log": "off", "store": store_of(request.param, folder, stack)}
         started = stack.enter_context(child(ENGINE, folder / "engine.json"))
         gateways = []
         for number in range(2):

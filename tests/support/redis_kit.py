@@ -10,6 +10,7 @@ from pathlib import Path
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 MISSING = "No Redis or Valkey server is installed: run `make redis`"
+NO_PACKAGE = "The package redis is not installed: pip install 'headrace[redis]'"
 START_S = 20.0
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from redis_kit import MISSING, PROGRAM, RedisServer
+from redis_kit import MISSING, NO_PACKAGE, PROGRAM, RedisServer
 from wire_kit import socket_dir
 
 
 @pytest.fixture
 def redis_server() -> Iterator[RedisServer]:
-    pytest.importorskip("redis", reason="The package redis is not installed: pip install 'headrace[redis]'")
+    pytest.importorskip("redis", reason=NO_PACKAGE)
     if PROGRAM is None:
         pytest.skip(MISSING)
     with socket_dir() as folder:
