@@ -111,7 +111,7 @@ def stream(gateway: Gateway, seed: int, name: str = "fox", num_tokens: int = 600
         answer = client.post("/v1/chat/completions", json={**body, "max_tokens": num_tokens})
     assert answer.status_code == 200, answer.text
     assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-500:]
-    events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    events = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
 
