@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
 
 import grpc
@@ -25,6 +26,7 @@ PROBE_S = 2.0
 LOOK_S = 5.0
 """Seconds for finding out a fault in all, looking up the name included. The next connection waits for it."""
 
+READ_BYTES = 16 << 10
 ALERT_S = 0.5
 """Seconds to wait for an alert after this end has finished its handshake: in TLS 1.3 the engine verifies the gateway last."""
 
@@ -61,16 +63,16 @@ class Dialer:
 
     def _repeat_handshake(self) -> str:
         with socket.create_connection((self.target.host, self.target.port), timeout=PROBE_S) as connection:
-            _check_open(connection)
             return self._fault_with_tls(connection) if self._certificates else _fault_without_tls(connection)
 
     def _fault_with_tls(self, connection: socket.socket) -> str:
         assert self._certificates is not None
         context = self._certificates.current().context
         try:
-            with context.wrap_socket(connection, server_hostname=self.target.host) as tls:
-                tls.settimeout(ALERT_S)
-                tls.recv(1)
+            tls = _TlsProbe(context, connection, self.target.host)
+            tls.run(tls.end.do_handshake)
+            connection.settimeout(ALERT_S)
+            tls.run(lambda: tls.end.read(1))
         except TimeoutError:
             return ""  # no alert: this is not what failed
         except ssl.SSLEOFError:
@@ -80,13 +82,29 @@ class Dialer:
         return ""
 
 
-def _check_open(connection: socket.socket) -> None:
-    """Raises OSError where the other end has reset the connection: `wrap_socket` would then raise without closing its socket."""
-    timeout_s = connection.gettimeout()
-    connection.settimeout(0)
-    with suppress(BlockingIOError):
-        connection.recv(1, socket.MSG_PEEK)
-    connection.settimeout(timeout_s)
+class _TlsProbe:
+    """TLS over a socket that the caller closes: `wrap_socket` takes it over, and drops it unclosed where the other end resets it."""
+
+    def __init__(self, context: ssl.SSLContext, connection: socket.socket, host: str | None = None) -> None:
+        self._connection = connection
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.end = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
+
+    def run(self, step: Callable[[], object]) -> None:
+        """Repeat a step of `end` until it has what it reads. Raises OSError, which includes SSLError; its alert is sent before that."""
+        while True:
+            try:
+                step()
+                return
+            except ssl.SSLWantReadError:
+                self._connection.sendall(self._outgoing.read())
+                if data := self._connection.recv(READ_BYTES):
+                    self._incoming.write(data)
+                else:
+                    self._incoming.write_eof()
+            finally:
+                with suppress(OSError):
+                    self._connection.sendall(self._outgoing.read())
 
 
 def _fault_without_tls(connection: socket.socket) -> str:
@@ -94,7 +112,8 @@ def _fault_without_tls(connection: socket.socket) -> str:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     try:
-        with context.wrap_socket(connection):
-            return "the engine speaks TLS, and no certificates are configured for it here (tls)"
+        tls = _TlsProbe(context, connection)
+        tls.run(tls.end.do_handshake)
+        return "the engine speaks TLS, and no certificates are configured for it here (tls)"
     except ssl.SSLError:
         return ""
