@@ -24,7 +24,7 @@ from headrace.wire.client import ReplicaClient
 from headrace.wire.stream import ReplicaStream
 
 TOKEN = "0123456789abcdef-of-tests"
-PACED = FakeOptions(step_seconds=0.005)
+PACED = FakeOptions(step_seconds=0.005, numerics={"weights": "ab"})
 NUM_TOKENS = 3
 DEAD_AFTER_S = 2.0
 FAULT_S = 4.0
