@@ -40,6 +40,7 @@ from bench.storms.by_hand import HERE, MODEL, HandStarted, HandStartedSite, free
 from bench.storms.common import RESULTS
 from bench.storms.failover import quantiles
 from headrace.fleet.authority import make_authority, make_certificate, pem_of_certificate, pem_of_key
+from headrace.gateway.generation.event_log import NO_EVENT
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
 from headrace.wire.tls.files import TlsRole
@@ -207,7 +208,9 @@ class Clients:
         """The text of a stream whose client leaves after LEFT_AFTER events, and which another one resumes as `name`."""
         body = stream_body(number)
         text, last_id = "", ""
-        async with self._session.post(self._url, json=body, headers={"x-request-id": f"{name}-begun"}) as response:
+        async with self._session.post(
+            self._url, json=body, headers={"x-request-id": f"{name}-begun", "last-event-id": NO_EVENT}
+        ) as response:
             num_read = 0
             async for raw in response.content:
                 if raw.startswith(b"id: "):

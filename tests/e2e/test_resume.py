@@ -18,6 +18,7 @@ from redis_kit import MISSING, NO_PACKAGE, PROGRAM, RedisServer
 from wire_kit import socket_dir
 
 from headrace.bundled import bundled_path
+from headrace.gateway.generation.event_log import NO_EVENT
 
 NUM_TOKENS = 60
 NUMERICS = {"weights": "ab", "kernels": "fake"}
@@ -119,7 +120,7 @@ def body_of(number: int) -> tuple[str, bytes]:
 async def read(port: int, number: int, seen: Seen, *, leave_after: int | None = None) -> int:
     """One connection of a client, which goes on after what it has seen. Returns the status."""
     path, body = body_of(number)
-    headers = {"last-event-id": seen.last}
+    headers = {"last-event-id": seen.last or NO_EVENT}
     async with asyncio.timeout(PATIENCE_S), Connection(port) as connection:
         await connection.send(request_bytes("POST", path, body, headers=headers))
         status, _ = await connection.head()

@@ -94,7 +94,7 @@ async def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection
     status, headers, body = await talk(port, request)
     assert (status, headers[b"content-type"]) == (200, b"text/event-stream; charset=utf-8")
     assert not {b"transfer-encoding", b"content-length"} & set(headers)
-    assert body.startswith(b"id: ")
+    assert body.startswith(b"data: ")
     assert body.endswith(b"data: [DONE]\n\n")
     said = "".join(event["choices"][0]["delta"].get("content", "") for event in events_of(body.decode()))
     whole = (await bench.chat(seed=1, max_tokens=40, ignore_eos=True)).json()

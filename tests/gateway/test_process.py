@@ -252,7 +252,7 @@ def asked(made: Site, event: str) -> dict[str, Any]:
 def opened(client: httpx2.Client, **fields: Any) -> Iterator[Iterator[str]]:
     """A stream that has begun: the lines of its data."""
     with client.stream("POST", "/v1/chat/completions", json=chat(stream=True, **fields)) as stream:
-        lines = (line for line in stream.iter_lines() if line and not line.startswith("id: "))
+        lines = (line for line in stream.iter_lines() if line)
         assert next(lines).startswith("data: ")
         yield lines
 

@@ -16,6 +16,7 @@ from resume_kit import CHAT, COMPLETIONS, Event, answer_of, equal, kept, send, s
 from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
+from headrace.gateway.generation.event_log import HEADER, NO_EVENT
 from headrace.gateway.generation.kept_streams import STORE_S, KeptStream
 from headrace.gateway.stores.store import StoreFailed
 from headrace.text.folder import TextModel
@@ -60,6 +61,19 @@ async def test_an_id_of_another_form_is_refused(text: TextModel, given: str) -> 
     async with open_bench(text, timeouts=ON) as bench:
         refused = await go_on(bench, given)
         assert (refused.status, refused.error["param"]) == (400, "Last-Event-ID")
+
+
+async def test_events_have_ids_where_the_client_asks_for_them(text: TextModel) -> None:
+    """Many clients take each line of a stream for data."""
+    async with open_bench(text, timeouts=ON) as bench:
+        plain = await bench.client.post(CHAT, content=BODY, headers={"content-type": "application/json"})
+        assert plain.text.startswith("data: ")
+        assert "id: " not in plain.text
+        assert bench.gateway.service.kept_streams.num_writing == 0
+        headers = [{"content-type": "application/json", HEADER: given} for given in ("", NO_EVENT)]
+        asked = [await bench.client.post(CHAT, content=BODY, headers=each) for each in headers]
+        for answer in asked:
+            assert answer.text.startswith(f"id: {answer.headers['x-request-id']}/1\ndata: ")
 
 
 async def test_an_unknown_id_and_another_tenants_are_answered_alike(text: TextModel) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from gateway_kit import MODEL, FakeReplica, TestBench, chat_body, eventually, open_bench, snapshot
 
 from headrace.gateway.app import Gateway
+from headrace.gateway.generation.event_log import NO_EVENT
 from headrace.text.folder import TextModel
 from headrace.wire.client import SeenLoad
 
@@ -82,7 +83,7 @@ async def send(
     """
     received, left = Received(), asyncio.Event()
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    headers += [(b"last-event-id", last_event.encode("latin-1"))] if last_event else []
+    headers += [(b"last-event-id", (last_event or NO_EVENT).encode("latin-1"))]
     headers += [(b"authorization", f"Bearer {key}".encode())] if key else []
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
 

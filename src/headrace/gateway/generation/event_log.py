@@ -11,6 +11,9 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.ids import RequestId
 
 HEADER = "Last-Event-ID"
+NO_EVENT = "0"
+"""The header's value in the first request of a stream that its client may want to continue: it has seen no event. Without the header events
+have no ids, since many clients take every line of a stream for data."""
 _EVENT_ID = re.compile(r"([0-9a-f]{24})/([1-9][0-9]{0,8})")
 
 

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
 from headrace.core.ids import RequestId
-from headrace.gateway.generation.event_log import HEADER, EventId, places_of
+from headrace.gateway.generation.event_log import HEADER, NO_EVENT, EventId, places_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict, UnknownStream
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
@@ -172,7 +172,7 @@ class KeptStreams:
         Raises InvalidRequest, UnknownStream, StreamConflict, or Unavailable where the store does not answer.
         """
         given = (exchange.header(HEADER.lower().encode()) or b"").decode("latin-1")
-        if not given:
+        if given in ("", NO_EVENT):
             return None
         event = EventId.parsed(given)
         if self._store is None:

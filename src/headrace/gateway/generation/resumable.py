@@ -1,7 +1,7 @@
 """One request's part in streams that clients may continue: which one it continues, the numbers of its events, and keeping it at its end.
 
 `generation.run` calls this in order: `find`, `open_log`, `claim`, `sending` around everything that is sent, `replay` before the first new
-event. Every call does nothing where the server keeps no streams or the answer is not a stream.
+event. Every call does nothing where the client did not send `Last-Event-ID`, the server keeps no streams, or the answer is not a stream.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class ResumableStream:
         self._continued: ContinuedStream | None = None
         self._is_replayed = False
         self._num_sequences = 0
+        self._wants_ids = exchange.header(HEADER.lower().encode()) is not None
         self.answer_id = exchange.request_id
         self.created = int(service.unix_time())
         self.event_log: EventLog | None = None
@@ -61,7 +62,7 @@ class ResumableStream:
     def open_log(self, prepared: Prepared, *, is_streaming: bool) -> None:
         """Raises StreamConflict for a stream that goes on nowhere."""
         self._num_sequences = prepared.num_sequences
-        if self._kept_streams.is_on and is_streaming and prepared.keeps_events:
+        if self._wants_ids and self._kept_streams.is_on and is_streaming and prepared.keeps_events:
             num_seen = 0 if self._continued is None else self._continued.num_seen
             self.event_log = EventLog(self.answer_id, prepared.num_sequences, num_seen=num_seen)
         elif self._continued is not None:
