@@ -8,6 +8,8 @@ pytest-timeout interrupts the test and shows the stacks of its own threads. Adde
 - the stacks of child processes: Python writes them at SIGABRT, which PYTHONFAULTHANDLER turns on in every child;
 - an end of the whole run, with stacks, where a call into C never returns and no signal can interrupt it.
 
+SIGHUP has its default action in what tests start, however the run itself was started.
+
 With `--no-torch` importing torch fails, which holds the tests of `make test-control` to the control side.
 """
 
@@ -46,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--no-torch"):
         sys.modules["torch"] = None  # type: ignore[assignment]  # what the import system takes for "not to be imported"
     os.environ["PYTHONFAULTHANDLER"] = "1"
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup. Servers that tests start must not inherit that; a handler is not
+        signal.signal(signal.SIGHUP, lambda *_: None)
     config.stash[_stderr] = os.fdopen(os.dup(2), "w")
 
 
