@@ -173,6 +173,8 @@ def in_agreement(body: dict[str, Any], surface: Surface) -> dict[str, Any]:
         made["stream"] = True
         if made["stream_options"].get("continuous_usage_stats"):
             made["stream_options"] = {**made["stream_options"], "include_usage": True}
+    if made.get("n") and isinstance(made.get("prompt"), list):
+        made["n"] = min(made["n"], max(1, LIMITS.max_sequences // max(1, len(made["prompt"]))))
     if made.get("stream"):
         made.pop("prompt_logprobs", None)
     for name in [name for name in READERS if made.get(name) is not None][1:]:
