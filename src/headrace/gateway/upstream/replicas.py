@@ -23,14 +23,14 @@ from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.gateway.upstream.replica_circuit import EJECTED, ReplicaAttempt, ReplicaCircuit
 from headrace.gateway.upstream.replica_health import verdict
-from headrace.gateway.upstream.replica_watch import ReplicaWatch
+from headrace.gateway.upstream.replica_watch import ReplicaWatch, WatchedConnection
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
 from headrace.policy.routing.ejection import ejected
 from headrace.policy.routing.predicted_time import RequestSize, SentSince
 from headrace.policy.routing.retry_budget import RetryBudget
 from headrace.policy.routing.slow_start import started, started_share
-from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
+from headrace.wire.client import ConnectionState, ReplicaInfo
 from headrace.wire.stream import PlainRowHandler
 
 RESUME_BURST = 100.0
@@ -63,23 +63,13 @@ class UpdateStream(Protocol):
     async def batch(self) -> list[SequenceUpdate | Rejected]: ...
 
 
-class Connection(Protocol):
+class Connection(WatchedConnection, Protocol):
     """A connection to a replica (`wire.client.ReplicaClient`)."""
 
     @property
     def has_tried(self) -> bool: ...
     @property
-    def state(self) -> ConnectionState: ...
-    @property
     def info(self) -> ReplicaInfo | None: ...
-    @property
-    def snapshot(self) -> SeenLoad | None: ...
-    @property
-    def silent_s(self) -> float: ...
-    @property
-    def unread_s(self) -> float: ...
-    @property
-    def num_open(self) -> int: ...
     @property
     def num_sent_since_snapshot(self) -> int: ...
     @property
@@ -89,9 +79,6 @@ class Connection(Protocol):
     def submit(self, request: EngineRequest) -> UpdateStream: ...
     def cancel(self, request_id: RequestId) -> None: ...
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None: ...
-    def abandon(self, reason: str) -> None: ...
-    def abandon_unseen(self, reason: str) -> int: ...
-    def abandon_unbegun(self, reason: str) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
