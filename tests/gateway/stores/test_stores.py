@@ -20,7 +20,8 @@ from headrace.gateway.config import config_from
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.open import open_store
 from headrace.gateway.stores.redis import RedisStore
-from headrace.gateway.stores.sqlite import IN_MEMORY, SqliteStore
+from headrace.gateway.stores.sqlite import SqliteStore
+from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import EntryTooLarge, StoreFailed, StoreLimits
 
 LIMITS = StoreLimits(entry=100, tenant=200, total=500)
@@ -47,7 +48,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClo
     if request.param == "redis":
         opened = RedisStore.open(request.getfixturevalue("redis_url"), LIMITS)
     else:
-        opened = SqliteStore.open(str(tmp_path / "store.db") if request.param == "file" else IN_MEMORY, LIMITS, clock)
+        opened = SqliteStore(str(tmp_path / "store.db") if request.param == "file" else IN_MEMORY, LIMITS, clock)
     yield opened
     await opened.check()
     await opened.close()
@@ -121,7 +122,7 @@ async def test_the_oldest_entries_of_all_go_when_the_store_is_full(store: AnySto
 def test_the_bounds_hold_whatever_is_put(puts: list[tuple[str, int, str, int]]) -> None:
     async def run() -> None:
         clock = ManualClock()
-        store = SqliteStore.open(IN_MEMORY, LIMITS, clock)
+        store = SqliteStore(IN_MEMORY, LIMITS, clock)
         for key, size, tenant, ttl_s in puts:
             clock.now += 1
             if size > LIMITS.entry:
@@ -139,7 +140,7 @@ def test_the_bounds_hold_whatever_is_put(puts: list[tuple[str, int, str, int]]) 
 async def test_a_file_is_shared_and_closed_to_other_users(tmp_path: Path, clock: ManualClock) -> None:
     path = tmp_path / "store.db"
     with ThreadPoolExecutor() as pool:
-        opened = list(pool.map(lambda _: SqliteStore.open(str(path), LIMITS, clock), range(6)))
+        opened = list(pool.map(lambda _: SqliteStore(str(path), LIMITS, clock), range(6)))
     await asyncio.gather(*(store.put(f"{number}", b"x", tenant="t", ttl_s=5) for number, store in enumerate(opened)))
     for store in opened:
         assert [await store.get(str(number)) for number in range(6)] == [b"x"] * 6
@@ -155,11 +156,11 @@ async def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path, clo
     newer.close()
     for path, why in {"none/store.db": "No such file", "text": "not a database", "newer.db": "form 77"}.items():
         with pytest.raises(ConfigError, match=why):
-            SqliteStore.open(str(tmp_path / path), LIMITS, clock)
+            SqliteStore(str(tmp_path / path), LIMITS, clock)
 
 
 async def test_an_error_of_the_file_fails_the_calls_and_later_ones_go_on(tmp_path: Path, clock: ManualClock) -> None:
-    store = SqliteStore.open(str(tmp_path / "store.db"), LIMITS, clock)
+    store = SqliteStore(str(tmp_path / "store.db"), LIMITS, clock)
     other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     with pytest.raises(StoreFailed, match="locked"):
@@ -172,7 +173,7 @@ async def test_an_error_of_the_file_fails_the_calls_and_later_ones_go_on(tmp_pat
 
 
 async def test_a_cancelled_call_is_not_done(tmp_path: Path, clock: ManualClock) -> None:
-    store = SqliteStore.open(str(tmp_path / "store.db"), LIMITS, clock)
+    store = SqliteStore(str(tmp_path / "store.db"), LIMITS, clock)
     other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     first = asyncio.create_task(store.put("a", b"one", tenant="t", ttl_s=5))
@@ -220,7 +221,7 @@ async def test_a_server_that_was_started_again_is_used_again(redis_server: Redis
 
 
 async def test_a_server_that_hangs_fails_calls_in_time(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.gateway.stores.redis.ANSWER_S", 0.1)
+    monkeypatch.setattr("headrace.gateway.stores.redis_client.ANSWER_S", 0.1)
     store = RedisStore.open(redis_server.url, LIMITS)
     await store.put("a", b"one", tenant="t", ttl_s=5)
     redis_server.hang()

@@ -6,21 +6,10 @@ writes; scripts change both together. All keys have one hash tag, so that a clus
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
-from headrace.core.errors import ConfigError
-from headrace.gateway.stores.store import StoreFailed, StoreLimits
-
-T = TypeVar("T")
-
-PREFIX = "{headrace}:"
-MAX_CONNECTIONS = 8
-"""Connections of this process. A call beyond them waits for one."""
-
-CONNECT_S = 1.0
-ANSWER_S = 2.0
-"""Seconds for a connection, and for the answer to a call. Requests wait less (`kept_streams.STORE_S`)."""
+from headrace.gateway.stores.redis_client import PREFIX, answer, close_redis, open_redis
+from headrace.gateway.stores.store import StoreLimits
 
 COMMON = """
 local P = '{headrace}:'
@@ -82,42 +71,27 @@ class RedisStore:
 
     @classmethod
     def open(cls, url: str, limits: StoreLimits, *, password: str | None = None) -> RedisStore:
-        """Raises ConfigError where the `redis` package is not installed, or the address makes no sense."""
-        try:
-            from redis.asyncio import BlockingConnectionPool, Redis
-            from redis.asyncio.retry import Retry
-            from redis.backoff import NoBackoff
-        except ImportError:
-            raise ConfigError("store.url", "needs the package redis", "pip install 'headrace[redis]'") from None
-        options = {"password": password, "socket_connect_timeout": CONNECT_S, "socket_timeout": ANSWER_S}
-        try:
-            # One retry at once: a server that was started again has closed the connections that are kept.
-            pool = BlockingConnectionPool.from_url(
-                url, max_connections=MAX_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 1), **options
-            )
-        except ValueError as error:
-            raise ConfigError("store.url", f"cannot be used: {error}") from None
-        return cls(Redis(connection_pool=pool), limits)
+        """Raises ConfigError, as `open_redis` does."""
+        return cls(open_redis(url, password=password), limits)
 
     async def put(self, key: str, value: bytes, *, tenant: str, ttl_s: float) -> None:
         await self._put(key, value, tenant, ttl_s)
 
     async def get(self, key: str) -> bytes | None:
-        found: bytes | None = await _answer(self._client.get(f"{PREFIX}entry:{key}"))
+        found: bytes | None = await answer(self._client.get(f"{PREFIX}entry:{key}"))
         return found
 
     async def swap(self, key: str, value: bytes, *, expected: bytes, tenant: str, ttl_s: float) -> bool:
         return await self._put(key, value, tenant, ttl_s, expected)
 
     async def delete(self, key: str) -> None:
-        await _answer(self._delete_script(args=[key]))
+        await answer(self._delete_script(args=[key]))
 
     async def close(self) -> None:
-        await self._client.aclose()
-        await self._client.connection_pool.disconnect()
+        await close_redis(self._client)
 
     async def num_entries(self) -> int:
-        return int(await _answer(self._client.zcard(f"{PREFIX}ages")))
+        return int(await answer(self._client.zcard(f"{PREFIX}ages")))
 
     async def check(self) -> None:
         """Assert that the sums are of the entries, and that the bounds hold. For a server that is idle."""
@@ -133,14 +107,4 @@ class RedisStore:
     async def _put(self, key: str, value: bytes, tenant: str, ttl_s: float, expected: bytes | None = None) -> bool:
         self._limits.check(len(value))
         arguments: list[str | bytes | int] = [key, tenant, value, max(1, round(1000 * ttl_s)), self._limits.tenant, self._limits.total]
-        return bool(await _answer(self._put_script(args=arguments if expected is None else [*arguments, expected])))
-
-
-async def _answer(call: Awaitable[T]) -> T:
-    """Raises StoreFailed for whatever goes wrong. The package's messages name the address and no password."""
-    from redis.exceptions import RedisError
-
-    try:
-        return await call
-    except (RedisError, OSError) as error:
-        raise StoreFailed(f"redis: {error}") from None
+        return bool(await answer(self._put_script(args=arguments if expected is None else [*arguments, expected])))
