@@ -22,7 +22,8 @@ from prometheus_client import CollectorRegistry
 from headrace.core.ids import RequestId
 from headrace.gateway.generation.event_log import EventLog
 from headrace.gateway.generation.kept_streams import FORM, KeptStream, KeptStreams
-from headrace.gateway.stores.sqlite import IN_MEMORY, SqliteStore
+from headrace.gateway.stores.sqlite import SqliteStore
+from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import StoreLimits
 from headrace.gateway.surfaces.chat import ChatAnswer, ChatRequest
 from headrace.gateway.surfaces.dialect.answers import AnswerHead
@@ -48,7 +49,7 @@ def event_ns(has_ids: bool) -> float:
 
 
 async def kept_us(path: str, num_streams: int) -> float:
-    store = SqliteStore.open(path, PLENTY, time.time)
+    store = SqliteStore(path, PLENTY, time.time)
     streams = KeptStreams(store, ttl_s=60, metrics=ResumeMetrics(CollectorRegistry()))
     began = time.process_time()
     for number in range(num_streams):

@@ -29,7 +29,7 @@ def misspelt(word: str) -> list[str]:
 
 
 def steps_of(path: str) -> list[str]:
-    return path.replace("[N]", ".0").split(".")
+    return path.replace("[N]", ".0").replace("[NAME]", ".free").split(".")
 
 
 @pytest.mark.parametrize("path", [*PATHS, *ELSEWHERE])

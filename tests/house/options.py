@@ -13,20 +13,24 @@ from typing import get_args, get_origin, get_type_hints
 import typer.main
 
 from headrace.cli.config import ServeConfig
+from headrace.cli.config_variables import ELSEWHERE
 from headrace.cli.main import app
-from headrace.core.strict_decode import inner
+from headrace.core.strict_decode import inner, key_of
 
 
 def config_options(kind: type = ServeConfig, where: str = "") -> Iterator[tuple[str, str]]:
     """(path, "type = default") of every key that can stand in the file, in the order of the classes."""
     hints = get_type_hints(kind)
     for item in fields(kind):
-        path, hint = f"{where}{item.name}", inner(hints[item.name])
-        if path in ("gateway.models", "gateway.timeouts.drain_s"):
+        path, hint = f"{where}{key_of(item.name)}", inner(hints[item.name])
+        if path in ELSEWHERE:
             continue  # made from other keys; refused in a file
         element = get_args(hint)[0] if get_origin(hint) is tuple else None
+        of_name = get_args(hint)[1] if get_origin(hint) is dict else None
         if isinstance(element, type) and is_dataclass(element):
             yield from config_options(element, f"{path}[N].")
+        elif isinstance(of_name, type) and is_dataclass(of_name):
+            yield from config_options(of_name, f"{path}[NAME].")
         elif isinstance(hint, type) and is_dataclass(hint):
             yield from config_options(hint, f"{path}.")
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.bundled import bundled_path
@@ -22,13 +22,15 @@ from headrace.cli.config_variables import ELSEWHERE, apply_environment, set_at
 from headrace.cli.config_yaml import Raw, read_yaml
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
-from headrace.core.strict_decode import NeedsExactlyOne, decode
+from headrace.core.strict_decode import NeedsExactlyOne, decode, plain
 from headrace.engine.config import EngineConfig
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
 from headrace.gateway.foreign_config import ForeignConfig
 from headrace.observe.logs import LogFormat
+from headrace.policy.limits.price import Price
+from headrace.policy.limits.tier import Tier
 from headrace.text.output.formats import AUTO, reasoning_format, tool_format
 from headrace.wire.tls.files import TlsFiles
 
@@ -129,6 +131,9 @@ class ModelSection:
 class ServeConfig:
     """The whole configuration of `headrace serve`.
 
+    state            folder of all embedded stores (docs/tenancy.md), made where it is not there; relative to the working directory
+    tiers            by name, beside `policy.limits.tier.BUILT_IN_TIERS` or in their place: what tenants may use
+    prices           of tokens, by name of the model
     gateway          the gateway's section; its `models` is made from `models` here, its `timeouts.drain_s` from `drain_timeout_s`
     drain_timeout_s  after SIGTERM: how long running requests may take
     log_format       "auto" (text on a terminal, JSON elsewhere), "text" or "json"; a request log that is a file is always JSON
@@ -139,6 +144,9 @@ class ServeConfig:
     """
 
     models: tuple[ModelSection, ...]
+    state: str = ""
+    tiers: dict[str, Tier] = field(default_factory=dict)
+    prices: dict[str, Price] = field(default_factory=dict)
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(models=()))
     drain_timeout_s: float = 30.0
     log_format: str = "auto"
@@ -193,26 +201,30 @@ class ServeConfig:
         models = [_as_gateway_model(model) for model in self.models]
         try:
             # Decoded as the gateway will decode it, so that what it would refuse at its start is refused here.
-            config_from(asdict(replace(self.gateway, models=tuple(models))))
+            config_from(plain(replace(self._whole_gateway(), models=tuple(models))))
         except ConfigError as error:
             # Replicas that this file does not name have made-up addresses, which are right.
             where = re.sub(r"^(models\[\d+\])\.replicas", r"\1.remote.replicas", error.where)
-            raise error.at(where if where.startswith("models") else f"gateway.{where}") from error
+            raise error.at(where if where.startswith(("models", "state", "tiers", "prices")) else f"gateway.{where}") from error
+
+    def _whole_gateway(self) -> GatewayConfig:
+        """The gateway's section with what stands at the top level."""
+        return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices)
 
     def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
         """The supervisor's configuration. resolve: a `model` as the file has it -> local folder."""
-        gateway = asdict(self.gateway)
+        gateway = plain(self._whole_gateway())
         del gateway["models"], gateway["timeouts"]["drain_s"]
         models = []
         for model in self.models:
             spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines)
             if model.engine is not None:
-                engine = asdict(model.engine)
+                engine = plain(model.engine)
                 spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine, gateway=model.parsers)
             elif model.remote is not None:
-                remote = tuple(asdict(replica) for replica in model.remote.gateway_replicas())
+                remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
                 spec = replace(spec, folder=resolve(model.remote.model), remote=remote, gateway=model.parsers)
-            models.append(replace(spec, upstreams=tuple(asdict(upstream) for upstream in model.upstreams)))
+            models.append(replace(spec, upstreams=tuple(plain(upstream) for upstream in model.upstreams)))
         run_dir = None if self.run_dir is None else Path(self.run_dir).expanduser()
         return FleetConfig(
             models=tuple(models),

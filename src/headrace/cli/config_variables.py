@@ -13,12 +13,18 @@ from typing import get_args, get_origin, get_type_hints
 
 from headrace.cli.config_yaml import Raw, parse_yaml
 from headrace.core.errors import ConfigError
-from headrace.core.strict_decode import UnknownKey, inner
+from headrace.core.strict_decode import UnknownKey, inner, key_of
 
-TOP_LEVEL = ("drain_timeout_s", "run_dir", "allow_open", "block_key", "log_format", "experimental")
+TOP_LEVEL = ("state", "drain_timeout_s", "run_dir", "allow_open", "block_key", "log_format", "experimental")
 """Keys that stand in no section; their variables have no double underscore (HEADRACE_DRAIN_TIMEOUT_S)."""
 
-ELSEWHERE = {"gateway.models": "Declare models at the top level.", "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level."}
+ELSEWHERE = {
+    "gateway.models": "Declare models at the top level.",
+    "gateway.state": "Set state at the top level.",
+    "gateway.tiers": "Declare tiers at the top level.",
+    "gateway.prices": "Declare prices at the top level.",
+    "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level.",
+}
 """Keys of the packages' configs that are computed from other keys -> what to do instead. They are refused in a file, and not suggested."""
 
 
@@ -46,14 +52,17 @@ def variables(environment: Mapping[str, str], prefix: str) -> Iterator[tuple[str
 
 
 def known_variables(kind: object, prefix: str, number: str = "0") -> Iterator[str]:
-    """Names of variables for every value that can be set; `number` stands for places in lists."""
+    """Names of variables for every value that can be set, apart from those below names that the file chooses (tiers, prices).
+
+    number  stands for places in lists
+    """
     hint = inner(kind)
     if get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
         yield from known_variables(get_args(hint)[0], f"{prefix}{number}__", number)
     elif isinstance(hint, type) and is_dataclass(hint):
         for name, each in get_type_hints(hint).items():
             yield from known_variables(each, f"{prefix}{name.upper()}__", number)
-    else:
+    elif get_origin(hint) is not dict:
         yield prefix.removesuffix("__")
 
 
@@ -73,8 +82,10 @@ def _hint_at(kind: type, steps: Sequence[str], name: str, prefix: str) -> object
         hint = inner(hint)
         if get_origin(hint) is tuple and step.isdecimal():
             hint = get_args(hint)[0]
+        elif get_origin(hint) is dict:
+            hint = get_args(hint)[1]
         elif isinstance(hint, type) and is_dataclass(hint):
-            hints = get_type_hints(hint)
+            hints = {key_of(name): each for name, each in get_type_hints(hint).items()}
             if step not in hints:
                 nearest = nearest_variable(kind, name, prefix)
                 raise ConfigError(name, "is not a known key", f"Did you mean {nearest}?") if nearest else UnknownKey(name, hints, {})

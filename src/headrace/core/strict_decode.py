@@ -1,8 +1,9 @@
 """Plain data (parsed JSON or YAML) -> a frozen dataclass: the decoder of every configuration.
 
 Strict: an unknown key is an error that names the nearest known one, a missing key and a value of another type are errors with their path.
-Nothing is converted except a list to a tuple, a mapping to a nested dataclass, and an integer where a float is wanted. Errors show no
-value, because it may be a secret.
+Nothing is converted except a list to a tuple, a mapping to a nested dataclass, and an integer where a float is wanted. A key that is a
+word of Python's (class) is the field with an underscore behind it. Errors show no value, because it may be a secret. `plain` is the way
+back.
 
 Not here: what values mean (each configuration's own `checked`), and request bodies (`gateway.surfaces.dialect.parse`), whose errors are
 a client's and whose types are msgspec's.
@@ -11,12 +12,13 @@ a client's and whose types are msgspec's.
 from __future__ import annotations
 
 import json
+import keyword
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from headrace.core.errors import ConfigError
 
@@ -83,6 +85,23 @@ def decode(kind: type[Value], data: object, where: str = "", *, elsewhere: Mappi
     return cast(Value, _decoded(kind, data, where, elsewhere or {}))
 
 
+def plain(value: object) -> Any:
+    """A dataclass as the plain data that `decode` reads again."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {key_of(item.name): plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def key_of(field: str) -> str:
+    """The key of a dataclass's field."""
+    word = field.removesuffix("_")
+    return word if keyword.iskeyword(word) else field
+
+
 def inner(hint: object) -> object:
     """The type in an optional one: X of `X | None`."""
     rest = [choice for choice in _choices(hint) if choice is not type(None)]
@@ -118,14 +137,15 @@ def _decoded(hint: object, data: object, where: str, elsewhere: Mapping[str, str
 
 def _object(kind: type, data: Mapping[object, object], where: str, elsewhere: Mapping[str, str]) -> object:
     hints = get_type_hints(kind)
+    names = {key_of(name): name for name in hints}
     for key in data:
-        if key not in hints:
-            raise UnknownKey(joined(where, str(key)), hints, elsewhere)
+        if key not in names:
+            raise UnknownKey(joined(where, str(key)), names, elsewhere)
     # What is given comes before what is missing: a misspelt key inside may be why.
-    values = {str(key): _decoded(hints[str(key)], value, joined(where, str(key)), elsewhere) for key, value in data.items()}
+    values = {names[str(key)]: _decoded(hints[names[str(key)]], value, joined(where, str(key)), elsewhere) for key, value in data.items()}
     for item in fields(kind):
-        if item.default is MISSING and item.default_factory is MISSING and item.name not in data:
-            raise MissingKey(joined(where, item.name))
+        if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
+            raise MissingKey(joined(where, key_of(item.name)))
     return kind(**values)
 
 

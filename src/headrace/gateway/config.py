@@ -20,6 +20,8 @@ from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
 from headrace.gateway.foreign_config import ForeignConfig, check_foreign
 from headrace.gateway.stores.config import StoreConfig
+from headrace.policy.limits.price import Price
+from headrace.policy.limits.tier import Tier
 from headrace.text.output.formats import AUTO
 from headrace.wire.target import GrpcTarget, check_target, target_of
 from headrace.wire.tls.files import TlsFiles
@@ -199,6 +201,9 @@ class GatewayConfig:
     salt_key       secret (hex) that turns tenants into cache salts; empty: drawn by this process, which then shares no cached
                    prefixes with other gateways; the supervisor draws one for its whole site
     store          where streams are kept that their clients may continue
+    state          folder of all embedded stores; empty: they are in memory, and end with this process
+    tiers          by name: what tenants may use. A built-in one holds where no other has its name
+    prices         of tokens, by name of the model; one that is not named costs nothing
     """
 
     models: tuple[ModelConfig, ...]
@@ -215,6 +220,9 @@ class GatewayConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     routing: Routing = field(default_factory=Routing)
     store: StoreConfig = field(default_factory=StoreConfig)
+    state: str = ""
+    tiers: dict[str, Tier] = field(default_factory=dict)
+    prices: dict[str, Price] = field(default_factory=dict)
 
     def checked(self) -> GatewayConfig:
         """This value if its rules hold. Raises ConfigError."""
@@ -236,6 +244,10 @@ class GatewayConfig:
                     raise ConfigError(f"{part}.{item.name}", f"{given} is not positive")
         _check_share(self.limits.max_tenant_share, self.num_tenants)
         self.store.checked()
+        for name, tier in self.tiers.items():
+            tier.checked(f"tiers.{name}")
+        for name, price in self.prices.items():
+            price.checked(f"prices.{name}")
         return self
 
     @property
@@ -267,10 +279,6 @@ def config_from(data: Mapping[str, object]) -> GatewayConfig:
 def digest_of(key: bytes) -> bytes:
     """SHA-256 of a key: keys are long and random, so no slow hash is needed."""
     return hashlib.sha256(key).digest()
-
-
-def priority_of(name: str) -> PriorityClass:
-    return PriorityClass[name.upper()]
 
 
 def _hashed(key: ApiKey) -> ApiKey:

@@ -10,26 +10,14 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from headrace.core.errors import Unauthorized
-from headrace.core.request import PriorityClass
-from headrace.gateway.config import ApiKey, digest_of, priority_of
+from headrace.gateway.access.principal import ANONYMOUS, Principal
+from headrace.gateway.config import ApiKey, digest_of
+from headrace.policy.limits.tier import Tier
 
 MAX_KEY_BYTES = 512
 _MESSAGE = "This server wants a valid API key: send it as 'Authorization: Bearer KEY'."
-
-
-@dataclass(frozen=True, slots=True)
-class Principal:
-    """An authenticated caller: what a request inherits from its key."""
-
-    tenant: str
-    priority: PriorityClass = PriorityClass.STANDARD
-    weight: float = 1.0
-
-
-ANONYMOUS = Principal("default")
 
 
 class Authenticator:
@@ -37,7 +25,8 @@ class Authenticator:
         """api_keys: with digests, as `gateway.config` leaves them; empty: the server is open"""
         self._secret = secrets.token_bytes(32)
         self._principals = {
-            self._blinded(bytes.fromhex(key.sha256)): Principal(key.tenant, priority_of(key.priority), key.weight) for key in api_keys
+            self._blinded(bytes.fromhex(key.sha256)): Principal(tenant=key.tenant, tier=Tier(class_=key.priority, weight=key.weight))
+            for key in api_keys
         }
 
     @property

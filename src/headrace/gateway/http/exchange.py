@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
-from headrace.gateway.access.auth import ANONYMOUS, Principal
+from headrace.gateway.access.principal import ANONYMOUS, Principal
 from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
