@@ -8,7 +8,8 @@ pytest-timeout interrupts the test and shows the stacks of its own threads. Adde
 - the stacks of child processes: Python writes them at SIGABRT, which PYTHONFAULTHANDLER turns on in every child;
 - an end of the whole run, with stacks, where a call into C never returns and no signal can interrupt it.
 
-SIGHUP has its default action in what tests start, however the run itself was started.
+SIGHUP has its default action in what tests start, however the run itself was started. HEADRACE_STATE is a temporary folder, so that no
+test reads this user's own keys.
 
 With `--no-torch` importing torch fails, which holds the tests of `make test-control` to the control side.
 """
@@ -18,9 +19,11 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import shutil
 import signal
 import stat
 import sys
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import TextIO
@@ -38,6 +41,7 @@ STACKS_S = 3.0
 """Seconds that a child process has to write its stacks."""
 
 _stderr = pytest.StashKey[TextIO]()
+_state = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup. Servers that tests start must not inherit that; a handler is not
         signal.signal(signal.SIGHUP, lambda *_: None)
     config.stash[_stderr] = os.fdopen(os.dup(2), "w")
+    config.stash[_state] = os.environ["HEADRACE_STATE"] = tempfile.mkdtemp(prefix="headrace-state-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_state], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

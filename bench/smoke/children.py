@@ -118,7 +118,7 @@ def server(side: Side, log: Path, *, model: str = SERVED, flags: Sequence[str] =
     port = free_port()
     command = [sys.executable, "-P", "-m", "headrace", "serve", model, "--served-model-name", SERVED, "--port", str(port), *flags]
     began = time.monotonic()
-    with running(command, side.environ(), log) as process:
+    with running(command, {**side.environ(), "HEADRACE_STATE": str(log.with_suffix(".state"))}, log) as process:
         while not _answers(port):
             if process.poll() is not None or time.monotonic() - began > START_TIMEOUT_S:
                 raise SmokeError(f"the server of {side.name} does not answer: {last_words(log)}")

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import headrace
@@ -56,9 +57,17 @@ class Served:
 
 @contextmanager
 def served(*arguments: str, timeout_s: float = 180.0, watch: Path | None = None) -> Iterator[Served]:
-    """`headrace serve` of the package that is imported here, on a free port, quiet. watch: see `Served.watch`"""
+    """`headrace serve` of the package that is imported here, on a free port, quiet, with a state folder of its own.
+
+    watch  see `Served.watch`
+    """
+    with TemporaryDirectory(prefix="headrace-state-") as state:
+        yield from _served(arguments, {**os.environ, "HEADRACE_STATE": state}, timeout_s, watch)
+
+
+def _served(arguments: Sequence[str], environment: dict[str, str], timeout_s: float, watch: Path | None) -> Iterator[Served]:
     command = [sys.executable, "-P", "-m", "headrace", "serve", "--port", "0", *arguments]
-    environment = {**os.environ, "HEADRACE_GATEWAY__REQUEST_LOG": "off"}
+    environment["HEADRACE_GATEWAY__REQUEST_LOG"] = "off"
     if watch is not None:
         path = [str(WATCH), str(Path(headrace.__file__).parents[1])]
         environment |= {"PYTHONPATH": os.pathsep.join(path), "HEADRACE_STREAM_WATCH": str(watch)}

@@ -68,7 +68,7 @@ class Server:
 def server(source: Path, folder: Path) -> Iterator[Server]:
     """`headrace serve` from a source tree. Its `url` is empty when it refused to start; `said` has its words then."""
     command = [sys.executable, "-m", "headrace", "serve", str(folder), "--served-model-name", MODEL, "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(source / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(source / "src"), "HEADRACE_STATE": str(folder / "state")}
     with tempfile.NamedTemporaryFile("w+") as out, tempfile.NamedTemporaryFile("w+") as errors:
         process = subprocess.Popen(command, cwd=source, env=environment, stdout=out, stderr=errors, text=True)
         made = Server(process)

@@ -68,6 +68,7 @@ def test_it_may_open_enough_descriptors_and_its_variables_are_read() -> None:
     variables = dict(value.split("=", 1) for value in unit["Environment"])
     assert {"HEADRACE_RUN_DIR", "HEADRACE_CACHE_DIR"} <= set(variables)
     assert not list(unread_variables(variables))
+    assert variables["HEADRACE_STATE"] == f"{variables['HOME']}/state", "in a folder that systemd makes for it"
     for name, key in (("HEADRACE_RUN_DIR", "RuntimeDirectory"), ("HEADRACE_CACHE_DIR", "CacheDirectory"), ("HOME", "StateDirectory")):
         assert variables[name].endswith(f"/{unit[key][0]}"), "a folder that systemd makes for it"
 

@@ -86,6 +86,7 @@ class Server:
         }
         environment |= {
             "XDG_RUNTIME_DIR": str(folder),
+            "HEADRACE_STATE": str(folder / "state"),
             "PYTHONPATH": os.pathsep.join(map(str, (SOURCE, SUPPORT, SUPPORT / "probe"))),
             "HEADRACE_TEST_PROBE": str(folder / "probe"),
         }

@@ -11,9 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import IO
 
 from headrace.cli.exits import ServerFailed
+from headrace.cli.state import VARIABLE
 from headrace.fleet.config import COMMAND
 
 URL_LINE = re.compile(r"\bServing .* at (http://[^\s\"]+)")
@@ -28,6 +30,8 @@ def started_server(model: str | None, arguments: Sequence[str] = (), *, api_key:
 
     api_key  the key its clients must send; passed in its environment, which other users cannot read
 
+    The server's state folder is its own and removed with it: no key of this user is wanted, and nothing is counted as this user's.
+
     The server is in a process group of its own, so that Ctrl-C on the terminal reaches only this process. SIGHUP and SIGTERM leave the
     block too, and so stop the server.
 
@@ -35,8 +39,8 @@ def started_server(model: str | None, arguments: Sequence[str] = (), *, api_key:
     """
     command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *arguments]
     environment = {**os.environ, **({"HEADRACE_API_KEY": api_key} if api_key else {})}
-    with _left_on(signal.SIGHUP, signal.SIGTERM):
-        yield from _serving(command, environment)
+    with _left_on(signal.SIGHUP, signal.SIGTERM), TemporaryDirectory(prefix="headrace-state-") as state:
+        yield from _serving(command, {**environment, VARIABLE: state})
 
 
 def _serving(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from headrace.bundled import bundled_path
 from headrace.cli.config_origins import flag_steps, named_by_origin
 from headrace.cli.config_variables import ELSEWHERE, apply_environment, set_at
 from headrace.cli.config_yaml import Raw, read_yaml
+from headrace.cli.state import state_folder
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.core.strict_decode import NeedsExactlyOne, decode, plain
@@ -131,7 +132,8 @@ class ModelSection:
 class ServeConfig:
     """The whole configuration of `headrace serve`.
 
-    state            folder of all embedded stores (docs/tenancy.md), made where it is not there; relative to the working directory
+    state            folder of all embedded stores (docs/tenancy.md), made where it is not there; relative to the working directory. `load`
+                     puts the user's own folder (`cli.state`) in the place of an empty one
     tiers            by name, beside `policy.limits.tier.BUILT_IN_TIERS` or in their place: what tenants may use
     prices           of tokens, by name of the model
     gateway          the gateway's section; its `models` is made from `models` here, its `timeouts.drain_s` from `drain_timeout_s`
@@ -283,7 +285,8 @@ def load(
     with named_by_origin(environment, ENV_PREFIX, names):
         apply_environment(ServeConfig, raw, environment, ENV_PREFIX)
         _apply_flags(raw, {path: value for path, value in (flags or {}).items() if value is not None}, names)
-        return from_raw(raw, default_model)
+        config = from_raw(raw, default_model)
+    return replace(config, state=str(state_folder(config.state, environment)))
 
 
 def from_raw(raw: Raw, default_model: str | None = None) -> ServeConfig:

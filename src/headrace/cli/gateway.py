@@ -42,6 +42,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "allowed_origins": ("gateway.allowed_origins",),
     "request_log": ("gateway.request_log",),
     "log_format": ("log_format",),
+    "state": ("state",),
     "drain_timeout": ("drain_timeout_s",),
     "experimental": ("experimental",),
 }
@@ -84,6 +85,9 @@ def gateway(
     log_format: Annotated[
         str | None, Flag("--log-format", help="text, json, or auto: text on a terminal and JSON elsewhere. Default auto.")
     ] = None,
+    state: Annotated[
+        str | None, Flag("--state", metavar="DIR", help="Folder of keys, limits and usage. Default ~/.local/state/headrace.")
+    ] = None,
     drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
     experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
     parent_fd: Annotated[int | None, Flag("--parent-fd", hidden=True, help="Inherited end of the supervisor's leash.")] = None,
@@ -119,6 +123,7 @@ def _run_by_hand(context: typer.Context, file: Path | None) -> int:
     from headrace.cli.config_origins import named_by_origin
     from headrace.cli.exits import UsageRefused
     from headrace.cli.serve import run
+    from headrace.cli.state import make_state_folder
     from headrace.gateway.process import run_gateway
 
     if file is None and not context.params["replica"]:
@@ -136,6 +141,7 @@ def _run_by_hand(context: typer.Context, file: Path | None) -> int:
         if config.gateway.workers > 1:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # the supervisor's own
             return run(config, read_again=None if file is None else load_again)
+        make_state_folder(Path(config.state))
         values = gateway_of(config)
     read_again = None if file is None else lambda: _changed_gateway(load_again(), config)
     return run_gateway(lambda: values, read_again=read_again)

@@ -35,6 +35,7 @@ FLAG_PATHS = {
     "allowed_origins": "gateway.allowed_origins",
     "request_log": "gateway.request_log",
     "log_format": "log_format",
+    "state": "state",
     "drain_timeout": "drain_timeout_s",
 }
 """Parameter of `serve` -> path of the one configuration value that it sets. The other parameters are in OTHER_PATHS."""
@@ -91,6 +92,9 @@ def serve(
     log_format: Annotated[
         str | None, Flag("--log-format", help="text, json, or auto: text on a terminal and JSON elsewhere. Default auto.")
     ] = None,
+    state: Annotated[
+        str | None, Flag("--state", metavar="DIR", help="Folder of keys, limits and usage. Default ~/.local/state/headrace.")
+    ] = None,
     drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
     experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
     *,
@@ -138,6 +142,7 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     """
     from headrace.cli.announcement import announce_when_ready
     from headrace.cli.config_source import ServeSource
+    from headrace.cli.state import make_state_folder
     from headrace.fleet.listening import check_can_listen
     from headrace.fleet.supervisor import run_fleet
     from headrace.fleet.weights import resolve_model
@@ -149,6 +154,7 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     limits = config.gateway.limits
     connection_limit(limits.max_connections, num_replicas, num_foreign, num_text_workers=limits.max_text_workers)  # children inherit ours
     check_can_listen(config.gateway.host, config.gateway.port)
+    make_state_folder(Path(config.state))
 
     def on_ready(ready: FleetReady) -> None:
         # On a thread: the callback runs on the supervisor's event loop, which must not wait.

@@ -1,0 +1,45 @@
+"""The state folder of a deployment: which one a command means, and how it is made. docs/tenancy.md says what lies in it.
+
+Every command finds it the same way: `--state`, then HEADRACE_STATE, then `state` of the configuration file, then the user's own. So
+`headrace keys` without arguments works on what `headrace serve` without arguments uses.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+
+VARIABLE = "HEADRACE_STATE"
+
+
+def state_folder(given: str, environment: Mapping[str, str]) -> Path:
+    """The absolute path of the folder; nothing is made. given: by flag, variable or file; empty: the user's own."""
+    if given:
+        return Path(given).expanduser().absolute()
+    base = environment.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(base):  # the standard has relative ones ignored
+        base = os.path.expanduser("~/.local/state")
+    return Path(base) / "headrace"
+
+
+def make_state_folder(folder: Path) -> None:
+    """Make the folder, closed to other users, where it is not there yet. Raises ConfigError where it is not safe or cannot be written.
+
+    An existing folder keeps its mode: the files in it are closed to other users by themselves.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+    except OSError as error:
+        raise ConfigError("state", f"{folder} cannot be made ({error.strerror})", "Name another folder: --state DIR.") from None
+    if info.st_mode & stat.S_IWOTH:
+        raise ConfigError("state", f"{folder} may be written by other users", f"chmod 700 {folder}, or name a folder in it.")
+    if os.geteuid() == 0 and info.st_uid != 0:
+        reason = f"{folder} belongs to user {info.st_uid}, and files that root makes would be closed to that user"
+        raise ConfigError("state", reason, "Run this command as that user.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError("state", f"{folder} cannot be written by this user", "Name another folder: --state DIR.")
