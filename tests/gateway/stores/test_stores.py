@@ -93,6 +93,27 @@ async def test_of_several_swaps_one_succeeds(store: AnyStore, clock: ManualClock
     assert not await store.swap("b", b"late", expected=b"two", tenant="t", ttl_s=10)
 
 
+async def test_of_several_that_make_an_entry_one_succeeds(store: AnyStore, clock: ManualClock) -> None:
+    made = await asyncio.gather(*(store.swap("a", b"%d" % number, expected=None, tenant="t", ttl_s=0.1) for number in range(8)))
+    assert sum(made) == 1
+    assert await store.get("a") == b"%d" % made.index(True)
+    await passed(store, clock)
+    assert await store.swap("a", b"again", expected=None, tenant="t", ttl_s=10), "an entry that is over is none"
+
+
+async def test_parts_of_one_server_share_neither_entries_nor_bounds(redis_url: str) -> None:
+    parts = [RedisStore.open(redis_url, LIMITS, part=part) for part in ("", "one", "two")]
+    for number, store in enumerate(parts):
+        await store.put("a", b"%d" % number * 90, tenant="t", ttl_s=10)
+    assert [await store.get("a") for store in parts] == [b"0" * 90, b"1" * 90, b"2" * 90]
+    await parts[1].put("b", b"x" * 100, tenant="t", ttl_s=20)
+    await parts[1].put("c", b"x" * 100, tenant="t", ttl_s=30)
+    assert [await store.get("a") is None for store in parts] == [False, True, False]
+    for store in parts:
+        await store.check()
+        await store.close()
+
+
 async def test_an_entry_beyond_the_bound_is_refused_and_what_was_there_stays(store: AnyStore) -> None:
     await store.put("a", b"one", tenant="t", ttl_s=10)
     with pytest.raises(EntryTooLarge, match="at most 100"):

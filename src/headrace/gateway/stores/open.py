@@ -1,6 +1,8 @@
-"""The store that a configuration names."""
+"""The stores that a configuration names."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from headrace.core.clock import Clock
 from headrace.gateway.stores.config import StoreConfig
@@ -12,9 +14,25 @@ from headrace.wire.private_files import read_token
 
 
 def open_store(config: StoreConfig, tenant_share: float, unix_time: Clock) -> Store:
-    """tenant_share: part of the store that one tenant may fill. Raises ConfigError."""
+    """The store of streams. tenant_share: part of the store that one tenant may fill. Raises ConfigError."""
     limits = StoreLimits(entry=config.max_entry_bytes, tenant=int(config.max_bytes * tenant_share), total=config.max_bytes)
     if config.url:
-        password = read_token("store.password_file", config.password_file) if config.password_file else None
-        return RedisStore.open(config.url, limits, password=password)
+        return RedisStore.open(config.url, limits, password=_password(config))
     return SqliteStore(config.path or IN_MEMORY, limits, unix_time)
+
+
+def open_part(part: str, config: StoreConfig, state: str, limits: StoreLimits, unix_time: Clock) -> Store:
+    """A store of its own beside that of streams, so that neither pushes out entries of the other.
+
+    part   its name on the server of `config.url`, or of its file
+    state  folder of that file where no server is named; empty: entries are in the memory of this process
+
+    Raises ConfigError.
+    """
+    if config.url:
+        return RedisStore.open(config.url, limits, password=_password(config), part=part)
+    return SqliteStore(str(Path(state) / f"{part}.db") if state else IN_MEMORY, limits, unix_time)
+
+
+def _password(config: StoreConfig) -> str | None:
+    return read_token("store.password_file", config.password_file) if config.password_file else None

@@ -12,7 +12,7 @@ from headrace.gateway.stores.redis_client import PREFIX, answer, close_redis, op
 from headrace.gateway.stores.store import StoreLimits
 
 COMMON = """
-local P = '{headrace}:'
+local P = KEYS[1]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -32,14 +32,15 @@ local function remove(key)
   redis.call('ZREM', P .. 'ages:' .. tenant, key)
 end
 """
-"""Keys: entry:KEY is a value; sizes and tenants map a key to size and tenant; bytes maps a tenant to the sum of its sizes, total is the
-sum of all; ages and ages:TENANT are keys by the time at which they are over."""
+"""KEYS[1] begins all keys of the store. entry:KEY is a value; sizes and tenants map a key to size and tenant; bytes maps a tenant to the
+sum of its sizes, total is the sum of all; ages and ages:TENANT are keys by the time at which they are over."""
 
 PUT = (
     COMMON
     + """
 local key, tenant, value, ttl_ms, max_tenant, max_total = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-if ARGV[7] and redis.call('GET', P .. 'entry:' .. key) ~= ARGV[7] then return 0 end
+local mode, found = ARGV[7], redis.call('GET', P .. 'entry:' .. key)
+if mode == 'absent' and found or mode == 'equal' and found ~= ARGV[8] then return 0 end
 for _, over in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ages', '-inf', now, 'LIMIT', 0, 256)) do remove(over) end
 remove(key)
 local size = #value
@@ -62,49 +63,53 @@ DELETE = COMMON + "remove(ARGV[1])"
 class RedisStore:
     """A `Store`. Made by `open`; it connects with the first call."""
 
-    def __init__(self, client: Any, limits: StoreLimits) -> None:
-        """client: the package's asynchronous one"""
+    def __init__(self, client: Any, limits: StoreLimits, part: str = "") -> None:
+        """
+        client  the package's asynchronous one
+        part    name of this store among those of one server; each has bounds of its own
+        """
         self._client = client
+        self._prefix = PREFIX + (f"{part}:" if part else "")
         self._limits = limits
         self._put_script = client.register_script(PUT)
         self._delete_script = client.register_script(DELETE)
 
     @classmethod
-    def open(cls, url: str, limits: StoreLimits, *, password: str | None = None) -> RedisStore:
+    def open(cls, url: str, limits: StoreLimits, *, password: str | None = None, part: str = "") -> RedisStore:
         """Raises ConfigError, as `open_redis` does."""
-        return cls(open_redis(url, password=password), limits)
+        return cls(open_redis(url, password=password), limits, part)
 
     async def put(self, key: str, value: bytes, *, tenant: str, ttl_s: float) -> None:
         await self._put(key, value, tenant, ttl_s)
 
     async def get(self, key: str) -> bytes | None:
-        found: bytes | None = await answer(self._client.get(f"{PREFIX}entry:{key}"))
+        found: bytes | None = await answer(self._client.get(f"{self._prefix}entry:{key}"))
         return found
 
-    async def swap(self, key: str, value: bytes, *, expected: bytes, tenant: str, ttl_s: float) -> bool:
-        return await self._put(key, value, tenant, ttl_s, expected)
+    async def swap(self, key: str, value: bytes, *, expected: bytes | None, tenant: str, ttl_s: float) -> bool:
+        return await self._put(key, value, tenant, ttl_s, ("absent",) if expected is None else ("equal", expected))
 
     async def delete(self, key: str) -> None:
-        await answer(self._delete_script(args=[key]))
+        await answer(self._delete_script(keys=[self._prefix], args=[key]))
 
     async def close(self) -> None:
         await close_redis(self._client)
 
     async def num_entries(self) -> int:
-        return int(await answer(self._client.zcard(f"{PREFIX}ages")))
+        return int(await answer(self._client.zcard(f"{self._prefix}ages")))
 
     async def check(self) -> None:
         """Assert that the sums are of the entries, and that the bounds hold. For a server that is idle."""
-        sizes = {key: int(size) for key, size in (await self._client.hgetall(f"{PREFIX}sizes")).items()}
-        tenants = await self._client.hgetall(f"{PREFIX}tenants")
-        sums = {tenant: int(size) for tenant, size in (await self._client.hgetall(f"{PREFIX}bytes")).items()}
+        sizes = {key: int(size) for key, size in (await self._client.hgetall(f"{self._prefix}sizes")).items()}
+        tenants = await self._client.hgetall(f"{self._prefix}tenants")
+        sums = {tenant: int(size) for tenant, size in (await self._client.hgetall(f"{self._prefix}bytes")).items()}
         assert sizes.keys() == tenants.keys()
         for tenant in {*tenants.values()}:
             held = sum(size for key, size in sizes.items() if tenants[key] == tenant)
             assert sums.get(tenant, 0) == held <= self._limits.tenant
-        assert int(await self._client.get(f"{PREFIX}total") or 0) == sum(sizes.values()) <= self._limits.total
+        assert int(await self._client.get(f"{self._prefix}total") or 0) == sum(sizes.values()) <= self._limits.total
 
-    async def _put(self, key: str, value: bytes, tenant: str, ttl_s: float, expected: bytes | None = None) -> bool:
+    async def _put(self, key: str, value: bytes, tenant: str, ttl_s: float, condition: tuple[str | bytes, ...] = ()) -> bool:
         self._limits.check(len(value))
-        arguments: list[str | bytes | int] = [key, tenant, value, max(1, round(1000 * ttl_s)), self._limits.tenant, self._limits.total]
-        return bool(await answer(self._put_script(args=arguments if expected is None else [*arguments, expected])))
+        bounds = max(1, round(1000 * ttl_s)), self._limits.tenant, self._limits.total
+        return bool(await answer(self._put_script(keys=[self._prefix], args=[key, tenant, value, *bounds, *condition])))

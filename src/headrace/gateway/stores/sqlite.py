@@ -48,7 +48,7 @@ class SqliteStore:
     async def get(self, key: str) -> bytes | None:
         return await self._thread.call(lambda: self._get(key), is_read=True)
 
-    async def swap(self, key: str, value: bytes, *, expected: bytes, tenant: str, ttl_s: float) -> bool:
+    async def swap(self, key: str, value: bytes, *, expected: bytes | None, tenant: str, ttl_s: float) -> bool:
         self._limits.check(len(value))
         return await self._thread.call(lambda: self._swap(key, value, expected, tenant, ttl_s))
 
@@ -94,7 +94,7 @@ class SqliteStore:
         found = self._connection.execute("SELECT value FROM entries WHERE key = ? AND expires_at > ?", (key, self._unix_time())).fetchone()
         return None if found is None else bytes(found[0])
 
-    def _swap(self, key: str, value: bytes, expected: bytes, tenant: str, ttl_s: float) -> bool:
+    def _swap(self, key: str, value: bytes, expected: bytes | None, tenant: str, ttl_s: float) -> bool:
         is_expected = self._get(key) == expected
         if is_expected:
             self._put(key, value, tenant, ttl_s)

@@ -47,8 +47,10 @@ class Store(Protocol):
 
     async def get(self, key: str) -> bytes | None: ...
 
-    async def swap(self, key: str, value: bytes, *, expected: bytes, tenant: str, ttl_s: float) -> bool:
-        """As `put`, but only while the entry is `expected`; whether it was. Atomic: of two equal swaps one succeeds."""
+    async def swap(self, key: str, value: bytes, *, expected: bytes | None, tenant: str, ttl_s: float) -> bool:
+        """As `put`, but only while the entry is `expected` (None: while there is none); whether it was. Atomic: of several at once one
+        succeeds.
+        """
         ...
 
     async def delete(self, key: str) -> None: ...
