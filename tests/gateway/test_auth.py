@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, dial, metric, open_bench, serving
 
+from headrace.core.errors import ConfigError
 from headrace.core.request import PriorityClass
+from headrace.gateway.config import config_from
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.text.folder import TextModel
 
@@ -319,3 +321,49 @@ async def test_a_generating_request_without_a_key_is_counted_as_rejected(text: T
         assert (await bench.chat()).status_code == 401
         assert metric(bench.gateway, "headrace_requests_total", model="", replica="", outcome="refused") == 1
     assert json.loads(log.read_text())["outcome"] == "refused"
+
+
+# -- what a key may use -----------------------------------------------------------------------------------------------------------------
+
+TIERS = {"small": {"requests_per_minute": 3, "max_context_tokens": 64, "models": ["other"]}, "wide": {"models": [MODEL]}}
+
+
+async def test_a_model_that_the_tier_does_not_name_does_not_exist_for_the_key(text: TextModel) -> None:
+    keys = [{"key": KEY, "tenant": "acme", "tier": "small"}, {"key": OTHER, "tenant": "bob", "tier": "wide"}]
+    async with open_bench(text, api_keys=keys, tiers=TIERS) as bench:
+        refused = {"authorization": f"Bearer {KEY}"}
+        response = await bench.client.post("/v1/chat/completions", json=chat_body(), headers=refused)
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        assert MODEL not in response.json()["error"]["message"].partition(", got")[0], "what is served is not the key's to know"
+        assert (await bench.client.post("/tokenize", json={"model": MODEL, "prompt": "x"}, headers=refused)).status_code == 404
+        assert (await bench.client.get(f"/v1/models/{MODEL}", headers=refused)).status_code == 404
+        assert (await bench.client.get("/v1/models", headers=refused)).json()["data"] == []
+        allowed = {"authorization": f"Bearer {OTHER}"}
+        assert (await bench.client.post("/v1/chat/completions", json=chat_body(), headers=allowed)).status_code == 200
+
+
+async def test_a_model_shows_the_limits_that_hold_for_the_key(text: TextModel) -> None:
+    tiers = {"small": {"requests_per_minute": 3, "max_context_tokens": 64}}
+    async with open_bench(text, api_keys=[{"key": KEY, "tenant": "acme", "tier": "small"}], tiers=tiers) as bench:
+        card, *_ = (await bench.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})).json()["data"]
+    assert card["max_context_tokens"] == 64 < card["max_model_len"]
+    assert card["rate_limits"] == {
+        "tier": "small",
+        "requests_per_minute": 3,
+        "input_tokens_per_minute": None,
+        "output_tokens_per_minute": None,
+        "max_concurrent_requests": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "refusal"),
+    [
+        ({"tier": "gold"}, r"api_keys\[0\]\.tier: 'gold' is not a tier\. There are: enterprise, premium, standard, free, batch\."),
+        ({"tier": "free", "weight": 2.0}, r"api_keys\[0\]\.tier: is given beside priority or weight"),
+        ({"tier": "free", "priority": "batch"}, r"api_keys\[0\]\.tier: is given beside priority or weight"),
+    ],
+)
+def test_a_key_names_a_tier_that_there_is(key: dict[str, object], refusal: str) -> None:
+    with pytest.raises(ConfigError, match=refusal):
+        config_from({"models": [{"name": "m", "upstreams": [{"url": "http://h/v1"}]}], "api_keys": [{"key": KEY, **key}]})

@@ -110,7 +110,7 @@ class ActiveConfig:
     def __init__(self, service: Service) -> None:
         config = service.config
         self.service = service
-        self.authenticator = Authenticator(config.api_keys)
+        self.authenticator = Authenticator(config.api_keys, config.tiers)
         self.host_check = HostCheck(config.host, config.allowed_hosts)
         self.origins = Origins(config.allowed_origins)
         self.public = frozenset({"/metrics"} if config.open_metrics else ())

@@ -21,7 +21,7 @@ from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_objec
 from headrace.gateway.foreign_config import ForeignConfig, check_foreign
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.limits.price import Price
-from headrace.policy.limits.tier import Tier
+from headrace.policy.limits.tier import Tier, all_tiers
 from headrace.text.output.formats import AUTO
 from headrace.wire.target import GrpcTarget, check_target, target_of
 from headrace.wire.tls.files import TlsFiles
@@ -45,6 +45,9 @@ MAY_BE_ZERO = ("failover_s", "slow_start_s", "stream_resume_s")
 """Times whose 0 turns something off. Any other limit or time that is not positive is refused."""
 
 MIN_KEY_CHARS = 8
+PLAIN_PRIORITY, PLAIN_WEIGHT = "standard", 1.0
+"""Class and weight of a key that names neither these nor a tier."""
+
 MAX_WORKERS = 64
 """Gateway processes on one port. Each has threads, a tokenizer and connections to every engine of its own."""
 
@@ -54,6 +57,8 @@ class ApiKey:
     """An API key and its tenant. Give `key` (plain, hashed at once) or `sha256` (hex of the digest), never both.
 
     tenant    opaque name: fairness, cache salt and log; defaults to a name made from the digest
+    user      the person or program that uses it; limits and usage may be by user
+    tier      name of the tenant's rules; empty: the default tier's, with the next two
     priority  class of this key's requests (premium | standard | batch); a body's `priority` may only lower it
     weight    share under the fair queue policy
     """
@@ -61,8 +66,10 @@ class ApiKey:
     key: str = field(default="", repr=False)
     sha256: str = field(default="", repr=False)
     tenant: str = ""
-    priority: str = "standard"
-    weight: float = 1.0
+    user: str = ""
+    tier: str = ""
+    priority: str = PLAIN_PRIORITY
+    weight: float = PLAIN_WEIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +235,7 @@ class GatewayConfig:
         """This value if its rules hold. Raises ConfigError."""
         _check_models(self.models)
         for index, key in enumerate(self.api_keys):
-            _check_key(f"api_keys[{index}]", key)
+            _check_key(f"api_keys[{index}]", key, all_tiers(self.tiers))
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"{self.port} is outside 0..65535")
         if not 1 <= self.workers <= MAX_WORKERS:
@@ -283,16 +290,20 @@ def digest_of(key: bytes) -> bytes:
 
 def _hashed(key: ApiKey) -> ApiKey:
     digest = key.sha256 or digest_of(key.key.encode()).hex()
-    return ApiKey(sha256=digest, tenant=key.tenant or f"key-{digest[:12]}", priority=key.priority, weight=key.weight)
+    return replace(key, key="", sha256=digest, tenant=key.tenant or f"key-{digest[:12]}")
 
 
-def _check_key(where: str, key: ApiKey) -> None:
+def _check_key(where: str, key: ApiKey, tiers: Mapping[str, Tier]) -> None:
     if bool(key.key) == bool(key.sha256):
         raise NeedsExactlyOne(where, "key", "sha256")
     if key.key and len(key.key) < MIN_KEY_CHARS:
         raise ConfigError(f"{where}.key", f"is shorter than {MIN_KEY_CHARS} characters", "Use 32 random bytes.")
     if key.sha256 and SHA256_HEX.fullmatch(key.sha256) is None:
         raise ConfigError(f"{where}.sha256", "is not 64 lower-case hex digits")
+    if key.tier and key.tier not in tiers:
+        raise ConfigError(f"{where}.tier", f"{key.tier!r} is not a tier", f"There are: {', '.join(tiers)}.")
+    if key.tier and (key.priority, key.weight) != (PLAIN_PRIORITY, PLAIN_WEIGHT):
+        raise ConfigError(f"{where}.tier", "is given beside priority or weight", "A tier has its own: leave them out.")
     if key.priority.upper() not in PriorityClass.__members__:
         raise ConfigError(f"{where}.priority", f"{key.priority!r} is not one of premium, standard, batch")
     if not 0 < key.weight <= 1e6:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace.core.request import PriorityClass
@@ -29,6 +30,8 @@ class Principal:
     tier_name  of the tenant's tier, whose rules `tier` has
     key_id     public name of the key; "" where the server is open
     user       the person or program that the tenant gave the key to; "" where it did not say
+    limits     of the key alone
+    options    what the tenant chose for itself, JSON values by name; an absent one has its default
     """
 
     tenant: str
@@ -37,6 +40,7 @@ class Principal:
     key_id: str = ""
     user: str = ""
     limits: KeyLimits = field(default_factory=KeyLimits)
+    options: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def priority(self) -> PriorityClass:
@@ -46,10 +50,15 @@ class Principal:
     def weight(self) -> float:
         return self.tier.weight
 
-    def may_use(self, model: str) -> bool:
-        """Whether the key and the tier allow the model of this name."""
-        return all(not allowed or model in allowed for allowed in (self.tier.models, self.limits.models))
+    @property
+    def may_use_all(self) -> bool:
+        """Whether neither the key nor the tier names models."""
+        return not (self.tier.models or self.limits.models)
+
+    def may_use(self, *names: str) -> bool:
+        """Whether the key and the tier allow the model of these names: each may call it by another one of them."""
+        return all(not allowed or any(name in allowed for name in names) for allowed in (self.tier.models, self.limits.models))
 
 
 ANONYMOUS = Principal(tenant="default")
-"""The caller of every request while there is no key."""
+"""The caller of a public path, and of every request while there is no key and no configured tier of the default name."""

@@ -158,7 +158,7 @@ class Generation:
         self.exchange = exchange
         self.held = held
         self.parsed = parsed
-        self.model = service.models.only(parsed.model)
+        self.model = service.models.usable_by(exchange.principal).only(parsed.model)
         exchange.use(self.model.users)
         record = exchange.record
         record.model, record.stream, record.n = self.model.name, parsed.is_streaming, parsed.sampling.get("n")

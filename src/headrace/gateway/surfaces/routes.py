@@ -47,7 +47,8 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "GET",
         "/v1/models",
         models.list_models,
-        "What is served, with `max_model_len`. Aliases are listed as models of their own (`root` is the model).",
+        "What the key may use, with `max_model_len`, `max_context_tokens` (the smaller of that and the tier's) and its `rate_limits`. "
+        "Aliases are listed as models of their own (`root` is the model).",
         reply=models.ModelList,
     ),
     Endpoint("GET", "/v1/models/{model:path}", models.one_model, "One of them.", reply=models.ModelCard),

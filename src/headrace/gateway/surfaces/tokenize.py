@@ -73,7 +73,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
 
 
 async def _tokenize(service: Service, exchange: Exchange, held: RequestHeld, request: TokenizeRequest) -> None:
-    model = service.models.only(request.model)
+    model = service.models.usable_by(exchange.principal).only(request.model)
     exchange.use(model.users)
     exchange.record.model = model.name
     asked = model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False, tenant=exchange.principal.tenant)
@@ -92,7 +92,7 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
 
 
 async def _detokenize(service: Service, exchange: Exchange, held: RequestHeld, request: DetokenizeRequest) -> None:
-    model = service.models.only(request.model)
+    model = service.models.usable_by(exchange.principal).only(request.model)
     exchange.use(model.users)
     exchange.record.model = model.name
     async with exchange.watching():

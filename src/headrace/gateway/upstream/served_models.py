@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from headrace.core.errors import InvalidRequest, ModelNotFound
+from headrace.gateway.access.principal import Principal
 from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.upstream.seam import Upstream
 from headrace.observe.metrics import ReplicaReading
@@ -26,6 +27,10 @@ class ServedModel:
     users: UseCount = field(default_factory=UseCount)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    @property
     def is_alive(self) -> bool:
         """True while at least one of its replicas is connected."""
         return any(replica.is_connected for replica in self.upstream.replicas())
@@ -41,11 +46,15 @@ class ModelTable:
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
         self.models = tuple(models)
-        self._by_name = {name: model for model in self.models for name in (model.name, *model.aliases)}
+        self._by_name = {name: model for model in self.models for name in model.names}
 
     @property
     def names(self) -> list[str]:
         return list(self._by_name)
+
+    def usable_by(self, principal: Principal) -> ModelTable:
+        """The models that a caller may use: for it there are no other ones."""
+        return self if principal.may_use_all else ModelTable(model for model in self.models if principal.may_use(*model.names))
 
     def get(self, name: str) -> ServedModel:
         """Raises ModelNotFound naming what is served."""
