@@ -114,6 +114,23 @@ async def test_parts_of_one_server_share_neither_entries_nor_bounds(redis_url: s
         await store.close()
 
 
+async def test_a_purge_removes_one_tenants_entries(store: AnyStore) -> None:
+    await store.put("theirs", b"x", tenant="them", ttl_s=5)
+    for number in range(5):
+        await store.put(f"ours {number}", b"x", tenant="us", ttl_s=5)
+    assert (await store.purge("us"), await store.purge("us")) == (5, 0)
+    assert await store.num_entries() == 1
+    assert await store.get("theirs") == b"x"
+
+
+async def test_a_short_life_is_no_reason_to_be_removed_early(store: AnyStore) -> None:
+    """Entries leave in the order in which they were written: a claim of a few seconds outlives older entries of a day."""
+    await store.put("old", b"x" * 90, tenant="t", ttl_s=1000)
+    await store.put("claim", b"x" * 20, tenant="t", ttl_s=5)
+    await store.put("new", b"x" * 100, tenant="t", ttl_s=1000)
+    assert [await store.get(key) is not None for key in ("old", "claim", "new")] == [False, True, True]
+
+
 async def test_an_entry_beyond_the_bound_is_refused_and_what_was_there_stays(store: AnyStore) -> None:
     await store.put("a", b"one", tenant="t", ttl_s=10)
     with pytest.raises(EntryTooLarge, match="at most 100"):

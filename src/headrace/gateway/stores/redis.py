@@ -28,12 +28,14 @@ local function remove(key)
   hold(tenant, 0 - redis.call('HGET', P .. 'sizes', key))
   redis.call('HDEL', P .. 'sizes', key)
   redis.call('HDEL', P .. 'tenants', key)
+  redis.call('ZREM', P .. 'ends', key)
   redis.call('ZREM', P .. 'ages', key)
   redis.call('ZREM', P .. 'ages:' .. tenant, key)
 end
 """
 """KEYS[1] begins all keys of the store. entry:KEY is a value; sizes and tenants map a key to size and tenant; bytes maps a tenant to the
-sum of its sizes, total is the sum of all; ages and ages:TENANT are keys by the time at which they are over."""
+sum of its sizes, total is the sum of all; ends are keys by the time at which they are over; ages and ages:TENANT are keys by the number of
+their write."""
 
 PUT = (
     COMMON
@@ -41,7 +43,7 @@ PUT = (
 local key, tenant, value, ttl_ms, max_tenant, max_total = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local mode, found = ARGV[7], redis.call('GET', P .. 'entry:' .. key)
 if mode == 'absent' and found or mode == 'equal' and found ~= ARGV[8] then return 0 end
-for _, over in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ages', '-inf', now, 'LIMIT', 0, 256)) do remove(over) end
+for _, over in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ends', '-inf', now, 'LIMIT', 0, 256)) do remove(over) end
 remove(key)
 local size = #value
 while tonumber(redis.call('HGET', P .. 'bytes', tenant) or 0) + size > max_tenant do
@@ -51,13 +53,23 @@ while tonumber(redis.call('GET', P .. 'total') or 0) + size > max_total do remov
 redis.call('SET', P .. 'entry:' .. key, value, 'PX', ttl_ms)
 redis.call('HSET', P .. 'sizes', key, size)
 redis.call('HSET', P .. 'tenants', key, tenant)
-redis.call('ZADD', P .. 'ages', now + ttl_ms, key)
-redis.call('ZADD', P .. 'ages:' .. tenant, now + ttl_ms, key)
+redis.call('ZADD', P .. 'ends', now + ttl_ms, key)
+local number = redis.call('INCR', P .. 'writes')
+redis.call('ZADD', P .. 'ages', number, key)
+redis.call('ZADD', P .. 'ages:' .. tenant, number, key)
 hold(tenant, size)
 return 1
 """
 )
 DELETE = COMMON + "remove(ARGV[1])"
+PURGE = (
+    COMMON
+    + """
+local found = redis.call('ZRANGE', P .. 'ages:' .. ARGV[1], 0, 255)
+for _, key in ipairs(found) do remove(key) end
+return #found
+"""
+)
 
 
 class RedisStore:
@@ -73,6 +85,7 @@ class RedisStore:
         self._limits = limits
         self._put_script = client.register_script(PUT)
         self._delete_script = client.register_script(DELETE)
+        self._purge_script = client.register_script(PURGE)
 
     @classmethod
     def open(cls, url: str, limits: StoreLimits, *, password: str | None = None, part: str = "") -> RedisStore:
@@ -91,6 +104,12 @@ class RedisStore:
 
     async def delete(self, key: str) -> None:
         await answer(self._delete_script(keys=[self._prefix], args=[key]))
+
+    async def purge(self, tenant: str) -> int:
+        num_removed = 0
+        while count := int(await answer(self._purge_script(keys=[self._prefix], args=[tenant]))):
+            num_removed += count
+        return num_removed
 
     async def close(self) -> None:
         await close_redis(self._client)

@@ -14,13 +14,13 @@ from headrace.gateway.stores.store import StoreLimits
 BY_TENANT = "SELECT tenant, sum(size) FROM entries"
 
 ENTRIES = SqliteForm(
-    version=1,
+    version=2,
     synchronous="OFF",
     statements=(
         "CREATE TABLE entries"
         " (key TEXT PRIMARY KEY, tenant TEXT NOT NULL, size INTEGER NOT NULL, expires_at REAL NOT NULL, value BLOB NOT NULL)",
         "CREATE INDEX entries_by_age ON entries (expires_at)",
-        "CREATE INDEX entries_by_tenant ON entries (tenant, expires_at)",
+        "CREATE INDEX entries_by_tenant ON entries (tenant)",
         "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, size INTEGER NOT NULL)",
         "CREATE TRIGGER entry_added AFTER INSERT ON entries WHEN NEW.size > 0 BEGIN"
         " INSERT INTO tenants VALUES (NEW.tenant, NEW.size) ON CONFLICT (tenant) DO UPDATE SET size = size + NEW.size; END",
@@ -55,6 +55,12 @@ class SqliteStore:
     async def delete(self, key: str) -> None:
         await self._thread.call(lambda: self._delete(key))
 
+    async def purge(self, tenant: str) -> int:
+        num_removed = 0
+        while count := await self._thread.call(lambda: self._remove_some("tenant = ?", tenant)):
+            num_removed += count
+        return num_removed
+
     async def check(self) -> None:
         """Assert that the sums by tenant are of the entries, and that the bounds hold."""
         queries = f"{BY_TENANT} GROUP BY tenant", "SELECT tenant, size FROM tenants"
@@ -84,9 +90,10 @@ class SqliteStore:
         self._connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", row)
 
     def _make_room(self, held: str, parameters: tuple[str, ...], limit: int, *, tenant: str | None = None) -> None:
-        """Remove the oldest entries, of a tenant or of all, until the bytes that the query `held` gives are within the limit."""
+        """Remove the entries that were written first, of a tenant or of all, until the bytes that the query `held` gives are within the
+        limit. Each write gives its entry a new rowid, larger than all others."""
         where = "" if tenant is None else "WHERE tenant = ? "
-        oldest = f"DELETE FROM entries WHERE rowid = (SELECT rowid FROM entries {where}ORDER BY expires_at LIMIT 1)"
+        oldest = f"DELETE FROM entries WHERE rowid = (SELECT rowid FROM entries {where}ORDER BY rowid LIMIT 1)"
         while ((self._connection.execute(held, parameters).fetchone() or (0,))[0] or 0) > limit:
             self._connection.execute(oldest, () if tenant is None else (tenant,))
 
@@ -104,5 +111,9 @@ class SqliteStore:
         self._connection.execute("DELETE FROM entries WHERE key = ?", (key,))
 
     def _remove_expired(self) -> None:
-        oldest = f"SELECT rowid FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT {MAX_BATCH}"
-        self._connection.execute(f"DELETE FROM entries WHERE rowid IN ({oldest})", (self._unix_time(),))
+        self._remove_some("expires_at <= ? ORDER BY expires_at", self._unix_time())
+
+    def _remove_some(self, which: str, value: float | str) -> int:
+        """Remove up to MAX_BATCH of the entries that the condition names. Returns their number."""
+        found = f"SELECT rowid FROM entries WHERE {which} LIMIT {MAX_BATCH}"
+        return self._connection.execute(f"DELETE FROM entries WHERE rowid IN ({found})", (value,)).rowcount

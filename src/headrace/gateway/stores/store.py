@@ -1,7 +1,8 @@
 """The seam between gateways and what keeps bytes for them: entries under keys, each of a tenant, each for a time.
 
-An entry is there for its time at most: where there is no room, the oldest ones go first. So a store holds what is good to have, never what
-must not be lost. `stores.sqlite` is the embedded implementation, `stores.redis` the one that several machines share.
+An entry is there for its time at most: where there is no room, the entries that were written first are removed. So a store holds what is
+good to have, never what must not be lost. `stores.sqlite` is the embedded implementation, `stores.redis` the one that several machines
+share.
 """
 
 from __future__ import annotations
@@ -54,5 +55,9 @@ class Store(Protocol):
         ...
 
     async def delete(self, key: str) -> None: ...
+
+    async def purge(self, tenant: str) -> int:
+        """Remove all entries of a tenant. Returns their number."""
+        ...
 
     async def close(self) -> None: ...
