@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -26,10 +27,15 @@ class RedisServer:
         arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
         self._process = subprocess.Popen([PROGRAM, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + START_S
-        while not self._socket.exists():
+        while not self._listens():
             assert self._process.poll() is None, "the server has ended"
             assert time.monotonic() < deadline, "the server does not listen"
             time.sleep(0.01)
+
+    def _listens(self) -> bool:
+        """Its file is there a moment earlier."""
+        with socket.socket(socket.AF_UNIX) as client:
+            return client.connect_ex(str(self._socket)) == 0
 
     def hang(self) -> None:
         assert self._process is not None
