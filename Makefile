@@ -5,13 +5,17 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 ARGS   ?=
+# Processes that share out the test files: each torch test computes on few threads and often waits, so two keep two cores busy.
+JOBS   ?= 2
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.headrace-setup
+PYTEST  = $(BIN)/python -m pytest -q
+FAST    = -m "not slow and not gpu" -n $(JOBS) --dist loadfile
 
 # The control side, which knows no tensors: less than a minute on a quiet machine.
 CONTROL = $(addprefix tests/,core text wire observe policy engine/loop engine/server)
 
-.PHONY: setup serve test test-control coverage test-slow test-mutants test-clients browser balancers redis check bench bench-smoke proto clean
+.PHONY: setup serve test test-control coverage test-slow test-mutants test-clients browser balancers systemd redis check bench bench-smoke proto clean
 
 setup: $(STAMP)
 
@@ -25,18 +29,18 @@ serve: $(STAMP)
 	$(BIN)/headrace serve $(ARGS)
 
 test: test-control
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(addprefix --ignore=,$(CONTROL)) $(ARGS)
+	$(PYTEST) $(FAST) $(addprefix --ignore=,$(CONTROL)) $(ARGS)
 
 test-control: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" --no-torch $(CONTROL) $(ARGS)
+	$(PYTEST) $(FAST) --no-torch $(CONTROL) $(ARGS)
 
 # Without the property tests, which tracing makes twice as slow and which reach few lines that the others do not.
 coverage: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" -k "not machine and not same_plans and not stages" --no-torch \
+	$(PYTEST) $(FAST) -k "not machine and not same_plans and not stages" --no-torch \
 	  --cov=headrace.core --cov=headrace.wire --cov=headrace.policy --cov-report=term:skip-covered $(CONTROL) $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m "slow" $(ARGS)
+	$(PYTEST) -m "slow" $(ARGS)
 
 # Chromium from Debian, for the slow test of pages of other origins; needs root.
 browser:
@@ -64,7 +68,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/house
+	$(PYTEST) tests/house
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.run $(ARGS)

@@ -6,7 +6,7 @@ pytest-timeout interrupts the test and shows the stacks of its own threads. Adde
 
 - a slow test's limit, unless the test names its own with `@pytest.mark.timeout(SECONDS)`;
 - the stacks of child processes: Python writes them at SIGABRT, which PYTHONFAULTHANDLER turns on in every child;
-- an end of the whole run, with stacks, where a call into C never returns and no signal can interrupt it.
+- an end of the process that runs it, with stacks, where a call into C never returns and no signal can interrupt it.
 
 SIGHUP has its default action in what tests start, however the run itself was started. HEADRACE_STATE is a temporary folder, so that no
 test reads this user's own keys.
@@ -35,7 +35,8 @@ SLOW_LIMIT_S = 1500
 """Seconds that a test marked slow may take, instead of the `timeout` in pyproject.toml."""
 
 GRACE_S = 60
-"""Seconds after its limit at which a test that could not be interrupted ends the whole run."""
+"""Seconds after its limit at which a test that could not be interrupted ends its process: the whole run, or one process of several, which
+pytest-xdist replaces."""
 
 STACKS_S = 3.0
 """Seconds that a child process has to write its stacks."""

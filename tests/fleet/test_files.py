@@ -8,6 +8,8 @@ import resource
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +40,13 @@ TWO_MODELS = FleetConfig(
     gateway={"port": 0, "timeouts": {"body_s": 5}},
     drain_timeout_s=7,
 )
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Shorter than pytest's own: a deployment's sockets lie below it, and their paths are short."""
+    with tempfile.TemporaryDirectory(prefix="hr-") as folder:
+        yield Path(folder)
 
 
 def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
