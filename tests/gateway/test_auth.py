@@ -13,7 +13,7 @@ import pytest
 from gateway_kit import MODEL, TestBench, chat_body, dial, metric, open_bench, serving
 
 from headrace.core.errors import ConfigError
-from headrace.core.request import PriorityClass
+from headrace.core.request import PriorityClass, TierTerms
 from headrace.gateway.config import config_from
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.text.folder import TextModel
@@ -149,6 +149,7 @@ async def test_a_key_brings_its_tenant_class_and_weight(keyed: TestBench, key: s
     assert response.status_code == 200
     sent = keyed.replica.requests[0]
     assert (sent.tenant, sent.priority, sent.weight) == (tenant, PriorityClass[priority], weight)
+    assert sent.tier == TierTerms(name="standard"), "the tier of a key that names none"
 
 
 @pytest.mark.parametrize(("asked", "status"), [("premium", 400), (0, 200), ("standard", 200), ("batch", 200), (2, 200), ("root", 400)])

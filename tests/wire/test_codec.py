@@ -27,7 +27,7 @@ from headrace.core.kvgroup import KvGroup
 from headrace.core.load import STEP_BOUNDS_S, EngineCounters, FailureKind, LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import LogprobColumns, TokenLogprobs
-from headrace.core.request import EngineRequest, PriorityClass
+from headrace.core.request import NO_TIER, EngineRequest, PriorityClass, TierTerms
 from headrace.core.sampling import SamplingParams
 from headrace.core.structured import StructuredOutputsParams
 from headrace.core.update import SequenceUpdate, StageSeconds
@@ -80,6 +80,8 @@ params = st.builds(
 )
 spans = st.builds(ReasoningSpan, start=text, end=text, is_open=st.booleans())
 grammars = st.builds(Grammar, st.sampled_from(GrammarKind), text, st.none() | spans)
+goals = st.none() | finite
+tiers = st.builds(TierTerms, name=text, weight=finite, kv_share=goals, ttft_ms=goals, tpot_ms=goals)
 requests = st.builds(
     EngineRequest,
     request_id=st.text("abc-123", min_size=1, max_size=20),
@@ -91,6 +93,7 @@ requests = st.builds(
     tenant=text,
     weight=finite,
     priority=st.sampled_from(PriorityClass),
+    tier=st.just(NO_TIER) | tiers,
     salt=st.binary(max_size=8),
     adapter=st.none() | text,
     grammar=st.none() | grammars,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -21,6 +22,38 @@ class PriorityClass(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierTerms:
+    """A request's tier as its engine sees it: a name and numbers. docs/fairness.md says what the scheduler does with each.
+
+    name      opaque; tenants of one name share what the tier gets
+    weight    share of the tier among the tiers of its class that have work, > 0
+    kv_share  part of the KV blocks that a tenant's running sequences may hold while other tenants wait, in (0, 1]; None: no cap
+    ttft_ms   goal for the time from arrival at the engine to the first token;  tpot_ms  for each further token. None: no goal
+    """
+
+    name: str = ""
+    weight: float = 1.0
+    kv_share: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for a number that is outside its range."""
+        if not 0 < self.weight < math.inf:
+            raise InvalidRequest("tier.weight", "0 < weight, a finite number", self.weight)
+        if self.kv_share is not None and not 0 < self.kv_share <= 1:
+            raise InvalidRequest("tier.kv_share", "0 < kv_share <= 1", self.kv_share)
+        for name in ("ttft_ms", "tpot_ms"):
+            goal = getattr(self, name)
+            if goal is not None and not 0 < goal < math.inf:
+                raise InvalidRequest(f"tier.{name}", "a positive, finite number of milliseconds", goal)
+
+
+NO_TIER = TierTerms()
+"""The terms of a request whose gateway names no tier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One request as the engine sees it.
 
@@ -33,8 +66,9 @@ class EngineRequest:
                     penalties, min_tokens and grammars count outputs only
     params          checked; `seed` is never None here
     tenant          opaque key: fairness and cache salt, nothing else
-    weight          share of this tenant under the fair policy, > 0
+    weight          share of this tenant among the tenants of its tier that have work, > 0
     priority        class for the priority policy
+    tier            shares and goals of the tenant's tier
     salt            separates prefix caches; the gateway derives it from the tenant
     adapter         resident adapter's name, None for the base model
     grammar         what the output must match; None: any text. Output ids of an earlier attempt count as matched
@@ -53,6 +87,7 @@ class EngineRequest:
     tenant: str = ""
     weight: float = 1.0
     priority: PriorityClass = PriorityClass.STANDARD
+    tier: TierTerms = NO_TIER
     salt: bytes = b""
     adapter: str | None = None
     grammar: Grammar | None = None
@@ -91,6 +126,7 @@ class EngineRequest:
             self._check_grammar(self.grammar)
         if not self.weight > 0:
             raise InvalidRequest("weight", "weight > 0", self.weight)
+        self.tier.check()
         room = max_model_len - len(self.prompt_ids)
         if room < 1:
             raise InvalidRequest(

@@ -60,7 +60,7 @@ class ApiKey:
     user      the person or program that uses it; limits and usage may be by user
     tier      name of the tenant's rules; empty: the default tier's, with the next two
     priority  class of this key's requests (premium | standard | batch); a body's `priority` may only lower it
-    weight    share under the fair queue policy
+    weight    share of the tenant among the tenants of its tier
     """
 
     key: str = field(default="", repr=False)

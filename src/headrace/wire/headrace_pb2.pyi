@@ -175,18 +175,20 @@ class ClientHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class EngineHello(_message.Message):
-    __slots__ = ("protocol_version", "instance_id", "replica", "model", "counts_pings")
+    __slots__ = ("protocol_version", "instance_id", "replica", "model", "counts_pings", "knows_tiers")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     COUNTS_PINGS_FIELD_NUMBER: _ClassVar[int]
+    KNOWS_TIERS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     instance_id: str
     replica: str
     model: ModelFacts
     counts_pings: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., instance_id: _Optional[str] = ..., replica: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., counts_pings: bool = ...) -> None: ...
+    knows_tiers: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., instance_id: _Optional[str] = ..., replica: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., counts_pings: bool = ..., knows_tiers: bool = ...) -> None: ...
 
 class Params(_message.Message):
     __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias_ids", "logit_bias_values", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "logprobs", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens", "detokenize")
@@ -256,8 +258,22 @@ class Grammar(_message.Message):
     reasoning: ReasoningSpan
     def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., source: _Optional[str] = ..., reasoning: _Optional[_Union[ReasoningSpan, _Mapping]] = ...) -> None: ...
 
+class TierTerms(_message.Message):
+    __slots__ = ("name", "weight", "kv_share", "ttft_ms", "tpot_ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    KV_SHARE_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    weight: float
+    kv_share: float
+    ttft_ms: float
+    tpot_ms: float
+    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., kv_share: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ...) -> None: ...
+
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "epoch", "prompt_ids", "output_ids", "params", "tenant", "weight", "priority", "salt", "adapter", "deadline_remaining_ms", "prefix_caching", "first_index", "task", "grammar", "adapter_digest", "kv_ticket", "modality_digests", "numerics_digest")
+    __slots__ = ("handle", "request_id", "epoch", "prompt_ids", "output_ids", "params", "tenant", "weight", "priority", "salt", "adapter", "deadline_remaining_ms", "prefix_caching", "first_index", "task", "grammar", "adapter_digest", "kv_ticket", "modality_digests", "numerics_digest", "tier")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +294,7 @@ class Submit(_message.Message):
     KV_TICKET_FIELD_NUMBER: _ClassVar[int]
     MODALITY_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     epoch: int
@@ -298,7 +315,8 @@ class Submit(_message.Message):
     kv_ticket: bytes
     modality_digests: _containers.RepeatedScalarFieldContainer[bytes]
     numerics_digest: str
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[_Union[Priority, str]] = ..., salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., prefix_caching: bool = ..., first_index: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_digest: _Optional[bytes] = ..., kv_ticket: _Optional[bytes] = ..., modality_digests: _Optional[_Iterable[bytes]] = ..., numerics_digest: _Optional[str] = ...) -> None: ...
+    tier: TierTerms
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[_Union[Priority, str]] = ..., salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., prefix_caching: bool = ..., first_index: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_digest: _Optional[bytes] = ..., kv_ticket: _Optional[bytes] = ..., modality_digests: _Optional[_Iterable[bytes]] = ..., numerics_digest: _Optional[str] = ..., tier: _Optional[_Union[TierTerms, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle",)

@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.core.finish import FinishReason
 from headrace.core.load import LoadSnapshot
-from headrace.core.request import EngineRequest
+from headrace.core.request import NO_TIER, EngineRequest
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_load, decode_rejected
 from headrace.wire.codec.update import UpdateRows, update_of
@@ -78,7 +79,7 @@ class Session:
         self._next_handle = 1
         self._unseen: deque[tuple[Handle, int]] = deque()  # with the number of prompt tokens
         self._num_submits_seen = 0
-        self._counts_pings = False
+        self._counts_pings = self._knows_tiers = False
         self._num_pings = self._num_pings_written = self._num_pings_seen = 0
         self.streams: dict[Handle, ReplicaStream] = {}
         self.deliveries = DeliveryQueue(clock)
@@ -102,9 +103,12 @@ class Session:
         return [*(handle for handle, _ in self._unseen), *self._commands.handles]
 
     def send_submit(self, request: EngineRequest) -> Handle:
-        """Raises InvalidRequest for what the wire cannot carry; nothing was sent then."""
+        """An engine of an older version gets the request without its tier, and shares its steps by tenant alone.
+
+        Raises InvalidRequest for what the wire cannot carry; nothing was sent then.
+        """
         handle = Handle(self._next_handle)
-        self._commands.submit(request, handle)
+        self._commands.submit(request if self._knows_tiers else replace(request, tier=NO_TIER), handle)
         self._next_handle += 1
         self._has_commands.set()
         return handle
@@ -162,7 +166,7 @@ class Session:
         if frame is None or not frame.HasField("hello"):
             raise MalformedFrame("the engine's first frame is not a hello")
         self.is_open = True
-        self._counts_pings = frame.hello.counts_pings
+        self._counts_pings, self._knows_tiers = frame.hello.counts_pings, frame.hello.knows_tiers
         self._on_hello(frame.hello)
         await self._take(frame)
 

@@ -87,6 +87,7 @@ class EngineService:
             replica=replica,
             model=encode_model_info(engine.info),
             counts_pings=True,
+            knows_tiers=True,
         )
         bridge.deliver = self._deliver
 

@@ -53,8 +53,8 @@ class Authenticator:
 
     def _configured(self, key: ApiKey) -> Principal:
         name = key.tier or DEFAULT_TIER
-        tier = self._tiers[name] if key.tier else replace(self._tiers[name], class_=key.priority, weight=key.weight)
-        return Principal(tenant=key.tenant, user=key.user, tier_name=name, tier=tier, key_id=f"key-{key.sha256[:12]}")
+        tier = self._tiers[name] if key.tier else replace(self._tiers[name], class_=key.priority)
+        return Principal(tenant=key.tenant, user=key.user, tier_name=name, tier=tier, weight=key.weight, key_id=f"key-{key.sha256[:12]}")
 
     def _blinded(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._secret, digest_size=32).digest()

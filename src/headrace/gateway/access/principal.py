@@ -29,6 +29,7 @@ class Principal:
     tenant     what limits, caches, sessions and bills are separated by
     tier_name  of the tenant's tier, whose rules `tier` has
     key_id     public name of the key; "" where the server is open
+    weight     share of the tenant among the tenants of its tier
     user       the person or program that the tenant gave the key to; "" where it did not say
     limits     of the key alone
     options    what the tenant chose for itself, JSON values by name; an absent one has its default
@@ -39,16 +40,13 @@ class Principal:
     tier: Tier = field(default_factory=Tier)
     key_id: str = ""
     user: str = ""
+    weight: float = 1.0
     limits: KeyLimits = field(default_factory=KeyLimits)
     options: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def priority(self) -> PriorityClass:
         return self.tier.priority
-
-    @property
-    def weight(self) -> float:
-        return self.tier.weight
 
     @property
     def may_use_all(self) -> bool:

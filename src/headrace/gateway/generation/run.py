@@ -246,7 +246,13 @@ class Generation:
         principal = self.exchange.principal
         salt = hashlib.blake2b(principal.tenant.encode(), digest_size=16, key=self.service.salt_key, person=b"headrace-salt")
         salt.update(b"\0" + self.parsed.cache_salt.encode())
-        return PrincipalFacts(tenant=principal.tenant, weight=principal.weight, priority=self.parsed.priority, salt=salt.digest())
+        return PrincipalFacts(
+            tenant=principal.tenant,
+            weight=principal.weight,
+            priority=self.parsed.priority,
+            tier=principal.tier.terms(principal.tier_name),
+            salt=salt.digest(),
+        )
 
     def _deadline_at(self) -> float | None:
         """On the service's clock; None: no deadline. Raises DeadlineBeforeStart when it has passed."""

@@ -18,7 +18,7 @@ from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
 from headrace.core.plan import LogprobColumns
-from headrace.core.request import PriorityClass
+from headrace.core.request import NO_TIER, PriorityClass, TierTerms
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
 from headrace.core.update import StageSeconds
 from headrace.text.logprobs import DecodedLogprobs
@@ -123,11 +123,15 @@ class EarlierOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrincipalFacts:
-    """What a request inherits from its key. `salt` separates prefix caches; it never comes from the client alone."""
+    """What a request inherits from its key. `salt` separates prefix caches; it never comes from the client alone.
+
+    weight  share of the tenant among those of its tier;  tier  the tier's own share and goals
+    """
 
     tenant: str = ""
     weight: float = 1.0
     priority: PriorityClass = PriorityClass.STANDARD
+    tier: TierTerms = NO_TIER
     salt: bytes = b""
 
 

@@ -67,6 +67,7 @@ class Call:
             tenant=self.principal.tenant,
             weight=self.principal.weight,
             priority=self.principal.priority,
+            tier=self.principal.tier,
             salt=self.principal.salt,
             grammar=self.grammar,
             deadline_at=self.deadline_at,

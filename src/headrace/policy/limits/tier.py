@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from headrace.core.errors import ConfigError
-from headrace.core.request import PriorityClass
+from headrace.core.request import PriorityClass, TierTerms
 
 MAX_WEIGHT = 1e6
 
@@ -16,7 +16,7 @@ class Tier:
     """The rules of one tier. None: without this limit. Limits are each tenant's, all its keys together, unless they say otherwise.
 
     class_                    priority class of its requests: premium, standard or batch (the file's key is `class`)
-    weight                    share of each step among the tenants that have work, > 0
+    weight                    share of each step among the tiers of its class that have work, > 0; the tier's tenants share what it gets
     requests_per_minute       started in any 60 s
     input_tokens_per_minute   prompt tokens;  output_tokens_per_minute  generated tokens
     user_requests_per_minute  of each user of a tenant
@@ -49,6 +49,10 @@ class Tier:
     @property
     def priority(self) -> PriorityClass:
         return PriorityClass[self.class_.upper()]
+
+    def terms(self, name: str) -> TierTerms:
+        """The part of these rules that engines keep, under this name of the tier."""
+        return TierTerms(name=name, weight=self.weight, kv_share=self.kv_share, ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms)
 
     def checked(self, where: str) -> Tier:
         """This value if its rules hold. Raises ConfigError about a key below `where`."""

@@ -10,7 +10,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from headrace.core.errors import InvalidRequest
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
-from headrace.core.request import EngineRequest, PriorityClass
+from headrace.core.request import NO_TIER, EngineRequest, PriorityClass, TierTerms
 from headrace.core.sampling import SamplingParams
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.enums import FINISH_KIND, FINISH_REASON, PRIORITY, PRIORITY_CLASS
@@ -54,6 +54,7 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
                 grammar=None if request.grammar is None else encode_grammar(request.grammar),
                 prefix_caching=request.prefix_caching,
                 numerics_digest=request.numerics_digest,
+                tier=None if request.tier == NO_TIER else _encode_tier(request.tier),
             )
         )
     except (ValueError, TypeError, OverflowError) as error:
@@ -104,6 +105,7 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
         deadline_at=now + message.deadline_remaining_ms / 1000 if message.HasField("deadline_remaining_ms") else None,
         prefix_caching=message.prefix_caching,
         numerics_digest=message.numerics_digest,
+        tier=_decode_tier(message.tier) if message.HasField("tier") else NO_TIER,
     )
 
 
@@ -115,7 +117,7 @@ def _refuse_others(message: pb.Submit) -> None:
     for name in _NOT_HONOURED:
         if getattr(message, name):
             raise InvalidRequest(name, f"nothing: {release} does not honour it", remedy="Send this request to a newer engine.")
-    parts: list[Message] = [message, message.params, message.grammar, message.grammar.reasoning]
+    parts: list[Message] = [message, message.params, message.grammar, message.grammar.reasoning, message.tier]
     if unknown := [number for part in parts for number in _unknown_fields(part)]:
         raise InvalidRequest("submit", f"the fields of {release}", unknown, "Run the same release on both ends.")
 
@@ -152,6 +154,20 @@ def decode_finish(message: pb.Finish) -> tuple[Handle, int, int, FinishReason]:
     if message.reason not in FINISH_REASON:
         raise MalformedFrame(f"finish: unknown reason {message.reason}")
     return Handle(message.handle), message.index, message.keep_tokens, FINISH_REASON[message.reason]
+
+
+def _encode_tier(tier: TierTerms) -> pb.TierTerms:
+    return pb.TierTerms(name=tier.name, weight=tier.weight, kv_share=tier.kv_share, ttft_ms=tier.ttft_ms, tpot_ms=tier.tpot_ms)
+
+
+def _decode_tier(message: pb.TierTerms) -> TierTerms:
+    return TierTerms(
+        name=message.name,
+        weight=message.weight,
+        kv_share=message.kv_share if message.HasField("kv_share") else None,
+        ttft_ms=message.ttft_ms if message.HasField("ttft_ms") else None,
+        tpot_ms=message.tpot_ms if message.HasField("tpot_ms") else None,
+    )
 
 
 def _encode_params(params: SamplingParams) -> pb.Params:
