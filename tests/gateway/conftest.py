@@ -1,13 +1,15 @@
-"""A real tokenizer with a chat template, and a gateway over in-process replicas."""
+"""A real tokenizer with a chat template, a gateway over in-process replicas, and a Redis server, where one is installed."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import text_kit
 from gateway_kit import MODEL, TestBench, open_bench, serving
+from redis_kit import MISSING, NO_PACKAGE, PROGRAM, RedisServer
+from wire_kit import socket_dir
 
 from headrace.text.folder import TextModel, load_text
 
@@ -45,3 +47,20 @@ async def either(request: pytest.FixtureRequest, text: TextModel) -> AsyncIterat
         async with open_bench(text, models=models) as near:
             near.replicas, near.label = far.replicas, "foreign-0"
             yield near
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    pytest.importorskip("redis", reason=NO_PACKAGE)
+    if PROGRAM is None:
+        pytest.skip(MISSING)
+    with socket_dir() as folder:
+        server = RedisServer(folder)
+        server.start()
+        yield server
+        server.stop()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    return redis_server.url

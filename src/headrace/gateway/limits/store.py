@@ -1,0 +1,27 @@
+"""The seam between gateways and the book of limits that they share: `policy.limits.book` behind calls that may fail.
+
+`limits.sqlite` keeps it in a file of one machine or in memory, `limits.redis` for any number of machines. Both do what `LimitBook` does;
+the tests compare all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from headrace.policy.limits.book import Claim, Holder, TakeResult
+from headrace.policy.limits.counters import Amounts
+
+
+class LimitStore(Protocol):
+    """Every method raises StoreFailed, and may be cancelled; what it asked for may then happen or not."""
+
+    async def take(self, holder: Holder | None, claims: Sequence[Claim]) -> TakeResult: ...
+
+    async def charge(self, gateway: str, used: Mapping[str, Amounts]) -> None:
+        """End reservations of a gateway, by id. One that is not there is left out: it was charged before."""
+        ...
+
+    async def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts]) -> dict[str, int]: ...
+    async def expire(self, gateway: str, beat: int) -> int: ...
+    async def close(self) -> None: ...

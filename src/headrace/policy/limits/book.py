@@ -1,0 +1,278 @@
+"""The book of limits: takes amounts for a request if every limit allows them, and replaces them by what was used, exactly once.
+
+    take -> (save, every second) -> charge          the gateway lives
+    take -> (save, every second) -> expire -> (charge, if the gateway was only slow)
+
+A pure state machine over `BookRows`, which `DictRows` keeps in memory; the gateway's SQLite rows are another, and its scripts in Redis do
+the same. A reservation belongs to its gateway. Whether a gateway lives is judged by its beat, a number that `renew` raises, and never by a
+clock that two machines share: `policy.limits.peers`. `now` is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from headrace.policy.limits.counters import KEPT_BUCKETS, Amounts, Moment, Unit, Window, bucket_of, used_of
+
+UNNAMED_BEATS = 10
+"""Beats after which a reservation that its gateway does not name is charged as a request without any use: the gateway gave it up before the
+store had made it."""
+
+LATE_MS = 3_600_000
+"""Milliseconds for which an expired reservation waits for the charge of a gateway that was slow and not dead."""
+
+MAX_LATE_REMOVED = 256
+"""Expired reservations that one `renew` removes at most."""
+
+
+class Claim(NamedTuple):
+    """One limit and what a request wants of it. amount: None reads the counter and takes nothing"""
+
+    counter: str
+    window: Window
+    unit: Unit
+    limit: int
+    amount: int | None
+
+
+class Taken(NamedTuple):
+    """What a counter has given to one reservation."""
+
+    counter: str
+    bucket: int
+    unit: Unit
+    amount: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """
+    gateway     the process that charges it; "" once it was found dead
+    beat        of the gateway when it was made
+    saved       what to charge when the gateway dies
+    expired_ms  steady milliseconds at which it was charged so; None before
+    """
+
+    id: str
+    gateway: str
+    beat: int
+    saved: Amounts
+    taken: tuple[Taken, ...] = ()
+    expired_ms: int | None = None
+
+
+class ClaimReading(NamedTuple):
+    """A counter before a claim was decided: its running bucket, and the one before it."""
+
+    current: int
+    previous: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeResult:
+    """What `take` decided, and on what. readings: of each claim, in order; now: the instant that the buckets were of"""
+
+    is_admitted: bool
+    now: Moment
+    readings: tuple[ClaimReading, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """For which reservation amounts are taken: made if it is not there. saved: as in `Reservation`"""
+
+    id: str
+    gateway: str
+    beat: int
+    saved: Amounts
+
+
+class BookRows(Protocol):
+    """Where the book is kept."""
+
+    def used(self, counter: str, bucket: int) -> int | None: ...
+    def buckets(self, counter: str) -> list[int]: ...
+    def set_used(self, counter: str, window: Window, bucket: int, used: int) -> None: ...
+    def remove_bucket(self, counter: str, bucket: int) -> None: ...
+    def add_used(self, counter: str, bucket: int, amount: int) -> None:
+        """Change a bucket that is there, to 0 at least. One that is gone is left so: nothing reads it any more."""
+        ...
+
+    def reservation(self, reservation_id: str) -> Reservation | None: ...
+    def put_reservation(self, reservation: Reservation) -> None: ...
+    def remove_reservation(self, reservation_id: str) -> None: ...
+    def save(self, gateway: str, saved: Mapping[str, Amounts]) -> None: ...
+    def reservations_of(self, gateway: str, *, until_beat: int | None = None) -> list[Reservation]: ...
+    def remove_expired(self, now_ms: int, limit: int) -> None:
+        """Remove the first reservations that were expired LATE_MS ago, or later than now: before the machine was started again."""
+        ...
+
+    def beats(self) -> dict[str, int]: ...
+    def set_beat(self, gateway: str, beat: int) -> None: ...
+    def remove_gateway(self, gateway: str) -> None: ...
+
+
+class LimitBook:
+    def __init__(self, rows: BookRows) -> None:
+        self.rows = rows
+
+    def take(self, holder: Holder | None, claims: Sequence[Claim], now: Moment) -> TakeResult:
+        """Take all amounts, or none where one limit would be exceeded. holder: None where nothing is corrected later."""
+        readings = tuple(self.read(claim, now) for claim in claims)
+        is_admitted = not any(is_over(claim, reading, now) for claim, reading in zip(claims, readings, strict=True))
+        if is_admitted:
+            self._take(holder, claims, now)
+        return TakeResult(is_admitted, now, readings)
+
+    def read(self, claim: Claim, now: Moment) -> ClaimReading:
+        bucket = bucket_of(claim.window, now)
+        previous = self.rows.used(claim.counter, bucket - 1) if claim.window is Window.MINUTE else 0
+        return ClaimReading(self.rows.used(claim.counter, bucket) or 0, previous or 0)
+
+    def charge(self, reservation_id: str, used: Amounts) -> bool:
+        """Replace what was taken by what was used, and end the reservation; whether it was there. A second call finds nothing."""
+        reservation = self.rows.reservation(reservation_id)
+        if reservation is None:
+            return False
+        self._replace(reservation, used)
+        self.rows.remove_reservation(reservation_id)
+        return True
+
+    def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts], now: Moment) -> dict[str, int]:
+        """Show that a gateway lives, and save what its requests have used so far. Returns the beat of every gateway.
+
+        saved  every reservation that the gateway has, or may have: others of its own are charged as requests without any use
+        """
+        self.rows.set_beat(gateway, beat)
+        self.rows.save(gateway, saved)
+        for reservation in self.rows.reservations_of(gateway, until_beat=beat - UNNAMED_BEATS):
+            if reservation.id not in saved:
+                self.charge(reservation.id, Amounts(requests=1))
+        self.rows.remove_expired(now.steady_ms, MAX_LATE_REMOVED)
+        return self.rows.beats()
+
+    def expire(self, gateway: str, beat: int, now: Moment) -> int:
+        """Charge every reservation of a gateway by what was saved, if it still has this beat. Returns how many there were."""
+        if self.rows.beats().get(gateway) != beat:
+            return 0
+        reservations = self.rows.reservations_of(gateway)
+        for reservation in reservations:
+            taken = self._replace(reservation, reservation.saved)
+            self.rows.put_reservation(replace(reservation, gateway="", taken=taken, expired_ms=now.steady_ms))
+        self.rows.remove_gateway(gateway)
+        return len(reservations)
+
+    def _take(self, holder: Holder | None, claims: Sequence[Claim], now: Moment) -> None:
+        taken = tuple(
+            Taken(claim.counter, bucket_of(claim.window, now), claim.unit, claim.amount) for claim in claims if claim.amount is not None
+        )
+        windows = {claim.counter: claim.window for claim in claims}
+        for one in taken:
+            self._add(one, windows[one.counter])
+        if holder is None:
+            return
+        made = self.rows.reservation(holder.id)
+        if made is None:
+            made = Reservation(id=holder.id, gateway=holder.gateway, beat=holder.beat, saved=holder.saved)
+        self.rows.put_reservation(replace(made, saved=holder.saved, taken=(*made.taken, *taken)))
+        if holder.gateway not in self.rows.beats():
+            self.rows.set_beat(holder.gateway, holder.beat)
+
+    def _add(self, taken: Taken, window: Window) -> None:
+        used = self.rows.used(taken.counter, taken.bucket)
+        if used is None and len(buckets := self.rows.buckets(taken.counter)) >= KEPT_BUCKETS:
+            self.rows.remove_bucket(taken.counter, min(buckets))
+        self.rows.set_used(taken.counter, window, taken.bucket, (used or 0) + taken.amount)
+
+    def _replace(self, reservation: Reservation, used: Amounts) -> tuple[Taken, ...]:
+        """Correct the counters. Where a counter gave twice, all that was used is in the first of both buckets."""
+        charged: set[str] = set()
+        corrected: list[Taken] = []
+        for taken in reservation.taken:
+            amount = 0 if taken.counter in charged else used[taken.unit]
+            charged.add(taken.counter)
+            self.rows.add_used(taken.counter, taken.bucket, amount - taken.amount)
+            corrected.append(taken._replace(amount=amount))
+        return tuple(corrected)
+
+
+def is_over(claim: Claim, reading: ClaimReading, now: Moment) -> bool:
+    """Whether the claim would exceed its limit. A claim of nothing never does."""
+    return bool(claim.amount) and used_of(claim.window, now, *reading) + (claim.amount or 0) > claim.limit
+
+
+@dataclass(slots=True)
+class DictRows:
+    """Rows in this process's memory: the model that other rows are tested against."""
+
+    counters: dict[str, dict[int, int]] = field(default_factory=dict)
+    windows: dict[str, Window] = field(default_factory=dict)
+    reservations: dict[str, Reservation] = field(default_factory=dict)
+    gateways: dict[str, int] = field(default_factory=dict)
+
+    def used(self, counter: str, bucket: int) -> int | None:
+        return self.counters.get(counter, {}).get(bucket)
+
+    def buckets(self, counter: str) -> list[int]:
+        return list(self.counters.get(counter, {}))
+
+    def set_used(self, counter: str, window: Window, bucket: int, used: int) -> None:
+        self.counters.setdefault(counter, {})[bucket] = used
+        self.windows[counter] = window
+
+    def remove_bucket(self, counter: str, bucket: int) -> None:
+        del self.counters[counter][bucket]
+
+    def add_used(self, counter: str, bucket: int, amount: int) -> None:
+        if self.used(counter, bucket) is not None:
+            self.counters[counter][bucket] = max(0, self.counters[counter][bucket] + amount)
+
+    def reservation(self, reservation_id: str) -> Reservation | None:
+        return self.reservations.get(reservation_id)
+
+    def put_reservation(self, reservation: Reservation) -> None:
+        self.reservations[reservation.id] = reservation
+
+    def remove_reservation(self, reservation_id: str) -> None:
+        del self.reservations[reservation_id]
+
+    def save(self, gateway: str, saved: Mapping[str, Amounts]) -> None:
+        for reservation_id, amounts in saved.items():
+            found = self.reservations.get(reservation_id)
+            if found is not None and found.gateway == gateway:
+                self.reservations[reservation_id] = replace(found, saved=amounts)
+
+    def reservations_of(self, gateway: str, *, until_beat: int | None = None) -> list[Reservation]:
+        of_gateway = [one for one in self.reservations.values() if one.gateway == gateway]
+        return [one for one in of_gateway if until_beat is None or one.beat <= until_beat]
+
+    def remove_expired(self, now_ms: int, limit: int) -> None:
+        over = [(ms, one.id) for one in self.reservations.values() if (ms := one.expired_ms) is not None and not 0 <= now_ms - ms < LATE_MS]
+        for _, reservation_id in sorted(over)[:limit]:
+            del self.reservations[reservation_id]
+
+    def beats(self) -> dict[str, int]:
+        return dict(self.gateways)
+
+    def set_beat(self, gateway: str, beat: int) -> None:
+        self.gateways[gateway] = beat
+
+    def remove_gateway(self, gateway: str) -> None:
+        self.gateways.pop(gateway, None)
+
+    def check(self) -> None:
+        """Assert that each counter holds at least what its reservations took, and that open requests are exactly those that hold one."""
+        held: dict[tuple[str, int], int] = {}
+        for reservation in self.reservations.values():
+            assert (reservation.gateway == "") == (reservation.expired_ms is not None)
+            for taken in reservation.taken:
+                place = (taken.counter, taken.bucket)
+                held[place] = held.get(place, 0) + taken.amount
+        for (counter, bucket), amount in held.items():
+            assert (used := self.used(counter, bucket)) is None or used >= amount >= 0
+        for counter, buckets in self.counters.items():
+            assert len(buckets) <= KEPT_BUCKETS
+            if self.windows[counter] is Window.OPEN:
+                assert buckets[0] == held.get((counter, 0), 0)

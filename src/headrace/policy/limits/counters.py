@@ -1,0 +1,132 @@
+"""Counters: what a limit compares with its number. A counter is a name and a used amount per bucket of time.
+
+Every window is buckets: `bucket_of` names the one that an instant belongs to. A day and a month are their own bucket. A minute slides: what
+counts is the running 60 s bucket and the part of the one before it that lies less than 60 s back, as if its use had been spread evenly.
+Requests that are open are one bucket that never ends.
+
+Everything is a whole number, so that a script in Redis and this module agree to the last digit. `policy.limits.book` changes counters.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+MINUTE_MS = 60_000
+DAY_MS = 86_400_000
+
+OPEN_RETRY_S = 1.0
+"""Seconds after which a request beyond the limit of open requests may be sent again: nothing says when another one ends."""
+
+KEPT_BUCKETS = 8
+"""Buckets of one counter that are kept. When one more is made, the oldest goes. A clock that jumps ahead and back makes one bucket, so it
+finds the counts of the day that it came from."""
+
+
+class Window(StrEnum):
+    """What a limit's number holds for: at once, in any 60 s, in a UTC day, in a UTC month."""
+
+    OPEN = "open"
+    MINUTE = "minute"
+    DAY = "day"
+    MONTH = "month"
+
+
+class Unit(IntEnum):
+    """What a counter counts: the place in `Amounts`."""
+
+    REQUESTS = 0
+    OPEN = 1
+    INPUT = 2
+    OUTPUT = 3
+    TOKENS = 4
+    NANOS = 5
+
+
+class Amounts(NamedTuple):
+    """What one request uses, by unit. tokens: of prompt and output together; nanos: money (`price.NANOS`)"""
+
+    requests: int = 0
+    open: int = 0
+    input: int = 0
+    output: int = 0
+    tokens: int = 0
+    nanos: int = 0
+
+
+class Moment(NamedTuple):
+    """An instant on two clocks, in milliseconds. Minutes are measured on `steady_ms`, days and months are those of `unix_ms`."""
+
+    steady_ms: int
+    unix_ms: int
+
+
+def bucket_of(window: Window, now: Moment) -> int:
+    """Number of the bucket in which `now` lies. Numbers of one window grow with time."""
+    if window is Window.OPEN:
+        return 0
+    if window is Window.MINUTE:
+        return now.steady_ms // MINUTE_MS
+    day = now.unix_ms // DAY_MS
+    return day if window is Window.DAY else month_of(day)
+
+
+def month_of(day: int) -> int:
+    """Months since the year 0 of a day, counted from 1970-01-01. Source: Hinnant, days_from_civil; the script in Redis repeats it."""
+    day += 719_468
+    era = day // 146_097
+    day_of_era = day - era * 146_097
+    year = (day_of_era - day_of_era // 1460 + day_of_era // 36_524 - day_of_era // 146_096) // 365
+    month = (5 * (day_of_era - (365 * year + year // 4 - year // 100)) + 2) // 153  # from March
+    return (year + era * 400) * 12 + month + 2
+
+
+def first_day_of(month: int) -> int:
+    """The day on which a month begins: the way back from `month_of`."""
+    year, month_index = divmod(month - 2, 12)
+    era = year // 400
+    year_of_era = year - era * 400
+    return era * 146_097 + 365 * year_of_era + year_of_era // 4 - year_of_era // 100 + (153 * month_index + 2) // 5 - 719_468
+
+
+def used_of(window: Window, now: Moment, current: int, previous: int) -> int:
+    """What counts of the running bucket and the one before it, rounded up."""
+    if window is not Window.MINUTE or previous <= 0:
+        return current
+    left_ms = MINUTE_MS - now.steady_ms % MINUTE_MS
+    return current - (-previous * left_ms // MINUTE_MS)
+
+
+def retry_after_s(window: Window, now: Moment, *, current: int, previous: int, allowed: int) -> float:
+    """Seconds until at most `allowed` counts, if nothing more is used. Where that never comes, as long as the window is."""
+    if window is Window.OPEN:
+        return OPEN_RETRY_S
+    if window is Window.MINUTE:
+        return _minute_ms(now, current=current, previous=previous, allowed=allowed) / 1000
+    return reset_ms(window, now) / 1000
+
+
+def reset_ms(window: Window, now: Moment) -> int:
+    """Milliseconds until nothing that was used up to now counts any more. Open requests: 0, since only their end resets them"""
+    if window is Window.OPEN:
+        return 0
+    if window is Window.MINUTE:
+        return 2 * MINUTE_MS - now.steady_ms % MINUTE_MS
+    bucket = bucket_of(window, now)
+    next_day = bucket + 1 if window is Window.DAY else first_day_of(bucket + 1)
+    return next_day * DAY_MS - now.unix_ms
+
+
+def _minute_ms(now: Moment, *, current: int, previous: int, allowed: int) -> int:
+    """Milliseconds until the sliding minute has at most `allowed`: within this bucket, or in the next, where this one is the previous."""
+    elapsed_ms = now.steady_ms % MINUTE_MS
+    if allowed < 0:
+        return MINUTE_MS
+    if current <= allowed:
+        return max(0, _decay_ms(previous, allowed - current) - elapsed_ms)
+    return MINUTE_MS - elapsed_ms + _decay_ms(current, allowed)
+
+
+def _decay_ms(previous: int, allowed: int) -> int:
+    """Milliseconds into a bucket after which at most `allowed` of the previous bucket counts."""
+    return max(0, MINUTE_MS - allowed * MINUTE_MS // previous) if previous > allowed else 0

@@ -1,0 +1,196 @@
+"""Each store of limits does what the pure book does, step by step, and survives what happens to its server or file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis_kit import RedisServer
+
+from headrace.gateway.limits.redis import RedisLimits
+from headrace.gateway.limits.sqlite import SqliteLimits
+from headrace.gateway.limits.store import LimitStore
+from headrace.gateway.stores.sqlite_thread import IN_MEMORY
+from headrace.policy.limits.book import Claim, DictRows, Holder, LimitBook
+from headrace.policy.limits.counters import DAY_MS, Amounts, Moment, Unit, Window
+
+NOON = 20_000 * DAY_MS + DAY_MS // 2
+LARGE = 4_000_000_000_000_000
+"""Nano-units: beyond what a script would write without an exponent."""
+
+CLAIMS = (
+    ("t:acme/requests_per_minute", Window.MINUTE, Unit.REQUESTS, 5),
+    ("t:acme/max_concurrent_requests", Window.OPEN, Unit.OPEN, 3),
+    ("t:acme/daily_tokens", Window.DAY, Unit.TOKENS, 100),
+    ("t:acme/monthly_budget", Window.MONTH, Unit.NANOS, 2 * LARGE),
+    ('u:acme:"so, an odd {name}" \u00e9', Window.MINUTE, Unit.REQUESTS, 2),
+)
+
+
+@dataclass
+class Act:
+    """One call, on the store or on the book."""
+
+    kind: str
+    number: int
+    gateway: str
+    amounts: tuple[int, ...]
+    ms: int
+
+
+ACTS = st.lists(
+    st.builds(
+        Act,
+        st.sampled_from(["take", "take", "take", "charge", "renew", "expire", "wait", "jump"]),
+        st.integers(0, 7),
+        st.sampled_from("ab"),
+        st.tuples(*(st.sampled_from([None, 0, 1, 2, 40, LARGE]) for _ in CLAIMS)),
+        st.integers(0, 90_000),
+    ),
+    max_size=30,
+)
+
+
+class Twin:
+    """The book, and the times that a store is given."""
+
+    def __init__(self) -> None:
+        self.rows = DictRows()
+        self.book = LimitBook(self.rows)
+        self.now = Moment(7_000_123, NOON)
+        self.beat = 0
+
+    def clock(self) -> float:
+        return self.now.steady_ms / 1000
+
+    def unix_time(self) -> float:
+        return self.now.unix_ms / 1000
+
+
+async def both(act: Act, twin: Twin, store: LimitStore) -> tuple[object, object]:
+    """What the book and the store answer to one act."""
+    name, saved = f"r{act.number}", Amounts(1, 0, 1, 2, 3, LARGE)
+    if act.kind == "take":
+        claims = [Claim(*one, amount) for one, amount in zip(CLAIMS, act.amounts, strict=True)]
+        holder = None if act.number == 7 else Holder(id=f"{act.gateway}{name}", gateway=act.gateway, beat=twin.beat, saved=saved)
+        return twin.book.take(holder, claims, twin.now), await store.take(holder, claims)
+    twin.beat += 3
+    if act.kind == "charge":
+        used = {f"{act.gateway}{name}": Amounts(1, 0, 5, 5, 10, 17)}
+        for one in used.items():
+            twin.book.charge(*one)
+        await store.charge(act.gateway, used)
+        return None, None
+    if act.kind == "renew":
+        named = {f"{act.gateway}{name}": Amounts(1, 0, 9, 9, 18, LARGE + 1)}
+        return twin.book.renew(act.gateway, twin.beat, named, twin.now), await store.renew(act.gateway, twin.beat, named)
+    beat = twin.rows.gateways.get(act.gateway, -1) - (act.number == 0)
+    return twin.book.expire(act.gateway, beat, twin.now), await store.expire(act.gateway, beat)
+
+
+async def compare(acts: list[Act], twin: Twin, store: LimitStore, set_now: Callable[[Moment], None]) -> None:
+    for act in acts:
+        if act.kind in ("wait", "jump"):
+            steady_ms = twin.now.steady_ms + act.ms * (60 if act.number == 0 else 1)
+            jump_ms = (act.number - 3) * 365 * DAY_MS // 4 if act.kind == "jump" else 0
+            twin.now = Moment(steady_ms, twin.now.unix_ms + act.ms + jump_ms)
+            set_now(twin.now)
+            continue
+        expected, found = await both(act, twin, store)
+        assert found == expected, act
+    reads = [Claim(*one, None) for one in CLAIMS]
+    assert await store.take(None, reads) == twin.book.take(None, reads, twin.now)
+
+
+@given(ACTS)
+@settings(max_examples=40, deadline=None)
+def test_the_sqlite_store_does_what_the_book_does(acts: list[Act]) -> None:
+    async def run() -> None:
+        twin = Twin()
+        store = SqliteLimits(IN_MEMORY, clock=twin.clock, unix_time=twin.unix_time)
+        try:
+            await compare(acts, twin, store, lambda _: None)
+        finally:
+            await store.close()
+
+    asyncio.run(run())
+
+
+@given(ACTS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_redis_store_does_what_the_book_does(redis_server: RedisServer, acts: list[Act]) -> None:
+    async def run() -> None:
+        twin = Twin()
+        store = RedisLimits.open(redis_server.url)
+        await store._client.flushall()
+
+        def set_now(now: Moment) -> None:
+            store.now = now
+
+        set_now(twin.now)
+        try:
+            await compare(acts, twin, store, set_now)
+        finally:
+            await store.close()
+
+    asyncio.run(run())
+
+
+TOKENS = Claim("t:acme/daily_tokens", Window.DAY, Unit.TOKENS, 100, 30)
+Open = Callable[[], LimitStore]
+
+
+@pytest.fixture(params=["file", "redis"])
+async def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Open]:
+    """Opens the same store again and again, as several processes do."""
+    opened: list[LimitStore] = []
+    url = request.getfixturevalue("redis_url") if request.param == "redis" else ""
+    twin = Twin()
+
+    def one_more() -> LimitStore:
+        path = str(tmp_path / "limits.db")
+        store = RedisLimits.open(url) if url else SqliteLimits(path, clock=twin.clock, unix_time=twin.unix_time)
+        opened.append(store)
+        return store
+
+    yield one_more
+    await asyncio.gather(*(store.close() for store in opened))
+
+
+def holder(name: str, gateway: str) -> Holder:
+    return Holder(id=name, gateway=gateway, beat=0, saved=Amounts(tokens=5))
+
+
+async def gathered(*calls: Awaitable[object]) -> list[object]:
+    return list(await asyncio.gather(*calls))
+
+
+async def test_two_processes_never_both_take_what_is_left(open_store: Open) -> None:
+    stores = [open_store(), open_store()]
+    takes = [stores[number % 2].take(holder(f"r{number}", "ab"[number % 2]), [TOKENS]) for number in range(20)]
+    results = await asyncio.gather(*takes)
+    assert sum(result.is_admitted for result in results) == 3
+
+
+async def test_of_many_survivors_one_charges_a_dead_gateways_requests(open_store: Open) -> None:
+    first, *survivors = [open_store() for _ in range(5)]
+    await first.take(holder("r1", "dead"), [TOKENS])
+    counts = await gathered(*(store.expire("dead", 0) for store in survivors))
+    assert sorted(map(str, counts)) == ["0", "0", "0", "1"]
+    assert [reading.current for reading in (await first.take(None, [TOKENS._replace(amount=None)])).readings] == [5]
+    await first.charge("dead", {"r1": Amounts(tokens=12)})
+    assert [reading.current for reading in (await first.take(None, [TOKENS._replace(amount=None)])).readings] == [12]
+
+
+async def test_a_book_is_read_again_by_the_next_process(open_store: Open) -> None:
+    first = open_store()
+    await first.take(holder("r1", "a"), [TOKENS])
+    await first.renew("a", 4, {"r1": Amounts(tokens=20)})
+    await first.close()
+    assert await open_store().renew("b", 1, {}) == {"a": 4, "b": 1}
+    assert await open_store().expire("a", 4) == 1
