@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
 from headrace.gateway.control.texts import LoadedText
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
-from headrace.gateway.upstream.fallback import FallbackUpstream, foreign_servers
-from headrace.gateway.upstream.foreign import HttpUpstream, open_upstream
+from headrace.gateway.upstream.fallback import FallbackUpstream
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ServedModel
@@ -29,6 +29,9 @@ from headrace.text.folder import TextModel
 from headrace.text.output.model_formats import ModelFormats
 from headrace.wire.client import ReplicaClient
 from headrace.wire.service import Expectation
+
+if TYPE_CHECKING:
+    from headrace.gateway.upstream.foreign import HttpUpstream
 
 MAX_DRAWN_SEED = 2**63
 """Exclusive. Seeds are signed 64-bit integers."""
@@ -70,6 +73,7 @@ class OpenModel:
     """A model that is served.
 
     stack     closes what it is connected to
+    foreign   the foreign servers that answer for it, alone or behind replicas; None: it has none
     text      None: foreign servers alone answer for it, as for `pool`
     replicas  the configuration of each of the pool's replicas, with its token read, and what was made of it
     """
@@ -77,6 +81,7 @@ class OpenModel:
     config: ModelConfig
     served: ServedModel
     stack: AsyncExitStack
+    foreign: HttpUpstream | None = None
     text: LoadedText | None = None
     pool: ReplicaPool | None = None
     replicas: dict[ReplicaConfig, Replica] = field(default_factory=dict)
@@ -119,7 +124,7 @@ class ModelOpener:
             foreign = await stack.enter_async_context(self._foreign_servers(config)) if config.upstreams else None
             if text is None:
                 assert foreign is not None, "something answers for a model"
-                return OpenModel(config, self._served(config, foreign), stack.pop_all())
+                return OpenModel(config, self._served(config, foreign), stack.pop_all(), foreign)
             replicas = {replica: self._replica(replica, text) for replica in map(_resolved, config.replicas)}
             pool = ReplicaPool(
                 config.name,
@@ -133,7 +138,7 @@ class ModelOpener:
             pool.unavailable = config.unavailable
             await stack.enter_async_context(pool)
             upstream = self._engines(config, text, pool, foreign)
-            return OpenModel(config, self._served(config, upstream), stack.pop_all(), text, pool, replicas)
+            return OpenModel(config, self._served(config, upstream), stack.pop_all(), foreign, text, pool, replicas)
 
     def change(self, model: OpenModel, config: ModelConfig) -> ModelChange | None:
         """What `config` makes of a model; nothing is changed before `ModelChange.apply`. Raises ConfigError.
@@ -155,7 +160,7 @@ class ModelOpener:
             return model.served
         upstream = model.served.upstream
         if model.pool is not None and model.text is not None:
-            upstream = self._engines(config, model.text, model.pool, foreign_servers(upstream))
+            upstream = self._engines(config, model.text, model.pool, model.foreign)
         return ServedModel(config.name, config.aliases, upstream, model.served.created, model.served.users)
 
     def _engines(self, config: ModelConfig, text: LoadedText, pool: ReplicaPool, foreign: HttpUpstream | None) -> Upstream:
@@ -171,6 +176,8 @@ class ModelOpener:
         return Replica(ReplicaId(config.name), self._connect(config, text.model, self._sources.clock))
 
     def _foreign_servers(self, config: ModelConfig) -> AbstractAsyncContextManager[HttpUpstream]:
+        from headrace.gateway.upstream.foreign import open_upstream  # aiohttp takes a fifth of a second, and most sites have no such server
+
         sources = self._sources
         return open_upstream(config.name, config.upstreams, clock=sources.clock, unix_time=sources.unix_time, random=sources.random)
 

@@ -16,7 +16,6 @@ from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.models import ModelChange, ModelOpener, OpenModel
 from headrace.gateway.control.texts import LoadedText
-from headrace.gateway.upstream.fallback import foreign_servers
 from headrace.gateway.upstream.replicas import RETIRED
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.gateway.upstream.served_models import ServedModel
@@ -101,7 +100,7 @@ class SiteModels:
 
     def upstream_readings(self) -> Iterator[UpstreamReading]:
         """The same of foreign servers."""
-        upstreams = [foreign_servers(model.served.upstream) for model in (*self.models.values(), *self._leaving)]
+        upstreams = [model.foreign for model in (*self.models.values(), *self._leaving)]
         return _one_of_each(reading for upstream in upstreams if upstream is not None for reading in upstream.readings())
 
     def check(self) -> None:

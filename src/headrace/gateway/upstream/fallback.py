@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
 from headrace.core.update import StageSeconds
-from headrace.gateway.upstream.foreign import HttpUpstream
 from headrace.gateway.upstream.seam import (
     Conversation,
     EventListener,
@@ -28,9 +28,11 @@ from headrace.gateway.upstream.seam import (
     ReplicaHealth,
     Tokenization,
     TokenUsage,
-    Upstream,
 )
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
+
+if TYPE_CHECKING:
+    from headrace.gateway.upstream.foreign import HttpUpstream
 
 log = logging.getLogger("headrace.gateway")
 
@@ -177,10 +179,3 @@ class FallbackStream:
     async def close(self) -> None:
         self.cancel()
         await self._stream.close()
-
-
-def foreign_servers(upstream: Upstream) -> HttpUpstream | None:
-    """The foreign servers of a model, whether they answer alone or behind replicas; None: it has none."""
-    if isinstance(upstream, FallbackUpstream):
-        return upstream.foreign
-    return upstream if isinstance(upstream, HttpUpstream) else None
