@@ -59,7 +59,8 @@ FLOORS: dict[str, Floor] = {
     "headrace.core": Floor(),
     # 1 ground
     "headrace.bundled": Floor(),
-    "headrace.text": Floor(_ours("core"), ("tokenizers",), ("transformers", "jinja2")),
+    "headrace.text": Floor(_ours("core"), ("tokenizers",), ("jinja2",)),
+    "headrace.text.chat_renderer": Floor((), ("jinja2",)),  # imported inside functions
     "headrace.wire": Floor(_ours("core"), ("google", "grpc")),
     "headrace.observe": Floor(_ours("core"), ("prometheus_client",)),
     # 2 policy, tensors

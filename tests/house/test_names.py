@@ -25,7 +25,7 @@ FOREIGN = frozenset(
         *("SSL_CERT_FILE",),  # OpenSSL
         *("CapabilityBoundingSet", "MemoryDenyWriteExecute"),  # systemd
         *("cpu_gemm_wna16", "int8_asym", "onednn_mm", "raw_logprobs"),  # vLLM, OpenVINO
-        *("mark_control_tokens", "modeling_rope_utils"),  # transformers
+        *("mark_control_tokens", "modeling_rope_utils", "render_jinja_template"),  # transformers
         *(
             "libtorch_cpu.so",
             "model.safetensors",

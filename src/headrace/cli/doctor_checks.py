@@ -193,7 +193,7 @@ def check_cuda() -> Finding:
 
 def check_versions() -> Iterator[Finding]:
     """Compare installed versions with those this package declares."""
-    from packaging.requirements import Requirement  # comes with transformers
+    from packaging.requirements import Requirement
 
     for line in metadata.requires("headrace") or ():
         requirement = Requirement(line)

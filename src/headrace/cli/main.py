@@ -1,6 +1,6 @@
 """The `headrace` command: the list of its sub-commands, and the handling of their errors.
 
-Modules of sub-commands import torch, transformers, Numba, HTTP and YAML inside functions only, so that `--help` and shell completion
+Modules of sub-commands import torch, Numba, HTTP and YAML inside functions only, so that `--help` and shell completion
 answer at once. Exit codes: `cli.exits`.
 """
 

@@ -1,0 +1,148 @@
+"""Renders chat templates: Jinja in an immutable sandbox, with what templates on the hub are written for.
+
+Filters, globals, tags and fields of messages are those of transformers' `render_jinja_template`; tests/text/test_chat_renderer.py compares
+the two. It is not used itself, since importing it takes half a second of processor time and 40 MB, at each start of a process that reads
+prompts. Imports jinja2 when it is imported, so others import it inside functions.
+
+A template is a program: the sandbox keeps it away from the process, and the caller bounds its time and memory (`gateway.text_workers`).
+What it is given and what its errors mean to a client is in `text.template`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which a message's reasoning is given. Templates read the first, those of gpt-oss the second."""
+
+END_OF_FINAL_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Appended to a message that is to be continued. What a template writes from there on is cut off; it may strip the space."""
+
+
+def render(source: str, messages: Sequence[Mapping[str, object]], /, *, continue_final_message: bool = False, **variables: object) -> str:
+    """The text that a template writes for a conversation of JSON values.
+
+    continue_final_message  end with the last message's content, which is a string
+    variables               tools, documents, add_generation_prompt, and what else the template reads
+
+    Raises: TemplateSyntaxError for what is no Jinja, TemplateError for what the template refuses, and whatever Python raises in it.
+    """
+    template = compiled(source)
+    chat = [_with_reasoning(_plain_object(message)) for message in messages]
+    final = str(chat[-1]["content"]) if continue_final_message else ""
+    if continue_final_message:
+        chat[-1]["content"] = final + END_OF_FINAL_MESSAGE
+    text = template.render(messages=chat, **_plain_object(variables))
+    return _cut_after(text, final) if continue_final_message else text
+
+
+@lru_cache(maxsize=64)
+def compiled(source: str) -> Template:
+    """Raises TemplateSyntaxError."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _DictMaker(), "namespace": _PublicNamespace}
+    return environment.from_string(source)
+
+
+def _cut_after(text: str, final: str) -> str:
+    """The rendered text up to the end of its final message. Raises TemplateError where that is not in it."""
+    tag = END_OF_FINAL_MESSAGE.strip()
+    if final.strip() not in text or tag not in text:
+        raise TemplateError("the final message is not in the rendered conversation, so that it cannot be continued")
+    end = text.rindex(tag)
+    kept = text[:end]
+    return kept if text.startswith(END_OF_FINAL_MESSAGE, end) else kept.rstrip()
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """With its reasoning, if it has any, under the names that templates read."""
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain_object(value: Mapping[str, object]) -> dict[str, Any]:
+    return {str(key): _plain(item) for key, item in value.items()}
+
+
+def _plain(value: object) -> object:
+    """A copy in Python's own JSON types: a template could call the methods of others."""
+    if isinstance(value, Mapping):
+        return _plain_object(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return value if type(value) is kind else kind(value)
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
+
+
+# -- what templates may use --------------------------------------------------------------------------------------------------------------
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`: marks the model's own text for training. Renders what it encloses."""
+
+    tags: set[str] = {"generation"}  # noqa: RUF012 # as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _DictMaker:
+    """What templates call dict: it makes dicts, from keys too, and has none of the type's other attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _PublicNamespace(Namespace):
+    """What templates call namespace; it takes no name with a leading underscore, which would reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args
+        attributes = dict(*given, **kwargs)
+        for name in attributes:
+            _check_public(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace may not have an attribute {name!r}")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """Jinja's own filter escapes what HTML would read."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
