@@ -116,6 +116,10 @@ FLOORS: dict[str, Floor] = {
     "headrace.gateway.generation.kept_streams": Floor(
         _ours("core", *ABOVE_THE_SEAM, "gateway.generation.event_log", "gateway.stores", "observe"), ("msgspec",)
     ),
+    "headrace.gateway.ledger": Floor(
+        _ours("core", "gateway.access.principal", "gateway.stores", "observe", "policy.limits", "wire.private_files"),
+        ("msgspec",),
+    ),
     "headrace.gateway.stores": Floor(_ours("core", "wire.private_files"), (), ("redis",)),
     "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
     "headrace.gateway.upstream.seam": Floor(_ours("core", "text.logprobs", "text.template_switch")),

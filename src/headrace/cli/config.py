@@ -29,6 +29,7 @@ from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
 from headrace.gateway.foreign_config import ForeignConfig
+from headrace.gateway.ledger.config import UsageConfig
 from headrace.observe.logs import LogFormat
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier
@@ -136,6 +137,7 @@ class ServeConfig:
                      puts the user's own folder (`cli.state`) in the place of an empty one
     tiers            by name, beside `policy.limits.tier.BUILT_IN_TIERS` or in their place: what tenants may use
     prices           of tokens, by name of the model
+    usage            how records of what requests used are kept in `state`, and where they are sent (docs/usage.md)
     gateway          the gateway's section; its `models` is made from `models` here, its `timeouts.drain_s` from `drain_timeout_s`
     drain_timeout_s  after SIGTERM: how long running requests may take
     log_format       "auto" (text on a terminal, JSON elsewhere), "text" or "json"; a request log that is a file is always JSON
@@ -149,6 +151,7 @@ class ServeConfig:
     state: str = ""
     tiers: dict[str, Tier] = field(default_factory=dict)
     prices: dict[str, Price] = field(default_factory=dict)
+    usage: UsageConfig = field(default_factory=UsageConfig)
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(models=()))
     drain_timeout_s: float = 30.0
     log_format: str = "auto"
@@ -207,11 +210,11 @@ class ServeConfig:
         except ConfigError as error:
             # Replicas that this file does not name have made-up addresses, which are right.
             where = re.sub(r"^(models\[\d+\])\.replicas", r"\1.remote.replicas", error.where)
-            raise error.at(where if where.startswith(("models", "state", "tiers", "prices")) else f"gateway.{where}") from error
+            raise error.at(where if where.startswith(("models", "state", "tiers", "prices", "usage")) else f"gateway.{where}") from error
 
     def _whole_gateway(self) -> GatewayConfig:
         """The gateway's section with what stands at the top level."""
-        return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices)
+        return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices, usage=self.usage)
 
     def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
         """The supervisor's configuration. resolve: a `model` as the file has it -> local folder."""

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "gateway.state": "Set state at the top level.",
     "gateway.tiers": "Declare tiers at the top level.",
     "gateway.prices": "Declare prices at the top level.",
+    "gateway.usage": "Set usage at the top level.",
     "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level.",
 }
 """Keys of the packages' configs that are computed from other keys -> what to do instead. They are refused in a file, and not suggested."""

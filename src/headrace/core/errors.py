@@ -32,6 +32,7 @@
     |  `- LeaseError               leases of KV blocks were used wrongly
     |- StoreFailed                 the store of streams cannot be reached, is full or broken
     |  `- EntryTooLarge            one entry is over a limit of the store
+    |- SinkFailed                  usage records cannot be sent to where they are kept
     |- ConnectionLost              wire: a session with an engine is over
     |  `- NotListening             wire: nothing is at the engine's address
     |- HandshakeRefused            wire: a connection to an engine's port is closed; the engine logs why
@@ -43,6 +44,7 @@
     |- ConfigError                 start: path in the configuration, value, remedy
     |  |- MissingKey               start: a section lacks a key that it must have
     |  |- UnknownKey               start: a key that its section does not have
+    |  |- InsecureStore            start: a store on another machine without encryption or authentication
     |  |- NeedsExactlyOne          start: a section with both or none of two keys
     |  `- NeedsExperimental        start: a value that needs `experimental`
     |- CheckpointError             start: a model's file and the reason

@@ -37,10 +37,12 @@ from headrace.gateway.http.errors import (
 from headrace.gateway.http.exchange import Exchange, Receive, Scope, Send
 from headrace.gateway.http.hosts import HostCheck
 from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight
+from headrace.gateway.ledger.record import is_recorded, usage_record
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.observe.request_log import MAX_DETAIL_CHARS, Outcome, RequestLog, RequestLogRecord
+from headrace.policy.limits.price import FREE
 
 log = logging.getLogger("headrace.gateway")
 
@@ -161,7 +163,7 @@ class Gateway:
             exchange.record.detail = type(error).__name__
             await self._fail(exchange, error)
         finally:
-            self._close(exchange)
+            self._close(exchange, active.service)
 
     async def dispatch(self, path: _Path | None, exchange: Exchange, active: ActiveConfig) -> None:
         """Check the key, then call the handler. An unknown path wants a key too, so that the answer does not show which paths exist."""
@@ -170,6 +172,7 @@ class Gateway:
         if path is None or not (path.is_public or path.path in active.public):
             exchange.principal = active.authenticator.principal(exchange.headers)
             exchange.record.tenant = exchange.principal.tenant
+            exchange.record.user, exchange.record.key_id = exchange.principal.user or None, exchange.principal.key_id or None
         if path is None:
             raise RouteNotFound(exchange.scope["path"])
         await path.endpoint(exchange.scope["method"]).handler(active.service, exchange)
@@ -202,13 +205,17 @@ class Gateway:
             await exchange.fail(reply)
         record.status = record.status or reply.status
 
-    def _close(self, exchange: Exchange) -> None:
+    def _close(self, exchange: Exchange, service: Service) -> None:
+        """service: of the configuration that the request began with"""
         exchange.release()
         record = exchange.record
         record.latency_s = self.service.clock() - exchange.arrived_at
         self.service.metrics.http_responses.labels(str(record.status)).inc()
         if exchange.generates:
             self.service.metrics.finished(record.model or "", record.replica or "", counted_as(record))
+            if service.ledger is not None and is_recorded(record):
+                price = service.config.prices.get(record.model or "", FREE)
+                service.ledger.write(usage_record(record, exchange.principal, price))
         if not (exchange.is_quiet and record.outcome is Outcome.COMPLETED):
             self.request_log.write(record)
 

@@ -24,6 +24,7 @@ from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.sse import StreamWatch
+from headrace.gateway.ledger.ledger import Ledger, open_ledger
 from headrace.gateway.memory import give_back_when_idle, machine_bytes, memory_budget, tenant_share
 from headrace.gateway.siblings import Siblings
 from headrace.gateway.site_metrics import SiteMetrics, answers_of
@@ -38,6 +39,7 @@ from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
 from headrace.observe.resume_metrics import ResumeMetrics
+from headrace.observe.usage_metrics import UsageCollector
 from headrace.text.folder import TextModel, load_text
 
 
@@ -106,6 +108,7 @@ async def open_gateway(
             memory=memory,
             kept_streams=await stack.enter_async_context(_kept_streams(config, metrics, sources)),
             metrics=metrics,
+            ledger=await _ledger(stack, config, metrics, sources),
             site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
             salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
             clock=sources.clock,
@@ -128,6 +131,14 @@ async def _kept_streams(config: GatewayConfig, metrics: Metrics, sources: Source
         yield streams
     finally:
         await streams.close()
+
+
+async def _ledger(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics, sources: Sources) -> Ledger | None:
+    ledger = open_ledger(config.state, config.usage, sources.unix_time)
+    if ledger is not None:
+        stack.push_async_callback(ledger.close)
+        metrics.registry.register(UsageCollector(ledger.reading))
+    return ledger
 
 
 def _text_pool(config: GatewayConfig, workers: Workers) -> TextPool:

@@ -19,6 +19,7 @@ from headrace.core.model_names import check_model_names
 from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
 from headrace.gateway.foreign_config import ForeignConfig, check_foreign
+from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier, all_tiers
@@ -211,6 +212,7 @@ class GatewayConfig:
     state          folder of all embedded stores; empty: they are in memory, and end with this process
     tiers          by name: what tenants may use. A built-in one holds where no other has its name
     prices         of tokens, by name of the model; one that is not named costs nothing
+    usage          how records of what requests used are kept in `state`, and where they are sent
     """
 
     models: tuple[ModelConfig, ...]
@@ -230,6 +232,7 @@ class GatewayConfig:
     state: str = ""
     tiers: dict[str, Tier] = field(default_factory=dict)
     prices: dict[str, Price] = field(default_factory=dict)
+    usage: UsageConfig = field(default_factory=UsageConfig)
 
     def checked(self) -> GatewayConfig:
         """This value if its rules hold. Raises ConfigError."""
@@ -255,6 +258,7 @@ class GatewayConfig:
             tier.checked(f"tiers.{name}")
         for name, price in self.prices.items():
             price.checked(f"prices.{name}")
+        self.usage.checked()
         return self
 
     @property

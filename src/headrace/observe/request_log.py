@@ -57,9 +57,12 @@ class RequestLogRecord:
     detail             for the operator: the exception's type where the server failed, whether another replica could have gone on where
                        one was lost, that a shutdown ended the request; at most MAX_DETAIL_CHARS
     worker             which gateway worker answered, where there are several
+    version            of the model's weights: its system_fingerprint
+    cache_tier         the cache that answered instead of an engine: "response" or "idempotency"
     continued_id       request id of the stream that this request continues; its completion_tokens are of the whole answer
     num_resumes        how often a sequence was submitted again because its engine was lost; None: never
     ttft_s, latency_s  seconds since arrival at the gateway
+    tpot_s             seconds of each token after the first, the mean over the sequences
     queue_time_s, prefill_s, decode_s, preempted_s, stalled_s
                        stages of the first sequence in its engine (`core.update.StageSeconds`), which add up to its time there. All but the
                        first are known at its end; a sequence that a stop string ended, which the gateway finds, has none
@@ -74,7 +77,10 @@ class RequestLogRecord:
     client_request_id: str | None = None
     worker: int | None = None
     tenant: str | None = None
+    user: str | None = None
+    key_id: str | None = None
     model: str | None = None
+    version: str | None = None
     replica: str | None = None
     stream: bool | None = None
     n: int | None = None
@@ -83,9 +89,11 @@ class RequestLogRecord:
     continued_id: str | None = None
     num_resumes: int | None = None
     cached_tokens: int | None = None
+    cache_tier: str | None = None
     finish_reasons: list[str] | None = None
     seed: int | None = None
     ttft_s: float | None = None
+    tpot_s: float | None = None
     queue_time_s: float | None = None
     prefill_s: float | None = None
     decode_s: float | None = None

@@ -23,6 +23,10 @@ class _Sequence:
     metrics: ReplicaMetrics | None = None
     """Metrics of the replica that gave the first token."""
 
+    @property
+    def tpot_s(self) -> float | None:
+        return (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
 
 class RequestProgress:
     """ttft_s  seconds from arrival to the first token of any sequence, None before it"""
@@ -74,8 +78,14 @@ class RequestProgress:
                 metrics.queue_time.observe(queue_time_s)
         for index, sequence in enumerate(self._sequences):
             metrics = self._metrics_of(index)
-            if metrics is not None and sequence.num_tokens > 1:
-                metrics.time_per_output_token.observe((sequence.last_s - sequence.first_s) / (sequence.num_tokens - 1))
+            if metrics is not None and (tpot_s := sequence.tpot_s) is not None:
+                metrics.time_per_output_token.observe(tpot_s)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """TPOT, the mean over the sequences that have one."""
+        found = [time_s for sequence in self._sequences if (time_s := sequence.tpot_s) is not None]
+        return sum(found) / len(found) if found else None
 
     @property
     def finish_reasons(self) -> list[str]:

@@ -162,6 +162,7 @@ class Generation:
         exchange.use(self.model.users)
         record = exchange.record
         record.model, record.stream, record.n = self.model.name, parsed.is_streaming, parsed.sampling.get("n")
+        record.version = self.model.upstream.fingerprint
         self.client_params = SamplingParams(**parsed.sampling).checked()
         self.num_prompt_logprobs = 0
         self.unread_logprob_bytes = 0
@@ -345,7 +346,7 @@ class Generation:
         """Write usage, times and finish reasons to the request's record, and observe the metrics. Runs once per stream."""
         record, usage = self.exchange.record, stream.usage()
         record.prompt_tokens, record.completion_tokens, record.cached_tokens = usage[:3]
-        record.ttft_s = progress.ttft_s
+        record.ttft_s, record.tpot_s = progress.ttft_s, progress.tpot_s
         record.finish_reasons = progress.finish_reasons or None
         record.queue_time_s = stream.queue_time_s(0)
         if (stages := stream.stages(0)) is not None:

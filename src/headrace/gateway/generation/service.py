@@ -11,6 +11,7 @@ from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.http.sse import StreamWatch
+from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.site_metrics import SiteMetrics
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.served_models import ModelTable
@@ -20,6 +21,7 @@ from headrace.observe.metrics import Metrics
 @dataclass(frozen=True, slots=True)
 class Service:
     """
+    ledger     None: usage is not kept, since there is no state folder
     salt_key   turns tenants into cache salts
     clock      of arrivals, deadlines and latencies
     unix_time  Unix seconds, for the `created` fields of answers
@@ -35,6 +37,7 @@ class Service:
     kept_streams: KeptStreams
     metrics: Metrics
     site_metrics: SiteMetrics
+    ledger: Ledger | None
     salt_key: bytes
     clock: Clock
     unix_time: Clock

@@ -1,0 +1,1 @@
+"""One record per request of what it used: spooled to disk, shipped to SQL, Kafka or ClickHouse. docs/usage.md says how and why."""

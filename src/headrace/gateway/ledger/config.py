@@ -1,0 +1,165 @@
+"""How usage is kept and where it is sent. A store on another machine is refused unless it is asked over TLS, with a password."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from headrace.core.errors import ConfigError
+from headrace.core.hosts import is_loopback
+
+FSYNC_POLICIES = ("never", "segment", "write")
+SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+
+
+class InsecureStore(ConfigError):
+    """A store on another machine that would get records in the clear, or without proof of which sender it has."""
+
+    def __init__(self, where: str, lacks: str) -> None:
+        super().__init__(where, f"is on another machine and has no {lacks}", "Set it, or allow that with allow_insecure: true.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KafkaConfig:
+    """A topic that gets every usage record.
+
+    brokers         HOST:PORT of some of the cluster's
+    topic           as it exists there, or as the cluster makes it
+    tls             encrypt and verify the brokers' certificates;  ca_file  by these authorities, instead of the system's
+    certificate_file, key_file  the client's own
+    user            SASL: its name;  password_file  file with its password, closed to other users;  mechanism  how it is proved
+    allow_insecure  brokers on other machines without TLS, or without user and certificate
+    """
+
+    brokers: tuple[str, ...]
+    topic: str = "headrace-usage"
+    tls: bool = False
+    ca_file: str = ""
+    certificate_file: str = ""
+    key_file: str = ""
+    user: str = ""
+    password_file: str = ""
+    mechanism: str = "SCRAM-SHA-512"
+    allow_insecure: bool = False
+
+    def checked(self, where: str) -> KafkaConfig:
+        """This value if its rules hold. Raises ConfigError about a key below `where`."""
+        if not self.brokers:
+            raise ConfigError(f"{where}.brokers", "is empty", "Write HOST:PORT of one or more brokers.")
+        for index, broker in enumerate(self.brokers):
+            self._check_broker(f"{where}.brokers[{index}]", broker)
+        if TOPIC.fullmatch(self.topic) is None:
+            raise ConfigError(f"{where}.topic", f"{self.topic!r} is no name of a topic", "Use letters, digits, and . _ - only.")
+        if self.mechanism not in SASL_MECHANISMS:
+            raise ConfigError(f"{where}.mechanism", f"{self.mechanism!r} is not one of {', '.join(SASL_MECHANISMS)}")
+        _check_pair(where, self, "user", "password_file")
+        _check_pair(where, self, "certificate_file", "key_file")
+        if not self.tls and (name := next((name for name in ("ca_file", "certificate_file") if getattr(self, name)), "")):
+            raise ConfigError(f"{where}.{name}", "is given without tls", "Set tls: true beside it.")
+        return self
+
+    def _check_broker(self, where: str, broker: str) -> None:
+        try:
+            parts = urlsplit(f"//{broker}")
+            is_address = bool(parts.hostname and parts.port) and parts.netloc == broker and "@" not in broker
+        except ValueError:
+            is_address = False
+        if not is_address:
+            raise ConfigError(where, f"{broker!r} is not HOST:PORT")
+        if not self.allow_insecure and not is_loopback(parts.hostname or ""):
+            if not self.tls:
+                raise InsecureStore(where, "tls")
+            if not (self.user or self.certificate_file):
+                raise InsecureStore(where, "user (or certificate_file)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClickHouseConfig:
+    """A ClickHouse server (18.16 or later), asked over HTTP.
+
+    url               http://HOST:PORT or https://HOST:PORT
+    database, table   made where they are not there, if the user may
+    user              beside `password_file`: file with its password, closed to other users
+    ca_file           authorities of the server's certificate, instead of the system's
+    allow_insecure    a server on another machine without https, or without a user
+    """
+
+    url: str
+    database: str = "default"
+    table: str = "headrace_usage"
+    user: str = ""
+    password_file: str = ""
+    ca_file: str = ""
+    allow_insecure: bool = False
+
+    @property
+    def address(self) -> SplitResult:
+        return urlsplit(self.url)
+
+    def checked(self, where: str) -> ClickHouseConfig:
+        """This value if its rules hold. Raises ConfigError about a key below `where`."""
+        self._check_url(f"{where}.url")
+        for name in ("database", "table"):
+            if IDENTIFIER.fullmatch(getattr(self, name)) is None:
+                raise ConfigError(f"{where}.{name}", f"{getattr(self, name)!r} is not a name of letters, digits and _")
+        _check_pair(where, self, "user", "password_file")
+        if self.ca_file and self.address.scheme != "https":
+            raise ConfigError(f"{where}.ca_file", "is given without an https:// url")
+        if not (self.allow_insecure or is_loopback(self.address.hostname or "")):
+            if self.address.scheme != "https":
+                raise InsecureStore(f"{where}.url", "https")
+            if not self.user:
+                raise InsecureStore(f"{where}.url", "user")
+        return self
+
+    def _check_url(self, where: str) -> None:
+        try:
+            parts = self.address
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        except ValueError:
+            is_address = False
+        if not is_address or parts.path not in ("", "/") or parts.query or parts.fragment:
+            raise ConfigError(where, "is no address of ClickHouse's HTTP port", "Write http://HOST:8123 or https://HOST:8443.")
+        if parts.username is not None or parts.password is not None:
+            raise ConfigError(where, "holds a user or a password", "Write them as user and password_file.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageConfig:
+    """How usage records are kept. Nothing is, where there is no `state`.
+
+    retention_days   how long usage.db keeps a record
+    max_spool_bytes  of records that wait for one sink, on disk; beyond it the newest are dropped and counted
+    fsync            never; "segment": before a record may be shipped, half a second's records at once; "write": each batch, at once
+    kafka            topic that gets every record; ClickHouse then gets them from there (`headrace log archive`)
+    clickhouse       server that gets every record
+    """
+
+    retention_days: int = 90
+    max_spool_bytes: int = 1 << 30
+    fsync: str = "segment"
+    kafka: KafkaConfig | None = None
+    clickhouse: ClickHouseConfig | None = None
+
+    def checked(self, where: str = "usage") -> UsageConfig:
+        """This value if its rules hold. Raises ConfigError about a key below `where`."""
+        for name in ("retention_days", "max_spool_bytes"):
+            if (value := getattr(self, name)) <= 0:
+                raise ConfigError(f"{where}.{name}", f"{value} is not positive")
+        if self.fsync not in FSYNC_POLICIES:
+            raise ConfigError(f"{where}.fsync", f"{self.fsync!r} is not one of {', '.join(FSYNC_POLICIES)}")
+        if self.kafka is not None:
+            self.kafka.checked(f"{where}.kafka")
+        if self.clickhouse is not None:
+            self.clickhouse.checked(f"{where}.clickhouse")
+        return self
+
+
+def _check_pair(where: str, value: object, first: str, second: str) -> None:
+    """Raises ConfigError where one of the two is given without the other."""
+    for name, other in ((first, second), (second, first)):
+        if getattr(value, name) and not getattr(value, other):
+            raise ConfigError(f"{where}.{name}", f"is given without {other}")

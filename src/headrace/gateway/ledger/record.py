@@ -1,0 +1,118 @@
+"""The usage record: what one request used, cost and how it went; and its JSON, which is the same in the spool and at every sink."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from headrace.gateway.access.principal import Principal
+from headrace.observe.request_log import Outcome, RequestLogRecord
+from headrace.policy.limits.price import Price
+
+MAX_PROMPT_BYTES = 64 << 10
+"""JSON of a prompt beyond these bytes is cut in a record."""
+
+
+class UsageRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Fields are explained in docs/usage.md. Tokens and money are whole numbers, durations are milliseconds; None: not known, or none.
+
+    A new field needs a default, a column in `usage_db` and in `clickhouse`, and a row in docs/usage.md.
+    """
+
+    request_id: str
+    time_ms: int
+    tenant: str
+    user: str = ""
+    key_id: str = ""
+    tier: str = ""
+    model: str
+    version: str = ""
+    adapter_id: str = ""
+    endpoint: str = ""
+    route: str = ""
+    cache_tier: str = ""
+    outcome: str
+    finish_reason: str = ""
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    queue_ms: float | None = None
+    total_latency_ms: float | None = None
+    prefill_ms: float | None = None
+    decode_ms: float | None = None
+    preempted_ms: float | None = None
+    stalled_ms: float | None = None
+    prompt: str | None = None
+
+
+encode_record = msgspec.json.Encoder().encode
+decode_record = msgspec.json.Decoder(UsageRecord).decode
+"""Raises msgspec.DecodeError or msgspec.ValidationError, both of which are MsgspecErrors."""
+
+
+def is_recorded(record: RequestLogRecord) -> bool:
+    """Whether a request that has ended gets a usage record: one that reached an engine, or was answered from a cache."""
+    if record.cache_tier is not None:
+        return True
+    return record.completion_tokens is not None and (record.outcome is not Outcome.REFUSED or record.completion_tokens > 0)
+
+
+def usage_record(record: RequestLogRecord, principal: Principal, price: Price, *, prompt: str | None = None) -> UsageRecord:
+    """The usage of a request that has ended. prompt: as `prompt_json` gives it, of tenants that opted in; else None"""
+    prompt_tokens, cached_tokens, completion_tokens = _billed_tokens(record)
+    return UsageRecord(
+        request_id=record.request_id,
+        time_ms=int(record.time * 1000),
+        tenant=principal.tenant,
+        user=principal.user,
+        key_id=principal.key_id,
+        tier=principal.tier_name,
+        model=record.model or "",
+        version=record.version or "",
+        endpoint=record.path,
+        route=record.replica or "",
+        cache_tier=record.cache_tier or ("prefix" if cached_tokens else ""),
+        outcome=record.outcome.value,
+        finish_reason=",".join(dict.fromkeys(record.finish_reasons or ())),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        completion_tokens=completion_tokens,
+        cost_nanos=price.cost_nanos(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens),
+        ttft_ms=_ms(record.ttft_s),
+        tpot_ms=_ms(record.tpot_s),
+        queue_ms=_ms(record.queue_time_s),
+        total_latency_ms=_ms(record.latency_s),
+        prefill_ms=_ms(record.prefill_s),
+        decode_ms=_ms(record.decode_s),
+        preempted_ms=_ms(record.preempted_s),
+        stalled_ms=_ms(record.stalled_s),
+        prompt=prompt,
+    )
+
+
+def prompt_json(prompt: Sequence[object]) -> str:
+    """Messages or prompts as JSON, cut at MAX_PROMPT_BYTES."""
+    return msgspec.json.encode(prompt)[:MAX_PROMPT_BYTES].decode("utf-8", "ignore")
+
+
+def _billed_tokens(record: RequestLogRecord) -> tuple[int, int, int]:
+    """Prompt, cached and generated tokens that count for this record.
+
+    An answer from a cache has none. A request that failed here before its first token has none: what its engine had computed is lost. One
+    that continues a stream has no prompt, which the request that began the stream has.
+    """
+    completion_tokens = record.completion_tokens or 0
+    if record.cache_tier is not None or (record.outcome is Outcome.FAILED and not completion_tokens):
+        return 0, 0, 0
+    if record.continued_id is not None:
+        return 0, 0, completion_tokens
+    return record.prompt_tokens or 0, record.cached_tokens or 0, completion_tokens
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

@@ -1,0 +1,140 @@
+"""Takes segments from the spool to one sink, in a thread of its own, whatever the sink does.
+
+Of all processes that share a spool one ships for a sink at a time; the other ones wait for its lock, which ends with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from headrace.core.counted import counted
+from headrace.gateway.ledger.segment import read_segment
+from headrace.gateway.ledger.sink import Sink, SinkFailed
+from headrace.gateway.ledger.spool import Spool
+
+log = logging.getLogger("headrace.usage")
+
+POLL_S = 0.25
+"""Seconds after which the folder is read again for segments of other processes, and the lock is tried again."""
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 10.0
+"""Seconds until a sink that failed is tried again: doubled each time."""
+
+INTERRUPT_S = 0.5
+"""Seconds for a sink that was interrupted."""
+
+MAX_SEGMENTS = 64
+MAX_BATCH_BYTES = 8 << 20
+"""Segments, and their bytes, that are shipped at once; at least one segment is."""
+
+
+class Shipper:
+    """
+    num_shipped, num_failures  records that the sink has, and attempts that failed, since this process began
+    num_damaged_bytes          of segments that belonged to no whole record
+    """
+
+    def __init__(self, spool: Spool, sink: Sink) -> None:
+        self.sink = sink
+        self.num_shipped = self.num_failures = self.num_damaged_bytes = 0
+        self._spool = spool
+        self._stopping = threading.Event()
+        self._woken = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"usage-{sink.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is a new segment."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Ship what waits, once, and end; what the sink does not take then stays in the spool."""
+        self._stopping.set()
+        self._woken.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until it has ended. After this time its sink is interrupted; a thread that is still at it ends with the process."""
+        self._thread.join(max(0.0, timeout_s))
+        if self._thread.is_alive():
+            self.sink.interrupt()
+            self._thread.join(INTERRUPT_S)
+
+    def ship_waiting(self) -> bool:
+        """Ship what waits now; whether there was anything. For the process that holds the sink's lock. Raises SinkFailed and OSError."""
+        is_any = False
+        while batch := self._batch():
+            is_any = True
+            self._ship(batch)
+        return is_any
+
+    def _ship(self, batch: Sequence[Path]) -> None:
+        contents = [read_segment(path.read_bytes()) for path in batch]
+        payloads = [payload for content in contents for payload in content.payloads]
+        if payloads:
+            self.sink.ship(payloads)
+        for path in batch:
+            path.unlink(missing_ok=True)
+        self.num_shipped += len(payloads)
+        if damaged := sum(content.num_damaged_bytes for content in contents):
+            self.num_damaged_bytes += damaged
+            log.warning("usage: %s of %s were damaged and are lost", counted(damaged, "byte"), counted(len(batch), "segment"))
+
+    def _batch(self) -> list[Path]:
+        chosen: list[Path] = []
+        size = 0
+        for path in self._spool.waiting(self.sink.name)[:MAX_SEGMENTS]:
+            size += path.stat().st_size
+            if chosen and size > MAX_BATCH_BYTES:
+                break
+            chosen.append(path)
+        return chosen
+
+    # -- in the thread -------------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with suppress(OSError), self._spool.shipping(self.sink.name) as is_ours:
+                if is_ours:
+                    self._ship_until_stopped()
+            if self._stopping.wait(POLL_S):
+                break
+        self.sink.close()
+
+    def _ship_until_stopped(self) -> None:
+        """Once it is stopped, one last time."""
+        retry_s, is_last = 0.0, False
+        while not is_last:
+            is_last = self._stopping.is_set()
+            self._woken.clear()
+            reason = self._attempt()
+            if not reason:
+                retry_s = 0.0
+                self._woken.wait(0 if is_last else POLL_S)
+                continue
+            if retry_s in (0.0, LAST_RETRY_S):
+                log.warning("usage: %s does not take records, which wait in the spool: %s", self.sink.name, reason)
+            retry_s = min(max(2 * retry_s, FIRST_RETRY_S), LAST_RETRY_S)
+            self._stopping.wait(0 if is_last else retry_s)
+
+    def _attempt(self) -> str:
+        """Ship what waits. Returns why it failed; empty: it did not."""
+        try:
+            if not self.ship_waiting():
+                self.sink.idle()
+        except (SinkFailed, OSError) as error:
+            reason = str(error)
+        except Exception:  # the outermost loop: a bug must not end the shipping of later records
+            log.exception("usage: shipping to %s failed", self.sink.name)
+            reason = "a fault of this program"
+        else:
+            return ""
+        self.num_failures += 1
+        with suppress(OSError):
+            self._spool.merge(self.sink.name)
+        return reason

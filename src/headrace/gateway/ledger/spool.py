@@ -1,0 +1,199 @@
+"""The folder of usage records that have not been shipped: segments that are written, and what waits for each sink.
+
+    open/NAME.seg   being written by one process, which holds a lock on it
+    SINK/NAME.seg   a closed segment that waits for this sink: a hard link, unlinked once it is shipped
+    SINK/lock       held by the process that ships for this sink
+
+Any number of processes may use one folder. What a process leaves when it dies is closed by any other one (`Spool.adopt`). Names sort by the
+time at which their segments were begun. The thread that writes is `ledger`'s, those that ship are `shipper`'s.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+from headrace.gateway.ledger.segment import MAGIC, frame, num_whole, read_segment
+
+OPEN = "open"
+LOCK = "lock"
+SUFFIX = ".seg"
+DISK_BLOCK_BYTES = 4096
+"""A file takes whole blocks, so a small segment counts as one of them."""
+
+MERGED_BYTES = 4 << 20
+"""Segments that have waited for long are merged into files of about this size, so that there are never many."""
+
+MANY_SEGMENTS = 256
+"""Segments of one sink beyond which its oldest are merged."""
+
+
+class Spool:
+    """
+    folder     its path
+    sinks      names of the sinks that get every record
+    max_bytes  of the segments that wait for one sink
+    """
+
+    def __init__(self, folder: Path, sinks: Sequence[str], max_bytes: int) -> None:
+        """Makes the folders, closed to other users. Raises ConfigError."""
+        self.folder = folder
+        self.sinks = tuple(sinks)
+        self.max_bytes = max_bytes
+        try:
+            for path in (folder, folder / OPEN, *(folder / sink for sink in sinks)):
+                path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("state", f"{error.filename} cannot be made ({error.strerror})") from None
+
+    def waiting(self, sink: str) -> list[Path]:
+        """Segments that wait for a sink, oldest first."""
+        return sorted(self._segments(sink))
+
+    def waiting_bytes(self, sink: str) -> int:
+        """Bytes that these take on the disk."""
+        size = 0
+        for path in self._segments(sink):
+            with suppress(FileNotFoundError):
+                size += -(-path.stat().st_size // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
+        return size
+
+    def adopt(self) -> Counter[str]:
+        """Close what processes that have died left open. Returns, by sink, how many records found no room there."""
+        num_dropped: Counter[str] = Counter()
+        for path in self._segments(OPEN):
+            with suppress(OSError), _locked(path) as is_abandoned:
+                if is_abandoned:
+                    num_dropped += self.close_segment(path)
+        return num_dropped
+
+    def close_segment(self, path: Path) -> Counter[str]:
+        """Have an open segment wait for every sink. The caller holds its lock. Returns, by sink, how many records found no room there.
+
+        Repeating it after a crash at any point is safe: sinks keep one record per request. Raises OSError.
+        """
+        num_dropped: Counter[str] = Counter()
+        for sink in self.sinks:
+            if self.waiting_bytes(sink) + path.stat().st_size > self.max_bytes:
+                num_dropped[sink] += len(read_segment(path.read_bytes()).payloads)
+                continue
+            with suppress(FileExistsError):
+                os.link(path, self.folder / sink / path.name)
+        path.unlink()
+        return num_dropped
+
+    def merge(self, sink: str) -> None:
+        """Make one file of the oldest segments, where many wait. For the process that ships for the sink. Raises OSError.
+
+        After a crash in between, records stand in two files; the sink keeps one.
+        """
+        paths = self.waiting(sink)
+        if len(paths) <= MANY_SEGMENTS:
+            return
+        small = [path for path in paths if path.stat().st_size < MERGED_BYTES // 2]
+        for first in range(0, len(small), MANY_SEGMENTS // 4):
+            chosen = small[first : first + MANY_SEGMENTS // 4]
+            payloads = [payload for path in chosen for payload in read_segment(path.read_bytes()).payloads]
+            unfinished = self.folder / sink / f"{chosen[0].name}.unfinished"
+            unfinished.write_bytes(MAGIC + b"".join(map(frame, payloads)))
+            unfinished.chmod(0o600)
+            unfinished.replace(chosen[0])
+            for path in chosen[1:]:
+                path.unlink()
+
+    @contextmanager
+    def shipping(self, sink: str) -> Iterator[bool]:
+        """Whether this process is the one that ships for a sink, for the length of the block. Raises OSError."""
+        descriptor = os.open(self.folder / sink / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            yield _try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _segments(self, place: str) -> list[Path]:
+        with os.scandir(self.folder / place) as entries:
+            return [self.folder / place / entry.name for entry in entries if entry.name.endswith(SUFFIX)]
+
+
+class OpenSegment:
+    """A segment that this process appends to. Not thread-safe.
+
+    num_bytes  of what was written whole
+    error      why records are missing, where some could not be written
+    """
+
+    def __init__(self, spool: Spool, *, serial: int) -> None:
+        """serial: of this process's segments. Raises OSError; then there is no segment."""
+        self._spool = spool
+        self.path = spool.folder / OPEN / f"{time.time_ns():020d}-{os.getpid()}-{serial}{SUFFIX}"
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.num_bytes = 0
+        self.error: OSError | None = None
+        try:
+            # Another process may have taken it for a dead one's, in the moment before it was locked.
+            if not _try_lock(self._descriptor) or os.fstat(self._descriptor).st_nlink == 0:
+                raise BlockingIOError(0, "the new segment was taken away", str(self.path))
+            if self.append([MAGIC]) == 0 and self.error is not None:
+                raise self.error
+        except OSError:
+            with suppress(FileNotFoundError):
+                self.path.unlink()
+            os.close(self._descriptor)
+            raise
+
+    def append(self, frames: Sequence[bytes]) -> int:
+        """How many of the frames were written whole. What was written of the next one is cut off again."""
+        data = memoryview(b"".join(frames))
+        written = self._write(data)
+        count, size = num_whole(frames, written)
+        if size < written:
+            with suppress(OSError):  # readers skip what is left of it
+                os.ftruncate(self._descriptor, self.num_bytes + size)
+            os.lseek(self._descriptor, self.num_bytes + size, os.SEEK_SET)
+        self.num_bytes += size
+        return count
+
+    def sync(self) -> None:
+        """Raises OSError."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> Counter[str]:
+        """Have the sinks get it. Returns, by sink, how many records found no room there. Raises OSError; then it is adopted later."""
+        try:
+            return self._spool.close_segment(self.path)
+        finally:
+            os.close(self._descriptor)
+
+    def _write(self, data: memoryview) -> int:
+        """Bytes that were written: less than all where the disk is full or fails."""
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError as error:
+            self.error = error
+        return written
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Whether the file is locked by the caller for the length of the block; False: another holds the lock, or has unlinked the file."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        yield _try_lock(descriptor) and path.exists()
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,160 @@
+"""From a queue in memory to segments on the disk: the thread that writes usage records, and what it does when it cannot."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import monotonic
+
+from headrace.core.counted import counted
+from headrace.gateway.ledger.record import UsageRecord, encode_record
+from headrace.gateway.ledger.segment import frame
+from headrace.gateway.ledger.spool import OpenSegment, Spool
+
+log = logging.getLogger("headrace.usage")
+
+MAX_QUEUED = 20_000
+MAX_QUEUED_BYTES = 32 << 20
+"""Records, and bytes of their prompts, that wait for the thread; one more is dropped and counted."""
+
+MAX_BATCH = 512
+"""Records of one write."""
+
+SEGMENT_S = 0.5
+SEGMENT_BYTES = 4 << 20
+"""Age and size at which a segment is closed, so that its records are shipped."""
+
+ADOPT_S = 1.0
+"""Seconds between two searches for segments of processes that have died."""
+
+LOGGED_EVERY_S = 10.0
+
+
+class SpoolThread:
+    """
+    num_recorded  records that were written
+    dropped       those that were not, by reason: "queue", "disk", or "full:SINK" where too much waits for a sink
+    """
+
+    def __init__(self, spool: Spool, *, fsync: str, on_segment: Callable[[], None]) -> None:
+        """
+        fsync       a policy of `config.FSYNC_POLICIES`
+        on_segment  called in the thread when a segment waits for the sinks
+        """
+        self.num_recorded = 0
+        self.dropped: Counter[str] = Counter()
+        self._spool = spool
+        self._fsync = fsync
+        self._on_segment = on_segment
+        self._queue: queue.SimpleQueue[UsageRecord | None] = queue.SimpleQueue()
+        self._bytes_put = self._bytes_taken = 0  # each is written by one thread
+        self._segment: OpenSegment | None = None
+        self._close_at = 0.0
+        self._adopt_at = 0.0
+        self._logged_at = -LOGGED_EVERY_S
+        self._serial = 0
+        self._thread = threading.Thread(target=self._run, name="usage-spool", daemon=True)
+        self._thread.start()
+
+    def put(self, record: UsageRecord) -> None:
+        """Queue a record; never blocks. From one thread only."""
+        size = len(record.prompt or "")
+        if self._queue.qsize() >= MAX_QUEUED or self._bytes_put - self._bytes_taken + size > MAX_QUEUED_BYTES:
+            self.dropped["queue"] += 1
+            return
+        self._bytes_put += size
+        self._queue.put(record)
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is queued, as far as the time allows."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    # -- in the thread -------------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            batch = self._next_batch()
+            is_open = None not in batch
+            try:
+                self._write([record for record in batch if record is not None])
+                self._tend(is_last=not is_open)
+            except Exception:  # the outermost loop: a bug must not end the ledger
+                log.exception("usage: a batch of records failed")
+
+    def _next_batch(self) -> list[UsageRecord | None]:
+        due = self._adopt_at if self._segment is None else min(self._adopt_at, self._close_at)
+        batch: list[UsageRecord | None] = []
+        with suppress(queue.Empty):
+            batch.append(self._queue.get(timeout=max(0.0, due - monotonic())))
+            while len(batch) < MAX_BATCH:
+                batch.append(self._queue.get_nowait())
+        self._bytes_taken += sum(len(record.prompt or "") for record in batch if record is not None)
+        return batch
+
+    def _write(self, records: Sequence[UsageRecord]) -> None:
+        if not records:
+            return
+        frames = [frame(encode_record(record)) for record in records]
+        num_written = 0
+        try:
+            segment = self._open_segment()
+            num_written = segment.append(frames)
+            if segment.error is not None:
+                raise segment.error
+            if self._fsync == "write":
+                segment.sync()
+        except OSError as error:
+            self._lost(len(frames) - num_written, error)
+        self.num_recorded += num_written
+
+    def _open_segment(self) -> OpenSegment:
+        """Raises OSError."""
+        if self._segment is None:
+            self._serial += 1
+            self._segment = OpenSegment(self._spool, serial=self._serial)
+            self._close_at = monotonic() + SEGMENT_S
+        return self._segment
+
+    def _tend(self, *, is_last: bool) -> None:
+        """Close the segment and look for abandoned ones, where that is due."""
+        now = monotonic()
+        segment = self._segment
+        if segment is not None and (is_last or now >= self._close_at or segment.num_bytes >= SEGMENT_BYTES or segment.error is not None):
+            self._segment = None
+            self._close(segment)
+        if now >= self._adopt_at:
+            self._adopt_at = now + ADOPT_S
+            with suppress(OSError):
+                self._found_no_room(self._spool.adopt())
+
+    def _close(self, segment: OpenSegment) -> None:
+        if self._fsync != "never":
+            try:
+                segment.sync()
+            except OSError as error:
+                self._lost(0, error)
+        try:
+            self._found_no_room(segment.close())
+        except OSError as error:  # it stays open, and is adopted once that can be done
+            self._lost(0, error)
+        self._on_segment()
+
+    def _found_no_room(self, by_sink: Counter[str]) -> None:
+        for sink, count in by_sink.items():
+            self.dropped[f"full:{sink}"] += count
+            self._warn(f"{sink} is behind: {counted(count, 'record')} found no room (usage.max_spool_bytes)")
+
+    def _lost(self, count: int, error: OSError) -> None:
+        self.dropped["disk"] += count
+        self._warn(f"the spool cannot be written ({error.strerror or error}): {counted(count, 'record')} lost")
+
+    def _warn(self, text: str) -> None:
+        if monotonic() - self._logged_at >= LOGGED_EVERY_S:
+            self._logged_at = monotonic()
+            log.warning("usage: %s", text)

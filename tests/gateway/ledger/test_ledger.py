@@ -1,0 +1,155 @@
+"""What requests used is in usage.db within two seconds, however they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
+
+from headrace.gateway.ledger.usage_db import FILE, UsageDb
+from headrace.gateway.ledger.usage_query import UsageQuery
+from headrace.text.folder import TextModel
+
+PRICES = {MODEL: {"input": 1.0, "output": 2.0, "cached_input": 0.5}}
+
+
+async def recorded(bench: TestBench, count: int, by: str = "tenant") -> list[dict[str, Any]]:
+    """The rows, once they are of this many requests."""
+    ledger = bench.gateway.service.ledger
+    assert ledger is not None
+    async with asyncio.timeout(20):
+        while True:
+            rows = await ledger.rows(UsageQuery(by=[by]))
+            if sum(int(str(row["requests"])) for row in rows) >= count:
+                return rows
+            await asyncio.sleep(0.02)
+
+
+def records(state: Path) -> list[dict[str, Any]]:
+    """All that is in the file, by column."""
+    import sqlite3
+
+    connection = sqlite3.connect(state / FILE)
+    connection.row_factory = sqlite3.Row
+    try:
+        return [dict(row) for row in connection.execute("SELECT * FROM usage ORDER BY time_ms, request_id")]
+    finally:
+        connection.close()
+
+
+async def test_usage_adds_up_to_what_clients_were_shown(text: TextModel, tmp_path: Path) -> None:
+    async with open_bench(text, state=str(tmp_path), prices=PRICES) as bench:
+        bench.replica.cached_tokens = 1
+        shown = []
+        for fields in ({}, {"max_tokens": 3}, {"n": 2, "max_tokens": 4}):
+            shown.append((await bench.chat(**fields)).json()["usage"])
+        answer = await bench.chat(stream=True, max_tokens=5, stream_options={"include_usage": True})
+        shown.append(json.loads(answer.text.split("data: ")[-2])["usage"])
+        started = time.monotonic()
+        [row] = await recorded(bench, 4)
+        assert time.monotonic() - started < 10
+    assert row["tenant"] == "default"
+    assert row["prompt_tokens"] == sum(usage["prompt_tokens"] for usage in shown)
+    assert row["completion_tokens"] == sum(usage["completion_tokens"] for usage in shown)
+    assert row["cached_tokens"] == 4
+    cost_nanos = (row["prompt_tokens"] - 4) * 1000 + 4 * 500 + row["completion_tokens"] * 2000
+    assert (row["cost_nanos"], row["cost"]) == (cost_nanos, cost_nanos / 1e9)
+
+
+async def test_a_record_has_what_is_known_of_its_request(text: TextModel, tmp_path: Path) -> None:
+    keys = [{"key": "sk-0123456789abcdef", "tenant": "acme"}]
+    async with open_bench(text, state=str(tmp_path), prices=PRICES, api_keys=keys) as bench:
+        headers = {"authorization": "Bearer sk-0123456789abcdef"}
+        answer = await bench.client.post("/v1/chat/completions", json=chat_body(max_tokens=6), headers=headers)
+        await recorded(bench, 1)
+    [record] = records(tmp_path)
+    assert record["request_id"] == answer.headers["x-request-id"]
+    assert abs(record["time_ms"] / 1000 - time.time()) < 300
+    wanted = {
+        "tenant": "acme",
+        "model": MODEL,
+        "version": answer.json()["system_fingerprint"],
+        "endpoint": "/v1/chat/completions",
+        "route": "r0",
+        "outcome": "completed",
+        "finish_reason": "length",
+        "completion_tokens": 6,
+        "queue_ms": 1.0,
+        "prefill_ms": 250.0,
+        "decode_ms": 500.0,
+        "stalled_ms": 125.0,
+        "prompt": None,
+    }
+    assert {name: record[name] for name in wanted} == wanted
+    assert 0 < record["ttft_ms"] <= record["total_latency_ms"]
+    assert record["tpot_ms"] is not None
+    assert record["tpot_ms"] * 5 <= record["total_latency_ms"]
+
+
+async def test_an_aborted_stream_is_recorded_with_what_it_used(text: TextModel, tmp_path: Path) -> None:
+    async with open_bench(text, state=str(tmp_path)) as bench, serving(bench.gateway) as port:
+        bench.replica.token_delay_s = 0.02
+        async with dial(port) as (reader, writer):
+            writer.write(post("/v1/chat/completions", chat_body(stream=True, max_tokens=200, ignore_eos=True)))
+            await reader.readuntil(b'"content"')
+            await reader.readuntil(b'"content"')
+        await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
+        await recorded(bench, 1)
+    [record] = records(tmp_path)
+    assert record["outcome"] == "cancelled"
+    assert 0 < record["completion_tokens"] < 200
+    assert record["prompt_tokens"] > 0
+
+
+async def test_refused_requests_have_no_record_and_failed_ones_no_tokens(text: TextModel, tmp_path: Path) -> None:
+    async with open_bench(text, state=str(tmp_path), prices=PRICES) as bench:
+        assert (await bench.chat(temperature=9)).status_code == 400
+        assert (await bench.chat(max_tokens=10**6)).status_code == 400
+        assert (await bench.client.get("/v1/models")).status_code == 200
+        bench.replica.on_submit = lambda request, stream: (_ for _ in ()).throw(RuntimeError("words"))
+        assert (await bench.chat()).status_code == 500
+        bench.replica.on_submit = None
+        assert (await bench.chat(max_tokens=2)).status_code == 200
+        await recorded(bench, 2)
+    failed, completed = records(tmp_path)
+    assert (failed["outcome"], failed["prompt_tokens"], failed["completion_tokens"], failed["cost_nanos"]) == ("failed", 0, 0, 0)
+    assert (completed["outcome"], completed["completion_tokens"]) == ("completed", 2)
+
+
+async def test_what_a_gateway_did_not_ship_the_next_one_does(text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ship = UsageDb.ship
+    with monkeypatch.context() as broken:
+        broken.setattr(UsageDb, "ship", lambda *_: (_ for _ in ()).throw(RuntimeError("no sink")))
+        async with open_bench(text, state=str(tmp_path)) as bench:
+            for _ in range(3):
+                await bench.chat(max_tokens=2)
+    assert UsageDb.ship is ship
+    assert not records(tmp_path)
+    async with open_bench(text, state=str(tmp_path)) as bench:
+        await recorded(bench, 3)
+
+
+async def test_at_the_end_everything_is_shipped(text: TextModel, tmp_path: Path) -> None:
+    async with open_bench(text, state=str(tmp_path)) as bench:
+        for _ in range(3):
+            await bench.chat(max_tokens=2)
+    assert len(records(tmp_path)) == 3
+
+
+async def test_metrics_count_records(text: TextModel, tmp_path: Path) -> None:
+    async with open_bench(text, state=str(tmp_path)) as bench:
+        await bench.chat(max_tokens=2)
+        await recorded(bench, 1)
+        assert metric(bench.gateway, "headrace_usage_records_total") == 1
+        assert metric(bench.gateway, "headrace_usage_dropped_total", reason="queue") == 0
+        assert metric(bench.gateway, "headrace_usage_waiting_bytes", sink="sql") >= 0
+
+
+async def test_without_a_state_folder_nothing_is_kept(bench: TestBench) -> None:
+    assert bench.gateway.service.ledger is None
+    assert (await bench.chat(max_tokens=2)).status_code == 200

@@ -1,0 +1,189 @@
+"""Records reach each sink, whatever it does, through the thread that writes them and the one that ships them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from ledger_kit import MemorySink, usage, wait_until
+
+from headrace.gateway.ledger import shipper as shipper_module
+from headrace.gateway.ledger import spool_thread
+from headrace.gateway.ledger.shipper import Shipper
+from headrace.gateway.ledger.spool import OPEN, Spool
+from headrace.gateway.ledger.spool_thread import SpoolThread
+
+Ids = list[str]
+
+
+def ids(*numbers: int) -> Ids:
+    return [usage(number).request_id for number in numbers]
+
+
+@contextmanager
+def running(spool: Spool, *sinks: MemorySink, fsync: str = "never") -> Iterator[tuple[SpoolThread, list[Shipper]]]:
+    shippers = [Shipper(spool, sink) for sink in sinks]
+    for shipper in shippers:
+        shipper.start()
+
+    def wake() -> None:
+        for shipper in shippers:
+            shipper.wake()
+
+    thread = SpoolThread(spool, fsync=fsync, on_segment=wake)
+    try:
+        yield thread, shippers
+    finally:
+        thread.close(10)
+        for shipper in shippers:
+            shipper.stop()
+        for shipper in shippers:
+            shipper.join(10)
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(tmp_path / "spool", ["memory"], 1 << 20)
+
+
+@pytest.mark.parametrize("fsync", ["never", "segment", "write"])
+def test_records_are_shipped_within_a_second_or_two(spool: Spool, fsync: str) -> None:
+    sink = MemorySink()
+    with running(spool, sink, fsync=fsync) as (thread, [shipper]):
+        for number in range(3):
+            thread.put(usage(number))
+        wait_until(lambda: sink.shipped == ids(0, 1, 2))
+        assert thread.num_recorded == 3
+        wait_until(lambda: shipper.num_shipped == 3)
+        assert not thread.dropped
+    assert sink.is_closed
+    assert not spool.waiting("memory")
+
+
+def test_what_is_queued_at_the_end_is_shipped(spool: Spool) -> None:
+    sink = MemorySink()
+    with running(spool, sink) as (thread, _):
+        for number in range(1000):
+            thread.put(usage(number))
+    assert sink.shipped == ids(*range(1000))
+
+
+def test_a_sink_that_is_down_gets_everything_once_it_is_back(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipper_module, "LAST_RETRY_S", 0.2)
+    sink = MemorySink()
+    sink.failure = "down"
+    with running(spool, sink) as (thread, [shipper]):
+        thread.put(usage(1))
+        wait_until(lambda: shipper.num_failures > 1)
+        thread.put(usage(2))
+        sink.failure = ""
+        wait_until(lambda: sink.shipped == ids(1, 2))
+
+
+def test_a_sink_that_is_down_keeps_none_from_another(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", ["good", "bad"], 1 << 20)
+    good, bad = MemorySink("good"), MemorySink("bad")
+    bad.failure = "down"
+    with running(spool, good, bad) as (thread, _):
+        thread.put(usage(1))
+        wait_until(lambda: good.shipped == ids(1))
+    assert not bad.shipped
+    assert len(spool.waiting("bad")) == 1, "it waits for the next process"
+    bad.failure = ""
+    with running(spool, good, bad):
+        wait_until(lambda: bad.shipped == ids(1))
+
+
+def test_a_fault_of_a_sink_ends_no_shipping(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = MemorySink()
+    ship, faults = sink.ship, [ZeroDivisionError("a bug")]
+
+    def once_faulty(payloads: object) -> None:
+        if faults:
+            raise faults.pop()
+        ship(payloads)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sink, "ship", once_faulty)
+    with running(spool, sink) as (thread, _):
+        thread.put(usage(1))
+        wait_until(lambda: sink.shipped == ids(1))
+
+
+def test_two_processes_with_one_folder_ship_each_record_once(spool: Spool) -> None:
+    """Two sets of threads here: their locks are as two processes' are, since each opens the files for itself."""
+    first, second = MemorySink(), MemorySink()
+    with running(spool, first) as (one, _), running(spool, second) as (two, _):
+        for number in range(0, 100, 2):
+            one.put(usage(number))
+            two.put(usage(number + 1))
+        wait_until(lambda: len(first.shipped + second.shipped) == 100)
+        assert not first.shipped or not second.shipped, "one of them has the lock"
+    assert sorted(first.shipped + second.shipped) == ids(*range(100))
+
+
+def test_another_process_takes_over_when_the_one_that_ships_ends(spool: Spool) -> None:
+    first, second = MemorySink(), MemorySink()
+    with running(spool, second) as (two, _):
+        with running(spool, first) as (one, _):
+            one.put(usage(1))
+            wait_until(lambda: len(first.shipped + second.shipped) == 1)
+        two.put(usage(2))
+        wait_until(lambda: len(first.shipped + second.shipped) == 2)
+
+
+def test_damaged_bytes_are_counted_and_do_not_stop_what_follows(spool: Spool) -> None:
+    sink = MemorySink()
+    (spool.folder / "memory" / "0-0-0.seg").write_bytes(b"no segment at all")
+    with running(spool, sink) as (thread, [shipper]):
+        thread.put(usage(1))
+        wait_until(lambda: sink.shipped == ids(1))
+        assert shipper.num_damaged_bytes == 17
+
+
+def test_a_full_queue_drops_and_counts_and_never_blocks(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool_thread, "MAX_QUEUED", 10)
+    monkeypatch.setattr(spool_thread.SpoolThread, "_run", lambda self: None)
+    thread = SpoolThread(spool, fsync="never", on_segment=lambda: None)
+    for number in range(25):
+        thread.put(usage(number))
+    assert thread.dropped == {"queue": 15}
+
+
+def test_prompts_that_wait_are_bounded_by_bytes(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool_thread, "MAX_QUEUED_BYTES", 100)
+    monkeypatch.setattr(spool_thread.SpoolThread, "_run", lambda self: None)
+    thread = SpoolThread(spool, fsync="never", on_segment=lambda: None)
+    for number in range(5):
+        thread.put(usage(number, prompt="x" * 40))
+    assert thread.dropped == {"queue": 3}
+
+
+def fail_with(number: int) -> Callable[..., int]:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("name", ["write", "open", "link", "fsync"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=["full", "fails", "read-only"])
+def test_a_disk_that_fails_costs_records_at_most_and_heals(spool: Spool, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    """Every call by which the spool changes the disk, with every error that disks give."""
+    sink = MemorySink()
+    with running(spool, sink, fsync="segment") as (thread, _):
+        with monkeypatch.context() as broken:
+            broken.setattr(os, name, fail_with(number))
+            for count in range(20):
+                thread.put(usage(count))
+            wait_until(lambda: thread.num_recorded + thread.dropped["disk"] == 20)
+        thread.put(usage(100))
+        wait_until(lambda: usage(100).request_id in sink.shipped)
+        if name in ("link", "fsync"):
+            wait_until(lambda: len(sink.shipped) == 21)
+            assert not thread.dropped["disk"], "they were written before, and are shipped once they can be"
+    assert len(sink.shipped) == len(set(sink.shipped)) == 21 - thread.dropped["disk"]
+    assert not os.listdir(spool.folder / OPEN)

@@ -1,0 +1,58 @@
+"""Usage records, and sinks that fail when a test says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headrace.gateway.ledger.record import UsageRecord, decode_record
+from headrace.gateway.ledger.sink import SinkFailed
+
+
+def usage(number: int, **changes: Any) -> UsageRecord:
+    """The record of a request with this number."""
+    plain: dict[str, Any] = {
+        "request_id": f"{number:024x}",
+        "time_ms": 1_700_000_000_000 + number,
+        "tenant": "acme",
+        "model": "fox",
+        "outcome": "completed",
+        "prompt_tokens": 10,
+        "cached_tokens": 4,
+        "completion_tokens": 5,
+        "cost_nanos": 1000,
+    }
+    return UsageRecord(**(plain | changes))
+
+
+class MemorySink:
+    """A `Sink` that keeps records in a list, every one as often as it is shipped. failure: while set, nothing is taken"""
+
+    def __init__(self, name: str = "memory") -> None:
+        self.name = name
+        self.shipped: list[str] = []
+        self.failure = ""
+        self.num_idle = 0
+        self.is_closed = False
+
+    def ship(self, payloads: Sequence[bytes]) -> None:
+        if self.failure:
+            raise SinkFailed(self.failure)
+        self.shipped += [decode_record(payload).request_id for payload in payloads]
+
+    def idle(self) -> None:
+        self.num_idle += 1
+
+    def interrupt(self) -> None:
+        self.failure = "interrupted"
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
