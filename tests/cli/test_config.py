@@ -20,7 +20,8 @@ from headrace.gateway.config import config_from
 def load_text(tmp_path: Path, text: str, environment: dict[str, str] | None = None, **flags: object) -> ServeConfig:
     file = tmp_path / "headrace.yaml"
     file.write_text(text)
-    return load(file, environment or {}, {path.replace("__", "."): value for path, value in flags.items()})
+    own = {"XDG_STATE_HOME": str(tmp_path), **(environment or {})}
+    return load(file, own, {path.replace("__", "."): value for path, value in flags.items()})
 
 
 def refusal(tmp_path: Path, text: str, environment: dict[str, str] | None = None, **flags: object) -> ConfigError:

@@ -21,6 +21,7 @@ from headrace.cli.config_origins import flag_steps, named_by_origin
 from headrace.cli.config_variables import ELSEWHERE, apply_environment, set_at
 from headrace.cli.config_yaml import Raw, read_yaml
 from headrace.cli.state import state_folder
+from headrace.cli.stored_keys import has_stored_keys
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.core.strict_decode import NeedsExactlyOne, decode, plain
@@ -168,12 +169,6 @@ class ServeConfig:
         if self.log_format not in list(LogFormat):
             raise ConfigError("log_format", f"{self.log_format!r} is not one of {', '.join(LogFormat)}")
         self.fleet(lambda model: Path(model)).checked()
-        if not (is_loopback(self.gateway.host) or self.gateway.api_keys or self.allow_open):
-            raise ConfigError(
-                "gateway.host",
-                f"{self.gateway.host} can be reached from other machines and there is no API key",
-                "Set one (--api-key, gateway.api_keys), or allow use without one (--allow-open, allow_open).",
-            )
         return self
 
     def _check_model(self, where: str, model: ModelSection) -> None:
@@ -283,6 +278,21 @@ def load(
 
     Raises: ConfigError, about a value of a flag under the flag's name, of the environment under the variable's, else under the path.
     """
+    with named_by_origin(environment, ENV_PREFIX, flag_names or {}):
+        config = load_settings(file, environment, flags, flag_names=flag_names, default_model=default_model)
+        check_wants_keys(config)
+    return config
+
+
+def load_settings(
+    file: Path | None,
+    environment: Mapping[str, str],
+    flags: Mapping[str, object] | None = None,
+    *,
+    flag_names: Mapping[str, str] | None = None,
+    default_model: str | None = None,
+) -> ServeConfig:
+    """As `load`, for a command that serves nothing: whether a key is wanted is not asked."""
     names = flag_names or {}
     raw = {} if file is None else read_yaml(file)
     with named_by_origin(environment, ENV_PREFIX, names):
@@ -290,6 +300,17 @@ def load(
         _apply_flags(raw, {path: value for path, value in (flags or {}).items() if value is not None}, names)
         config = from_raw(raw, default_model)
     return replace(config, state=str(state_folder(config.state, environment)))
+
+
+def check_wants_keys(config: ServeConfig) -> None:
+    """Raise ConfigError where other machines could use the server without a key, and nothing allows that."""
+    gateway = config.gateway
+    if not (is_loopback(gateway.host) or gateway.api_keys or config.allow_open or has_stored_keys(config.state, gateway.store)):
+        raise ConfigError(
+            "gateway.host",
+            f"{gateway.host} can be reached from other machines and there is no API key",
+            "Create one (headrace keys create), set one (--api-key, gateway.api_keys), or allow use without one (--allow-open).",
+        )
 
 
 def from_raw(raw: Raw, default_model: str | None = None) -> ServeConfig:

@@ -24,6 +24,11 @@ class ServeSource:
         self._load = load
         self._resolve = resolve
 
+    @property
+    def held(self) -> ServeConfig:
+        """What holds now."""
+        return self._held
+
     def read(self) -> FleetConfig:
         """The whole configuration, checked. May fetch a model. Raises ConfigError."""
         self._last = self._load()

@@ -22,10 +22,12 @@ from headrace.cli.doctor import doctor
 from headrace.cli.engine import engine
 from headrace.cli.exits import report
 from headrace.cli.gateway import gateway
+from headrace.cli.keys import keys_app
 from headrace.cli.models import models
 from headrace.cli.replay import replay
 from headrace.cli.serve import serve
 from headrace.cli.suggestions import SuggestingGroup
+from headrace.cli.tenants import tenants_app
 from headrace.cli.tls import tls_app
 from headrace.cli.values_of_flags import refuse_missing_values
 from headrace.cli.vllm_flags import translated
@@ -58,6 +60,8 @@ app.command()(doctor)
 app.command()(replay)
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
+app.add_typer(keys_app, name="keys")
+app.add_typer(tenants_app, name="tenants")
 app.add_typer(tls_app, name="tls")
 
 

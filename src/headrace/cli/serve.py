@@ -21,6 +21,7 @@ from headrace.cli.flag_names import flag_names
 if TYPE_CHECKING:
     from headrace.cli.config import ServeConfig
     from headrace.fleet.supervisor import FleetReady
+    from headrace.gateway.access.administration import Administration
 
 FLAG_PATHS = {
     **{flag.parameter: f"model.engine.{flag.field}" for flag in ENGINE_FLAGS},
@@ -142,10 +143,12 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     """
     from headrace.cli.announcement import announce_when_ready
     from headrace.cli.config_source import ServeSource
+    from headrace.cli.directory import open_administration
     from headrace.cli.state import make_state_folder
     from headrace.fleet.listening import check_can_listen
     from headrace.fleet.supervisor import run_fleet
     from headrace.fleet.weights import resolve_model
+    from headrace.gateway.access.admin_requests import KeyRequests
     from headrace.gateway.http.descriptors import connection_limit
     from headrace.observe.logs import LogFormat, set_up_logging
 
@@ -162,4 +165,8 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
 
     resolve = partial(resolve_model, experimental=config.experimental)
     source = None if read_again is None else ServeSource(config, read_again, resolve)
-    return int(run_fleet(config.fleet(resolve), source=source, on_ready=on_ready))
+
+    def administration(actor: str) -> Administration:
+        return open_administration(config if source is None else source.held, actor=actor)
+
+    return int(run_fleet(config.fleet(resolve), source=source, requests=[KeyRequests(administration)], on_ready=on_ready))

@@ -11,11 +11,14 @@ import hmac
 import json
 import logging
 import os
+import pwd
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.strict_decode import decode
@@ -37,14 +40,32 @@ MAX_BODY_BYTES = 1 << 16
 Command = Callable[[Mapping[str, object]], Coroutine[Any, Any, list[str]]]
 
 
+class AdminRequests(Protocol):
+    """Requests to the socket that are not about processes: keys, tenants, caches."""
+
+    async def answer(
+        self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
+    ) -> tuple[int, object] | None:
+        """
+        path   its parts: ("keys", "key-1")
+        actor  name of the user at the other end
+
+        Returns status and JSON; None where this is no request of these.
+        """
+        ...
+
+
 @asynccontextmanager
-async def admin_socket(folder: Path, control: FleetControl, reconciler: Reconciler) -> AsyncIterator[None]:
-    """Answer on the socket in `folder` until the block ends. Raises ConfigError where it cannot be made."""
+async def admin_socket(
+    folder: Path, control: FleetControl, reconciler: Reconciler, requests: Sequence[AdminRequests] = ()
+) -> AsyncIterator[None]:
+    """Answer on the socket in `folder` until the block ends. requests: asked in turn. Raises ConfigError where it cannot be made."""
     from aiohttp import web
 
-    door = _AdminDoor(control, reconciler, _write_token(folder / TOKEN_NAME))
+    door = _AdminDoor(control, reconciler, _write_token(folder / TOKEN_NAME), requests)
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.add_routes([web.get("/status", door.status), *(web.post(f"/{name}", door.command) for name in door.commands)])
+    app.router.add_route("*", "/{path:.*}", door.request)
     runner = web.AppRunner(app, access_log=None, handle_signals=False)
     await runner.setup()
     path = folder / SOCKET_NAME
@@ -72,10 +93,11 @@ def _write_token(path: Path) -> str:
 class _AdminDoor:
     """Requests to commands, and what they say to lines of JSON."""
 
-    def __init__(self, control: FleetControl, reconciler: Reconciler, token: str) -> None:
+    def __init__(self, control: FleetControl, reconciler: Reconciler, token: str, requests: Sequence[AdminRequests]) -> None:
         self._control = control
         self._reconciler = reconciler
         self._expected = f"Bearer {token}".encode()
+        self._requests = requests
         self._running: set[asyncio.Task[list[str]]] = set()
         self.commands: dict[str, Command] = {"reload": self._reload, "rollout": self._roll_out, "scale": self._scale, "drain": self._drain}
 
@@ -89,6 +111,18 @@ class _AdminDoor:
 
         self._authenticate(request)
         return web.json_response(await self._control.status())
+
+    async def request(self, request: web.Request) -> web.Response:
+        """One of `AdminRequests`. An answer comes only with the token, whatever the path."""
+        from aiohttp import web
+
+        self._authenticate(request)
+        parts = tuple(request.path.strip("/").split("/"))
+        body = await _body(request)
+        for requests in self._requests:
+            if (answer := await requests.answer(request.method, parts, request.query, body, _user_at(request))) is not None:
+                return web.json_response(answer[1], status=answer[0])
+        raise web.HTTPNotFound(text="There is no such request.")
 
     async def command(self, request: web.Request) -> web.StreamResponse:
         """Lines of JSON: progress as it comes, then how the command ended. It goes on when the client leaves."""
@@ -150,6 +184,18 @@ async def _body(request: web.Request) -> Mapping[str, object]:
     if not isinstance(body, dict):
         raise web.HTTPBadRequest(text="The body is no JSON object.")
     return body
+
+
+def _user_at(request: web.Request) -> str:
+    """The user of the process at the other end of the socket."""
+    connected = None if request.transport is None else request.transport.get_extra_info("socket")
+    if connected is None:
+        return "unknown"
+    _, uid, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
 
 
 def _end_of(task: asyncio.Task[list[str]]) -> dict[str, object]:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.core.counted import counted
-from headrace.fleet.admin import admin_socket
+from headrace.fleet.admin import AdminRequests, admin_socket
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.control import ConfigSource, FleetControl
 from headrace.fleet.files import run_dir
@@ -73,15 +73,18 @@ class Supervisor:
         *,
         launcher: Launcher | None = None,
         source: ConfigSource | None = None,
+        requests: Sequence[AdminRequests] = (),
         on_ready: Callable[[FleetReady], None] | None = None,
     ) -> None:
         """
         source    where the configuration can be read again; None: it cannot, and SIGHUP drains
+        requests  what the admin socket answers beside the commands for processes
         on_ready  called once, when every gateway has served, and every replica has served or cannot be started
         """
         self._config = config.checked().with_keys()
         self._launcher = launcher or ProcessLauncher(log_format=config.log_format)
         self._source = source
+        self._requests = requests
         self._on_ready = on_ready
         self._within_s: float | None = None
         self._reconciler: Reconciler | None = None
@@ -146,7 +149,7 @@ class Supervisor:
     async def _control(self, folder: Path, reconciler: Reconciler, stop: StopSignals, reload: asyncio.Event) -> None:
         """Answer the operator, and call `on_ready` once. Never returns."""
         control = FleetControl(reconciler, self._source, partial(self._drain_all, reconciler, stop))
-        async with admin_socket(folder, control, reconciler):
+        async with admin_socket(folder, control, reconciler, self._requests):
             for keeper in self.gateways:
                 await keeper.ready.wait()
             await reconciler.first_service()
@@ -199,7 +202,11 @@ async def _ended(tasks: Sequence[asyncio.Task[None]], stop: StopSignals, timeout
 
 
 def run_fleet(
-    config: FleetConfig, *, source: ConfigSource | None = None, on_ready: Callable[[FleetReady], None] | None = None
+    config: FleetConfig,
+    *,
+    source: ConfigSource | None = None,
+    requests: Sequence[AdminRequests] = (),
+    on_ready: Callable[[FleetReady], None] | None = None,
 ) -> FleetExit:
     """Runs a deployment in the foreground until it is drained. Raises ConfigError or FleetFailed with the failing process's reason."""
-    return asyncio.run(Supervisor(config, source=source, on_ready=on_ready).run())
+    return asyncio.run(Supervisor(config, source=source, requests=requests, on_ready=on_ready).run())

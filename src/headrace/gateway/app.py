@@ -112,7 +112,7 @@ class ActiveConfig:
     def __init__(self, service: Service) -> None:
         config = service.config
         self.service = service
-        self.authenticator = Authenticator(config.api_keys, config.tiers)
+        self.authenticator = Authenticator(config.api_keys, config.tiers, service.stored_keys)
         self.host_check = HostCheck(config.host, config.allowed_hosts)
         self.origins = Origins(config.allowed_origins)
         self.public = frozenset({"/metrics"} if config.open_metrics else ())
@@ -170,7 +170,7 @@ class Gateway:
         if path is not None:
             exchange.generates, exchange.is_quiet = path.generates, path.is_quiet
         if path is None or not (path.is_public or path.path in active.public):
-            exchange.principal = active.authenticator.principal(exchange.headers)
+            exchange.principal = await active.authenticator.principal(exchange.headers)
             exchange.record.tenant = exchange.principal.tenant
             exchange.record.user, exchange.record.key_id = exchange.principal.user or None, exchange.principal.key_id or None
         if path is None:

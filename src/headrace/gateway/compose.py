@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.core.errors import ConfigError
+from headrace.gateway.access.open_keys import open_keys
 from headrace.gateway.access.open_requests import OpenRequests
+from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.models import Connect, ModelOpener, Sources, connect_wire
@@ -101,6 +103,7 @@ async def open_gateway(
         service = Service(
             config=config,
             models=ModelTable(models.served),
+            stored_keys=await _stored_keys(stack, config, sources),
             open_requests=open_requests,
             watch=await stack.enter_async_context(watch),
             text_pool=text_pool,
@@ -120,6 +123,12 @@ async def open_gateway(
         trimming = asyncio.create_task(give_back_when_idle(memory), name="memory given back")
         stack.callback(trimming.cancel)
         yield OpenGateway(app, Reloader(app, models, loaded, open_log))
+
+
+async def _stored_keys(stack: AsyncExitStack, config: GatewayConfig, sources: Sources) -> StoredKeys | None:
+    store = open_keys(config.state, config.store)
+    keys = None if store is None else StoredKeys(store, clock=sources.clock, unix_time=sources.unix_time)
+    return None if keys is None else await stack.enter_async_context(keys)
 
 
 @asynccontextmanager

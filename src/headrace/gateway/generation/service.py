@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headrace.core.clock import Clock
 from headrace.gateway.access.budget import RequestMemory
 from headrace.gateway.access.open_requests import OpenRequests
+from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.generation.kept_streams import KeptStreams
@@ -22,6 +23,7 @@ from headrace.observe.metrics import Metrics
 class Service:
     """
     ledger     None: usage is not kept, since there is no state folder
+    stored_keys  None: keys are those of the configuration alone
     salt_key   turns tenants into cache salts
     clock      of arrivals, deadlines and latencies
     unix_time  Unix seconds, for the `created` fields of answers
@@ -29,6 +31,7 @@ class Service:
 
     config: GatewayConfig
     models: ModelTable
+    stored_keys: StoredKeys | None
     open_requests: OpenRequests
     watch: StreamWatch
     text_pool: TextPool

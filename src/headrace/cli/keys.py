@@ -1,0 +1,150 @@
+"""`headrace keys`: create, list, show, rotate and revoke API keys, and read what was changed. docs/identity.md"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.directory import AsJson, ConfigFile, StateFolder
+
+if TYPE_CHECKING:
+    from headrace.gateway.access.administration import IssuedKey
+
+keys_app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True, rich_markup_mode=None)
+
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `headrace keys list` shows it.")]
+
+
+@keys_app.command()
+def create(
+    tenant: Annotated[str, typer.Option("--tenant", help="Team or customer; created where it is not there yet.")],
+    tier: Annotated[str | None, typer.Option("--tier", help="The key's rules. Default: its tenant's.")] = None,
+    user: Annotated[str, typer.Option("--user", help="Person or program that gets the key.")] = "",
+    expires: Annotated[str | None, typer.Option("--expires", metavar="TIME", help="30d, 12h, ... from now. Default: never.")] = None,
+    budget: Annotated[float | None, typer.Option("--budget", help="Money per UTC month, in the currency of `prices`.")] = None,
+    models: Annotated[str | None, typer.Option("--models", metavar="A,B", help="Models that it may use. Default: its tier's.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option("--requests-per-minute", help="Of this key alone.")] = None,
+    config: ConfigFile = None,
+    state: StateFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create an API key and print it. It is shown once: only its digest is kept."""
+    from headrace.cli.directory import administered
+    from headrace.cli.durations import seconds_of
+    from headrace.gateway.access.administration import NewKey
+    from headrace.gateway.access.principal import KeyLimits
+
+    limits = KeyLimits(
+        monthly_budget=budget,
+        requests_per_minute=requests_per_minute,
+        models=tuple(name.strip() for name in models.split(",")) if models else (),
+    )
+    expires_s = None if expires is None else seconds_of(expires, "--expires")
+    wanted = NewKey(tenant=tenant, tier=tier, user=user, expires_s=expires_s, limits=limits)
+    _print_issued(administered(config, state, lambda admin: admin.create_key(wanted)), as_json)
+
+
+@keys_app.command("list")
+def list_keys(
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Only of this tenant.")] = None,
+    config: ConfigFile = None,
+    state: StateFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """List all keys, revoked and expired ones too."""
+    from headrace.cli.directory import administered
+    from headrace.gateway.access.shown_records import shown_key
+
+    found = [shown_key(key, time.time()) for key in administered(config, state, lambda admin: admin.keys(tenant))]
+    print_rows(found, ("id", "first_chars", "tenant", "user", "tier", "state", "expires_at"), as_json)
+
+
+@keys_app.command()
+def show(key_id: KeyId, config: ConfigFile = None, state: StateFolder = None, as_json: AsJson = False) -> None:
+    """Show what a key may do."""
+    from headrace.cli.directory import administered
+    from headrace.gateway.access.shown_records import shown_key
+
+    print_one(shown_key(administered(config, state, lambda admin: admin.key(key_id)), time.time()), as_json)
+
+
+@keys_app.command()
+def rotate(
+    key_id: KeyId,
+    grace: Annotated[
+        str, typer.Option("--grace", metavar="TIME", help="How long the old key is valid: 1h, 2d. Default: not at all.")
+    ] = "0s",
+    config: ConfigFile = None,
+    state: StateFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replace a key by a new one of the same id, limits and budget, and print it."""
+    from headrace.cli.directory import administered
+    from headrace.cli.durations import seconds_of
+
+    grace_s = seconds_of(grace, "--grace")
+    _print_issued(administered(config, state, lambda admin: admin.rotate_key(key_id, grace_s=grace_s)), as_json)
+
+
+@keys_app.command()
+def revoke(key_id: KeyId, config: ConfigFile = None, state: StateFolder = None) -> None:
+    """End a key on every gateway, within two seconds."""
+    from headrace.cli.directory import administered
+
+    administered(config, state, lambda admin: admin.revoke_key(key_id))
+    print(f"{key_id} is revoked")
+
+
+@keys_app.command()
+def audit(
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1_000_000, help="Newest records to show.")] = 100,
+    config: ConfigFile = None,
+    state: StateFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the changes to keys and tenants, newest first: when, by which user, what."""
+    from headrace.cli.directory import administered
+    from headrace.gateway.access.shown_records import shown_audit
+
+    found = [shown_audit(record) for record in administered(config, state, lambda admin: admin.audit(limit))]
+    print_rows(found, ("time", "actor", "action", "subject", "detail"), as_json)
+
+
+def _print_issued(issued: IssuedKey, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"id": issued.record.id, "key": issued.key}))
+        return
+    print(issued.key)
+    print(f"{issued.record.id}, tenant {issued.record.tenant}. The key is shown this once.", file=sys.stderr)
+
+
+def print_one(record: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(record))
+        return
+    for name, value in record.items():
+        print(f"{name + ':':21}{_shown(name, value)}")
+
+
+def print_rows(records: Sequence[Mapping[str, Any]], columns: Sequence[str], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(list(records)))
+        return
+    rows = [columns, *([_shown(name, record[name]) for name in columns] for record in records)]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(columns))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _shown(name: str, value: object) -> str:
+    if value is None or value in ("", [], {}):
+        return "-"
+    if isinstance(value, float) and (name == "time" or name.endswith(("_at", "_until"))):
+        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,317 @@
+"""Creating, changing and ending keys and tenants: the rules, above either store. Every change leaves an audit record.
+
+`headrace keys`, `headrace tenants` and the admin socket call this. A change is decided on what was read and written only where nothing has
+changed since; else it is decided again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from headrace.core.clock import Clock
+from headrace.core.errors import InvalidRequest
+from headrace.gateway.access.key_records import AuditRecord, KeyRecord, TenantRecord
+from headrace.gateway.access.key_store import DirectoryChange, KeyStore
+from headrace.gateway.access.principal import KeyLimits
+from headrace.gateway.access.tenant_options import checked_options
+from headrace.gateway.stores.store import StoreFailed
+from headrace.policy.limits.tier import DEFAULT_TIER
+
+T = TypeVar("T")
+
+PREFIX = "hr-"
+KEY_BYTES = 32
+FIRST_CHARS = 8
+"""Characters of a key that lists show: its prefix and 30 of its 256 bits."""
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+USER = re.compile(r"[A-Za-z0-9._@+-]{1,128}")
+MAX_TRIES = 50
+"""How often a change is decided again, because other ones came between."""
+
+MAX_BUDGET = 1e9
+"""Largest budget, in the currency's unit: in nano-units it is less than what a 64-bit integer holds."""
+
+MAX_EXPIRES_S = 100 * 366 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewKey:
+    """What a key is asked for with.
+
+    tier       None: the tenant's
+    expires_s  seconds from now; None: it does not expire
+    """
+
+    tenant: str
+    tier: str | None = None
+    user: str = ""
+    expires_s: float | None = None
+    limits: KeyLimits = field(default_factory=KeyLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedKey:
+    """key: the key itself, which is shown now and never again"""
+
+    record: KeyRecord
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantChange:
+    """Values to set; None leaves one as it is. monthly_budget: 0 for the tier's. options: those to set, null to drop one"""
+
+    tier: str | None = None
+    monthly_budget: float | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+class Administration:
+    """All methods raise InvalidRequest for a value that breaks a rule, naming it, and StoreFailed."""
+
+    def __init__(self, store: KeyStore, *, tiers: Collection[str], unix_time: Clock, actor: str) -> None:
+        """
+        tiers  names that there are, in the configuration and built in
+        actor  see `AuditRecord`
+        """
+        self._store = store
+        self._tiers = tiers
+        self._unix_time = unix_time
+        self._actor = actor
+
+    # -- keys ----------------------------------------------------------------------------------------------------------------------
+
+    async def create_key(self, wanted: NewKey) -> IssuedKey:
+        """A key of the tenant. A tenant that is not there yet is created, with the key's tier."""
+        self._check(wanted)
+        key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
+        key_id = f"key-{secrets.token_hex(8)}"
+
+        async def decide() -> tuple[KeyRecord, _Decision]:
+            now = self._unix_time()
+            tenant = await self._store.tenant(wanted.tenant)
+            made: tuple[TenantRecord, ...] = ()
+            if tenant is None:
+                tenant = TenantRecord(name=wanted.tenant, tier=wanted.tier or DEFAULT_TIER, created_at=now)
+                made = (tenant,)
+            own_tier = wanted.tier or ""
+            record = KeyRecord(
+                id=key_id,
+                sha256=digest(key),
+                first_chars=key[:FIRST_CHARS],
+                tenant=wanted.tenant,
+                user=wanted.user,
+                tier="" if own_tier == tenant.tier else own_tier,
+                created_at=now,
+                expires_at=None if wanted.expires_s is None else now + wanted.expires_s,
+                limits=wanted.limits,
+            )
+            detail = {name: value for name, value in _shown(record).items() if value not in (None, "", ())}
+            if made:
+                detail["created_tenant"] = {"tier": tenant.tier}
+            return record, _Decision("key.create", key_id, detail, keys=(record,), tenants=made)
+
+        return IssuedKey(await self._change(decide), key)
+
+    async def revoke_key(self, key_id: str) -> KeyRecord:
+        """End a key now, whatever its expiry and grace. A key that is revoked stays as it is."""
+
+        async def decide() -> tuple[KeyRecord, _Decision | None]:
+            record = await self.key(key_id)
+            if record.revoked_at is not None:
+                return record, None
+            revoked = replace(record, revoked_at=self._unix_time())
+            return revoked, _Decision("key.revoke", key_id, {}, keys=(revoked,))
+
+        return await self._change(decide)
+
+    async def rotate_key(self, key_id: str, *, grace_s: float = 0.0) -> IssuedKey:
+        """Another key under the same id. The one before is valid for `grace_s` more, any earlier one no longer."""
+        if not 0 <= grace_s <= MAX_EXPIRES_S:
+            raise InvalidRequest("grace", "seconds from 0 to a hundred years", grace_s)
+        key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+        async def decide() -> tuple[KeyRecord, _Decision]:
+            record, now = await self.key(key_id), self._unix_time()
+            if not record.is_active(now):
+                raise InvalidRequest("id", "a key that is neither revoked nor expired", key_id, "Create another one.")
+            previous = (record.sha256, now + grace_s) if grace_s else ("", 0.0)
+            rotated = replace(
+                record, sha256=digest(key), first_chars=key[:FIRST_CHARS], previous_sha256=previous[0], previous_until=previous[1]
+            )
+            removed = tuple({*record.digests} - {*rotated.digests})
+            return rotated, _Decision("key.rotate", key_id, {"grace_s": grace_s}, keys=(rotated,), removed_digests=removed)
+
+        return IssuedKey(await self._change(decide), key)
+
+    async def key(self, key_id: str) -> KeyRecord:
+        record = await self._store.key(key_id)
+        if record is None:
+            raise InvalidRequest("id", "the id of a key", key_id, "`headrace keys list` shows them.")
+        return record
+
+    async def keys(self, tenant: str | None = None) -> list[KeyRecord]:
+        """Oldest first; revoked and expired ones are among them. tenant: None for all"""
+        return [record for record in await self._store.keys() if tenant in (None, record.tenant)]
+
+    # -- tenants -------------------------------------------------------------------------------------------------------------------
+
+    async def create_tenant(self, name: str, change: TenantChange) -> TenantRecord:
+        self._check_name("tenant", name)
+        self._check_change(change)
+
+        async def decide() -> tuple[TenantRecord, _Decision]:
+            if await self._store.tenant(name) is not None:
+                raise InvalidRequest("tenant", "a name that is not taken", name, "`headrace tenants set` changes it.")
+            empty = TenantRecord(name=name, tier=DEFAULT_TIER, created_at=self._unix_time())
+            record = _changed(empty, change)
+            return record, _Decision("tenant.create", name, _differences(change, record), tenants=(record,))
+
+        return await self._change(decide)
+
+    async def set_tenant(self, name: str, change: TenantChange) -> TenantRecord:
+        self._check_change(change)
+
+        async def decide() -> tuple[TenantRecord, _Decision]:
+            record = _changed(await self.tenant(name), change)
+            return record, _Decision("tenant.set", name, _differences(change, record), tenants=(record,))
+
+        return await self._change(decide)
+
+    async def remove_tenant(self, name: str, *, revoke_keys: bool = False) -> None:
+        """Forget a tenant. Keys of it that are still active are revoked where `revoke_keys` says so, else the tenant is kept."""
+
+        async def decide() -> tuple[None, _Decision]:
+            await self.tenant(name)
+            now = self._unix_time()
+            active = [record for record in await self.keys(name) if record.is_active(now)]
+            if active and not revoke_keys:
+                remedy = "Revoke them first, or with --revoke-keys (revoke_keys)."
+                raise InvalidRequest("tenant", "a tenant without active keys", f"{name}: {len(active)} of them", remedy)
+            revoked = tuple(replace(record, revoked_at=now) for record in active)
+            detail = {"revoked": [record.id for record in revoked]}
+            return None, _Decision("tenant.remove", name, detail, keys=revoked, removed_tenants=(name,))
+
+        await self._change(decide)
+
+    async def tenant(self, name: str) -> TenantRecord:
+        record = await self._store.tenant(name)
+        if record is None:
+            raise InvalidRequest("tenant", "the name of a tenant", name, "`headrace tenants list` shows them.")
+        return record
+
+    async def tenants(self) -> list[TenantRecord]:
+        return await self._store.tenants()
+
+    async def audit(self, limit: int) -> list[AuditRecord]:
+        """The newest changes, newest first."""
+        return await self._store.audit(limit)
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    # -- rules ---------------------------------------------------------------------------------------------------------------------
+
+    async def _change(self, decide: Callable[[], Awaitable[tuple[T, _Decision | None]]]) -> T:
+        for _ in range(MAX_TRIES):
+            state = await self._store.state()  # before all that is decided on
+            result, decision = await decide()
+            if decision is None:
+                return result
+            now = self._unix_time()
+            change = DirectoryChange(
+                expected=state.version,
+                version=max(state.version + 1, int(1000 * now)),  # another one than a lost directory had
+                audit=AuditRecord(time=now, actor=self._actor, action=decision.action, subject=decision.subject, detail=decision.detail),
+                keys=decision.keys,
+                removed_digests=decision.removed_digests,
+                tenants=decision.tenants,
+                removed_tenants=decision.removed_tenants,
+            )
+            if await self._store.apply(change):
+                return result
+        raise StoreFailed("Other changes came between each time; try again.")
+
+    def _check(self, wanted: NewKey) -> None:
+        self._check_name("tenant", wanted.tenant)
+        if wanted.user and USER.fullmatch(wanted.user) is None:
+            raise InvalidRequest("user", "1 to 128 letters, digits and . _ @ + -", wanted.user)
+        self._check_tier(wanted.tier)
+        if wanted.expires_s is not None and not 0 < wanted.expires_s <= MAX_EXPIRES_S:
+            raise InvalidRequest("expires", "seconds above 0, up to a hundred years", wanted.expires_s)
+        _check_budget("budget", wanted.limits.monthly_budget, least_is_zero=False)
+        rate = wanted.limits.requests_per_minute
+        if rate is not None and not 0 < rate <= 10**9:
+            raise InvalidRequest("requests_per_minute", "1 to 1,000,000,000", rate)
+
+    def _check_change(self, change: TenantChange) -> None:
+        self._check_tier(change.tier)
+        _check_budget("monthly_budget", change.monthly_budget, least_is_zero=True)
+        checked_options({name: value for name, value in change.options.items() if value is not None})
+
+    def _check_tier(self, tier: str | None) -> None:
+        if tier is not None and tier not in self._tiers:
+            remedy = "Tiers of a configuration file are known where it is named: --config FILE."
+            raise InvalidRequest("tier", f"one of {', '.join(self._tiers)}", tier, remedy)
+
+    def _check_name(self, field: str, name: str) -> None:
+        if NAME.fullmatch(name) is None:
+            raise InvalidRequest(field, "1 to 128 letters, digits and . _ -", name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """A change that has no version yet."""
+
+    action: str
+    subject: str
+    detail: Mapping[str, object]
+    keys: tuple[KeyRecord, ...] = ()
+    removed_digests: tuple[str, ...] = ()
+    tenants: tuple[TenantRecord, ...] = ()
+    removed_tenants: tuple[str, ...] = ()
+
+
+def digest(key: str) -> str:
+    """As keys are stored: SHA-256 in hex."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _check_budget(field: str, budget: float | None, *, least_is_zero: bool) -> None:
+    if budget is not None and not (0 < budget <= MAX_BUDGET or (least_is_zero and budget == 0)):
+        raise InvalidRequest(field, f"above 0, up to {MAX_BUDGET:g}", budget)
+
+
+def _changed(record: TenantRecord, change: TenantChange) -> TenantRecord:
+    options = {**record.options, **change.options}
+    budget = record.monthly_budget if change.monthly_budget is None else change.monthly_budget or None
+    return replace(
+        record,
+        tier=change.tier or record.tier,
+        monthly_budget=budget,
+        options={name: value for name, value in options.items() if value is not None},
+    )
+
+
+def _differences(change: TenantChange, record: TenantRecord) -> dict[str, object]:
+    """What a change set, for its audit record."""
+    given = {"tier": change.tier and record.tier, "monthly_budget": change.monthly_budget, "options": dict(change.options) or None}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _shown(record: KeyRecord) -> dict[str, object]:
+    return {
+        "tenant": record.tenant,
+        "user": record.user,
+        "tier": record.tier,
+        "expires_at": record.expires_at,
+        "monthly_budget": record.limits.monthly_budget,
+        "requests_per_minute": record.limits.requests_per_minute,
+        "models": record.limits.models,
+    }

@@ -1,0 +1,150 @@
+"""`headrace keys` and `headrace tenants`: what an operator types and reads, on the state folder that a server has."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from headrace.cli.config import load
+from headrace.cli.exits import UsageRefused, exit_code_of
+from headrace.cli.main import app
+from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest
+
+FILE = "models: [{upstreams: [{url: http://h/v1}], name: far}]\ntiers: {gold: {class: premium}}\n"
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADRACE_STATE", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, words, catch_exceptions=True)
+
+
+def done(*words: str) -> str:
+    result = run(*words)
+    assert result.exception is None, result.output
+    return result.stdout
+
+
+def printed(*words: str) -> Any:
+    return json.loads(done(*words, "--json"))
+
+
+def refused(*words: str) -> HeadraceError:
+    error = run(*words).exception
+    assert isinstance(error, HeadraceError)
+    return error
+
+
+def test_create_prints_an_id_and_a_key_and_nothing_else(state: Path) -> None:
+    made = printed("keys", "create", "--tenant", "acme", "--tier", "free")
+    assert made.keys() == {"id", "key"}
+    assert made["key"].startswith("hr-")
+    assert state.stat().st_mode & 0o777 == 0o700
+    made = run("keys", "create", "--tenant", "acme")
+    assert made.stdout.startswith("hr-")
+    assert made.stdout.count("\n") == 1, "a shell can take it: KEY=$(headrace keys create ...)"
+    assert "shown this once" in made.stderr
+
+
+def test_every_limit_of_a_key_is_shown_and_the_key_is_not() -> None:
+    made = printed(
+        *("keys", "create", "--tenant", "acme", "--user", "ada", "--expires", "30d", "--budget", "10"),
+        *("--models", "a, b", "--requests-per-minute", "7", "--tier", "batch"),
+    )
+    shown = printed("keys", "show", made["id"])
+    assert (shown["tenant"], shown["user"], shown["tier"], shown["state"]) == ("acme", "ada", None, "active")
+    assert (shown["budget"], shown["models"], shown["requests_per_minute"]) == (10.0, ["a", "b"], 7)
+    assert shown["expires_at"] - shown["created_at"] == pytest.approx(30 * 86_400)
+    assert printed("tenants", "show", "acme")["tier"] == "batch"
+    everything = done("keys", "list") + done("keys", "show", made["id"]) + done("keys", "audit") + json.dumps(printed("keys", "list"))
+    assert made["key"] not in everything
+    assert made["key"][:8] in everything
+
+
+def test_rotate_and_revoke_and_what_the_audit_says() -> None:
+    made = printed("keys", "create", "--tenant", "acme")
+    rotated = printed("keys", "rotate", made["id"], "--grace", "1h")
+    assert rotated["id"] == made["id"]
+    assert rotated["key"] != made["key"]
+    assert printed("keys", "show", made["id"])["previous_until"] is not None
+    assert done("keys", "revoke", made["id"]) == f"{made['id']} is revoked\n"
+    assert [key["state"] for key in printed("keys", "list", "--tenant", "acme")] == ["revoked"]
+    records = printed("keys", "audit")
+    assert [record["action"] for record in records] == ["key.revoke", "key.rotate", "key.create"]
+    assert all(record["actor"].endswith(", by command") for record in records)
+
+
+def test_a_tenant_is_created_changed_and_removed() -> None:
+    done("tenants", "create", "acme", "--tier", "free", "--option", "log_prompts=true")
+    done("tenants", "set", "acme", "--budget", "5", "--option", "context_fitting=summary", "--option", "log_prompts=")
+    assert printed("tenants", "list") == [
+        {
+            "name": "acme",
+            "tier": "free",
+            "budget": 5.0,
+            "options": {"context_fitting": "summary"},
+            "created_at": printed("tenants", "show", "acme")["created_at"],
+        }
+    ]
+    made = printed("keys", "create", "--tenant", "acme")
+    assert isinstance(refused("tenants", "remove", "acme"), InvalidRequest)
+    done("tenants", "remove", "acme", "--revoke-keys")
+    assert printed("tenants", "list") == []
+    assert printed("keys", "show", made["id"])["state"] == "revoked"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("keys", "create", "--tenant", "acme", "--tier", "gold"), "one of enterprise, premium, standard, free, batch, got"),
+        (("keys", "create", "--tenant", "acme", "--expires", "soon"), "--expires: 'soon' is no time"),
+        (("keys", "create", "--tenant", "a b"), "tenant: expected"),
+        (("keys", "show", "key-1"), "`headrace keys list` shows them"),
+        (("tenants", "show", "acme"), "`headrace tenants list` shows them"),
+        (("tenants", "set", "acme"), "give at least one of them"),
+        (("tenants", "create", "acme", "--option", "x"), "is not NAME=VALUE"),
+        (("tenants", "create", "acme", "--option", "log_prompts=maybe"), "one of true, false"),
+    ],
+)
+def test_what_is_wrong_is_named(words: tuple[str, ...], reason: str) -> None:
+    error = refused(*words)
+    assert reason in str(error)
+    assert exit_code_of(error) == 2
+    assert isinstance(error, UsageRefused | InvalidRequest)
+
+
+def test_tiers_and_folder_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADRACE_STATE")
+    file = tmp_path / "headrace.yaml"
+    file.write_text(f"{FILE}state: {tmp_path}/of-the-file\n")
+    printed("keys", "create", "--tenant", "acme", "--tier", "gold", "--config", str(file))
+    assert (tmp_path / "of-the-file" / "keys.db").exists()
+    assert len(printed("keys", "list", "--state", str(tmp_path / "of-the-file"))) == 1
+    assert printed("keys", "list", "--state", str(tmp_path / "other")) == []
+
+
+def test_other_machines_are_served_once_there_is_a_stored_key(tmp_path: Path, state: Path) -> None:
+    file = tmp_path / "headrace.yaml"
+    file.write_text(f"{FILE}gateway: {{host: 0.0.0.0}}\n")
+    environment = {"HEADRACE_STATE": str(state)}
+    with pytest.raises(ConfigError, match=r"gateway\.host: .*headrace keys create"):
+        load(file, environment)
+    assert not state.exists(), "asking made nothing"
+    printed("keys", "create", "--tenant", "acme", "--config", str(file))
+    assert load(file, environment).gateway.host == "0.0.0.0"
+
+
+def test_a_folder_of_another_version_is_refused(state: Path) -> None:
+    printed("keys", "create", "--tenant", "acme")
+    with sqlite3.connect(state / "keys.db") as connection:
+        connection.execute("PRAGMA user_version = 99")
+    assert "it has form 99" in str(refused("keys", "list"))
