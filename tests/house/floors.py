@@ -38,6 +38,7 @@ ABOVE_THE_SEAM = (
     "gateway.http",
     "gateway.upstream.seam",
     "gateway.upstream.served_models",
+    "policy.admission",
     "text.logprobs",
     "text.template_switch",
 )
@@ -122,7 +123,7 @@ FLOORS: dict[str, Floor] = {
     ),
     "headrace.gateway.stores": Floor(_ours("core", "wire.private_files"), (), ("redis",)),
     "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
-    "headrace.gateway.upstream.seam": Floor(_ours("core", "text.logprobs", "text.template_switch")),
+    "headrace.gateway.upstream.seam": Floor(_ours("core", "policy.admission", "text.logprobs", "text.template_switch")),
     "headrace.gateway.upstream.foreign*": Floor(
         _ours(
             "core",
@@ -131,6 +132,7 @@ FLOORS: dict[str, Floor] = {
             "gateway.upstream.foreign*",
             "gateway.upstream.seam",
             "observe.upstream_metrics",
+            "policy.admission",
             "policy.routing",
             "text.logprobs",
         ),

@@ -95,6 +95,7 @@ class ModelSection:
     name       what clients ask for; default: the hub id, the folder's name, or what the first foreign server calls it
     aliases    further names for it
     replicas   engine processes, each with its own copy of the weights
+    smaller    name of another model that answers while this one is busy (docs/tenancy.md, "Busy models")
 
     tool_call_parser, reasoning_parser  how the model writes calls and reasoning: a name of `text.output.formats`, auto or none
     """
@@ -105,12 +106,19 @@ class ModelSection:
     name: str = ""
     aliases: tuple[str, ...] = ()
     replicas: int = 1
+    smaller: str = ""
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
 
     @property
     def parsers(self) -> dict[str, str]:
         return {"tool_call_parser": self.tool_call_parser, "reasoning_parser": self.reasoning_parser}
+
+    @property
+    def of_gateway(self) -> dict[str, object]:
+        """The gateway's own options of the model."""
+        smaller = {"smaller": self.smaller} if self.smaller else {}
+        return {**smaller, **(self.parsers if self.engine is not None or self.remote is not None else {})}
 
     @property
     def num_engines(self) -> int:
@@ -217,13 +225,13 @@ class ServeConfig:
         del gateway["models"], gateway["timeouts"]["drain_s"]
         models = []
         for model in self.models:
-            spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines)
+            spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines, gateway=model.of_gateway)
             if model.engine is not None:
                 engine = plain(model.engine)
-                spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine, gateway=model.parsers)
+                spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine)
             elif model.remote is not None:
                 remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
-                spec = replace(spec, folder=resolve(model.remote.model), remote=remote, gateway=model.parsers)
+                spec = replace(spec, folder=resolve(model.remote.model), remote=remote)
             models.append(replace(spec, upstreams=tuple(plain(upstream) for upstream in model.upstreams)))
         run_dir = None if self.run_dir is None else Path(self.run_dir).expanduser()
         return FleetConfig(
@@ -238,7 +246,7 @@ class ServeConfig:
 
 def _as_gateway_model(model: ModelSection) -> ModelConfig:
     """The model as the gateway's own file has it, with a made-up address: where its replicas will listen is not known yet."""
-    answered = ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams)
+    answered = ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams, smaller=model.smaller)
     if model.engine is None and model.remote is None:
         return answered
     replicas: tuple[ReplicaConfig, ...] = (ReplicaConfig(name="-", address="unix:/run/replica"),)

@@ -17,6 +17,7 @@
     |- UnsupportedMediaType        the body is not JSON in UTF-8 -> 415
     |  `- UnsupportedEncoding      a Content-Encoding that is not undone here -> 415
     |- Overloaded                  a bounded queue is full; says when to retry -> 429
+    |  `- ModelBusy                the model's queue is longer than the request may wait -> 429
     |- ClientLeft                  the client closed the connection; for the log alone -> 499
     |- SlowReader                  the client reads too slowly; for the log alone -> 499
     |- SequenceFailed              the engine failed this sequence alone -> 500

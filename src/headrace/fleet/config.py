@@ -34,7 +34,7 @@ class ModelSpec:
     engine     options of `engine.config.EngineConfig` beside `model`, checked when they are decoded and again by the engine
     remote     engines that run elsewhere: the gateway's own options of each replica; then none are started here
     upstreams  the foreign servers that answer, beside engines what these do not take: the gateway's own options of each
-    gateway    the gateway's own options of a model that engines serve
+    gateway    the gateway's own options of the model
     """
 
     name: str

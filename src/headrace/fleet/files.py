@@ -207,14 +207,14 @@ def gateway_content(
 
 
 def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles], unavailable: str) -> dict[str, object]:
-    named: dict[str, object] = {"name": model.name, "aliases": list(model.aliases)}
+    named: dict[str, object] = {"name": model.name, "aliases": list(model.aliases), **model.gateway}
     if model.upstreams:
         named["upstreams"] = [dict(upstream) for upstream in model.upstreams]
     if model.folder is None:
         return named
     listening = [{"name": replica.name, "address": replica.address} for replica in replicas if replica.model == model.name]
     elsewhere = [dict(replica) for replica in model.remote]
-    made = {**named, **model.gateway, "folder": str(model.folder), "replicas": [*listening, *elsewhere]}
+    made = {**named, "folder": str(model.folder), "replicas": [*listening, *elsewhere]}
     return {**made, "unavailable": unavailable} if unavailable else made
 
 

@@ -21,6 +21,7 @@ from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_objec
 from headrace.gateway.foreign_config import ForeignConfig, check_foreign
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.stores.config import StoreConfig
+from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier, all_tiers
 from headrace.text.output.formats import AUTO
@@ -101,6 +102,7 @@ class ModelConfig:
     name       what `GET /v1/models` shows; aliases answer as well
     folder     local folder with tokenizer.json, tokenizer_config.json and the chat template; beside `replicas`
     upstreams  foreign servers: they answer for it, or what no replica takes
+    smaller    name of a served model that answers while every replica of this one has a long queue (`admission`); "" for none
     unavailable  why it has no replica now, in words that clients may read; beside an empty `replicas`
 
     tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: what the chat template asks for
@@ -113,6 +115,7 @@ class ModelConfig:
     replicas: tuple[ReplicaConfig, ...] = ()
     aliases: tuple[str, ...] = ()
     upstreams: tuple[ForeignConfig, ...] = ()
+    smaller: str = ""
     unavailable: str = ""
 
 
@@ -228,6 +231,7 @@ class GatewayConfig:
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
     routing: Routing = field(default_factory=Routing)
+    admission: AdmissionRules = field(default_factory=AdmissionRules)
     store: StoreConfig = field(default_factory=StoreConfig)
     state: str = ""
     tiers: dict[str, Tier] = field(default_factory=dict)
@@ -247,7 +251,7 @@ class GatewayConfig:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)
         _check_names(self.allowed_hosts, self.allowed_origins)
-        for part, value in (("limits", self.limits), ("timeouts", self.timeouts), ("routing", self.routing)):
+        for part, value in (("limits", self.limits), ("timeouts", self.timeouts), ("routing", self.routing), ("admission", self.admission)):
             for item in fields(value):
                 given = getattr(value, item.name)
                 if given is not None and not (given > 0 or (given == 0 and item.name in MAY_BE_ZERO)):
@@ -362,3 +366,17 @@ def _check_models(models: tuple[ModelConfig, ...]) -> None:
                 check_target(replica.address, token=replica.token, token_file=replica.token_file, tls=replica.tls)
             except ConfigError as error:
                 raise error.at(f"{where}.replicas[{number}].address") from error
+    _check_smaller(models)
+
+
+def _check_smaller(models: tuple[ModelConfig, ...]) -> None:
+    """A smaller model is a served one, and has none itself: what it cannot take either waits."""
+    by_name = {name: model for model in models for name in (model.name, *model.aliases)}
+    for index, model in enumerate(models):
+        if not model.smaller:
+            continue
+        smaller = by_name.get(model.smaller)
+        if smaller is None or smaller is model:
+            raise ConfigError(f"models[{index}].smaller", f"{model.smaller!r} is not the name of another model here")
+        if smaller.smaller:
+            raise ConfigError(f"models[{index}].smaller", f"{model.smaller!r} has a smaller model itself", "Requests go down one step.")

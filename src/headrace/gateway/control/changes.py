@@ -37,6 +37,7 @@ CHANGEABLE = (
     "timeouts.drain_s",
     "timeouts.failover_s",
     "routing",
+    "admission",
 )
 """Paths that may change, each with all below it. Whatever is not here takes a restart; a new option does until what runs follows it."""
 

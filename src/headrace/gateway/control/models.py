@@ -161,7 +161,7 @@ class ModelOpener:
         upstream = model.served.upstream
         if model.pool is not None and model.text is not None:
             upstream = self._engines(config, model.text, model.pool, model.foreign)
-        return ServedModel(config.name, config.aliases, upstream, model.served.created, model.served.users)
+        return replace(model.served, aliases=config.aliases, upstream=upstream, smaller=config.smaller)
 
     def _engines(self, config: ModelConfig, text: LoadedText, pool: ReplicaPool, foreign: HttpUpstream | None) -> Upstream:
         """The model's engines, and the foreign servers behind them where it has any."""
@@ -170,7 +170,7 @@ class ModelOpener:
         return engines if foreign is None else FallbackUpstream(engines, foreign)
 
     def _served(self, config: ModelConfig, upstream: Upstream) -> ServedModel:
-        return ServedModel(config.name, config.aliases, upstream, int(self._sources.unix_time()))
+        return ServedModel(config.name, config.aliases, upstream, int(self._sources.unix_time()), smaller=config.smaller)
 
     def _replica(self, config: ReplicaConfig, text: LoadedText) -> Replica:
         return Replica(ReplicaId(config.name), self._connect(config, text.model, self._sources.clock))

@@ -68,6 +68,10 @@ class ResumableStream:
         elif self._continued is not None:
             raise StreamConflict("The model of this stream is answered by another server now, which cannot continue it.")
 
+    def turn_off(self) -> None:
+        """Give the events no ids: another model than the one that was asked for answers, and may not do so the next time."""
+        self._wants_ids = False
+
     @property
     def is_continued(self) -> bool:
         """The request continues a stream: its answer begins at once, with what the client lacks."""

@@ -28,6 +28,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.grammar import CANNOT_CONTINUE
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
+from headrace.gateway.access.admission import ModelBusy, admitted_model, headers_of
 from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.generation.logprob_limits import (
     MAX_INLINE_LOGPROBS,
@@ -56,6 +57,7 @@ from headrace.gateway.upstream.seam import (
     TokenUsage,
 )
 from headrace.observe.request_log import MAX_DETAIL_CHARS
+from headrace.policy.admission.ladder import AdmissionStep
 
 DEADLINE_PASSED = "The request's deadline passed before it was complete."
 
@@ -171,10 +173,13 @@ class Generation:
         self._precharged_json_bytes = 0
 
     async def prepare(self) -> Prepared:
-        """Raises what `Upstream.prepare` and `ResumableStream.find` raise, and RequestTooLarge for more log-probabilities than an answer
-        may hold.
+        """Raises what `Upstream.prepare` and `ResumableStream.find` raise, ModelBusy, and RequestTooLarge for more log-probabilities than
+        an answer may hold.
         """
         parsed, params, record = self.parsed, self.client_params, self.exchange.record
+        earlier = await self.resumable.find(is_streaming=parsed.is_streaming)
+        if earlier is None:
+            self._admit()
         request = GenerationRequest(
             request_id=self.exchange.request_id,
             prompt=parsed.prompt,
@@ -182,7 +187,7 @@ class Generation:
             grammar=parsed.grammar,
             deadline_at=self._deadline_at(),
             has_priority=parsed.has_priority,
-            earlier=await self.resumable.find(is_streaming=parsed.is_streaming),
+            earlier=earlier,
         )
         if parsed.grammar is not None:
             self.held.prompts.add(parsed.grammar.num_bytes)
@@ -207,6 +212,27 @@ class Generation:
         )
         self.held.answers.add(column_bytes + self._precharged_json_bytes + piece_bytes + self.first_bytes)
         return prepared
+
+    @property
+    def shown_model(self) -> str:
+        """The answering model's name for the answer: as the client wrote it, unless another model than that answers."""
+        asked = self.parsed.model
+        return asked if asked is not None and asked in self.model.names else self.model.name
+
+    def _admit(self) -> None:
+        """Choose the model that answers while the one that was asked for is busy. Raises ModelBusy."""
+        service, exchange, asked = self.service, self.exchange, self.model
+        models = service.models.usable_by(exchange.principal)
+        try:
+            self.model, step = admitted_model(asked, models, exchange.principal, self.parsed.priority, service.config.admission)
+        except ModelBusy:
+            exchange.more_headers = (*exchange.more_headers, *headers_of(asked, AdmissionStep.REFUSED))
+            raise
+        exchange.more_headers = (*exchange.more_headers, *headers_of(self.model, step))
+        if self.model is not asked:
+            exchange.use(self.model.users)
+            exchange.record.model = self.model.name
+            self.resumable.turn_off()
 
     def hold_json(self, num_bytes: int) -> None:
         """Count JSON of prompt log-probabilities that the answer keeps. Bytes beyond those charged beforehand are charged now.

@@ -30,6 +30,7 @@ from headrace.gateway.upstream.seam import (
     TokenUsage,
 )
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
+from headrace.policy.admission.ladder import QueueState
 
 if TYPE_CHECKING:
     from headrace.gateway.upstream.foreign import HttpUpstream
@@ -52,6 +53,9 @@ class FallbackUpstream:
     @property
     def fingerprint(self) -> str | None:
         return self.own.fingerprint
+
+    def queue(self) -> QueueState | None:
+        return self.own.queue()
 
     def replicas(self) -> list[ReplicaHealth]:
         return [*self.own.replicas(), *self.foreign.replicas()]

@@ -42,6 +42,7 @@ from headrace.gateway.upstream.seam import (
     TokenUsage,
 )
 from headrace.observe.upstream_metrics import UpstreamReading
+from headrace.policy.admission.ladder import QueueState
 from headrace.policy.routing.choice import Random
 from headrace.policy.routing.circuit_breaker import CircuitState
 from headrace.policy.routing.retry_budget import RetryBudget
@@ -77,6 +78,13 @@ class HttpUpstream:
     @property
     def fingerprint(self) -> str | None:
         return None
+
+    def queue(self) -> QueueState | None:
+        """The shortest queue of a server that takes requests; None unless each of them reports its load."""
+        now = self._clock()
+        loads = [server.reported(now) for server in self.servers if not server.reason()]
+        known = [load.num_waiting for load in loads if load is not None and load.num_waiting is not None]
+        return QueueState(min(known), 0.0) if known and len(known) == len(loads) else None
 
     def replicas(self) -> list[ReplicaHealth]:
         """Its servers. A server counts as connected: connections are made per request."""

@@ -25,6 +25,7 @@ from headrace.gateway.upstream.replica_circuit import EJECTED, ReplicaAttempt, R
 from headrace.gateway.upstream.replica_health import verdict
 from headrace.gateway.upstream.replica_watch import ReplicaWatch, WatchedConnection
 from headrace.gateway.upstream.seam import ReplicaHealth
+from headrace.policy.admission.ladder import QueueState, queue_state
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
 from headrace.policy.routing.ejection import ejected
 from headrace.policy.routing.predicted_time import RequestSize, SentSince
@@ -244,6 +245,14 @@ class ReplicaPool:
         if chosen is None:
             raise self.why_unavailable()
         return chosen
+
+    def queue(self) -> QueueState | None:
+        """The shortest queue of a ready replica; None where none is ready, or none has reported its load."""
+        seen = [_candidate(replica) for replica, reason in self.verdicts() if not reason]
+        size = RequestSize(0, self._expected_output_tokens(None))
+        block_size = self.info.block_size if self.info else 16
+        states = [queue_state(each.snapshot, each.sent, size, block_size=block_size) for each in seen if each.snapshot is not None]
+        return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
 
     def note_sent(self, replica: Replica) -> ReplicaAttempt:
         """A request was sent there. The caller reports how it ended."""

@@ -21,6 +21,7 @@ from headrace.core.plan import LogprobColumns
 from headrace.core.request import NO_TIER, PriorityClass, TierTerms
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
 from headrace.core.update import StageSeconds
+from headrace.policy.admission.ladder import QueueState
 from headrace.text.logprobs import DecodedLogprobs
 from headrace.text.template_switch import TemplateSwitch
 
@@ -415,6 +416,10 @@ class ReplicaHealth:
 
 class Upstream(Protocol):
     """Where the requests of one model go."""
+
+    def queue(self) -> QueueState | None:
+        """The queue that a new request would join; None where it is not known."""
+        ...
 
     @property
     def max_model_len(self) -> int | None:

@@ -17,6 +17,7 @@ class ServedModel:
     """One model as one configuration has it.
 
     created  when this gateway began to serve it, in Unix seconds
+    smaller  name of the model that answers while this one is busy; "" for none
     users    the requests that asked for it and have not ended
     """
 
@@ -25,6 +26,7 @@ class ServedModel:
     upstream: Upstream
     created: int
     users: UseCount = field(default_factory=UseCount)
+    smaller: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from headrace.gateway.upstream.seam import (
 )
 from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.gateway.upstream.token_stream import Call, TokenStream
+from headrace.policy.admission.ladder import QueueState
 from headrace.text.output.model_formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
 
@@ -69,6 +70,9 @@ class TokenUpstream:
     def fingerprint(self) -> str | None:
         digest = self._pool.info.digests.get("model", "") if self._pool.info else ""
         return f"fp_{digest[:12]}" if digest else None
+
+    def queue(self) -> QueueState | None:
+        return self._pool.queue()
 
     def replicas(self) -> list[ReplicaHealth]:
         return self._pool.health()

@@ -77,15 +77,24 @@ def predicted_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: S
 
     speed  its own, or what is assumed where that is not known
     """
+    num_sequences = load.num_running + load.num_waiting + sent.num_requests + 1
+    output_s = size.output_tokens * speed.step_s(min(num_sequences, load.max_num_seqs or num_sequences))
+    waiting_s = wait_s(load, sent, size, speed, block_size=block_size)
+    return waiting_s + speed.step_s(size.prompt_tokens) + OUTPUT_SHARE * output_s
+
+
+def wait_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSpeed, *, block_size: int) -> float:
+    """Seconds until the replica begins with the request's prompt: work that was there before, and slots and blocks that others hold."""
     num_to_start = load.num_waiting + sent.num_requests + 1
     num_sequences = load.num_running + num_to_start
     num_slots = load.max_num_seqs or num_sequences
-    num_tokens = load.num_queued_tokens + sent.num_tokens + size.prompt_tokens
+    num_tokens_ahead = load.num_queued_tokens + sent.num_tokens
     output_s = size.output_tokens * speed.step_s(min(num_sequences, num_slots))
     # While a replica is full, each of its slots and blocks becomes free once in the time of an output.
     slots_s = max(0, num_sequences - num_slots) / num_slots * output_s
-    blocks_s = _blocks_share(load, num_tokens + num_to_start * size.output_tokens, size, block_size) * output_s
-    return _rest_of_step_s(load) + speed.step_s(num_tokens) + max(slots_s, blocks_s) + OUTPUT_SHARE * output_s
+    num_tokens = num_tokens_ahead + size.prompt_tokens + num_to_start * size.output_tokens
+    blocks_s = _blocks_share(load, num_tokens, size, block_size) * output_s
+    return _rest_of_step_s(load) + num_tokens_ahead * speed.token_s + max(slots_s, blocks_s)
 
 
 def _rest_of_step_s(load: LoadSnapshot) -> float:

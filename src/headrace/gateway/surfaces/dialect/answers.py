@@ -41,7 +41,7 @@ class AnswerHead:
         return cls(
             id=f"{prefix}{generation.resumable.answer_id}",
             created=generation.resumable.created,
-            model=generation.parsed.model or generation.model.name,
+            model=generation.shown_model,
             fingerprint=generation.model.upstream.fingerprint,
             event_log=generation.resumable.event_log,
         )

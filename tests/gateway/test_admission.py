@@ -1,0 +1,102 @@
+"""A busy model's requests go to the smaller one, wait, or are refused, and every answer says which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import pytest
+from gateway_kit import MODEL, FakeReplica, TestBench, open_bench, snapshot
+
+from headrace.core.errors import ConfigError
+from headrace.gateway.config import config_from
+from headrace.text.folder import TextModel
+
+SMALL = "cub"
+
+
+def two_models(**more: Any) -> list[dict[str, Any]]:
+    replica = {"address": "unix:/nowhere"}
+    big = {"name": MODEL, "folder": "/nowhere", "replicas": [{"name": "big", **replica}], "smaller": SMALL}
+    return [{**big, **more}, {"name": SMALL, "folder": "/nowhere", "replicas": [{"name": "small", **replica}]}]
+
+
+KEYS = [
+    {"key": "key-premium-0", "tenant": "first", "priority": "premium"},
+    {"key": "key-standard", "tenant": "second"},
+    {"key": "key-batch-000", "tenant": "third", "priority": "batch"},
+]
+
+
+def load_of(replica: FakeReplica, **changes: Any) -> None:
+    assert replica.snapshot is not None
+    replica.snapshot = replace(
+        replica.snapshot, load=replace(snapshot(), max_num_seqs=4, kv_blocks_free=5000, kv_blocks_total=5001, **changes)
+    )
+
+
+async def post(bench: TestBench, key: str) -> httpx2.Response:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    return await bench.client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+async def asked(bench: TestBench, key: str) -> tuple[int, str, str, str]:
+    """Status, model of the body, and both headers."""
+    response = await post(bench, key)
+    body = response.json()
+    return response.status_code, body.get("model", ""), response.headers["x-headrace-model"], response.headers["x-headrace-reason"]
+
+
+async def test_a_busy_models_requests_go_to_the_smaller_one_unless_they_are_premium(text: TextModel) -> None:
+    async with open_bench(text, models=two_models(), api_keys=KEYS) as bench:
+        big, small = bench.replicas["big"], bench.replicas["small"]
+        assert await asked(bench, "key-standard") == (200, MODEL, MODEL, "served")
+        load_of(big, num_running=4, num_waiting=11)
+        assert await asked(bench, "key-premium-0") == (200, MODEL, MODEL, "queued")
+        assert await asked(bench, "key-standard") == (200, SMALL, SMALL, "smaller_model")
+        assert await asked(bench, "key-batch-000") == (200, SMALL, SMALL, "smaller_model")
+        load_of(small, num_running=4, num_waiting=11)
+        assert await asked(bench, "key-standard") == (200, MODEL, MODEL, "queued")
+        assert (len(big.requests), len(small.requests)) == (3, 2)
+
+
+async def test_a_queue_longer_than_the_wait_is_refused_before_a_prompt_is_read(text: TextModel) -> None:
+    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+        load_of(bench.replicas["big"], num_queued_tokens=20_000, step_fixed_s=0.01, step_token_s=0.001)
+        jobs = bench.gateway.service.text_pool.reading()
+        response = await post(bench, "key-standard")
+        assert response.status_code == 429
+        assert response.json()["error"]["code"] == "overloaded"
+        assert response.headers["retry-after"] == "15"
+        assert (response.headers["x-headrace-model"], response.headers["x-headrace-reason"]) == (MODEL, "refused")
+        assert bench.gateway.service.text_pool.reading() == jobs, "nothing was tokenized"
+        assert not bench.replicas["big"].requests
+
+
+async def test_a_tiers_goal_bounds_its_wait(text: TextModel) -> None:
+    keys = [{"key": "key-hurried-0", "tenant": "hurried", "tier": "hurried"}, {"key": "key-patient-0", "tenant": "patient"}]
+    async with open_bench(text, models=two_models(smaller=""), api_keys=keys, tiers={"hurried": {"ttft_ms": 500.0}}) as bench:
+        load_of(bench.replicas["big"], num_queued_tokens=2_000, step_fixed_s=0.01, step_token_s=0.001)
+        assert (await asked(bench, "key-hurried-0"))[0] == 429
+        assert (await asked(bench, "key-patient-0"))[0] == 200
+
+
+async def test_a_smaller_model_that_the_key_may_not_use_is_not_used(text: TextModel) -> None:
+    keys = [{"key": "key-standard", "tenant": "second", "tier": "one"}]
+    async with open_bench(text, models=two_models(), api_keys=keys, tiers={"one": {"models": [MODEL]}}) as bench:
+        load_of(bench.replicas["big"], num_running=4, num_waiting=11)
+        assert await asked(bench, "key-standard") == (200, MODEL, MODEL, "queued")
+
+
+@pytest.mark.parametrize("smaller", [MODEL, "nowhere"])
+def test_a_smaller_model_is_another_one_that_is_served(smaller: str) -> None:
+    with pytest.raises(ConfigError, match="another model"):
+        config_from({"models": two_models(smaller=smaller)})
+
+
+def test_requests_go_down_one_step() -> None:
+    models = two_models()
+    models[1]["smaller"] = MODEL
+    with pytest.raises(ConfigError, match="has a smaller model itself"):
+        config_from({"models": models})

@@ -1,0 +1,117 @@
+"""The steps of degradation: each holds where it should, in their order."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.core.load import EngineCounters, LoadSnapshot
+from headrace.core.request import PriorityClass
+from headrace.policy.admission.config import WAIT_FACTORS, AdmissionRules
+from headrace.policy.admission.ladder import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    AdmissionStep,
+    QueueState,
+    decide,
+    queue_state,
+)
+from headrace.policy.routing.predicted_time import RequestSize, SentSince
+
+RULES = AdmissionRules(queue_depth=10, max_wait_s=8.0)
+PREMIUM, STANDARD, BATCH = PriorityClass.PREMIUM, PriorityClass.STANDARD, PriorityClass.BATCH
+IDLE, DEEP, LONG = QueueState(0, 0.0), QueueState(11, 1.0), QueueState(3, 100.0)
+
+states = st.none() | st.builds(QueueState, st.integers(0, 50), st.floats(0, 100))
+
+
+def step(
+    queue: QueueState | None, smaller: QueueState | None = None, *, has_smaller: bool = False, priority: PriorityClass = STANDARD
+) -> AdmissionStep:
+    return decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES).step
+
+
+def test_a_short_queue_is_joined_as_if_there_were_no_rules() -> None:
+    assert step(QueueState(10, 8.0)) is AdmissionStep.SERVED
+    assert step(None) is AdmissionStep.SERVED, "a server that does not report its load"
+
+
+def test_a_deep_queue_sends_what_is_not_premium_to_the_smaller_model() -> None:
+    for priority, expected in (
+        (PREMIUM, AdmissionStep.QUEUED),
+        (STANDARD, AdmissionStep.SMALLER_MODEL),
+        (BATCH, AdmissionStep.SMALLER_MODEL),
+    ):
+        assert step(DEEP, IDLE, has_smaller=True, priority=priority) is expected
+    assert step(DEEP) is AdmissionStep.QUEUED, "there is no smaller one"
+    assert step(DEEP, DEEP, has_smaller=True) is AdmissionStep.QUEUED, "it is busy, too"
+
+
+def test_a_premium_request_takes_the_smaller_model_before_it_is_refused() -> None:
+    assert step(LONG, IDLE, has_smaller=True, priority=PREMIUM) is AdmissionStep.SMALLER_MODEL
+    assert step(LONG, LONG, has_smaller=True, priority=PREMIUM) is AdmissionStep.REFUSED
+
+
+def test_each_class_joins_up_to_its_own_wait() -> None:
+    for priority, factor in WAIT_FACTORS.items():
+        assert step(QueueState(0, 8.0 * factor), priority=priority) is AdmissionStep.SERVED
+        assert step(QueueState(0, 8.0 * factor + 0.01), priority=priority) is AdmissionStep.REFUSED
+
+
+def test_a_goal_for_the_first_token_shortens_the_wait_and_never_lengthens_it() -> None:
+    def with_goal(goal_s: float) -> AdmissionStep:
+        return decide(QueueState(0, 3.0), None, has_smaller=False, priority=STANDARD, rules=RULES, ttft_goal_s=goal_s).step
+
+    assert with_goal(2.0) is AdmissionStep.REFUSED
+    assert with_goal(4.0) is AdmissionStep.SERVED
+    assert RULES.wait_bound_s(STANDARD, 100.0) == RULES.max_wait_s
+
+
+@given(states, states, st.booleans(), st.sampled_from(PriorityClass), st.none() | st.floats(0.1, 100))
+def test_a_refusal_is_the_last_resort_and_says_when_to_come_back(
+    queue: QueueState | None, smaller: QueueState | None, has_smaller: bool, priority: PriorityClass, goal_s: float | None
+) -> None:
+    verdict = decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES, ttft_goal_s=goal_s)
+    bound_s = RULES.wait_bound_s(priority, goal_s)
+    if verdict.step is AdmissionStep.REFUSED:
+        assert queue is not None
+        assert queue.wait_s > bound_s
+        assert MIN_RETRY_S <= verdict.retry_after_s <= MAX_RETRY_S
+        assert not has_smaller or (smaller is not None and (smaller.depth > RULES.queue_depth or smaller.wait_s > bound_s))
+    if verdict.step is AdmissionStep.QUEUED:
+        assert queue is not None
+        assert queue.wait_s <= bound_s
+        assert queue.depth > RULES.queue_depth
+    if verdict.step is AdmissionStep.SMALLER_MODEL:
+        assert has_smaller
+
+
+@given(states, st.none() | st.floats(0.1, 100))
+def test_a_higher_class_is_never_refused_where_a_lower_one_is_not(queue: QueueState | None, goal_s: float | None) -> None:
+    refused = [
+        decide(queue, None, has_smaller=False, priority=priority, rules=RULES, ttft_goal_s=goal_s).step is AdmissionStep.REFUSED
+        for priority in (PREMIUM, STANDARD, BATCH)
+    ]
+    assert refused == sorted(refused)
+
+
+def load(**changes: float) -> LoadSnapshot:
+    plain = {"num_running": 0, "num_waiting": 0, "kv_blocks_free": 900, "kv_blocks_cached": 0, "kv_blocks_used": 0, "kv_blocks_total": 900}
+    given = {**plain, "max_num_seqs": 8, "step_fixed_s": 0.01, "step_token_s": 0.001, **changes}
+    return LoadSnapshot(counters=EngineCounters(), **given)  # type: ignore[arg-type]
+
+
+def test_a_queue_counts_what_was_sent_since_the_report_only_beyond_the_free_slots() -> None:
+    size = RequestSize(0, 64)
+    assert queue_state(load(), SentSince(8, 80), size, block_size=16).depth == 0
+    assert queue_state(load(), SentSince(20, 200), size, block_size=16).depth == 12
+    assert queue_state(load(num_running=8, num_waiting=5), SentSince(2, 20), size, block_size=16).depth == 7
+
+
+def test_the_wait_is_what_was_there_before_and_not_the_requests_own_prompt() -> None:
+    size = RequestSize(0, 64)
+    assert queue_state(load(), SentSince(), size, block_size=16).wait_s == 0.0
+    assert queue_state(load(num_queued_tokens=3000), SentSince(1, 1000), size, block_size=16).wait_s == 4.0
+    assert queue_state(load(step_fixed_s=0.0, step_token_s=0.0, num_queued_tokens=3000), SentSince(), size, block_size=16).wait_s == 0.0
+    full = queue_state(load(num_running=8, num_waiting=8), SentSince(), size, block_size=16)
+    assert full.wait_s > 64 * 0.018, "each slot becomes free once in the time of an output"
