@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +25,14 @@ def kinds(frame: pb.ClientFrame) -> list[tuple[str, int]]:
     return [(kind, getattr(command, kind).handle) for kind, command in found]
 
 
+def test_what_an_earlier_attempt_has_put_out_counts_as_work() -> None:
+    waiting = UnwrittenCommands()
+    waiting.submit(replace(request("a", (1, 2, 3)), output_ids=(4, 5)), Handle(1))
+    assert waiting.num_prefill_tokens == 5
+    waiting.take(0.0)
+    assert waiting.num_prefill_tokens == 0
+
+
 def test_cancels_and_finishes_do_not_wait_behind_submits() -> None:
     waiting = UnwrittenCommands()
     for number in range(10, 15):
@@ -39,7 +49,7 @@ def test_a_cancel_of_what_was_not_written_removes_both() -> None:
     waiting.submit(request("a", (1, 2)), Handle(1))
     waiting.submit(request("b", (1, 2, 3)), Handle(2))
     waiting.cancel(Handle(1))
-    assert (waiting.num_submits, waiting.num_prompt_tokens) == (1, 3)
+    assert (waiting.num_submits, waiting.num_prefill_tokens) == (1, 3)
     assert kinds(waiting.take(0.0)) == [("submit", 2)]
     waiting.cancel(Handle(2))
     assert kinds(waiting.take(0.0)) == [("cancel", 2)], "it was written"
@@ -95,5 +105,5 @@ def test_everything_is_written_once_in_order_and_in_bounded_frames(acts: list[tu
     while waiting:
         frames.append(waiting.take(0.0))
     assert [handle for frame in frames for kind, handle in kinds(frame) if kind == "submit"] == expected
-    assert (waiting.num_submits, waiting.num_prompt_tokens) == (0, 0)
+    assert (waiting.num_submits, waiting.num_prefill_tokens) == (0, 0)
     assert all(frame.ByteSize() <= MAX_FRAME_BYTES + 10_000 for frame in frames)

@@ -165,7 +165,7 @@ class ReplicaClient:
 
     @property
     def num_sent_tokens_since_snapshot(self) -> int:
-        """Their prompt tokens."""
+        """Their prompt tokens, and the output tokens after which they go on."""
         return self._session.num_unseen_tokens if self._session else 0
 
     async def wait_connected(self, timeout_s: float) -> ReplicaInfo:

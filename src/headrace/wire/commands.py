@@ -36,13 +36,13 @@ class _Submit:
 class UnwrittenCommands:
     """Commands waiting to be written to one session's stream.
 
-    num_prompt_tokens  prompt tokens of the waiting Submits
+    num_prefill_tokens  tokens of the waiting Submits whose KV has to be computed: prompts, and outputs of earlier attempts
     """
 
     def __init__(self) -> None:
         self._urgent: deque[pb.Command] = deque()
         self._submits: dict[Handle, _Submit] = {}
-        self.num_prompt_tokens = 0
+        self.num_prefill_tokens = 0
 
     @property
     def num_submits(self) -> int:
@@ -62,16 +62,16 @@ class UnwrittenCommands:
         num_bytes = command.ByteSize()
         if num_bytes > MAX_SUBMIT_BYTES:
             raise RequestTooLarge("prompt", f"at most {MAX_SUBMIT_BYTES} bytes on the wire", num_bytes, "Shorten the prompt.")
-        num_tokens = len(request.prompt_ids)
+        num_tokens = len(request.prompt_ids) + len(request.output_ids)
         self._submits[handle] = _Submit(command, num_bytes, num_tokens, request.deadline_at)
-        self.num_prompt_tokens += num_tokens
+        self.num_prefill_tokens += num_tokens
 
     def cancel(self, handle: Handle) -> None:
         waiting = self._submits.pop(handle, None)
         if waiting is None:
             self._urgent.append(encode_cancel(handle))
         else:
-            self.num_prompt_tokens -= waiting.num_tokens
+            self.num_prefill_tokens -= waiting.num_tokens
 
     def finish(self, handle: Handle, index: int, keep_tokens: int, reason: FinishReason) -> None:
         command = encode_finish(handle, index, keep_tokens, reason)
@@ -89,7 +89,7 @@ class UnwrittenCommands:
             if num_bytes and num_bytes + waiting.num_bytes > MAX_FRAME_BYTES:
                 break
             del self._submits[handle]
-            self.num_prompt_tokens -= waiting.num_tokens
+            self.num_prefill_tokens -= waiting.num_tokens
             set_remaining(waiting.command.submit, waiting.deadline_at, now)
             frame.commands.extend((waiting.command, *waiting.finishes))
             num_bytes += waiting.num_bytes

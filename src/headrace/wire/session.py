@@ -77,7 +77,7 @@ class Session:
         self._commands = UnwrittenCommands()
         self._has_commands = asyncio.Event()
         self._next_handle = 1
-        self._unseen: deque[tuple[Handle, int]] = deque()  # with the number of prompt tokens
+        self._unseen: deque[tuple[Handle, int]] = deque()  # with the number of tokens whose KV it has to compute
         self._num_submits_seen = 0
         self._counts_pings = self._knows_tiers = False
         self._num_pings = self._num_pings_written = self._num_pings_seen = 0
@@ -95,7 +95,7 @@ class Session:
 
     @property
     def num_unseen_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self._unseen) + self._commands.num_prompt_tokens
+        return sum(num_tokens for _, num_tokens in self._unseen) + self._commands.num_prefill_tokens
 
     @property
     def unseen_handles(self) -> list[Handle]:
@@ -177,7 +177,7 @@ class Session:
             while self._commands or self._num_pings > self._num_pings_written:
                 frame = self._commands.take(self._clock())
                 submits = (command.submit for command in frame.commands if command.HasField("submit"))
-                self._unseen.extend((Handle(submit.handle), len(submit.prompt_ids)) for submit in submits)
+                self._unseen.extend((Handle(submit.handle), len(submit.prompt_ids) + len(submit.output_ids)) for submit in submits)
                 if self._num_pings > self._num_pings_written:
                     frame.ping = self._num_pings_written = self._num_pings
                 await call.write(frame)
