@@ -728,6 +728,16 @@ def test_a_model_has_replicas_or_a_foreign_server() -> None:
             config_from({"models": [{"name": FAR, **model}]})
 
 
+def test_a_key_file_that_others_may_read_is_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "key"
+    path.write_text("secret")
+    for mode, is_named in ((0o600, False), (0o644, True)):
+        path.chmod(mode)
+        assert read_key(ForeignConfig(url="http://h/v1", api_key_file=str(path))) == "secret"
+        assert (f"api_key_file: {path} is open to other users (mode {mode:04o}); chmod 600" in caplog.text) == is_named
+    assert "secret" not in caplog.text.replace(str(path), "")
+
+
 def test_a_key_is_where_the_configuration_says_or_the_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAR_KEY", "from-the-environment")
     assert read_key(ForeignConfig(url="http://h/v1")) == ""

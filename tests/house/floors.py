@@ -135,6 +135,7 @@ FLOORS: dict[str, Floor] = {
             "policy.admission",
             "policy.routing",
             "text.logprobs",
+            "wire.private_files",
         ),
         ("aiohttp", "msgspec"),
     ),

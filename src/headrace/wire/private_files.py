@@ -10,17 +10,37 @@ from headrace.core.errors import ConfigError
 
 
 def check_private_file(where: str, path: str) -> None:
-    """Raises ConfigError unless `path` is a regular file of this user or root that no other user may read or write."""
-    try:
-        info = os.stat(path)
-    except OSError as error:
-        raise ConfigError(where, f"{path} cannot be read ({error.strerror})") from error
+    """Raises ConfigError unless `path` is a regular file of this user or root that no other user may read or write.
+
+    Root may have opened its file to a group that this process is in: Kubernetes gives a secret to a pod that way (fsGroup, mode 0440).
+    """
+    info = _stat(where, path)
     if not stat.S_ISREG(info.st_mode):
         raise ConfigError(where, f"{path} is not a file")
     if info.st_uid not in (os.geteuid(), 0):
         raise ConfigError(where, f"{path} belongs to another user", "Copy it as the user that runs Headrace.")
-    if (mode := stat.S_IMODE(info.st_mode)) & 0o077:
-        raise ConfigError(where, f"{path} is open to other users (mode {mode:04o})", f"chmod 600 {path}")
+    if is_open_to_others(info):
+        raise ConfigError(where, f"{path} is open to other users (mode {stat.S_IMODE(info.st_mode):04o})", f"chmod 600 {path}")
+
+
+def why_not_private(where: str, path: str) -> str:
+    """What is wrong with a file of a secret of another system, which is used all the same; empty: nothing. Raises ConfigError"""
+    mode = stat.S_IMODE((info := _stat(where, path)).st_mode)
+    return f"{where}: {path} is open to other users (mode {mode:04o}); chmod 600 {path}" if is_open_to_others(info) else ""
+
+
+def is_open_to_others(info: os.stat_result) -> bool:
+    """Whether a user beside its owner and root may read or write it, other than as root has chosen by a group of this process."""
+    is_given_by_root = info.st_uid == 0 and info.st_gid != 0 and info.st_gid in (os.getegid(), *os.getgroups())
+    return bool(stat.S_IMODE(info.st_mode) & (0o037 if is_given_by_root else 0o077))
+
+
+def _stat(where: str, path: str) -> os.stat_result:
+    """Raises ConfigError."""
+    try:
+        return os.stat(path)
+    except OSError as error:
+        raise ConfigError(where, f"{path} cannot be read ({error.strerror})") from error
 
 
 def read_token(where: str, path: str) -> str:

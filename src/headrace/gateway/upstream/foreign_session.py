@@ -6,6 +6,7 @@ The operator's file alone says where a server is; nothing from a client becomes 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +19,9 @@ import aiohttp
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_link_local
 from headrace.gateway.foreign_config import ForeignConfig
+from headrace.wire.private_files import why_not_private
+
+log = logging.getLogger("headrace.gateway")
 
 MAX_FACTS_BYTES = 2 << 20
 """Most bytes read of a list of models or a metrics page; a longer one is not used."""
@@ -84,7 +88,10 @@ async def open_session(config: ForeignConfig, on_refused: Callable[[], None]) ->
 
 
 def read_key(config: ForeignConfig) -> str:
-    """The key the server wants; empty: none. Raises ConfigError, never showing what was read."""
+    """The key the server wants; empty: none. A file that others may read is named in the log, since it often belongs to another system.
+
+    Raises ConfigError, never showing what was read.
+    """
     where = "api_key_env" if config.api_key_env else "api_key_file"
     try:
         key = os.environ[config.api_key_env] if config.api_key_env else config.api_key_file and Path(config.api_key_file).read_text("ascii")
@@ -92,6 +99,8 @@ def read_key(config: ForeignConfig) -> str:
         raise ConfigError(where, f"the variable {config.api_key_env} is not set") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(where, f"{config.api_key_file} cannot be read ({getattr(error, 'strerror', None) or 'not ASCII'})") from None
+    if config.api_key_file and (reason := why_not_private(where, config.api_key_file)):
+        log.warning("%s", reason)
     key = key.strip()
     if (config.api_key_env or config.api_key_file) and (not key or not key.isascii() or not key.isprintable()):
         raise ConfigError(where, "does not hold a key", "One line of printable ASCII.")
