@@ -59,6 +59,18 @@ async def test_ready_says_which_replica_and_why(text: TextModel) -> None:
         assert [state["ok"] for state in response.json()["replicas"]] == [True, False]
 
 
+async def test_a_replica_whose_circuit_is_open_is_not_strictly_ready_although_it_is_used(bench: TestBench) -> None:
+    """The last replica of a model is never left out, whatever it fails."""
+    (pool,) = [opened.pool for opened in bench.reloader._models.models.values() if opened.pool is not None]
+    breaker = pool.replicas[0].circuit.breaker
+    for _ in range(3):
+        breaker.fail(breaker.send(pool.clock()), pool.clock())
+    assert (await bench.client.get("/ready")).status_code == 200
+    strict = await bench.client.get("/ready?strict")
+    assert (strict.status_code, strict.json()["reason"]) == (503, f"{MODEL}/r0 failed several requests in a row")
+    assert (await bench.chat()).status_code == 200
+
+
 async def test_ready_is_true_while_one_replica_is(text: TextModel) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
         bench.replicas["r1"].state = ConnectionState.SILENT

@@ -39,6 +39,9 @@ READY_QUERY = (
     QueryParameter("model", "Ask for this model (or alias) alone: one of its replicas must be ready."),
     QueryParameter("strict", "Without a value, or `true`: every replica must be ready."),
 )
+FAILING = "failed several requests in a row"
+"""What is said of a replica whose circuit is open, as where it is left out for it."""
+
 _STRICT = {"": True, "true": True, "1": True, "false": False, "0": False}
 
 
@@ -96,14 +99,16 @@ def _ready_query(exchange: Exchange) -> dict[str, str]:
 def _why_not_ready(models: Sequence[ServedModel], *, is_strict: bool) -> str:
     """Why no replica is ready, or with `is_strict` not every one; empty: ready.
 
+    A replica that failed several requests in a row, and takes more because no other one is left, is ready and not strictly so.
     A foreign server counts as ready whatever its state: one that fails does so for every gateway, and sending clients to another gateway
     would not help.
     """
     replicas = [(model.name, replica) for model in models for replica in model.upstream.replicas()]
     missing = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_foreign]
+    failing = [f"{model}/{replica.name} {FAILING}" for model, replica in replicas if replica.is_failing and not replica.reason]
     empty = [f"{model.name} has no replica" for model in models if not model.upstream.replicas()]
     if is_strict or len(missing) == len(replicas):
-        return "; ".join([*missing, *empty])
+        return "; ".join([*missing, *(failing if is_strict else ()), *empty])
     return ""
 
 

@@ -311,14 +311,15 @@ class ReplicaPool:
             yield replica, verdict(replica.connection.state, replica.connection.snapshot, now)
 
     def health(self) -> list[ReplicaHealth]:
-        left_out = self._ejected()
-        return [_health(replica, EJECTED if replica.name in left_out else reason) for replica, reason in self.verdicts()]
+        left_out, now = self._ejected(), self.clock()
+        return [_health(replica, EJECTED if replica.name in left_out else reason, now) for replica, reason in self.verdicts()]
 
     def retired_health(self) -> list[ReplicaHealth]:
-        return [_health(replica, RETIRED) for replica in self.retired]
+        now = self.clock()
+        return [_health(replica, RETIRED, now) for replica in self.retired]
 
 
-def _health(replica: Replica, reason: str) -> ReplicaHealth:
+def _health(replica: Replica, reason: str, now: float) -> ReplicaHealth:
     connection = replica.connection
     return ReplicaHealth(
         replica.name,
@@ -327,6 +328,7 @@ def _health(replica: Replica, reason: str) -> ReplicaHealth:
         connection.snapshot.load if connection.snapshot else None,
         num_open=connection.num_open,
         has_tried=connection.has_tried,
+        is_failing=not replica.circuit.breaker.can_send(now),
     )
 
 
