@@ -36,6 +36,7 @@ from headrace.gateway.control.changes import CHANGEABLE, check_change
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.work import TextContext
 from headrace.gateway.text_workers.workers import Owner, Worker
+from headrace.gateway.upstream.replica_circuit import ReplicaCircuit
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.leash import ReplicaStatus
@@ -308,6 +309,20 @@ async def test_foreign_servers_come_and_go(text: TextModel, bench: TestBench) ->
         far.replica.go.set()
         assert said(await running) == SAID
         await eventually(lambda: set(bench.reloader.status()) == {MODEL})
+
+
+async def test_a_change_of_foreign_servers_leaves_the_circuits_of_replicas_as_they_are(bench: TestBench) -> None:
+    def circuit() -> ReplicaCircuit:
+        pool = bench.reloader._models.models[MODEL].pool
+        assert pool is not None
+        return pool.replicas[0].circuit
+
+    first = circuit()
+    upstreams = [{"url": "http://127.0.0.1:9/v1", "model": MODEL}]
+    await apply(bench, {**model(MODEL, "r0"), "upstreams": upstreams})
+    assert circuit() is first
+    await apply(bench, {**model(MODEL, "r0"), "upstreams": [{**upstreams[0], "first_token_s": 9}]})
+    assert circuit() is first, "what the replica has failed is not forgotten"
 
 
 async def test_text_workers_do_not_inherit_the_key_of_a_server_that_comes(

@@ -20,6 +20,7 @@ from headrace.gateway.control.texts import LoadedText
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.fallback import FallbackUpstream
+from headrace.gateway.upstream.replica_circuit import ReplicaCircuit
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ServedModel
@@ -118,14 +119,22 @@ class ModelOpener:
         self._sources = sources
         self.on_closed: Callable[[str, ReplicaId], None] = lambda _model, _replica: None
 
-    async def open(self, config: ModelConfig, text: LoadedText | None, site: GatewayConfig) -> OpenModel:
-        """A model of `site`, connected to its replicas or trying to. Raises ConfigError. text: None where foreign servers alone answer"""
+    async def open(self, config: ModelConfig, text: LoadedText | None, site: GatewayConfig, before: OpenModel | None = None) -> OpenModel:
+        """A model of `site`, connected to its replicas or trying to. Raises ConfigError.
+
+        text    None where foreign servers alone answer
+        before  the model of this name, which it replaces: replicas that stay keep their circuits
+        """
         async with AsyncExitStack() as stack:
             foreign = await stack.enter_async_context(self._foreign_servers(config)) if config.upstreams else None
             if text is None:
                 assert foreign is not None, "something answers for a model"
                 return OpenModel(config, self._served(config, foreign), stack.pop_all(), foreign)
-            replicas = {replica: self._replica(replica, text) for replica in map(_resolved, config.replicas)}
+            circuits = _circuits(before, config)
+            replicas = {
+                replica: self._replica(replica, text, circuits.get(replica) or ReplicaCircuit())
+                for replica in map(_resolved, config.replicas)
+            }
             pool = ReplicaPool(
                 config.name,
                 list(replicas.values()),
@@ -150,7 +159,7 @@ class ModelOpener:
         wanted = [_resolved(replica) for replica in config.replicas]
         add: dict[ReplicaConfig, Replica] = {}
         if model.text is not None:
-            add = {replica: self._replica(replica, model.text) for replica in wanted if replica not in model.replicas}
+            add = {replica: self._replica(replica, model.text, ReplicaCircuit()) for replica in wanted if replica not in model.replicas}
         retire = {given: replica for given, replica in model.replicas.items() if given not in wanted}
         return ModelChange(model, config, self._changed(model, config), add, retire)
 
@@ -172,14 +181,21 @@ class ModelOpener:
     def _served(self, config: ModelConfig, upstream: Upstream) -> ServedModel:
         return ServedModel(config.name, config.aliases, upstream, int(self._sources.unix_time()), smaller=config.smaller)
 
-    def _replica(self, config: ReplicaConfig, text: LoadedText) -> Replica:
-        return Replica(ReplicaId(config.name), self._connect(config, text.model, self._sources.clock))
+    def _replica(self, config: ReplicaConfig, text: LoadedText, circuit: ReplicaCircuit) -> Replica:
+        return Replica(ReplicaId(config.name), self._connect(config, text.model, self._sources.clock), circuit)
 
     def _foreign_servers(self, config: ModelConfig) -> AbstractAsyncContextManager[HttpUpstream]:
         from headrace.gateway.upstream.foreign import open_upstream  # aiohttp takes a fifth of a second, and most sites have no such server
 
         sources = self._sources
         return open_upstream(config.name, config.upstreams, clock=sources.clock, unix_time=sources.unix_time, random=sources.random)
+
+
+def _circuits(before: OpenModel | None, config: ModelConfig) -> dict[ReplicaConfig, ReplicaCircuit]:
+    """Of the replicas that have served the same folder."""
+    if before is None or before.config.folder != config.folder:
+        return {}
+    return {known: replica.circuit for known, replica in before.replicas.items()}
 
 
 def _resolved(config: ReplicaConfig) -> ReplicaConfig:

@@ -126,7 +126,7 @@ class SiteModels:
                 if known is not None and (change := self.opener.change(known, model)) is not None:
                     changed[model.name] = change
                     continue
-                opened[model.name] = await self.opener.open(model, texts.get(model.name), config)
+                opened[model.name] = await self.opener.open(model, texts.get(model.name), config, known)
                 undo.push_async_callback(opened[model.name].stack.aclose)
             undo.pop_all()
         return ModelsChange(opened, changed, config)
