@@ -59,7 +59,7 @@ class RequestLogRecord:
     worker             which gateway worker answered, where there are several
     version            of the model's weights: its system_fingerprint
     cache_tier         the cache that answered instead of an engine: "response" or "idempotency"
-    continued_id       request id of the stream that this request continues; its completion_tokens are of the whole answer
+    continued_id       request id of the stream that this request continues; its completion_tokens are those that it added
     num_resumes        how often a sequence was submitted again because its engine was lost; None: never
     ttft_s, latency_s  seconds since arrival at the gateway
     tpot_s             seconds of each token after the first, the mean over the sequences

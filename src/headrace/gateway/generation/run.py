@@ -372,6 +372,7 @@ class Generation:
         """Write usage, times and finish reasons to the request's record, and observe the metrics. Runs once per stream."""
         record, usage = self.exchange.record, stream.usage()
         record.prompt_tokens, record.completion_tokens, record.cached_tokens = usage[:3]
+        record.completion_tokens -= usage.earlier_tokens  # they are in the line of the request that produced them
         record.ttft_s, record.tpot_s = progress.ttft_s, progress.tpot_s
         record.finish_reasons = progress.finish_reasons or None
         record.queue_time_s = stream.queue_time_s(0)

@@ -256,12 +256,14 @@ class TokenUsage(NamedTuple):
     """Tokens that a request has used so far. A prompt counts once, however many sequences continue it.
 
     reasoning_tokens  those of `completion_tokens` whose text is reasoning that was separated from the answer
+    earlier_tokens    those of `completion_tokens` that an earlier request has produced and counted, whose stream this one continues
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    earlier_tokens: int = 0
 
 
 class EventListener(Protocol):
@@ -403,6 +405,7 @@ class ReplicaHealth:
     is_foreign  it is no part of this site: its state is shown, and it counts as ready for /ready
     num_open    requests of this gateway at it
     has_tried   its first attempt to connect has ended, whether it succeeded or not
+    is_failing  its circuit is open: it failed what it was sent lately, and may get requests only because no other replica is left
     """
 
     name: str
@@ -412,6 +415,7 @@ class ReplicaHealth:
     is_foreign: bool = False
     num_open: int = 0
     has_tried: bool = True
+    is_failing: bool = False
 
 
 class Upstream(Protocol):

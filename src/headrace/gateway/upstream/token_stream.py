@@ -93,6 +93,7 @@ class TokenStream:
         self._stages = [_stage(call, tokenizer, index) for index in range(n)]
         self._listener: EventListener | None = None
         self._ends: list[tuple[FinishReason | None, int | None]] = [(None, None)] * n
+        self._num_earlier_tokens = 0
         self._earlier = EarlierUpdates(call.earlier, call.request_id) if call.earlier is not None else None
         self._recomputed: dict[int, RecomputedLogprobs] = {}
 
@@ -119,7 +120,8 @@ class TokenStream:
     def usage(self) -> TokenUsage:
         completion = sum(assembler.num_tokens for assembler in self._assemblers)
         reasoning = sum(stage.num_reasoning_tokens for stage in self._stages if stage is not None)
-        return TokenUsage(len(self.call.prompt_ids), completion, self._assemblers[0].num_cached_tokens or 0, reasoning)
+        earlier = self._num_earlier_tokens if self._earlier is None else completion
+        return TokenUsage(len(self.call.prompt_ids), completion, self._assemblers[0].num_cached_tokens or 0, reasoning, earlier)
 
     def replica(self, index: int) -> str | None:
         return self.attempts.replica(index - self._first_index)
@@ -153,6 +155,7 @@ class TokenStream:
         """Everything earlier was replayed: what was read after its last event, then the sequences that have not ended go on."""
         assert self.call.earlier is not None
         events = self._read([earlier.take(index) for index in range(self.call.params.n)])
+        self._num_earlier_tokens = sum(assembler.num_tokens for assembler in self._assemblers)
         self._earlier = None
         if self.call.params.logprobs is not None:
             self._read_pending_again()

@@ -173,7 +173,7 @@ class Chunks:
 
 
 def usage_body(usage: TokenUsage) -> schemas.CompletionUsage:
-    prompt, completion, cached, reasoning = usage
+    prompt, completion, cached, reasoning = usage[:4]
     made = schemas.CompletionUsage(prompt, completion, prompt + completion, schemas.PromptTokensDetails(cached))
     if reasoning:
         made.completion_tokens_details = schemas.CompletionTokensDetails(reasoning)
