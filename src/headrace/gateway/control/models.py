@@ -192,7 +192,7 @@ class ModelOpener:
 
 
 def _circuits(before: OpenModel | None, config: ModelConfig) -> dict[ReplicaConfig, ReplicaCircuit]:
-    """Of the replicas that have served the same folder."""
+    """Circuits of the replicas that have served the same folder."""
     if before is None or before.config.folder != config.folder:
         return {}
     return {known: replica.circuit for known, replica in before.replicas.items()}

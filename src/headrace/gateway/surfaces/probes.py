@@ -40,7 +40,7 @@ READY_QUERY = (
     QueryParameter("strict", "Without a value, or `true`: every replica must be ready."),
 )
 FAILING = "failed several requests in a row"
-"""What is said of a replica whose circuit is open, as where it is left out for it."""
+"""Reason of a replica whose circuit is open, the same as where it is left out."""
 
 _STRICT = {"": True, "true": True, "1": True, "false": False, "0": False}
 
