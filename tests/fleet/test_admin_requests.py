@@ -17,7 +17,6 @@ from wire_kit import socket_dir
 from headrace.cli.control_client import _UnixConnection
 from headrace.fleet.admin import SOCKET_NAME, TOKEN_NAME, admin_socket
 from headrace.fleet.control import FleetControl
-from headrace.fleet.reconciler import Reconciler
 from headrace.gateway.access.admin_requests import REQUESTS, KeyRequests
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.sqlite_keys import SqliteKeys
@@ -56,8 +55,7 @@ async def door() -> AsyncIterator[Door]:
             store = SqliteKeys.open(str(folder / "keys.db"))
             return Administration(store, tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
-        no_processes = cast(FleetControl, None), cast(Reconciler, None)
-        async with admin_socket(folder, *no_processes, [KeyRequests(administration)]):
+        async with admin_socket(folder, cast(FleetControl, None), [KeyRequests(administration)]):
             yield Door(folder)
 
 

@@ -133,6 +133,16 @@ def test_a_model_that_is_removed_drains_and_its_names_are_not_given_again(pair: 
     assert [name for name in pair.replicas if name.startswith("tiny")] == ["tiny-0", "tiny-1", "tiny-2"]
 
 
+def test_a_copy_to_return_to_counts_names_and_revisions_on(pair: Deployment) -> None:
+    before = pair.copy()
+    pair.roll_out("tiny", RolloutOptions())
+    run(pair)
+    assert phases(before) == {"tiny-0": "serving", "tiny-1": "serving"}
+    assert before.roll_out("tiny", RolloutOptions()) == 2
+    run(before)
+    assert [*before.replicas] == ["tiny-0", "tiny-1", "tiny-3"]
+
+
 def test_models_that_share_a_prefix_share_its_numbers() -> None:
     deployment = Deployment()
     deployment.scale({"a/b": 1, "a-b": 1})

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.strict_decode import decode
 from headrace.fleet.admin_requests import DrainBody, ReloadBody, RolloutBody, ScaleBody
-from headrace.fleet.control import ControlBusy, FleetControl
-from headrace.fleet.reconciler import Reconciler
+from headrace.fleet.command_slot import ControlBusy
+from headrace.fleet.control import FleetControl
+from headrace.fleet.progress import Hear
 from headrace.policy.deployment import RolloutOptions
 from headrace.wire.leash import ReloadRefused
 
@@ -37,7 +38,7 @@ SOCKET_NAME = "admin.sock"
 TOKEN_NAME = "admin.token"
 MAX_BODY_BYTES = 1 << 16
 
-Command = Callable[[Mapping[str, object]], Coroutine[Any, Any, list[str]]]
+Command = Callable[[Mapping[str, object], Hear], Coroutine[Any, Any, list[str]]]
 
 
 class AdminRequests(Protocol):
@@ -56,13 +57,11 @@ class AdminRequests(Protocol):
 
 
 @asynccontextmanager
-async def admin_socket(
-    folder: Path, control: FleetControl, reconciler: Reconciler, requests: Sequence[AdminRequests] = ()
-) -> AsyncIterator[None]:
+async def admin_socket(folder: Path, control: FleetControl, requests: Sequence[AdminRequests] = ()) -> AsyncIterator[None]:
     """Answer on the socket in `folder` until the block ends. requests: asked in turn. Raises ConfigError where it cannot be made."""
     from aiohttp import web
 
-    door = _AdminDoor(control, reconciler, _write_token(folder / TOKEN_NAME), requests)
+    door = _AdminDoor(control, _write_token(folder / TOKEN_NAME), requests)
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.add_routes([web.get("/status", door.status), *(web.post(f"/{name}", door.command) for name in door.commands)])
     app.router.add_route("*", "/{path:.*}", door.request)
@@ -93,9 +92,8 @@ def _write_token(path: Path) -> str:
 class _AdminDoor:
     """Requests to commands, and what they say to lines of JSON."""
 
-    def __init__(self, control: FleetControl, reconciler: Reconciler, token: str, requests: Sequence[AdminRequests]) -> None:
+    def __init__(self, control: FleetControl, token: str, requests: Sequence[AdminRequests]) -> None:
         self._control = control
-        self._reconciler = reconciler
         self._expected = f"Bearer {token}".encode()
         self._requests = requests
         self._running: set[asyncio.Task[list[str]]] = set()
@@ -131,20 +129,23 @@ class _AdminDoor:
         self._authenticate(request)
         body = await _body(request)
         lines: asyncio.Queue[Mapping[str, object]] = asyncio.Queue()
-        with self._reconciler.progress(lambda text: lines.put_nowait({"event": "progress", "text": text})):
-            task = asyncio.create_task(self.commands[request.path.removeprefix("/")](body), name=f"command {request.path}")
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            task.add_done_callback(lambda done: lines.put_nowait(_end_of(done)))
-            response = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
-            await response.prepare(request)
-            with suppress(ConnectionError):
-                while True:
-                    line = await lines.get()
-                    await response.write(json.dumps(line).encode() + b"\n")
-                    if line["event"] != "progress":
-                        await response.write_eof()
-                        break
+
+        def hear(text: str) -> None:
+            lines.put_nowait({"event": "progress", "text": text})
+
+        task = asyncio.create_task(self.commands[request.path.removeprefix("/")](body, hear), name=f"command {request.path}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda done: lines.put_nowait(_end_of(done)))
+        response = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            while True:
+                line = await lines.get()
+                await response.write(json.dumps(line).encode() + b"\n")
+                if line["event"] != "progress":
+                    await response.write_eof()
+                    break
         return response
 
     def _authenticate(self, request: web.Request) -> None:
@@ -153,25 +154,25 @@ class _AdminDoor:
         if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self._expected):
             raise web.HTTPUnauthorized(text=f"The token in {TOKEN_NAME} is missing or wrong.")
 
-    async def _reload(self, body: Mapping[str, object]) -> list[str]:
+    async def _reload(self, body: Mapping[str, object], hear: Hear) -> list[str]:
         decode(ReloadBody, body)
-        return await self._control.reload()
+        return await self._control.reload(hear)
 
-    async def _roll_out(self, body: Mapping[str, object]) -> list[str]:
+    async def _roll_out(self, body: Mapping[str, object], hear: Hear) -> list[str]:
         given = decode(RolloutBody, body)
         if given.max_surge not in (0, 1):
             raise ConfigError("--max-surge", f"{given.max_surge} is neither 0 nor 1")
-        return await self._control.roll_out(given.model, RolloutOptions(given.max_surge, given.allow_outage))
+        return await self._control.roll_out(given.model, RolloutOptions(given.max_surge, given.allow_outage), hear)
 
-    async def _scale(self, body: Mapping[str, object]) -> list[str]:
+    async def _scale(self, body: Mapping[str, object], hear: Hear) -> list[str]:
         given = decode(ScaleBody, body)
-        return await self._control.scale(given.model, given.replicas)
+        return await self._control.scale(given.model, given.replicas, hear)
 
-    async def _drain(self, body: Mapping[str, object]) -> list[str]:
+    async def _drain(self, body: Mapping[str, object], hear: Hear) -> list[str]:
         given = decode(DrainBody, body)
         if given.replica is None:
             return await self._control.drain_all(given.within_s)
-        return await self._control.drain(given.replica, given.within_s, allow_outage=given.allow_outage)
+        return await self._control.drain(given.replica, given.within_s, allow_outage=given.allow_outage, hear=hear)
 
 
 async def _body(request: web.Request) -> Mapping[str, object]:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.errors import ConfigError
+from headrace.fleet.command_slot import CommandSlot
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig
 from headrace.fleet.config_change import check_can_become, with_site_keys
+from headrace.fleet.progress import Hear, ModelProgress, no_operator
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, RolloutOptions
 
 log = logging.getLogger(__name__)
 
 MAX_WITHIN_S = 86400.0
+
+STARTS_S = 10.0
+"""Seconds for which a command waits for nothing but starting engines before it lets other commands in."""
 
 
 class ConfigSource(Protocol):
@@ -39,12 +43,9 @@ class ConfigSource(Protocol):
         ...
 
 
-class ControlBusy(HeadraceError):
-    """Another command changes the deployment."""
-
-
 class FleetControl:
-    """The commands. Each returns what failed, a line per model; empty when all is as it was asked."""
+    """The commands. Each returns what failed, a line per model; empty when all is as it was asked. `hear` gets the lines of progress
+    about the models of a command, for its operator alone."""
 
     def __init__(self, reconciler: Reconciler, source: ConfigSource | None, drain_all: Callable[[float], Awaitable[None]]) -> None:
         """
@@ -54,20 +55,18 @@ class FleetControl:
         self._reconciler = reconciler
         self._source = source
         self._drain_all = drain_all
-        self._running = ""
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._slot = CommandSlot()
 
     async def idle(self) -> None:
         """Wait until no command changes the deployment."""
-        await self._idle.wait()
+        await self._slot.wait_free()
 
     async def status(self) -> dict[str, object]:
         """The deployment as JSON data, with what the gateways see now."""
         reconciler = self._reconciler
         await reconciler.look()
         return {
-            "command": self._running or None,
+            "command": self._slot.holder or None,
             "gateways": [
                 {"name": keeper.label, "pid": keeper.pid, "serving": keeper.is_serving, "starts": keeper.num_starts}
                 for keeper in reconciler.gateways.keepers
@@ -80,52 +79,60 @@ class FleetControl:
             ],
         }
 
-    async def reload(self) -> list[str]:
+    async def reload(self, hear: Hear = no_operator) -> list[str]:
         """Read the configuration again and follow it. Raises ConfigError, ReloadRefused, ControlBusy: nothing was changed then."""
         source = self._source
         if source is None:
             raise ConfigError("reload", "this deployment was started without a file", "Start it with `headrace serve --config FILE`.")
-        with self._command("reload"):
+        with self._slot.held("reload") as let_others_in:
             before = self._reconciler.config
             config = with_site_keys(before, await asyncio.to_thread(source.read))
             deployment = self._reconciler.deployment
             check_can_become(before, config, served=[model for model in deployment.targets if deployment.listed(model)])
             for line in source.differences():
-                self._reconciler.say(line)
-            await self._reconciler.reload(config)
-            source.accept()
-            self._warn_of_inherited(before, config)
-            self._reconciler.say("the configuration holds; replicas follow")
-            return await self._converged([*self._reconciler.deployment.targets, *(model.name for model in before.models)])
+                _say(hear, line)
+            models = {model.name for model in (*before.models, *config.models)}
+            with self._reconciler.progress.heard(hear, models):
+                await self._reconciler.reload(config)
+                source.accept()
+                if inherited := _inherited(before, config):
+                    _say(hear, inherited)
+                _say(hear, "the configuration holds; replicas follow")
+                return await self._converged(models, hear, let_others_in)
 
-    async def roll_out(self, model: str | None, options: RolloutOptions) -> list[str]:
-        """Replace the replicas of one model, or of all. Raises ConfigError, ReloadRefused, ControlBusy."""
-        with self._command(f"rollout {model or 'of all models'}"):
-            targets = self._reconciler.deployment.targets
-            models = [*targets] if model is None else [self._known(model)]
-            for name in models:
-                await self._reconciler.roll_out(name, options)
-            return await self._converged(models)
+    async def roll_out(self, model: str | None, options: RolloutOptions, hear: Hear = no_operator) -> list[str]:
+        """Replace the replicas of one model, or of all. Raises ConfigError, ReloadRefused, ControlBusy: nothing was changed then."""
+        with self._slot.held(f"rollout {model or 'of all models'}") as let_others_in:
+            models = [*self._reconciler.deployment.targets] if model is None else [self._known(model)]
+            with self._reconciler.progress.heard(hear, models):
+                await self._reconciler.roll_out(models, options)
+                return await self._converged(models, hear, let_others_in)
 
-    async def scale(self, model: str, replicas: int) -> list[str]:
-        """Run this many replicas of a model. Raises ConfigError, ReloadRefused, ControlBusy."""
-        with self._command(f"scale {model}={replicas}"):
+    async def scale(self, model: str, replicas: int, hear: Hear = no_operator) -> list[str]:
+        """Run this many replicas of a model. Raises ConfigError, ReloadRefused, ControlBusy: nothing was changed then."""
+        with self._slot.held(f"scale {model}={replicas}") as let_others_in:
             self._known(model)
             if not 1 <= replicas <= MAX_REPLICAS:
                 raise ConfigError(f"{model}={replicas}", f"{replicas} is outside 1..{MAX_REPLICAS}", "A model is removed in the file.")
 
-            def command(deployment: Deployment) -> None:
+            def command(deployment: Deployment) -> list[ModelProgress]:
                 counts = {name: target.num_replicas for name, target in deployment.targets.items()}
                 deployment.scale({**counts, model: replicas})
+                return []
 
-            await self._reconciler.change(command)
-            return await self._converged([model])
+            with self._reconciler.progress.heard(hear, [model]):
+                await self._reconciler.change(command)
+                return await self._converged([model], hear, let_others_in)
 
-    async def drain(self, replica: str, within_s: float, *, allow_outage: bool) -> list[str]:
+    async def drain(self, replica: str, within_s: float, *, allow_outage: bool, hear: Hear = no_operator) -> list[str]:
         """Retire one replica; what it has not finished in time moves to another one. Raises ConfigError, ReloadRefused."""
         _check_within(within_s)
-        await self._reconciler.drain(replica, within_s, allow_outage=allow_outage)
-        await self._reconciler.until(lambda: replica not in self._reconciler.deployment.replicas)
+        replicas = self._reconciler.deployment.replicas
+        if replica not in replicas:
+            raise ConfigError(replica, "is not a replica here", f"Replicas: {', '.join(replicas) or 'none'}.")
+        with self._reconciler.progress.heard(hear, [replicas[replica].model]):
+            await self._reconciler.drain(replica, within_s, allow_outage=allow_outage)
+            await self._reconciler.until(lambda: replica not in self._reconciler.deployment.replicas)
         return []
 
     async def drain_all(self, within_s: float) -> list[str]:
@@ -134,28 +141,43 @@ class FleetControl:
         await self._drain_all(within_s)
         return []
 
-    @contextmanager
-    def _command(self, name: str) -> Iterator[None]:
-        if self._running:
-            raise ControlBusy(f"{self._running} is running. Wait for it: `headrace status` shows how far it is.")
-        self._running = name
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._running = ""
-            self._idle.set()
-
     def _known(self, model: str) -> str:
         targets = self._reconciler.deployment.targets
         if model not in targets:
             raise ConfigError("MODEL", f"{model!r} has no engines on this machine", f"Models: {', '.join(targets) or 'none'}.")
         return model
 
-    async def _converged(self, models: Sequence[str]) -> list[str]:
+    async def _converged(self, models: Collection[str], hear: Hear, let_others_in: Callable[[], None]) -> list[str]:
+        """Wait until the models have what they should have; what failed. An engine may start for long, or hang at it: a command that waits
+        for nothing else lets other commands in after STARTS_S."""
+        converged = asyncio.create_task(self._reconciler.until(lambda: not self._unconverged(models)))
+        try:
+            if starting := await self._only_starting(models, converged):
+                let_others_in()
+                verb = "is" if len(starting) == 1 else "are"
+                _say(hear, f"{', '.join(starting)} {verb} still starting; other commands are taken meanwhile")
+            await converged
+        finally:
+            converged.cancel()
+        targets = self._reconciler.deployment.targets
+        return [failure for model in models if model in targets and (failure := self._failure_of(model))]
+
+    def _unconverged(self, models: Collection[str]) -> list[str]:
         deployment = self._reconciler.deployment
-        await self._reconciler.until(lambda: all(self._reconciler.deployment.is_converged(model) for model in models))
-        return [failure for model in models if model in deployment.targets and (failure := self._failure_of(model))]
+        return [model for model in models if not deployment.is_converged(model)]
+
+    async def _only_starting(self, models: Collection[str], converged: asyncio.Task[None]) -> list[str]:
+        """The replicas that start, once nothing else has been waited for during STARTS_S; empty when `converged` is done first."""
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        while not converged.done():
+            await asyncio.wait([converged], timeout=STARTS_S / 10)
+            deployment, waiting = self._reconciler.deployment, self._unconverged(models)
+            if not all(deployment.only_waits_for_starts(model) for model in waiting):
+                since = loop.time()
+            elif waiting and loop.time() - since >= STARTS_S:
+                return [name for model in waiting for name in deployment.starting(model)]
+        return []
 
     def _failure_of(self, model: str) -> str:
         """Why a model has not what it should have; empty where it has."""
@@ -166,12 +188,6 @@ class FleetControl:
             if reason := reconciler.processes[replica.name].why_failed:
                 return f"{model}: {replica.name} cannot be started: {reason}"
         return ""
-
-    def _warn_of_inherited(self, before: FleetConfig, after: FleetConfig) -> None:
-        if added := sorted(after.key_variables - before.key_variables):
-            verb = "is" if len(added) == 1 else "are"
-            text = f"{', '.join(added)} {verb} in the environment of engines that run already; `headrace rollout` replaces them"
-            self._reconciler.say(text)
 
     def _model_status(self, model: str) -> dict[str, object]:
         reconciler = self._reconciler
@@ -203,6 +219,20 @@ class FleetControl:
             "starts": process.keeper.num_starts,
             "reason": process.why_failed or reason,
         }
+
+
+def _say(hear: Hear, text: str) -> None:
+    """A line of one command alone, which is logged as well."""
+    log.info("%s", text)
+    hear(text)
+
+
+def _inherited(before: FleetConfig, after: FleetConfig) -> str:
+    """Which keys of foreign servers running engines have inherited, in a sentence; empty for none."""
+    if not (added := sorted(after.key_variables - before.key_variables)):
+        return ""
+    verb = "is" if len(added) == 1 else "are"
+    return f"{', '.join(added)} {verb} in the environment of engines that run already; `headrace rollout` replaces them"
 
 
 def _check_within(within_s: float) -> None:

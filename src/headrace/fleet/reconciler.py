@@ -7,11 +7,9 @@ plan, write the gateways' file and have every gateway read it, and only then sta
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -25,6 +23,7 @@ from headrace.fleet.gateway_file import GatewayFile, why_unavailable
 from headrace.fleet.gateways import GatewayGroup, GatewaysView
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher
+from headrace.fleet.progress import ModelProgress, Progress
 from headrace.fleet.replica_process import ReplicaProcess
 from headrace.policy.deployment import (
     Deployment,
@@ -58,6 +57,7 @@ class Reconciler:
     gateway_file  that all gateways read
     processes    name of a replica -> its process, until it has ended
     failures     model -> why its last rollout ended early
+    progress     what is done, for the log and the commands
     """
 
     def __init__(self, config: FleetConfig, folder: Path, launcher: Launcher, gateways: GatewayGroup) -> None:
@@ -67,6 +67,7 @@ class Reconciler:
         self.processes: dict[str, ReplicaProcess] = {}
         self.failures: dict[str, str] = {}
         self.gateways = gateways
+        self.progress = Progress()
         self.view = GatewaysView()
         self._folder = folder
         self._launcher = launcher
@@ -74,7 +75,6 @@ class Reconciler:
         self._drain_s: dict[str, float] = {}
         self._has_served = False
         self._is_frozen = False
-        self._listeners: set[Callable[[str], None]] = set()
         self._lock = asyncio.Lock()
         self._wake = asyncio.Event()
         self._round_done = asyncio.Condition()
@@ -89,74 +89,63 @@ class Reconciler:
 
     # -- what commands do ----------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def progress(self, listener: Callable[[str], None]) -> Iterator[None]:
-        """`listener` gets every line that says what is done, until the block ends."""
-        self._listeners.add(listener)
-        try:
-            yield
-        finally:
-            self._listeners.discard(listener)
+    async def change(self, command: Callable[[Deployment], Iterable[ModelProgress]]) -> None:
+        """Give the deployment a command and begin what follows from it; the lines that it returns are said then.
 
-    def say(self, text: str, *, level: int = logging.INFO) -> None:
-        """Log a line, and give it to every listener."""
-        log.log(level, "%s", text)
-        for listener in [*self._listeners]:
-            listener(text)
+        Raises what the command raises, and ReloadRefused and ConfigError where gateways cannot follow; nothing was changed then.
+        """
 
-    async def change(self, command: Callable[[Deployment], None]) -> None:
-        """Give the deployment a command and begin what follows from it. Raises what the command raises, and ReloadRefused and ConfigError
-        where gateways cannot follow; nothing was changed then."""
-
-        def apply() -> None:
-            command(self.deployment)
+        def apply() -> list[ModelProgress]:
+            lines = [*command(self.deployment)]
             self._desired.note_revisions(self.deployment)
+            return lines
 
         await self._all_or_nothing(apply)
         self._wake.set()
 
-    async def roll_out(self, model: str, options: RolloutOptions) -> None:
-        """Replace every replica of a model. Raises ConfigError."""
+    async def roll_out(self, models: Sequence[str], options: RolloutOptions) -> None:
+        """Replace every replica of these models, one model after another. Raises ConfigError and ReloadRefused."""
 
-        def command(deployment: Deployment) -> None:
-            num_old = len(deployment.listed(model))
-            revision = deployment.roll_out(model, options)
-            self.failures.pop(model, None)
-            self.say(f"{model}: revision {revision} replaces {counted(num_old, 'replica')}, one at a time")
+        def command(deployment: Deployment) -> Iterator[ModelProgress]:
+            for model in models:
+                num_old = len(deployment.listed(model))
+                revision = deployment.roll_out(model, options)
+                self.failures.pop(model, None)
+                yield ModelProgress(model, f"{model}: revision {revision} replaces {counted(num_old, 'replica')}, one at a time")
 
         await self.change(command)
 
     async def reload(self, config: FleetConfig) -> None:
         """Have the whole deployment follow another configuration. Raises ConfigError and ReloadRefused; nothing was changed then."""
 
-        def apply() -> None:
+        def apply() -> list[ModelProgress]:
             for model in self._desired.follow(config, self.deployment):
                 self.failures.pop(model, None)
+            return []
 
         await self._all_or_nothing(apply)
         self._wake.set()
 
-    async def _all_or_nothing(self, apply: Callable[[], None]) -> None:
-        """One round after `apply`. Raises what either of them raises; what was planned before holds again then."""
+    async def _all_or_nothing(self, apply: Callable[[], Iterable[ModelProgress]]) -> None:
+        """One round after `apply`, whose lines are said once nothing can be refused any more. Raises what either of them raises; what was
+        planned before holds again then."""
         async with self._lock:
             await self._observe()
-            before = self._desired.copy(), copy.deepcopy(self.deployment)
+            before = self._desired.copy(), self.deployment.copy(), {**self.failures}, {**self._drain_s}
             try:
-                apply()
-                await self._round()
+                await self._round(apply())
             except (ConfigError, ReloadRefused):
-                self._desired, self.deployment = before
+                self._desired, self.deployment, self.failures, self._drain_s = before
                 self._carry_out()
                 raise
 
     async def drain(self, name: str, within_s: float, *, allow_outage: bool) -> None:
         """Retire one replica for good. Raises ConfigError."""
 
-        def command(deployment: Deployment) -> None:
-            if name not in deployment.replicas:
-                raise ConfigError(name, "is not a replica here", f"Replicas: {', '.join(deployment.replicas) or 'none'}.")
+        def command(deployment: Deployment) -> list[ModelProgress]:
             deployment.drain(name, allow_outage=allow_outage)
             self._drain_s[name] = within_s
+            return []
 
         await self.change(command)
 
@@ -199,7 +188,7 @@ class Reconciler:
         if self._is_frozen:
             return POLL_S
         try:
-            await self._all_or_nothing(lambda: None)
+            await self._all_or_nothing(tuple)
         except (ReloadRefused, ConfigError) as error:
             log.error("what is planned cannot be done: %s", error)
             return REFUSED_PAUSE_S
@@ -259,13 +248,13 @@ class Reconciler:
     def _note_failure(self, replica: PlannedReplica, process: ReplicaProcess) -> None:
         if replica.phase is not ReplicaPhase.FAILED:
             self.deployment.failed(replica.name)
-            self.say(f"{replica.name} cannot be started: {process.why_failed}", level=logging.ERROR)
+            self._say(replica.model, f"{replica.name} cannot be started: {process.why_failed}", logging.ERROR)
 
     def _note_readiness(self, replica: PlannedReplica, process: ReplicaProcess, now: float) -> None:
         self.deployment.started_after_all(replica.name)
         is_ready = process.keeper.is_serving and self.view.is_ready(replica.model, replica.name)
         if is_ready and replica.phase is ReplicaPhase.STARTING:
-            self.say(f"{replica.name} serves")
+            self._say(replica.model, f"{replica.name} serves")
         self.deployment.seen(replica.name, is_ready=is_ready)
         if replica.phase is ReplicaPhase.STARTING and self._is_in_rollout(replica):
             process.give_up_unless_connected(now, CONNECT_TIMEOUT_S, self.view.why_not_ready(replica.model, replica.name))
@@ -277,22 +266,25 @@ class Reconciler:
     def _follow_drain(self, replica: PlannedReplica, process: ReplicaProcess, now: float) -> None:
         if process.has_ended:
             self.deployment.ended(replica.name)
-            self.say(f"{replica.name} has left")
+            self._say(replica.model, f"{replica.name} has left")
         elif process.is_unlisted:
             num_open = self.view.num_open(replica.model, replica.name)
             if num_open == 0 or not process.keeper.is_serving:
                 process.end()
             elif now >= process.drain_until:
-                self.say(f"{replica.name} is ended, its {counted(num_open or 0, 'open request')} move to other replicas")
+                self._say(replica.model, f"{replica.name} is ended, its {counted(num_open or 0, 'open request')} move to other replicas")
                 process.drain_until = math.inf
                 process.keeper.kill()
 
-    async def _round(self) -> None:
-        """Plan, have the gateways follow, and start and end processes. Raises ReloadRefused and ConfigError: no process was touched."""
+    async def _round(self, lines: Iterable[ModelProgress]) -> None:
+        """Plan, have the gateways follow, say `lines`, and start and end processes. Raises ReloadRefused and ConfigError: no process was
+        touched."""
         if self._is_frozen:
             raise ConfigError("the deployment", "ends, and changes no more")
         self._plan()
         await self.gateway_file.offer(self._content())
+        for line in lines:
+            self.progress.say(line)
         self._carry_out()
 
     def _plan(self) -> None:
@@ -312,10 +304,10 @@ class Reconciler:
     def _end_rollout(self, action: EndRollout) -> None:
         self.deployment.end_rollout(action)
         if not action.failed:
-            self.say(f"{action.model}: every replica was replaced")
+            self._say(action.model, f"{action.model}: every replica was replaced")
             return
         self.failures[action.model] = f"{action.failed} cannot be started: {self.processes[action.failed].why_failed}"
-        self.say(f"{action.model}: the rollout has ended, since {action.failed} cannot be started", level=logging.ERROR)
+        self._say(action.model, f"{action.model}: the rollout has ended, since {action.failed} cannot be started", logging.ERROR)
 
     def _make(self, replica: PlannedReplica, replaces: str) -> None:
         """A process for a planned replica, not yet launched. Raises ConfigError where its file cannot be written."""
@@ -348,7 +340,7 @@ class Reconciler:
             elif replica.phase is ReplicaPhase.DRAINING:
                 self._begin_drain(replica, process, now)
             elif not process.is_launched:
-                self.say(f"{name} is starting" + (f", for {replica.replaces}" if replica.replaces else ""))
+                self._say(replica.model, f"{name} is starting" + (f", for {replica.replaces}" if replica.replaces else ""))
                 process.launch()
 
     def _begin_drain(self, replica: PlannedReplica, process: ReplicaProcess, now: float) -> None:
@@ -357,9 +349,12 @@ class Reconciler:
         process.is_unlisted = True
         process.drain_until = now + self._drain_s.pop(replica.name, self.config.drain_timeout_s)
         num_open = self.view.num_open(replica.model, replica.name)
-        self.say(f"{replica.name} is retired" + (f", {counted(num_open, 'request')} open" if num_open else ""))
+        self._say(replica.model, f"{replica.name} is retired" + (f", {counted(num_open, 'request')} open" if num_open else ""))
         if process.failure is not None or not process.is_launched:
             process.cancel()
+
+    def _say(self, model: str, text: str, level: int = logging.INFO) -> None:
+        self.progress.say(ModelProgress(model, text, level))
 
     def _forget(self, name: str, process: ReplicaProcess) -> None:
         process.cancel()
@@ -383,8 +378,7 @@ class Reconciler:
 
     async def first_service(self) -> None:
         """Wait until every replica has served or failed. Does not return where `run` raises."""
-        names = self.deployment.replicas
-        await self.until(lambda: all(self._is_decided(name) for name in names) and self._hopeless_failure() is None)
+        await self.until(lambda: all(map(self._is_decided, self.deployment.replicas)) and self._hopeless_failure() is None)
 
     def _hopeless_failure(self) -> HeadraceError | None:
         self._has_served = self._has_served or any(process.keeper.ready.is_set() for process in self.processes.values())

@@ -24,7 +24,7 @@ from headrace.fleet.config import FleetConfig
 from headrace.fleet.control import ConfigSource, FleetControl
 from headrace.fleet.files import run_dir
 from headrace.fleet.gateways import GatewayGroup
-from headrace.fleet.hangup import reload_when_asked
+from headrace.fleet.hangup import reloading_when_asked
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher, ProcessLauncher
 from headrace.fleet.listening import reserved_port
@@ -149,13 +149,13 @@ class Supervisor:
     async def _control(self, folder: Path, reconciler: Reconciler, stop: StopSignals, reload: asyncio.Event) -> None:
         """Answer the operator, and call `on_ready` once. Never returns."""
         control = FleetControl(reconciler, self._source, partial(self._drain_all, reconciler, stop))
-        async with admin_socket(folder, control, reconciler, self._requests):
+        async with admin_socket(folder, control, self._requests), reloading_when_asked(reload, control):
             for keeper in self.gateways:
                 await keeper.ready.wait()
             await reconciler.first_service()
             if self._on_ready is not None:
                 self._on_ready(self._ready(reconciler))
-            await reload_when_asked(reload, control)
+            await asyncio.Event().wait()
 
     def _ready(self, reconciler: Reconciler) -> FleetReady:
         processes = reconciler.processes

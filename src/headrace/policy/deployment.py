@@ -103,6 +103,15 @@ class Deployment:
         self._numbers: dict[str, int] = defaultdict(int)
         self._revisions: dict[str, int] = defaultdict(int)
 
+    def copy(self) -> Deployment:
+        """The same targets and replicas, to return to when what is planned next is refused. Both count names and revisions together, so
+        that none is given again."""
+        made = Deployment()
+        made.targets = {**self.targets}
+        made.replicas = {name: replace(replica) for name, replica in self.replicas.items()}
+        made._numbers, made._revisions = self._numbers, self._revisions
+        return made
+
     def of(self, model: str) -> list[PlannedReplica]:
         return [replica for replica in self.replicas.values() if replica.model == model]
 
@@ -117,6 +126,14 @@ class Deployment:
             return not replicas
         phases = {replica.phase for replica in replicas}
         return target.rollout is None and len(replicas) == target.num_replicas and phases <= {ReplicaPhase.SERVING, ReplicaPhase.FAILED}
+
+    def starting(self, model: str) -> list[str]:
+        return [replica.name for replica in self.of(model) if replica.phase is ReplicaPhase.STARTING]
+
+    def only_waits_for_starts(self, model: str) -> bool:
+        """Replicas of `model` start, and none leaves."""
+        phases = {replica.phase for replica in self.of(model)}
+        return ReplicaPhase.STARTING in phases and ReplicaPhase.DRAINING not in phases
 
     # -- commands ------------------------------------------------------------------------------------------------------------------
 
@@ -153,9 +170,9 @@ class Deployment:
 
     def drain(self, name: str, *, allow_outage: bool = False) -> None:
         """Retire one replica and have the model do with one less. Raises ConfigError for the last one that serves, unless allowed."""
-        replica = self.replicas[name]
-        if replica.phase is ReplicaPhase.DRAINING:
-            return
+        replica = self.replicas.get(name)
+        if replica is None or replica.phase is ReplicaPhase.DRAINING:
+            return  # it leaves, or has left meanwhile
         if replica.is_ready and not allow_outage and not self._serving_beside(replica):
             reason = f"is the last replica of {replica.model} that serves"
             raise ConfigError(name, reason, f"Add one first (headrace scale {replica.model}=2), or say --allow-outage.")

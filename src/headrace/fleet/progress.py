@@ -1,0 +1,47 @@
+"""What is done to a deployment, in lines for people: each is about one model, goes to the log, and to the commands for that model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+Hear = Callable[[str], None]
+"""Takes a line for the operator of one command."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProgress:
+    model: str
+    text: str
+    level: int = logging.INFO
+
+
+class Progress:
+    """Gives each line to the listeners for its model."""
+
+    def __init__(self) -> None:
+        self._listeners: list[tuple[Hear, Collection[str]]] = []
+
+    @contextmanager
+    def heard(self, hear: Hear, models: Collection[str]) -> Iterator[None]:
+        """Until the block ends `hear` gets every line about these models."""
+        listener = hear, models
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def say(self, line: ModelProgress) -> None:
+        log.log(line.level, "%s", line.text)
+        for hear, models in [*self._listeners]:
+            if line.model in models:
+                hear(line.text)
+
+
+def no_operator(text: str) -> None:
+    """Hears nothing: of a command whose lines go to the log alone."""
