@@ -15,7 +15,7 @@ FAST    = -m "not slow and not gpu" -n $(JOBS) --dist loadfile
 # The control side, which knows no tensors: less than a minute on a quiet machine.
 CONTROL = $(addprefix tests/,core text wire observe policy engine/loop engine/server)
 
-.PHONY: setup serve test test-control coverage test-slow test-mutants test-clients browser balancers systemd redis check bench bench-smoke proto clean
+.PHONY: setup serve test test-control coverage test-slow test-mutants test-clients browser balancers systemd redis clickhouse check bench bench-smoke proto clean
 
 setup: $(STAMP)
 
@@ -39,7 +39,9 @@ coverage: $(STAMP)
 	$(PYTEST) $(FAST) -k "not machine and not same_plans and not stages" --no-torch \
 	  --cov=headrace.core --cov=headrace.wire --cov=headrace.policy --cov-report=term:skip-covered $(CONTROL) $(ARGS)
 
+# chDB is ClickHouse as a package, of half a gigabyte: for the slow test of the ledger's statements alone.
 test-slow: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt chdb
 	$(PYTEST) -m "slow" $(ARGS)
 
 # Chromium from Debian, for the slow test of pages of other origins; needs root.
@@ -57,6 +59,10 @@ systemd:
 # Redis from Debian, for the tests of the store that several machines share; needs root.
 redis:
 	tools/install_redis.sh
+
+# ClickHouse from Debian, for the tests of the ledger's sink; needs root.
+clickhouse:
+	tools/install_clickhouse.sh
 
 test-mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ARGS)

@@ -110,16 +110,18 @@ FLOORS: dict[str, Floor] = {
             "gateway.generation.kept_streams",
             "gateway.generation.run",
             "gateway.generation.service",
+            "gateway.ledger.usage_query",
         ),
         ("msgspec",),
     ),
-    "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation", "observe")),
+    "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation", "gateway.ledger.record", "observe")),
     "headrace.gateway.generation.kept_streams": Floor(
         _ours("core", *ABOVE_THE_SEAM, "gateway.generation.event_log", "gateway.stores", "observe"), ("msgspec",)
     ),
     "headrace.gateway.ledger": Floor(
         _ours("core", "gateway.access.principal", "gateway.stores", "observe", "policy.limits", "wire.private_files"),
         ("msgspec",),
+        ("confluent_kafka",),
     ),
     "headrace.gateway.stores": Floor(_ours("core", "wire.private_files"), (), ("redis",)),
     "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),

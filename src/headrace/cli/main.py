@@ -23,12 +23,14 @@ from headrace.cli.engine import engine
 from headrace.cli.exits import report
 from headrace.cli.gateway import gateway
 from headrace.cli.keys import keys_app
+from headrace.cli.log import log_app
 from headrace.cli.models import models
 from headrace.cli.replay import replay
 from headrace.cli.serve import serve
 from headrace.cli.suggestions import SuggestingGroup
 from headrace.cli.tenants import tenants_app
 from headrace.cli.tls import tls_app
+from headrace.cli.usage import usage
 from headrace.cli.values_of_flags import refuse_missing_values
 from headrace.cli.vllm_flags import translated
 from headrace.core.errors import HeadraceError
@@ -56,12 +58,14 @@ app.command()(drain)
 app.command()(chat)
 app.command()(agent)
 app.command()(models)
+app.command()(usage)
 app.command()(doctor)
 app.command()(replay)
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(tenants_app, name="tenants")
+app.add_typer(log_app, name="log")
 app.add_typer(tls_app, name="tls")
 
 

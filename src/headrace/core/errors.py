@@ -34,6 +34,7 @@
     |- StoreFailed                 the store of streams cannot be reached, is full or broken
     |  `- EntryTooLarge            one entry is over a limit of the store
     |- SinkFailed                  usage records cannot be sent to where they are kept
+    |  `- ClickHouseRefused        ClickHouse answered with an error
     |- ConnectionLost              wire: a session with an engine is over
     |  `- NotListening             wire: nothing is at the engine's address
     |- HandshakeRefused            wire: a connection to an engine's port is closed; the engine logs why

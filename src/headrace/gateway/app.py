@@ -215,7 +215,7 @@ class Gateway:
             self.service.metrics.finished(record.model or "", record.replica or "", counted_as(record))
             if service.ledger is not None and is_recorded(record):
                 price = service.config.prices.get(record.model or "", FREE)
-                service.ledger.write(usage_record(record, exchange.principal, price))
+                service.ledger.write(usage_record(record, exchange.principal, price, prompt=exchange.logged_prompt))
         if not (exchange.is_quiet and record.outcome is Outcome.COMPLETED):
             self.request_log.write(record)
 

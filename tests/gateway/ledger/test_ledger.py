@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
 
+from headrace.gateway.access.principal import Principal
+from headrace.gateway.ledger.record import MAX_PROMPT_BYTES, prompt_json
 from headrace.gateway.ledger.usage_db import FILE, UsageDb
 from headrace.gateway.ledger.usage_query import UsageQuery
 from headrace.text.folder import TextModel
@@ -153,3 +155,34 @@ async def test_metrics_count_records(text: TextModel, tmp_path: Path) -> None:
 async def test_without_a_state_folder_nothing_is_kept(bench: TestBench) -> None:
     assert bench.gateway.service.ledger is None
     assert (await bench.chat(max_tokens=2)).status_code == 200
+
+
+CANARY = "xyzzy-canary-prompt"
+
+
+@pytest.mark.parametrize("surface", ["chat", "completions"])
+@pytest.mark.parametrize("is_opted_in", [True, False])
+async def test_prompts_are_kept_only_where_their_tenant_opted_in(
+    text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surface: str, is_opted_in: bool
+) -> None:
+    principal = Principal(tenant="acme", options={"log_prompts": is_opted_in})
+    async with open_bench(text, state=str(tmp_path)) as bench:
+        monkeypatch.setattr(type(bench.gateway.active.authenticator), "principal", lambda *_: principal)
+        if surface == "chat":
+            answer = await bench.chat(messages=[{"role": "user", "content": CANARY}], max_tokens=2)
+        else:
+            answer = await bench.complete(prompt=[CANARY, "Hello"], max_tokens=2)
+        assert answer.status_code == 200
+        await recorded(bench, 1)
+    [record] = records(tmp_path)
+    if is_opted_in:
+        shown = json.loads(record["prompt"])
+        assert shown == ([{"role": "user", "content": CANARY}] if surface == "chat" else [CANARY, "Hello"])
+    else:
+        assert record["prompt"] is None
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert not any(CANARY.encode() in path.read_bytes() for path in files)
+
+
+def test_a_long_prompt_is_cut() -> None:
+    assert len(prompt_json(["\u00e9" * MAX_PROMPT_BYTES]).encode()) <= MAX_PROMPT_BYTES

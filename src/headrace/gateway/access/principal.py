@@ -49,6 +49,11 @@ class Principal:
         return self.tier.priority
 
     @property
+    def logs_prompts(self) -> bool:
+        """Whether the tenant has opted in that its prompts are kept in usage records (docs/usage.md)."""
+        return self.options.get("log_prompts") is True
+
+    @property
     def may_use_all(self) -> bool:
         """Whether neither the key nor the tier names models."""
         return not (self.tier.models or self.limits.models)

@@ -45,6 +45,7 @@ from headrace.gateway.generation.resumable import ResumableStream
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import PIECE_BYTES, Exchange
 from headrace.gateway.http.sse import SseStream
+from headrace.gateway.ledger.record import prompt_json
 from headrace.gateway.upstream.seam import (
     Conversation,
     EventStream,
@@ -165,6 +166,9 @@ class Generation:
         record = exchange.record
         record.model, record.stream, record.n = self.model.name, parsed.is_streaming, parsed.sampling.get("n")
         record.version = self.model.upstream.fingerprint
+        if exchange.principal.logs_prompts:
+            prompt = parsed.prompt
+            exchange.logged_prompt = prompt_json(prompt.messages if isinstance(prompt, Conversation) else prompt.prompts)
         self.client_params = SamplingParams(**parsed.sampling).checked()
         self.num_prompt_logprobs = 0
         self.unread_logprob_bytes = 0

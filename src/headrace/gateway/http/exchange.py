@@ -57,6 +57,7 @@ class Exchange:
     end_reason     why the answer will not be completed, once that is known: its client left, its deadline passed, the server shuts down
     more_headers   headers that every answer to this request has, an error too: CORS
     ignored        fields of the body that were accepted and changed nothing, for x-headrace-ignored: names of fields, never values
+    logged_prompt  messages or prompts as JSON, of tenants that have them logged; else None
     body_digest    of the path and the body, where streams may be continued: a continuation must have the same one
     pending_bytes  bytes of the running write that the transport has not taken yet
     """
@@ -78,6 +79,7 @@ class Exchange:
         "ignored",
         "is_quiet",
         "is_started",
+        "logged_prompt",
         "more_headers",
         "pending_bytes",
         "principal",
@@ -103,6 +105,7 @@ class Exchange:
         self.ignored: list[str] = []
         self.end_reason: HeadraceError | None = None
         self.more_headers: Headers = ()
+        self.logged_prompt: str | None = None
         self.body_digest = b""
         self.pending_bytes = 0
         self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)

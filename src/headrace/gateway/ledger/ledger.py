@@ -12,7 +12,10 @@ from pathlib import Path
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
+from headrace.gateway.ledger.clickhouse import ClickHouseSink
 from headrace.gateway.ledger.config import UsageConfig
+from headrace.gateway.ledger.kafka import KafkaSink
+from headrace.gateway.ledger.left_over import SPOOL
 from headrace.gateway.ledger.record import UsageRecord
 from headrace.gateway.ledger.shipper import Shipper
 from headrace.gateway.ledger.sink import Sink
@@ -24,7 +27,6 @@ from headrace.gateway.stores.sqlite_thread import SqliteThread
 from headrace.gateway.stores.store import StoreFailed
 from headrace.observe.usage_metrics import SinkReading, UsageReading
 
-SPOOL = "spool"
 CLOSE_S = 2.0
 """Seconds for each of two steps at the end: write what is queued, ship what waits. The rest stays in the spool."""
 
@@ -105,4 +107,9 @@ def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | N
 
 def open_sinks(folder: Path, config: UsageConfig, unix_time: Clock) -> list[Sink]:
     """Where the records of a gateway go. With Kafka, ClickHouse gets them from there. Raises ConfigError."""
-    return [UsageDb(str(folder / FILE), retention_days=config.retention_days, unix_time=unix_time)]
+    sinks: list[Sink] = [UsageDb(str(folder / FILE), retention_days=config.retention_days, unix_time=unix_time)]
+    if config.kafka is not None:
+        sinks.append(KafkaSink(config.kafka))
+    elif config.clickhouse is not None:
+        sinks.append(ClickHouseSink(config.clickhouse))
+    return sinks

@@ -24,6 +24,9 @@ MAX_QUEUED_BYTES = 32 << 20
 MAX_BATCH = 512
 """Records of one write."""
 
+GATHER_S = 0.01
+"""Seconds for which records gather before they are written at once. A process that is killed loses those that came in this time."""
+
 SEGMENT_S = 0.5
 SEGMENT_BYTES = 4 << 20
 """Age and size at which a segment is closed, so that its records are shipped."""
@@ -57,6 +60,7 @@ class SpoolThread:
         self._adopt_at = 0.0
         self._logged_at = -LOGGED_EVERY_S
         self._serial = 0
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="usage-spool", daemon=True)
         self._thread.start()
 
@@ -71,6 +75,7 @@ class SpoolThread:
 
     def close(self, timeout_s: float) -> None:
         """Write what is queued, as far as the time allows."""
+        self._closing.set()
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -92,6 +97,7 @@ class SpoolThread:
         batch: list[UsageRecord | None] = []
         with suppress(queue.Empty):
             batch.append(self._queue.get(timeout=max(0.0, due - monotonic())))
+            self._closing.wait(GATHER_S)
             while len(batch) < MAX_BATCH:
                 batch.append(self._queue.get_nowait())
         self._bytes_taken += sum(len(record.prompt or "") for record in batch if record is not None)

@@ -11,7 +11,7 @@ from functools import cache
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.surfaces import chat, completions, docs_page, front_page, models, openapi, probes, tokenize
+from headrace.gateway.surfaces import chat, completions, docs_page, front_page, models, openapi, probes, tokenize, usage
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.endpoint import Endpoint
 
@@ -50,6 +50,14 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "What the key may use, with `max_model_len`, `max_context_tokens` (the smaller of that and the tier's) and its `rate_limits`. "
         "Aliases are listed as models of their own (`root` is the model).",
         reply=models.ModelList,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/usage",
+        usage.usage,
+        "What the key's own tenant has used: requests, tokens and cost, a second after they ended. 404 where no usage is kept.",
+        reply=usage.UsageList,
+        query=usage.USAGE_QUERY,
     ),
     Endpoint("GET", "/v1/models/{model:path}", models.one_model, "One of them.", reply=models.ModelCard),
     Endpoint(

@@ -1,0 +1,95 @@
+"""`headrace usage`: what tenants used, from the usage.db of a state folder, whether a server runs on it or not."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sqlite3
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.cli.directory import AsJson, ConfigFile, StateFolder
+from headrace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.gateway.ledger.usage_query import UsageQuery
+
+Flag = typer.Option
+
+
+def usage(
+    by: Annotated[list[str] | None, Flag("--by", help="tenant, user, key, model or day; commas between several. Default tenant.")] = None,
+    since: Annotated[str | None, Flag("--since", help="From this time on: 2026-11-30, 2026-11-30T12:00:00Z, or 90m, 24h, 7d ago.")] = None,
+    until: Annotated[str | None, Flag("--until", help="Before this time.")] = None,
+    tenant: Annotated[str | None, Flag("--tenant", help="Of this tenant alone.")] = None,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, Flag("--csv", help="As comma-separated values.")] = False,
+    config: ConfigFile = None,
+    state: StateFolder = None,
+) -> None:
+    """Show what was used, and what it costs."""
+    from headrace.bundled import DEFAULT_MODEL
+    from headrace.cli.config import load_settings
+    from headrace.cli.exits import UsageRefused
+    from headrace.gateway.ledger.usage_query import UsageQuery, groups_of, unix_ms_of
+
+    if as_json and as_csv:
+        raise UsageRefused("--json and --csv: give one of them")
+    now = time.time()
+    query = UsageQuery(
+        by=groups_of(by or ["tenant"]),
+        since_ms=None if since is None else unix_ms_of("--since", since, now),
+        until_ms=None if until is None else unix_ms_of("--until", until, now),
+        tenant=tenant,
+    )
+    folder = Path(load_settings(config, os.environ, {"state": state}, default_model=None if config else DEFAULT_MODEL).state)
+    rows = read_rows(folder, query)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    elif as_csv:
+        writer = csv.DictWriter(sys.stdout, query.names)
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        print("\n".join(shown(query.names, rows)) if rows else f"No usage is recorded in {folder}.")
+
+
+def read_rows(folder: Path, query: UsageQuery) -> list[dict[str, object]]:
+    """Rows of everything that was recorded; none where there is no usage.db. Raises ConfigError."""
+    from headrace.gateway.ledger.left_over import ship_left_over
+    from headrace.gateway.ledger.usage_db import FILE
+    from headrace.gateway.ledger.usage_query import usage_rows
+
+    ship_left_over(folder)
+    path = folder / FILE
+    if not path.exists():
+        return []
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            return usage_rows(connection, query)
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise ConfigError("state", f"{path} cannot be read: {error}") from None
+
+
+def shown(names: Sequence[str], rows: Sequence[dict[str, object]]) -> list[str]:
+    """A table as lines: words to the left, numbers to the right."""
+    columns = [_aligned([name, *(_cell(row[name]) for row in rows)], is_word=isinstance(rows[0][name], str)) for name in names]
+    return ["  ".join(line) for line in zip(*columns, strict=True)]
+
+
+def _aligned(cells: Sequence[str], *, is_word: bool) -> list[str]:
+    width = max(map(len, cells))
+    return [cell.ljust(width) if is_word else cell.rjust(width) for cell in cells]
+
+
+def _cell(value: object) -> str:
+    return f"{value:.6f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,151 @@
+"""Usage records in ClickHouse, over its HTTP interface: rows as JSON, in the form that versions from 18.16 on read.
+
+No client package: these know newer servers only, and all that is needed is a statement and a body.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+from contextlib import suppress
+from urllib.parse import urlencode
+
+from headrace.core.errors import ConfigError
+from headrace.gateway.ledger.config import ClickHouseConfig
+from headrace.gateway.ledger.record import UsageRecord
+from headrace.gateway.ledger.sink import SinkFailed
+from headrace.wire.private_files import read_token
+
+CLICKHOUSE = "clickhouse"
+ANSWER_S = 30.0
+"""Seconds for a connection, and for each part of an answer."""
+
+UNKNOWN_TABLE, UNKNOWN_DATABASE = 60, 81
+_CODE = re.compile(r"Code: (\d+)")
+_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+MAX_MESSAGE_CHARS = 200
+
+
+class ClickHouseRefused(SinkFailed):
+    """The server answered with an error. code: ClickHouse's own number of it; 0: none was given"""
+
+    def __init__(self, code: int, message: str) -> None:
+        self.code = code
+        super().__init__(f"clickhouse: {message[:MAX_MESSAGE_CHARS]}")
+
+
+class ClickHouseSink:
+    """A `Sink`. A record that was shipped before is one row again once ClickHouse merges, and at once for a query with FINAL."""
+
+    name = CLICKHOUSE
+
+    def __init__(self, config: ClickHouseConfig) -> None:
+        """Connects with the first call. Raises ConfigError."""
+        self._config = config
+        self._headers = _headers(config)
+        self._tls = _tls(config)
+        self._connection: http.client.HTTPConnection | None = None
+
+    def ship(self, payloads: Sequence[bytes]) -> None:
+        statement = f"INSERT INTO {self._config.database}.{self._config.table} FORMAT JSONEachRow"
+        rows = b"\n".join(payloads)
+        try:
+            self.query(statement, rows)
+        except ClickHouseRefused as refused:
+            if refused.code not in (UNKNOWN_TABLE, UNKNOWN_DATABASE):
+                raise
+            self.create()
+            self.query(statement, rows)
+
+    def create(self) -> None:
+        """Make the database and the table where they are not there. Raises SinkFailed."""
+        self.query(f"CREATE DATABASE IF NOT EXISTS {self._config.database}")
+        self.query(create_table(self._config))
+
+    def query(self, statement: str, body: bytes = b"") -> bytes:
+        """The answer to a statement, which the body's rows follow. Raises SinkFailed."""
+        path = "/?" + urlencode({"query": statement, "input_format_skip_unknown_fields": 1})
+        is_kept = self._connection is not None
+        try:
+            return self._ask(path, body)
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            # A server closes connections that were idle; what was inserted twice is one row again.
+            if not is_kept or isinstance(error, TimeoutError):
+                raise SinkFailed(f"clickhouse: {error or type(error).__name__}") from None
+        return self.query(statement, body)
+
+    def idle(self) -> None:
+        return
+
+    def interrupt(self) -> None:
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with suppress(OSError):  # it is not connected any more
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _ask(self, path: str, body: bytes) -> bytes:
+        if self._connection is None:
+            self._connection = self._connect()
+        self._connection.request("POST", path, body, self._headers)
+        response = self._connection.getresponse()
+        answer = response.read()
+        if response.status != 200:
+            text = answer.decode("utf-8", "replace")
+            code = _CODE.search(text)
+            raise ClickHouseRefused(int(code[1]) if code else 0, f"{response.status} {text}")
+        return answer
+
+    def _connect(self) -> http.client.HTTPConnection:
+        address = self._config.address
+        host = address.hostname or ""
+        if self._tls is not None:
+            return http.client.HTTPSConnection(host, address.port or 8443, timeout=ANSWER_S, context=self._tls)
+        return http.client.HTTPConnection(host, address.port or 8123, timeout=ANSWER_S)
+
+
+def create_table(config: ClickHouseConfig) -> str:
+    """The statement that makes the table. Rows with one tenant, time and request id are one row."""
+    columns = ", ".join([*(f"{name} {_type(name)}" for name in UsageRecord.__struct_fields__), _TIME])
+    order = "(tenant, time_ms, request_id)"
+    engine = f"ENGINE = ReplacingMergeTree PARTITION BY toYYYYMM(time) ORDER BY {order}"
+    return f"CREATE TABLE IF NOT EXISTS {config.database}.{config.table} ({columns}) {engine}"
+
+
+_TIME = "time DateTime MATERIALIZED toDateTime(intDiv(time_ms, 1000))"
+
+
+def _type(column: str) -> str:
+    if column in ("time_ms", "cost_nanos"):
+        return "Int64"
+    if column in _COUNTS:
+        return "UInt32"
+    if column.endswith("_ms"):
+        return "Nullable(Float64)"
+    return "Nullable(String)" if column == "prompt" else "String"
+
+
+def _headers(config: ClickHouseConfig) -> dict[str, str]:
+    """Raises ConfigError."""
+    if not config.user:
+        return {}
+    password = read_token("usage.clickhouse.password_file", config.password_file)
+    return {"X-ClickHouse-User": config.user, "X-ClickHouse-Key": password}
+
+
+def _tls(config: ClickHouseConfig) -> ssl.SSLContext | None:
+    """Raises ConfigError."""
+    if config.address.scheme != "https":
+        return None
+    try:
+        return ssl.create_default_context(cafile=config.ca_file or None)
+    except OSError as error:
+        raise ConfigError("usage.clickhouse.ca_file", f"{config.ca_file} cannot be used ({error})") from None

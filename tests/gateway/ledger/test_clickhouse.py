@@ -1,0 +1,209 @@
+"""Records in ClickHouse: a real server (Debian's 18.16), which stops, hangs and goes on; and the statements in a recent dialect."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from clickhouse_kit import MISSING, PROGRAM, ClickHouseServer
+from kafka_kit import NO_PACKAGE, TOPIC, mock_cluster
+from ledger_kit import usage, wait_until
+
+from headrace.core.errors import ConfigError
+from headrace.gateway.ledger import clickhouse
+from headrace.gateway.ledger.archive import Archive
+from headrace.gateway.ledger.clickhouse import ClickHouseRefused, ClickHouseSink, create_table
+from headrace.gateway.ledger.config import ClickHouseConfig, KafkaConfig, UsageConfig
+from headrace.gateway.ledger.kafka import KafkaSink
+from headrace.gateway.ledger.record import encode_record
+from headrace.gateway.ledger.shipper import Shipper
+from headrace.gateway.ledger.sink import SinkFailed
+from headrace.gateway.ledger.spool import Spool
+from headrace.gateway.ledger.spool_thread import SpoolThread
+
+TABLE = "headrace_test.headrace_usage"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClickHouseServer]:
+    if PROGRAM is None:
+        pytest.skip(MISSING)
+    found = ClickHouseServer(tmp_path_factory.mktemp("clickhouse"))
+    found.start()
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def sink(server: ClickHouseServer) -> Iterator[ClickHouseSink]:
+    found = ClickHouseSink(server.config)
+    found.query(f"DROP TABLE IF EXISTS {TABLE}") if b"headrace_test" in found.query("SHOW DATABASES") else None
+    yield found
+    found.close()
+
+
+def ids(sink: ClickHouseSink) -> list[str]:
+    """As FINAL shows them."""
+    return sink.query(f"SELECT request_id FROM {TABLE} FINAL ORDER BY request_id").decode().split()
+
+
+def test_the_table_is_made_and_records_are_kept_as_they_are(sink: ClickHouseSink) -> None:
+    sink.ship([encode_record(usage(1, prompt='[{"content": "h\u00e9llo\\n"}]', ttft_ms=1.5, user="ann")), encode_record(usage(2))])
+    found = sink.query(f"SELECT request_id, tenant, user, prompt_tokens, cost_nanos, ttft_ms, prompt, toString(time) FROM {TABLE}")
+    first, second = sorted(found.decode().splitlines())
+    assert first.split("\t")[1:6] == ["acme", "ann", "10", "1000", "1.5"]
+    assert "h\u00e9llo" in first
+    assert second.split("\t")[5:7] == ["\\N", "\\N"]
+
+
+def test_a_record_that_is_shipped_again_is_one_row(sink: ClickHouseSink) -> None:
+    records = [encode_record(usage(number)) for number in range(100)]
+    sink.ship(records)
+    sink.ship(records[50:])
+    assert ids(sink) == [usage(number).request_id for number in range(100)]
+
+
+def test_fields_that_the_table_lacks_are_left_out(sink: ClickHouseSink) -> None:
+    """As when a newer version ships to a table that an older one made."""
+    sink.create()
+    sink.ship([encode_record(usage(1))[:-1] + b',"from_the_future":{"a":1}}'])
+    assert ids(sink) == [usage(1).request_id]
+
+
+def test_a_server_that_is_killed_gets_everything_once_it_is_back(server: ClickHouseServer, sink: ClickHouseSink, tmp_path: Path) -> None:
+    sink.create()
+    spool = Spool(tmp_path / "spool", ["clickhouse"], 1 << 30)
+    shipper = Shipper(spool, ClickHouseSink(server.config))
+    shipper.start()
+    thread = SpoolThread(spool, fsync="never", on_segment=shipper.wake)
+    for number in range(50):
+        thread.put(usage(number))
+    wait_until(lambda: shipper.num_shipped == 50)
+    server.stop()
+    for number in range(50, 100):
+        thread.put(usage(number))
+    wait_until(lambda: shipper.num_failures > 0)
+    server.start()
+    wait_until(lambda: shipper.num_shipped == 100, timeout_s=60)
+    thread.close(10)
+    shipper.stop()
+    shipper.join(10)
+    assert ids(sink) == [usage(number).request_id for number in range(100)]
+
+
+def test_a_server_that_hangs_fails_in_time_and_can_be_interrupted(
+    server: ClickHouseServer, sink: ClickHouseSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink.create()
+    monkeypatch.setattr(clickhouse, "ANSWER_S", 1.0)
+    slow = ClickHouseSink(server.config)
+    server.hang()
+    try:
+        with pytest.raises(SinkFailed, match="clickhouse"):
+            slow.ship([encode_record(usage(1))])
+        monkeypatch.setattr(clickhouse, "ANSWER_S", 60.0)
+        started = time.monotonic()
+        threading.Timer(0.5, slow.interrupt).start()
+        with pytest.raises(SinkFailed, match="clickhouse"):
+            slow.ship([encode_record(usage(1))])
+        assert time.monotonic() - started < 30
+    finally:
+        server.go_on()
+    slow.ship([encode_record(usage(1))])
+    slow.close()
+    assert ids(sink) == [usage(1).request_id]
+
+
+def test_a_wrong_password_is_a_failure_that_does_not_show_it(server: ClickHouseServer, tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("not-the-password")
+    secret.chmod(0o600)
+    wrong = ClickHouseSink(replace(server.config, password_file=str(secret)))
+    with pytest.raises(SinkFailed) as failed:
+        wrong.ship([encode_record(usage(1))])
+    wrong.close()
+    assert "not-the-password" not in str(failed.value)
+
+
+def test_the_archive_moves_the_topic_to_clickhouse(server: ClickHouseServer, sink: ClickHouseSink) -> None:
+    pytest.importorskip("confluent_kafka", reason=NO_PACKAGE)
+    sink.create()
+    with mock_cluster() as cluster:
+        config = UsageConfig(kafka=KafkaConfig(brokers=cluster.brokers, topic=TOPIC), clickhouse=server.config).checked()
+        assert config.kafka is not None
+        producer = KafkaSink(config.kafka)
+        producer.ship([encode_record(usage(number)) for number in range(300)])
+        archive = Archive(config)
+        server.hang()
+        threading.Timer(1.0, server.go_on).start()
+        archive.run(until_end=True)
+        assert archive.num_archived == 300
+        producer.ship([encode_record(usage(number)) for number in range(300, 310)])
+        producer.close()
+        again = Archive(config)
+        again.run(until_end=True)
+        assert again.num_archived == 10, "the first 300 were committed"
+    assert ids(sink) == [usage(number).request_id for number in range(310)]
+
+
+def test_an_archive_wants_both_ends() -> None:
+    with pytest.raises(ConfigError, match=r"usage\.kafka: is missing"):
+        Archive(UsageConfig(clickhouse=ClickHouseConfig(url="http://localhost:8123")))
+    with pytest.raises(ConfigError, match=r"usage\.clickhouse: is missing"):
+        Archive(UsageConfig(kafka=KafkaConfig(brokers=("localhost:9092",))))
+
+
+# -- without a server ------------------------------------------------------------------------------------------------------------------
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """Answers every statement with ClickHouse's error 241, as recent versions write it."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        body = b"Code: 241. DB::Exception: Memory limit exceeded. (MEMORY_LIMIT_EXCEEDED) (version 26.9.2.1)\n"
+        self.send_response(500)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+def test_an_error_of_the_server_has_its_code() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as far:
+        threading.Thread(target=far.serve_forever, daemon=True).start()
+        sink = ClickHouseSink(ClickHouseConfig(url=f"http://127.0.0.1:{far.server_port}"))
+        with pytest.raises(ClickHouseRefused, match="Memory limit exceeded") as refused:
+            sink.ship([encode_record(usage(1))])
+        assert refused.value.code == 241
+        sink.close()
+        far.shutdown()
+
+
+def test_nothing_at_the_address_is_a_failure() -> None:
+    sink = ClickHouseSink(ClickHouseConfig(url="http://127.0.0.1:1"))
+    with pytest.raises(SinkFailed, match=r"clickhouse: .*refused"):
+        sink.ship([encode_record(usage(1))])
+
+
+@pytest.mark.slow
+def test_statements_are_those_of_a_recent_clickhouse(tmp_path: Path) -> None:
+    """chDB is ClickHouse in this process."""
+    chdb = pytest.importorskip("chdb.session", reason="chdb is not installed: make test-slow installs it")
+    session = chdb.Session(str(tmp_path / "chdb"))
+    config = ClickHouseConfig(url="http://localhost:8123", database="headrace_test")
+    session.query("CREATE DATABASE IF NOT EXISTS headrace_test")
+    session.query(create_table(config))
+    rows = "\n".join(encode_record(usage(number, ttft_ms=1.5)).decode() for number in range(100))
+    for _ in range(2):
+        session.query(f"INSERT INTO {TABLE} FORMAT JSONEachRow\n{rows}")
+    found = session.query(f"SELECT count(), uniqExact(request_id), sum(prompt_tokens), min(time) FROM {TABLE} FINAL", "CSV")
+    assert str(found).strip() == '100,100,1000,"2023-11-14 22:13:20"'
+    session.close()

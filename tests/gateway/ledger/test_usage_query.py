@@ -1,0 +1,111 @@
+"""Sums of usage by any group, and the times that a question may name."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ledger_kit import usage
+
+from headrace.core.errors import InvalidRequest
+from headrace.gateway.ledger.record import encode_record
+from headrace.gateway.ledger.usage_db import DAY_MS, FILE, UsageDb
+from headrace.gateway.ledger.usage_query import UsageQuery, groups_of, unix_ms_of, usage_rows
+
+NOON = 1_795_435_200_000
+"""2026-11-23 12:00 UTC in Unix milliseconds."""
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    sink = UsageDb(str(tmp_path / FILE), retention_days=90, unix_time=lambda: NOON / 1000)
+    records = [
+        usage(1, tenant="acme", user="ann", key_id="k1", time_ms=NOON - DAY_MS),
+        usage(2, tenant="acme", user="bob", key_id="k2", time_ms=NOON),
+        usage(3, tenant="globex", user="ann", key_id="k3", time_ms=NOON, model="owl", prompt_tokens=7),
+    ]
+    sink.ship([encode_record(record) for record in records])
+    sink.ship([encode_record(record) for record in records])
+    sink.close()
+    found = sqlite3.connect(tmp_path / FILE)
+    yield found
+    found.close()
+
+
+def shown(connection: sqlite3.Connection, **query: Any) -> list[tuple[object, ...]]:
+    """The groups and their numbers of requests."""
+    found = UsageQuery(**query)
+    return [tuple(row[name] for name in (*found.columns, "requests")) for row in usage_rows(connection, found)]
+
+
+def test_each_group_has_its_rows_and_a_record_counts_once(connection: sqlite3.Connection) -> None:
+    assert shown(connection, by=["tenant"]) == [("acme", 2), ("globex", 1)]
+    assert shown(connection, by=["user"]) == [("acme", "ann", 1), ("acme", "bob", 1), ("globex", "ann", 1)]
+    assert shown(connection, by=["key"]) == [("acme", "k1", 1), ("acme", "k2", 1), ("globex", "k3", 1)]
+    assert shown(connection, by=["model"]) == [("fox", 2), ("owl", 1)]
+    assert shown(connection, by=["day"]) == [("2026-11-22", 1), ("2026-11-23", 2)]
+    assert shown(connection, by=["day", "model"]) == [("2026-11-22", "fox", 1), ("2026-11-23", "fox", 1), ("2026-11-23", "owl", 1)]
+
+
+def test_rows_have_every_sum(connection: sqlite3.Connection) -> None:
+    [row] = usage_rows(connection, UsageQuery(by=["tenant"], tenant="globex"))
+    assert row == {
+        "tenant": "globex",
+        "requests": 1,
+        "prompt_tokens": 7,
+        "cached_tokens": 4,
+        "completion_tokens": 5,
+        "cost_nanos": 1000,
+        "cost": 1e-6,
+    }
+    assert list(row) == UsageQuery(by=["tenant"]).names
+
+
+def test_times_are_from_and_before(connection: sqlite3.Connection) -> None:
+    assert shown(connection, by=["tenant"], since_ms=NOON) == [("acme", 1), ("globex", 1)]
+    assert shown(connection, by=["tenant"], until_ms=NOON) == [("acme", 1)]
+    assert shown(connection, by=["tenant"], max_rows=1) == [("acme", 2)]
+
+
+def test_records_beyond_their_time_are_forgotten(tmp_path: Path) -> None:
+    now = [NOON / 1000]
+    sink = UsageDb(str(tmp_path / FILE), retention_days=2, unix_time=lambda: now[0])
+    sink.ship([encode_record(usage(days, time_ms=NOON - days * DAY_MS)) for days in range(5)])
+    sink.idle()
+    sink.close()
+    connection = sqlite3.connect(tmp_path / FILE)
+    assert [row[0] for row in connection.execute("SELECT time_ms FROM usage ORDER BY time_ms DESC")] == [
+        NOON - days * DAY_MS for days in range(3)
+    ]
+    connection.close()
+
+
+def test_words_may_hold_several_groups() -> None:
+    assert groups_of(["tenant,day", "model", "day"]) == ["tenant", "day", "model"]
+    with pytest.raises(InvalidRequest, match="tenant, user, key, model, day"):
+        groups_of(["colour"])
+
+
+@pytest.mark.parametrize(
+    ("text", "unix_ms"),
+    [
+        ("2026-11-23", NOON - DAY_MS // 2),
+        ("2026-11-23T12:00:00Z", NOON),
+        ("2026-11-23T12:00:00", NOON),
+        ("2026-11-23T13:00:00+01:00", NOON),
+        ("24h", NOON - DAY_MS),
+        ("1d", NOON - DAY_MS),
+        ("90m", NOON - 90 * 60_000),
+    ],
+)
+def test_times_are_days_times_or_how_long_ago(text: str, unix_ms: int) -> None:
+    assert unix_ms_of("since", text, NOON / 1000) == unix_ms
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "7", "7w", "-1d", "2026-13-01", "9999999d"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="since"):
+        unix_ms_of("since", text, NOON / 1000)

@@ -1,0 +1,72 @@
+"""GET /v1/usage: a tenant sees its own usage, and no other's."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_kit import MODEL, TestBench, chat_body, open_bench
+
+from headrace.text.folder import TextModel
+
+KEYS = [{"key": f"sk-{name}-0123456789", "tenant": name} for name in ("acme", "globex")]
+
+
+def as_tenant(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer sk-{name}-0123456789"}
+
+
+async def rows(bench: TestBench, tenant: str, query: str = "", *, count: int) -> list[dict[str, Any]]:
+    """Once they are of `count` requests."""
+    async with asyncio.timeout(20):
+        while True:
+            answer = await bench.client.get(f"/v1/usage{query}", headers=as_tenant(tenant))
+            assert answer.status_code == 200, answer.text
+            found: list[dict[str, Any]] = answer.json()["data"]
+            if sum(row["requests"] for row in found) >= count:
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def test_each_tenant_sees_its_own_usage(text: TextModel, tmp_path: Path) -> None:
+    async with open_bench(text, state=str(tmp_path), api_keys=KEYS, prices={MODEL: {"output": 1.0}}) as bench:
+        for tenant, count in (("acme", 3), ("globex", 1)):
+            for _ in range(count):
+                body = chat_body(max_tokens=2)
+                assert (await bench.client.post("/v1/chat/completions", json=body, headers=as_tenant(tenant))).status_code == 200
+        [acme] = await rows(bench, "acme", "?by=tenant", count=3)
+        [globex] = await rows(bench, "globex", "?by=tenant", count=1)
+        assert (acme["tenant"], acme["requests"], acme["completion_tokens"], acme["cost"]) == ("acme", 3, 6, 6e-6)
+        assert (globex["tenant"], globex["requests"]) == ("globex", 1)
+        [by_model] = await rows(bench, "acme", "?by=model&since=1h", count=3)
+        assert by_model["model"] == MODEL
+        [by_day] = await rows(bench, "acme", count=3)
+        assert len(by_day["day"]) == len("2026-11-30")
+
+
+async def test_a_time_without_requests_has_no_rows(text: TextModel, tmp_path: Path) -> None:
+    async with open_bench(text, state=str(tmp_path), api_keys=KEYS) as bench:
+        answer = await bench.client.get("/v1/usage?since=2001-01-01&until=2001-01-02", headers=as_tenant("acme"))
+        assert answer.json() == {"object": "list", "data": [], "has_more": False}
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("?by=colour", "by"), ("?since=yesterday", "since"), ("?until=soon", "until"), ("?tenant=globex", "tenant"), ("?by=", "by")],
+)
+async def test_a_wrong_question_is_refused_by_its_parameter(text: TextModel, tmp_path: Path, query: str, param: str) -> None:
+    """A tenant cannot be asked for: it is the key's."""
+    async with open_bench(text, state=str(tmp_path), api_keys=KEYS) as bench:
+        answer = await bench.client.get(f"/v1/usage{query}", headers=as_tenant("acme"))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_usage_wants_a_key(text: TextModel, tmp_path: Path) -> None:
+    async with open_bench(text, state=str(tmp_path), api_keys=KEYS) as bench:
+        assert (await bench.client.get("/v1/usage")).status_code == 401
+
+
+async def test_without_a_state_folder_there_is_no_such_path(bench: TestBench) -> None:
+    assert (await bench.client.get("/v1/usage")).status_code == 404
