@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.ledger.ledger import open_ledger
 from headrace.gateway.ledger.record import UsageRecord
 from headrace.gateway.ledger.usage_db import FILE
+from headrace.lab.environment import environment
 from headrace.lab.report import write_json
 
 RUN_RECORDS = 1_000_000
@@ -184,7 +185,8 @@ def main() -> None:
     result = run_storm(options.kills, down_s=options.down_s, with_clickhouse=options.clickhouse)
     print(json.dumps(result, indent=2))
     if options.record:
-        write_json(RESULTS / "usage_kills.json", result)
+        found = {"environment": asdict(environment()), "arguments": vars(options), **result}
+        write_json(RESULTS / "usage-kills.json", found)
 
 
 def run_storm(num_kills: int, *, down_s: float, with_clickhouse: bool) -> dict[str, object]:

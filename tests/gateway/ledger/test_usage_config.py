@@ -8,7 +8,8 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode
-from headrace.gateway.ledger.config import InsecureStore, UsageConfig
+from headrace.gateway.ledger.config import UsageConfig
+from headrace.gateway.stores.config import InsecureStore, StoreConfig
 
 SECRET = {"user": "ledger", "password_file": "/run/secret"}
 
@@ -75,3 +76,18 @@ def test_a_store_on_another_machine_wants_encryption_and_authentication(section:
 )
 def test_what_is_safe_is_taken(section: dict[str, Any]) -> None:
     config(section)
+
+
+@pytest.mark.parametrize(
+    ("url", "password_file"),
+    [("redis://redis.example/0", "/p"), ("redis://10.0.0.7:6379/0", ""), ("rediss://redis.example/0", "")],
+)
+def test_redis_on_another_machine_wants_both_too(url: str, password_file: str) -> None:
+    with pytest.raises(InsecureStore, match="allow_insecure"):
+        StoreConfig(url=url, password_file=password_file).checked()
+    StoreConfig(url=url, password_file=password_file, allow_insecure=True).checked()
+
+
+@pytest.mark.parametrize("url", ["redis://localhost/0", "redis://127.0.0.1:6379/0", "redis://[::1]:6379", "unix:///run/redis.sock"])
+def test_redis_of_this_machine_wants_neither(url: str) -> None:
+    StoreConfig(url=url).checked()

@@ -10,7 +10,7 @@ ALLOWED: Mapping[str, tuple[object, ...]] = {
     "log_prompts": (True, False),
     "context_fitting": ("refuse", "sliding_window", "summary"),
 }
-"""Option -> its values. log_prompts: usage records may hold prompts and answers; context_fitting: what happens to a conversation that is
+"""Option -> its values. log_prompts: usage records hold prompts; context_fitting: what happens to a conversation that is
 longer than its model's context, where the request does not say."""
 
 

@@ -8,18 +8,12 @@ from urllib.parse import SplitResult, urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
+from headrace.gateway.stores.config import InsecureStore
 
 FSYNC_POLICIES = ("never", "segment", "write")
 SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-
-
-class InsecureStore(ConfigError):
-    """A store on another machine that would get records in the clear, or without proof of which sender it has."""
-
-    def __init__(self, where: str, lacks: str) -> None:
-        super().__init__(where, f"is on another machine and has no {lacks}", "Set it, or allow that with allow_insecure: true.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

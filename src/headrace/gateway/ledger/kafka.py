@@ -19,6 +19,9 @@ KAFKA = "kafka"
 DELIVERY_S = 30.0
 """Seconds in which a message is delivered or has failed; then its segment is sent again."""
 
+CRITICAL = 2
+"""librdkafka's log level (syslog's)."""
+
 WAIT_S = 0.1
 """Seconds between two questions whether all is delivered."""
 
@@ -119,6 +122,7 @@ def client_properties(config: KafkaConfig) -> dict[str, Any]:
     """Where the cluster is and how a client proves itself. Raises ConfigError."""
     protocol = ("SASL_" if config.user else "") + ("SSL" if config.tls else "PLAINTEXT")
     found: dict[str, Any] = {"bootstrap.servers": ",".join(config.brokers), "client.id": "headrace", "security.protocol": protocol}
+    found["log_level"] = CRITICAL  # a line for each attempt at each broker otherwise; what fails is logged by `shipper`
     if config.user:
         password = read_token("usage.kafka.password_file", config.password_file)
         found |= {"sasl.mechanism": config.mechanism, "sasl.username": config.user, "sasl.password": password}

@@ -6,8 +6,16 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from headrace.core.errors import ConfigError
+from headrace.core.hosts import is_loopback
 
 URL_SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+class InsecureStore(ConfigError):
+    """A store on another machine that would get records in the clear, or without proof of which sender it has."""
+
+    def __init__(self, where: str, lacks: str) -> None:
+        super().__init__(where, f"is on another machine and has no {lacks}", "Set it, or allow that with allow_insecure: true.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +25,7 @@ class StoreConfig:
     path             SQLite file, which the processes of one machine share; its folder must exist
     url              Redis or Valkey, which gateways on several machines share; without its password, since it may be shown
     password_file    file with that password, closed to other users
+    allow_insecure   a server on another machine without TLS, or without a password
     max_bytes        of all entries
     max_entry_bytes  of one entry: eight bytes per token of an answer
     """
@@ -24,6 +33,7 @@ class StoreConfig:
     path: str = ""
     url: str = ""
     password_file: str = ""
+    allow_insecure: bool = False
     max_bytes: int = 256 << 20
     max_entry_bytes: int = 1 << 20
 
@@ -37,7 +47,18 @@ class StoreConfig:
             raise ConfigError("store.url", "holds a password", "Write it into a file, closed to other users: store.password_file.")
         if self.password_file and not self.url:
             raise ConfigError("store.password_file", "is given without store.url")
+        self._check_is_safe()
         for name in ("max_bytes", "max_entry_bytes"):
             if (value := getattr(self, name)) <= 0:
                 raise ConfigError(f"store.{name}", f"{value} is not positive")
         return self
+
+    def _check_is_safe(self) -> None:
+        """Raises InsecureStore."""
+        address = urlsplit(self.url)
+        if not self.url or address.scheme == "unix" or self.allow_insecure or is_loopback(address.hostname or ""):
+            return
+        if address.scheme != "rediss":
+            raise InsecureStore("store.url", "TLS (rediss://)")
+        if not self.password_file:
+            raise InsecureStore("store.url", "password_file")
