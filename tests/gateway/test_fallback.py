@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from foreign_kit import DONE, ScriptedServer, head, listening, said
 from gateway_kit import (
+    MAX_MODEL_LEN,
     MODEL,
     SAID,
     FakeReplica,
@@ -28,6 +29,8 @@ from gateway_kit import (
 
 from headrace.core.errors import ConfigError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.request import EngineRequest
+from headrace.gateway.upstream.fallback import FallbackUpstream
+from headrace.gateway.upstream.foreign_facts import ListedModel
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream
@@ -174,6 +177,24 @@ async def test_what_a_foreign_server_cannot_take_keeps_our_own_answer(text: Text
         bench.replica.on_submit = lambda request, stream: stream.reject(RequestTooLarge("max_tokens", "blocks", 5))
         assert (await bench.chat()).status_code == 413
         assert not server.bodies
+
+
+@pytest.mark.parametrize("length", [MAX_MODEL_LEN + 1, 16, None])
+async def test_what_is_too_long_for_the_replicas_goes_where_the_context_is_longer(text: TextModel, length: int | None) -> None:
+    """length: what the foreign server's list says of its context; None: nothing"""
+    server = ScriptedServer(THEIRS)
+    async with both(text, server, num_replicas=1) as bench:
+        upstream = bench.gateway.service.models.get(MODEL).upstream
+        assert isinstance(upstream, FallbackUpstream)
+        upstream.foreign.servers[0].listed = ListedModel(True, length)
+        is_longer = length is not None and length > MAX_MODEL_LEN
+        assert upstream.max_model_len == (length if is_longer else MAX_MODEL_LEN)
+        long = await bench.chat(messages=[{"role": "user", "content": "x y z " * MAX_MODEL_LEN}])
+        bench.replica.on_submit = lambda request, stream: stream.reject(RequestTooLarge("max_tokens", "blocks", 5))
+        large = await bench.chat()
+        assert [long.status_code, large.status_code] == ([200, 200] if is_longer else [400, 413])
+        assert len(server.bodies) == (2 if is_longer else 0)
+        assert not bench.replica.num_open
 
 
 async def test_several_prompts_fall_back_together(text: TextModel) -> None:

@@ -176,7 +176,7 @@ class ModelOpener:
         """The model's engines, and the foreign servers behind them where it has any."""
         model_text = ModelText(self._text_pool, text.name, text.model.tokenizer)
         engines = TokenUpstream(model_text, pool, draw_seed=self._sources.draw_seed, formats=_formats(config, text.model))
-        return engines if foreign is None else FallbackUpstream(engines, foreign)
+        return engines if foreign is None else FallbackUpstream(engines, foreign, self._sources.clock)
 
     def _served(self, config: ModelConfig, upstream: Upstream) -> ServedModel:
         return ServedModel(config.name, config.aliases, upstream, int(self._sources.unix_time()), smaller=config.smaller)

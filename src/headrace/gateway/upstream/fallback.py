@@ -2,7 +2,8 @@
 
 Every request goes to a replica first. Where none takes it (all reject it, none is ready, or its replica was lost before the first token and
 no other is ready) it begins anew at the foreign servers, in their own order. After the first token it stays, and so does a stream that a
-client continues: another model's text cannot follow ours. What a foreign server cannot take (log-probabilities of prompts, ...) has no
+client continues: another model's text cannot follow ours. What is too long for the replicas goes to the foreign servers where one of them
+says that its context is longer. What a foreign server cannot take (log-probabilities of prompts, ...) has no
 fallback.
 """
 
@@ -13,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
+from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.update import StageSeconds
+from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.upstream.seam import (
     Conversation,
     EventListener,
@@ -30,6 +33,7 @@ from headrace.gateway.upstream.seam import (
     TokenUsage,
 )
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
+from headrace.observe.limited_log import LimitedLog
 from headrace.policy.admission.ladder import QueueState
 
 if TYPE_CHECKING:
@@ -37,18 +41,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace.gateway")
 
+FALLS_BACK = "a request falls back to a foreign server: %s"
+
+TOO_LONG = (ContextLengthExceeded, RequestTooLarge)
+"""Errors of a request that exceeds a size of the replicas: their context, or their KV blocks."""
+
 
 class FallbackUpstream:
     """One model at both. An `Upstream`."""
 
-    def __init__(self, own: TokenUpstream, foreign: HttpUpstream) -> None:
+    def __init__(self, own: TokenUpstream, foreign: HttpUpstream, clock: Clock) -> None:
         self.own = own
         self.foreign = foreign
+        self._log = LimitedLog(log, clock)
 
     @property
     def max_model_len(self) -> int | None:
-        """The replicas' limit, once one has connected: a longer prompt is refused, though a foreign server might take it."""
-        return self.own.max_model_len or self.foreign.max_model_len
+        """The longest context of the replicas and of those foreign servers that say theirs."""
+        return max(self.own.max_model_len or 0, self.foreign.max_model_len or 0) or None
 
     @property
     def fingerprint(self) -> str | None:
@@ -70,11 +80,21 @@ class FallbackUpstream:
             own = await self.own.prepare(request, principal)
         except Unavailable:  # no replica has connected yet
             return await self.foreign.prepare(request, principal)
+        except TOO_LONG as error:
+            if not self._takes_longer:
+                raise
+            self._log.info(FALLS_BACK, error)
+            return await self.foreign.prepare(request, principal)
         try:
             foreign = await self.foreign.prepare(request, principal)
         except InvalidRequest:
             return own
-        return FallbackPrepared(own, foreign)
+        return FallbackPrepared(own, foreign, self._log, self._takes_longer)
+
+    @property
+    def _takes_longer(self) -> bool:
+        """Whether a foreign server says that its context is longer than that of every replica."""
+        return (self.foreign.max_model_len or 0) > (self.own.max_model_len or 0)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         return await self.own.tokenize(prompt, needs_texts=needs_texts, tenant=tenant)
@@ -89,6 +109,8 @@ class FallbackPrepared:
 
     _own: TokenPrepared
     _foreign: Prepared
+    _log: LimitedLog
+    _takes_longer: bool
 
     @property
     def ignored(self) -> Sequence[str]:
@@ -119,13 +141,17 @@ class FallbackPrepared:
         return self._own.prompts
 
     def stream(self) -> EventStream:
-        return FallbackStream(self._own.stream(has_fallback=True), self._foreign)
+        reasons = (Overloaded, Unavailable, *(TOO_LONG if self._takes_longer else ()))
+        return FallbackStream(self._own.stream(has_fallback=True), self._foreign, reasons, self._log)
 
 
 class FallbackStream:
     """One request, first at a replica. An `EventStream`."""
 
-    def __init__(self, own: EventStream, foreign: Prepared) -> None:
+    def __init__(self, own: EventStream, foreign: Prepared, reasons: tuple[type[HeadraceError], ...], log: LimitedLog) -> None:
+        """reasons: errors of a replica after which the foreign servers are asked"""
+        self._reasons = reasons
+        self._log = log
         self._stream = own
         self._foreign: Prepared | None = foreign
         self._is_cancelled = False
@@ -141,10 +167,10 @@ class FallbackStream:
     async def events(self) -> list[OutputEvent]:
         try:
             events = await self._stream.events()
-        except (Overloaded, Unavailable) as error:
+        except self._reasons as error:
             if self._foreign is None or self._is_cancelled or self._stream.usage().completion_tokens:
                 raise
-            log.info("a request falls back to a foreign server: %s", error)
+            self._log.info(FALLS_BACK, error)
             own, self._stream = self._stream, self._foreign.stream()
             self._foreign = None
             await own.close()

@@ -1,0 +1,30 @@
+"""A logger for what every request may cause: one line an interval, which says how many were left out since the line before."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from headrace.core.clock import Clock
+
+INTERVAL_S = 10.0
+"""Least seconds between two lines. An outage of an hour leaves 360 lines instead of one for each request."""
+
+
+class LimitedLog:
+    def __init__(self, log: logging.Logger, clock: Clock) -> None:
+        """clock: monotonic seconds"""
+        self._log = log
+        self._clock = clock
+        self._last_at = -math.inf
+        self._num_left_out = 0
+
+    def info(self, message: str, *args: object) -> None:
+        """Log at INFO, or count it as left out. Arguments are formatted as `logging` does it."""
+        now = self._clock()
+        if now - self._last_at < INTERVAL_S:
+            self._num_left_out += 1
+            return
+        more = f" (and {self._num_left_out} more since the last such line)" if self._num_left_out else ""
+        self._last_at, self._num_left_out = now, 0
+        self._log.info(f"{message}%s", *args, more)
