@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,10 +211,31 @@ def test_a_page_of_any_origin_is_told_from_an_address_alone(model_folder: Path, 
 def test_a_gateway_that_gets_ready_is_serving(model_folder: Path, terminal: Terminal) -> None:
     with answering(503, 200) as (ready, said):
         announcement.announce_when_ready(config_with(model_folder), ready)
-    assert said == [503, 200]
+    assert said == [503, 200, 200], "a first replica, then all of them"
     out = terminal.getvalue()
     assert "Serving " in out
     assert "Not ready" not in out
+
+
+def test_what_serves_is_announced_before_replicas_that_never_get_ready(
+    model_folder: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcement, "STRAGGLERS_S", 0.6)
+    with answering(200, 503) as (ready, said):
+        announcement.announce_when_ready(config_with(model_folder), ready)
+    assert len(said) <= 5
+    out = terminal.getvalue()
+    assert URL_LINE.search(out)
+    assert "Not every replica is ready: see http://127.0.0.1:" in out
+
+
+def test_replicas_that_failed_or_still_start_are_named_and_not_waited_for(model_folder: Path, terminal: Terminal) -> None:
+    with answering(200, 503) as (ready, said):
+        late = replace(ready, failed={"a-0": "its weights are broken"}, starting=["b-0"])
+        announcement.announce_when_ready(config_with(model_folder), late)
+    assert said == [200]
+    out = terminal.getvalue()
+    assert out.index("a-0 cannot be started: its weights are broken") < out.index("b-0 is still starting.") < out.index("Serving ")
 
 
 def test_what_never_gets_ready_is_announced_as_such(model_folder: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,15 @@ async def test_a_fault_changes_nothing(start: Start, changes: Mapping[str, Any],
     await stopped(site)
 
 
+async def test_an_engine_that_never_gets_ready_does_not_keep_back_what_serves(start: Start) -> None:
+    site = start(models={"tiny": {}, "late": {}}, fake={"replicas": {"late-": {"hang_s": 60}}}, stragglers_s=0.3)
+    ready = site.hear()
+    assert (set(ready["replicas"]), ready["starting"], ready["failed"]) == ({"tiny-0"}, ["late-0"], {})
+    await until(lambda: site.replicas() == {"tiny-0": "serving"})
+    assert site.replicas("late") == {"late-0": "starting"}
+    await stopped(site)
+
+
 async def test_an_engine_that_cannot_start_fails_its_model_only_and_a_reload_tries_it_again(start: Start) -> None:
     site = start(models={"tiny": {}, "bad": {"replicas": 2}}, fake={"replicas": {"bad-": {"refuse": "/secret/path is truncated"}}})
     ready = site.hear()

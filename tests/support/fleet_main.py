@@ -62,7 +62,8 @@ async def supervise(path: Path, *, has_file: bool) -> int:
     def ready(facts: FleetReady) -> None:
         pids = {keeper.label: keeper.pid for keeper in (*supervisor.engines, *supervisor.gateways) if keeper.pid}
         replicas = {name: dict(told) for name, told in facts.replicas.items()}
-        say("ready", pids=pids, replicas=replicas, failed=dict(facts.failed), gateway=dict(facts.gateway))
+        waited_for = {"failed": dict(facts.failed), "starting": list(facts.starting)}
+        say("ready", pids=pids, replicas=replicas, gateway=dict(facts.gateway), **waited_for)
 
     source = FileSource(path, fleet_config)
     supervisor = Supervisor(source.config(), source=source if has_file else None, on_ready=ready)
@@ -79,6 +80,7 @@ def main() -> None:
         os.setsid()
         os.open(given["terminal"], os.O_RDWR)  # the first one that a session's leader opens is its own
     replica_process.FIRST_RETRY_S = given.get("first_retry_s", replica_process.FIRST_RETRY_S)
+    reconciler.STRAGGLERS_S = given.get("stragglers_s", reconciler.STRAGGLERS_S)
     reconciler.CONNECT_TIMEOUT_S = given.get("connect_timeout_s", reconciler.CONNECT_TIMEOUT_S)
     try:
         status = asyncio.run(supervise(path, has_file=given.get("has_file", True)))

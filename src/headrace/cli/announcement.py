@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 30.0
-"""The gateway may take this many seconds to connect to engines that are up; after them the announcement is made anyway."""
+"""The gateway may take this many seconds to connect to a first engine; after them the announcement is made anyway."""
+
+STRAGGLERS_S = 5.0
+"""Once a replica answers, the announcement waits this many seconds for all other ones."""
 
 POLL_S = 0.25
 """Seconds between two requests that ask the gateway whether it is ready."""
@@ -29,19 +32,29 @@ ANY_PAGE = "allowed_origins is * and no API key is set: every web page that is o
 
 
 def announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
-    """Wait until the gateway answers, then announce it.
+    """Wait until the gateway answers, then announce it, with what does not serve.
 
-    Engines and gateway are up when this is called, but the gateway may still be connecting to the engines.
+    The gateway is up when this is called, but may still be connecting to engines; engines elsewhere may not have been started.
     """
     url = _url(ready.gateway)
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    path = "/ready" if ready.failed else "/ready?strict"
-    while not (is_serving := _is_serving(url, path)) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    began = time.monotonic()
+    is_serving = _becomes_ready(url, "/ready", began + READY_TIMEOUT_S)
+    is_whole = is_serving and not (ready.failed or ready.starting)
+    is_whole = is_whole and _becomes_ready(url, "/ready?strict", time.monotonic() + STRAGGLERS_S)
     warnings = [f"{name} cannot be started: {reason}" for name, reason in ready.failed.items()]
+    warnings += [f"{name} is still starting." for name in ready.starting]
     if not is_serving:
         warnings.append(f"Not ready yet, after {READY_TIMEOUT_S:g} s: see {url}/ready?strict for what is missing.")
+    elif not is_whole and not warnings:
+        warnings.append(f"Not every replica is ready: see {url}/ready?strict for what is missing.")
     announce(config, ready, *warnings)
+
+
+def _becomes_ready(url: str, path: str, deadline: float) -> bool:
+    """Whether a probe has answered 200 before `deadline`, in monotonic seconds."""
+    while not (is_serving := _is_serving(url, path)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return is_serving
 
 
 def _is_serving(url: str, path: str) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -44,6 +45,9 @@ POLL_S = 0.1
 
 REFUSED_PAUSE_S = 5.0
 """Seconds until a change of replicas that a gateway has refused is offered to it again."""
+
+STRAGGLERS_S = 10.0
+"""Seconds after the start of a deployment's first replica in which the other ones may start before it counts as started without them."""
 
 CONNECT_TIMEOUT_S = 60.0
 """A successor whose engine serves and which a gateway still does not find ready after these seconds counts as one that cannot be started:
@@ -377,8 +381,21 @@ class Reconciler:
     # -- the start of the deployment -----------------------------------------------------------------------------------------------
 
     async def first_service(self) -> None:
-        """Wait until every replica has served or failed. Does not return where `run` raises."""
-        await self.until(lambda: all(map(self._is_decided, self.deployment.replicas)) and self._hopeless_failure() is None)
+        """Wait until every replica has served or failed, but no longer than STRAGGLERS_S once something is served. Does not return where
+        `run` raises."""
+        await self.until(lambda: self._is_all_decided() or self._is_anything_served())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STRAGGLERS_S):
+                await self.until(self._is_all_decided)
+
+    def _is_all_decided(self) -> bool:
+        return all(map(self._is_decided, self.deployment.replicas)) and self._hopeless_failure() is None
+
+    def _is_anything_served(self) -> bool:
+        """A replica has served, or a model needs none of this machine."""
+        return self._hopeless_failure() is None and (
+            self._has_served or any(model.upstreams or not model.replicas for model in self.config.models)
+        )
 
     def _hopeless_failure(self) -> HeadraceError | None:
         self._has_served = self._has_served or any(process.keeper.ready.is_set() for process in self.processes.values())

@@ -57,11 +57,13 @@ class FleetReady:
     gateway   what the first gateway reported: "host" and "port" that all of them listen on
     replicas  name -> what its engine reported: "address", "instance_id", "decided" (lines for people)
     failed    name -> why it cannot be started
+    starting  names of replicas that take longer than the first one
     """
 
     gateway: Mapping[str, object]
     replicas: Mapping[str, Mapping[str, object]]
     failed: Mapping[str, str] = field(default_factory=dict)
+    starting: Sequence[str] = ()
 
 
 class Supervisor:
@@ -79,7 +81,7 @@ class Supervisor:
         """
         source    where the configuration can be read again; None: it cannot, and SIGHUP drains
         requests  what the admin socket answers beside the commands for processes
-        on_ready  called once, when every gateway has served, and every replica has served or cannot be started
+        on_ready  called once, when every gateway has served, and every replica has served, cannot be started or is late
         """
         self._config = config.checked().with_keys()
         self._launcher = launcher or ProcessLauncher(log_format=config.log_format)
@@ -161,7 +163,7 @@ class Supervisor:
         processes = reconciler.processes
         served = {name: process.keeper.facts for name, process in processes.items() if process.keeper.ready.is_set()}
         failed = {name: process.why_failed for name, process in processes.items() if process.failure is not None}
-        return FleetReady(self.gateways[0].facts, served, failed)
+        return FleetReady(self.gateways[0].facts, served, failed, [name for name in processes if name not in {*served, *failed}])
 
     async def _drain_all(self, reconciler: Reconciler, stop: StopSignals, within_s: float) -> None:
         """End the deployment, with this many seconds for running requests."""
