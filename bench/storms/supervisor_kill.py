@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -70,6 +69,7 @@ class Unit:
     def __init__(self, folder: Path, port: int) -> None:
         self.port = port
         self.refusals: list[str] = []
+        self._is_killed = False
         self._run_dir = folder / "run"
         self._run_dir.mkdir()
         self._log = folder / "log"
@@ -86,10 +86,10 @@ class Unit:
         while True:
             while self._process.poll() is None:
                 await asyncio.sleep(POLL_S)
-            if self._process.returncode != -signal.SIGKILL:
+            if not self._is_killed:
                 self.refusals.append(self.last_lines.rstrip().rpartition("\n")[2])
             await asyncio.sleep(RESTART_S)
-            self._process = self._start()
+            self._process, self._is_killed = self._start(), False
 
     def processes(self) -> list[psutil.Process]:
         """The supervisor and all below it."""
@@ -98,6 +98,7 @@ class Unit:
         return []
 
     def kill(self) -> None:
+        self._is_killed = True
         self._process.kill()
 
     async def wait_ready(self) -> None:
