@@ -88,8 +88,10 @@ WITH: dict[str, dict[str, Any]] = {
 }
 """What a field needs beside it to mean anything."""
 
-ELSEWHERE = ("parallel_tool_calls", "include_reasoning", "separate_reasoning", "reasoning_format")
-"""Fields that need a model which calls functions or reasons: tests/gateway/test_tools.py."""
+ELSEWHERE = ("parallel_tool_calls", "include_reasoning", "separate_reasoning", "reasoning_format", "metadata", "context_fitting")
+"""Fields that need a model which calls functions or reasons (tests/gateway/test_tools.py), or a conversation that went on before or does
+not fit (tests/gateway/sessions).
+"""
 
 BASE: dict[Surface, dict[str, Any]] = {
     Surface.CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "seed": 1},

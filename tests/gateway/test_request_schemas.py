@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.core.tools import MAX_TOOLS
+from headrace.gateway.access.principal import Principal
 from headrace.gateway.config import Limits
+from headrace.gateway.sessions.history import History
 from headrace.gateway.surfaces import chat, completions, openapi
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.structured import READERS, VLLM_KINDS
 from headrace.gateway.surfaces.routes import ENDPOINTS
+from headrace.policy.limits.tier import Tier
 from headrace.text.folder import TextModel
 
 LIMITS = Limits(max_messages=20, max_prompts=7)
@@ -257,7 +260,7 @@ def take(body: dict[str, Any], surface: Surface) -> None:
     """Every check that needs no model. Raises InvalidRequest."""
     if surface is Surface.CHAT:
         (request, grammar), _ = chat.parse_chat(body, LIMITS)
-        ask = chat._parsed_request(request, grammar, PriorityClass.PREMIUM)
+        ask = chat._parsed_request(request, grammar, Principal(tenant="t", tier=Tier(class_="premium")), History(body["messages"]))
     else:
         (plain, prompts, grammar), _ = completions.parse_completion(body, LIMITS)
         ask = completions._parsed_request(plain, prompts, grammar, PriorityClass.PREMIUM)

@@ -106,6 +106,7 @@ FLOORS: dict[str, Floor] = {
         _ours(
             "core",
             *ABOVE_THE_SEAM,
+            "gateway.sessions",
             "gateway.generation.event_log",
             "gateway.generation.kept_streams",
             "gateway.generation.run",
@@ -114,7 +115,30 @@ FLOORS: dict[str, Floor] = {
         ),
         ("msgspec",),
     ),
-    "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation", "gateway.ledger.record", "observe")),
+    "headrace.gateway.generation.run": Floor(
+        _ours(
+            "core",
+            *ABOVE_THE_SEAM,
+            "gateway.generation",
+            "gateway.ledger.record",
+            "gateway.sessions.fitting",
+            "gateway.sessions.history",
+            "gateway.sessions.window",
+            "observe",
+        )
+    ),
+    "headrace.gateway.sessions": Floor(
+        _ours(
+            "core",
+            *ABOVE_THE_SEAM,
+            "gateway.generation.event_log",
+            "gateway.generation.run",
+            "gateway.sessions",
+            "gateway.stores",
+            "observe.session_metrics",
+        ),
+        ("msgspec",),
+    ),
     "headrace.gateway.generation.kept_streams": Floor(
         _ours("core", *ABOVE_THE_SEAM, "gateway.generation.event_log", "gateway.stores", "observe"), ("msgspec",)
     ),

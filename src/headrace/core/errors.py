@@ -13,6 +13,8 @@
     |  `- MethodNotAllowed         the path has other methods -> 405
     |- UnknownStream               a Last-Event-ID names no stream of this tenant -> 404
     |- StreamConflict              a stream that another request continues, or that this one cannot -> 409
+    |- UnknownSession              a session that this tenant does not have -> 404
+    |- SessionConflict             another request of the session is being answered, or was meanwhile -> 409
     |- ReadTimeout                 the client did not send its body in time -> 408
     |- UnsupportedMediaType        the body is not JSON in UTF-8 -> 415
     |  `- UnsupportedEncoding      a Content-Encoding that is not undone here -> 415

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,8 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger, open_ledger
 from headrace.gateway.memory import give_back_when_idle, machine_bytes, memory_budget, tenant_share
+from headrace.gateway.sessions.open import open_sessions
+from headrace.gateway.sessions.sessions import Sessions
 from headrace.gateway.siblings import Siblings
 from headrace.gateway.site_metrics import SiteMetrics, answers_of
 from headrace.gateway.stores.open import open_store
@@ -41,6 +43,7 @@ from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
 from headrace.observe.resume_metrics import ResumeMetrics
+from headrace.observe.session_metrics import SessionMetrics
 from headrace.observe.usage_metrics import UsageCollector
 from headrace.text.folder import TextModel, load_text
 
@@ -110,6 +113,7 @@ async def open_gateway(
             encoding=EncodingTurns(sources.clock),
             memory=memory,
             kept_streams=await stack.enter_async_context(_kept_streams(config, metrics, sources)),
+            sessions=await stack.enter_async_context(_sessions(config, metrics, sources)),
             metrics=metrics,
             ledger=await _ledger(stack, config, metrics, sources),
             site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
@@ -148,6 +152,10 @@ async def _ledger(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics
         stack.push_async_callback(ledger.close)
         metrics.registry.register(UsageCollector(ledger.reading))
     return ledger
+
+
+def _sessions(config: GatewayConfig, metrics: Metrics, sources: Sources) -> AbstractAsyncContextManager[Sessions]:
+    return open_sessions(config, tenant_share(config), SessionMetrics(metrics.registry), sources.unix_time)
 
 
 def _text_pool(config: GatewayConfig, workers: Workers) -> TextPool:

@@ -20,6 +20,7 @@ from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
 from headrace.gateway.foreign_config import ForeignConfig, check_foreign
 from headrace.gateway.ledger.config import UsageConfig
+from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.limits.price import Price
@@ -43,7 +44,7 @@ LOG_TARGETS = ("on", "off", "stderr")
 LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "stdout"}
 """Words that are meant as a switch and never as the name of a request log's file, in lower case."""
 
-MAY_BE_ZERO = ("failover_s", "slow_start_s", "stream_resume_s")
+MAY_BE_ZERO = ("failover_s", "slow_start_s", "stream_resume_s", "ttl_s")
 """Times whose 0 turns something off. Any other limit or time that is not positive is refused."""
 
 MIN_KEY_CHARS = 8
@@ -212,6 +213,7 @@ class GatewayConfig:
     salt_key       secret (hex) that turns tenants into cache salts; empty: drawn by this process, which then shares no cached
                    prefixes with other gateways; the supervisor draws one for its whole site
     store          where streams are kept that their clients may continue
+    sessions       how long conversations are kept, and how much they may hold
     state          folder of all embedded stores; empty: they are in memory, and end with this process
     tiers          by name: what tenants may use. A built-in one holds where no other has its name
     prices         of tokens, by name of the model; one that is not named costs nothing
@@ -233,6 +235,7 @@ class GatewayConfig:
     routing: Routing = field(default_factory=Routing)
     admission: AdmissionRules = field(default_factory=AdmissionRules)
     store: StoreConfig = field(default_factory=StoreConfig)
+    sessions: SessionConfig = field(default_factory=SessionConfig)
     state: str = ""
     tiers: dict[str, Tier] = field(default_factory=dict)
     prices: dict[str, Price] = field(default_factory=dict)
@@ -251,7 +254,8 @@ class GatewayConfig:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)
         _check_names(self.allowed_hosts, self.allowed_origins)
-        for part, value in (("limits", self.limits), ("timeouts", self.timeouts), ("routing", self.routing), ("admission", self.admission)):
+        for part in ("limits", "timeouts", "routing", "admission", "sessions"):
+            value = getattr(self, part)
             for item in fields(value):
                 given = getattr(value, item.name)
                 if given is not None and not (given > 0 or (given == 0 and item.name in MAY_BE_ZERO)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,8 +30,9 @@ def candidate(name: str, snapshot: LoadSnapshot | None = None, *, sent: int = 0,
     return Candidate(ReplicaId(name), snapshot, SentSince(sent, tokens))
 
 
-def pick(*candidates: Candidate, prompt_tokens: int = 16, seed: int = 0) -> str | None:
-    chosen = choose(candidates, size=RequestSize(prompt_tokens, 1), block_size=16, random=random.Random(seed))
+def pick(*candidates: Candidate, prompt_tokens: int = 16, seed: int = 0, preferred: str | None = None) -> str | None:
+    favourite = None if preferred is None else ReplicaId(preferred)
+    chosen = choose(candidates, size=RequestSize(prompt_tokens, 1), block_size=16, random=random.Random(seed), preferred=favourite)
     return chosen.replica_id if chosen else None
 
 
@@ -104,3 +106,43 @@ def test_the_choice_is_a_candidate_and_never_the_single_worst(loads: list[tuple[
     if len(costs) > 1 and costs[-1] > costs[-2]:
         assert found is not None
         assert cost(found, prompt_tokens=16, block_size=16) < costs[-1]
+
+
+def test_a_preferred_replica_is_taken_while_it_is_about_as_cheap() -> None:
+    for seed in range(20):
+        assert pick(candidate("idle", load()), candidate("mine", load(running=2)), seed=seed, preferred="mine") == "mine"
+        assert pick(candidate("idle", load()), candidate("mine", load(running=3)), seed=seed, preferred="mine") == "idle"
+        assert pick(candidate("idle", load()), candidate("mine", load(free=0)), seed=seed, preferred="mine") == "idle"
+
+
+def with_speed(factor: float, *, waiting: int = 0) -> LoadSnapshot:
+    """A replica whose steps take `factor` times as long."""
+    return replace(load(waiting=waiting), step_fixed_s=0.01 * factor, step_token_s=0.001 * factor, max_num_seqs=8)
+
+
+def test_a_preferred_replica_is_taken_unless_its_predicted_time_is_twice_as_long() -> None:
+    for seed in range(200):
+        assert pick(candidate("other", with_speed(1)), candidate("mine", with_speed(1.9)), seed=seed, preferred="mine") == "mine"
+    slow = [pick(candidate("other", with_speed(1)), candidate("mine", with_speed(5)), seed=seed, preferred="mine") for seed in range(200)]
+    assert slow.count("mine") < 20, "apart from choices that are made without speeds"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100), st.floats(0, 4)), min_size=1, max_size=6),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
+def test_a_preference_that_is_no_candidate_changes_no_choice(loads: list[tuple[int, int, float]], seed: int, names_one: bool) -> None:
+    """And the random numbers that are drawn are the same with one that is."""
+    known = [
+        replace(load(running=running, free=free), step_fixed_s=speed / 100, step_token_s=speed / 1000, max_num_seqs=8)
+        for running, free, speed in loads
+    ]
+    candidates = [candidate(f"r{number}", snapshot) for number, snapshot in enumerate(known)]
+    plain, other = random.Random(seed), random.Random(seed)
+    without = choose(candidates, size=RequestSize(64, 8), block_size=16, random=plain)
+    preferred = ReplicaId("r0" if names_one else "none")
+    chosen = choose(candidates, size=RequestSize(64, 8), block_size=16, random=other, preferred=preferred)
+    assert plain.getstate() == other.getstate()
+    assert chosen is not None
+    assert chosen is without or chosen.replica_id == "r0"

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,6 +46,9 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import PIECE_BYTES, Exchange
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.ledger.record import prompt_json
+from headrace.gateway.sessions.fitting import ContextFitter, Fitted, added
+from headrace.gateway.sessions.history import History
+from headrace.gateway.sessions.window import ContextFitting
 from headrace.gateway.upstream.seam import (
     Conversation,
     EventStream,
@@ -84,6 +87,7 @@ class ParsedRequest:
     logprobs_field  name of the field that asked for prompt log-probabilities, for refusals
     num_shown    choices that show the prompt's log-probabilities
     num_kept_encodings  JSON forms of these that stay in memory until the answer is written
+    history      the messages of `prompt`, a conversation's; fitting  what is done where they do not fit the context
     """
 
     model: str | None
@@ -97,6 +101,8 @@ class ParsedRequest:
     logprobs_field: str = "prompt_logprobs"
     num_shown: int = 1
     num_kept_encodings: int = 0
+    history: History = field(default_factory=History)
+    fitting: ContextFitting = ContextFitting.REFUSE
 
 
 class AnswerEncoder(Protocol):
@@ -150,6 +156,10 @@ class Generation:
     unread_logprob_bytes  bytes of log-probabilities that may wait for a streaming client beyond `max_pending_bytes`
     first_bytes           charge for a collected answer before it begins; 0 for a stream
     resumable             the stream as its client may continue it, or continues one
+    fitted                how `prepare` shortened the conversation; None: it did not
+    preferred_replica     see `upstream.seam.GenerationRequest`; set before `prepare`
+    before_end            awaited with the replica's name when all events of the answer are there, before its last bytes are sent; where it
+                          raises, the answer ends in that error
     """
 
     def __init__(self, service: Service, exchange: Exchange, held: RequestHeld, parsed: ParsedRequest) -> None:
@@ -174,6 +184,9 @@ class Generation:
         self.unread_logprob_bytes = 0
         self.first_bytes = 0
         self.resumable = ResumableStream(service, exchange, has_logprobs=self.client_params.logprobs is not None)
+        self.fitted: Fitted | None = None
+        self.preferred_replica = ""
+        self.before_end: Callable[[str | None], Awaitable[None]] | None = None
         self._precharged_json_bytes = 0
 
     async def prepare(self) -> Prepared:
@@ -192,10 +205,11 @@ class Generation:
             deadline_at=self._deadline_at(),
             has_priority=parsed.has_priority,
             earlier=earlier,
+            preferred_replica=self.preferred_replica,
         )
         if parsed.grammar is not None:
             self.held.prompts.add(parsed.grammar.num_bytes)
-        prepared = await self.model.upstream.prepare(request, self._principal())
+        prepared = await self._prepared(request)
         self.exchange.ignored += prepared.ignored
         self.resumable.open_log(prepared, is_streaming=parsed.is_streaming)
         record.seed, record.prompt_tokens = prepared.seed, prepared.prompt_tokens
@@ -237,6 +251,19 @@ class Generation:
             exchange.use(self.model.users)
             exchange.record.model = self.model.name
             self.resumable.turn_off()
+
+    async def _prepared(self, request: GenerationRequest) -> Prepared:
+        """Raises what `Upstream.prepare` raises."""
+        upstream, fitting, tier = self.model.upstream, self.parsed.fitting, self.exchange.principal.tier
+        if fitting is ContextFitting.REFUSE:
+            return await upstream.prepare(request, self._principal())
+        fitter = ContextFitter(upstream, self._principal(), fitting, self.parsed.history, max_context_tokens=tier.max_context_tokens)
+        prepared, self.fitted = await fitter.prepared(request)
+        if self.fitted is not None:
+            self.exchange.add_header("x-headrace-context", f"{fitting}; dropped={self.fitted.num_dropped}")
+        elif prepared.prompt_tokens is None:  # only the server that answers can count them
+            self.exchange.ignored.append("context_fitting")
+        return prepared
 
     def hold_json(self, num_bytes: int) -> None:
         """Count JSON of prompt log-probabilities that the answer keeps. Bytes beyond those charged beforehand are charged now.
@@ -315,6 +342,8 @@ class Generation:
             if uncharged_bytes >= HOLD_STEP_BYTES:
                 self.held.answers.add(uncharged_bytes)
                 uncharged_bytes = 0
+        if self.before_end is not None:
+            await self.before_end(stream.replica(0))
         pieces = encoder.encode_body(stream.usage())
         if self.num_prompt_logprobs + num_tokens * logprobs_per_token <= MAX_INLINE_LOGPROBS:
             await self.exchange.reply(200, b"".join(pieces))
@@ -345,6 +374,8 @@ class Generation:
                 await self._write(encoder, events, sse)
                 events = await self._events(stream, progress)
             stream.listen(None)
+            if self.before_end is not None:
+                await self.before_end(stream.replica(0))
             await sse.end(encoder.encode_end(stream.usage()))
 
     async def _write(self, encoder: AnswerEncoder, events: Sequence[OutputEvent], sse: SseStream) -> None:
@@ -375,6 +406,8 @@ class Generation:
     def _close(self, stream: EventStream, progress: RequestProgress) -> None:
         """Write usage, times and finish reasons to the request's record, and observe the metrics. Runs once per stream."""
         record, usage = self.exchange.record, stream.usage()
+        if self.fitted is not None:
+            usage = added(usage, self.fitted.usage)
         record.prompt_tokens, record.completion_tokens, record.cached_tokens = usage[:3]
         record.completion_tokens -= usage.earlier_tokens  # they are in the line of the request that produced them
         record.ttft_s, record.tpot_s = progress.ttft_s, progress.tpot_s

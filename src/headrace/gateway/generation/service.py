@@ -13,6 +13,7 @@ from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger
+from headrace.gateway.sessions.sessions import Sessions
 from headrace.gateway.site_metrics import SiteMetrics
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.served_models import ModelTable
@@ -38,6 +39,7 @@ class Service:
     encoding: EncodingTurns
     memory: RequestMemory
     kept_streams: KeptStreams
+    sessions: Sessions
     metrics: Metrics
     site_metrics: SiteMetrics
     ledger: Ledger | None

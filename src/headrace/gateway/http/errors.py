@@ -121,6 +121,16 @@ class StreamConflict(HeadraceError):
         super().__init__(message)
 
 
+class UnknownSession(HeadraceError):
+    """A session that this tenant does not have: it never did, it was deleted, or its time is over."""
+
+
+class SessionConflict(HeadraceError):
+    """Another request of the session is being answered, or was answered meanwhile."""
+
+    retry_after_s = 1.0
+
+
 class ReadTimeout(HeadraceError):
     """The client did not send its body in time."""
 
@@ -153,6 +163,8 @@ TABLE: tuple[tuple[type[BaseException], ErrorRow], ...] = (
     (RouteNotFound, ErrorRow(404, "invalid_request_error", "not_found")),
     (UnknownStream, ErrorRow(404, "invalid_request_error", "stream_not_found")),
     (StreamConflict, ErrorRow(409, "invalid_request_error", "stream_conflict")),
+    (UnknownSession, ErrorRow(404, "invalid_request_error", "session_not_found")),
+    (SessionConflict, ErrorRow(409, "invalid_request_error", "session_conflict")),
     (MethodNotAllowed, ErrorRow(405, "invalid_request_error", "method_not_allowed")),
     (UnsupportedMediaType, ErrorRow(415, "invalid_request_error", "unsupported_media_type")),
     (ReadTimeout, ErrorRow(408, "invalid_request_error", "read_timeout")),
@@ -211,7 +223,7 @@ def printable(text: str) -> str:
 
 
 def _headers(error: BaseException) -> list[tuple[bytes, bytes]]:
-    if isinstance(error, Overloaded | Unavailable | StreamConflict) and error.retry_after_s is not None:
+    if isinstance(error, Overloaded | Unavailable | StreamConflict | SessionConflict) and error.retry_after_s is not None:
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     if isinstance(error, MethodNotAllowed):
         return [(b"allow", ", ".join(error.allowed).encode())]

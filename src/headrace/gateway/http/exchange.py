@@ -180,6 +180,10 @@ class Exchange:
         except TimeoutError:
             raise ReadTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
 
+    def add_header(self, name: str, value: str) -> None:
+        """Every answer to this request has the header, an error too."""
+        self.more_headers = [*self.more_headers, (name.encode(), value.encode())]
+
     # -- an answer that ends early ------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager

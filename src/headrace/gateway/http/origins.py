@@ -17,13 +17,13 @@ from headrace.gateway.http.exchange import Exchange, Headers
 PREFLIGHT_AGE_S = 600
 """Seconds for which a browser may keep the answer to a preflight."""
 
-METHODS = b"GET, HEAD, POST, OPTIONS"
+METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
 """Allowed methods, the same for every path: a preflight has no key, so its answer does not show which paths exist."""
 
 DEFAULT_HEADERS = b"authorization, content-type"
 """Allowed request headers where the preflight names none, or names that are not well-formed."""
 
-EXPOSED = b"x-request-id, x-headrace-ignored, retry-after"
+EXPOSED = b"x-request-id, x-headrace-ignored, x-headrace-context, retry-after"
 """Headers of an answer that the page's own code may read."""
 
 MAX_HEADER_NAMES = 2000

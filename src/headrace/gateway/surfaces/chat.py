@@ -12,11 +12,16 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.plan import wide_columns
-from headrace.core.request import PriorityClass
+from headrace.gateway.access.budget import RequestHeld
+from headrace.gateway.access.principal import Principal
 from headrace.gateway.config import Limits
-from headrace.gateway.generation.run import Generation, ParsedRequest
+from headrace.gateway.generation.run import AnswerEncoder, Generation, ParsedRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.sessions.history import History
+from headrace.gateway.sessions.names import METADATA_FIELD, checked_session_id
+from headrace.gateway.sessions.turn import SessionTurn, opened_turn
+from headrace.gateway.sessions.window import ContextFitting, prompt_messages
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.answers import (
@@ -44,6 +49,7 @@ from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields
 from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs
 from headrace.gateway.surfaces.dialect.structured import requested_grammar
 from headrace.gateway.surfaces.dialect.tools import ChosenTools, ToolDefinition, function_tools, tool_choice
+from headrace.gateway.surfaces.sessions import named_session
 from headrace.gateway.upstream.seam import Conversation, OutputEvent, Prepared, RequestedGrammar, TokenUsage, ToolCall
 
 _encode = msgspec.json.encode
@@ -53,11 +59,46 @@ _NUMBER = attrgetter("number")
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     with service.open_requests.admit(exchange.request_id, exchange.end), service.memory.open(exchange.principal.tenant) as held:
         request, grammar = await parsed(service, exchange, held, parse_chat)
+        session_id = named_session(service, exchange, request.metadata)
         with fields_as_written(_names(request, grammar)):
-            generation = Generation(service, exchange, held, _parsed_request(request, grammar, exchange.principal.priority))
-            async with exchange.watching():
-                prepared = await exchange.unless_ended(generation.prepare())
-                await generation.answer(ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", generation)), prepared)
+            if session_id is None:
+                await _answer(service, exchange, held, request, grammar)
+                return
+            check_one_line(request)
+            async with opened_turn(service.sessions, exchange, session_id) as turn:
+                await _answer(service, exchange, held, request, grammar, turn)
+
+
+def check_one_line(request: ChatRequest) -> None:
+    """A session is one line of messages. Raises InvalidRequest for what would make another of it."""
+    if request.n != 1:
+        raise InvalidRequest("n", "1 in a session", request.n)
+    if request.continue_final_message:
+        raise InvalidRequest("continue_final_message", "false in a session", True)
+
+
+async def _answer(
+    service: Service,
+    exchange: Exchange,
+    held: RequestHeld,
+    request: ChatRequest,
+    grammar: RequestedGrammar | None,
+    turn: SessionTurn | None = None,
+) -> None:
+    """turn: the request's place in a session; None: it is in none"""
+    history = History(template_messages(request.messages))
+    if turn is not None:
+        history = turn.conversation(history.messages, max_messages=service.config.limits.max_messages)
+        held.prompts.add(turn.check_size(history))
+    generation = Generation(service, exchange, held, _parsed_request(request, grammar, exchange.principal, history))
+    if turn is not None:
+        generation.preferred_replica = turn.preferred_replica(generation.model.name)
+    async with exchange.watching():
+        prepared = await exchange.unless_ended(generation.prepare())
+        encoder: AnswerEncoder = ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", generation))
+        if turn is not None:
+            encoder = turn.recorded(encoder, generation)
+        await generation.answer(encoder, prepared)
 
 
 def _names(request: ChatRequest, grammar: RequestedGrammar | None) -> dict[str, str]:
@@ -74,13 +115,13 @@ def _names(request: ChatRequest, grammar: RequestedGrammar | None) -> dict[str, 
     return names
 
 
-def _parsed_request(request: ChatRequest, grammar: RequestedGrammar | None, own_priority: PriorityClass) -> ParsedRequest:
+def _parsed_request(request: ChatRequest, grammar: RequestedGrammar | None, principal: Principal, history: History) -> ParsedRequest:
     num_top = (request.top_logprobs or 0) if request.logprobs else None
     tools = function_tools(request.tools)
     return ParsedRequest(
         model=request.model,
         prompt=Conversation(
-            messages=template_messages(request.messages),
+            messages=prompt_messages(history),
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             template_kwargs=request.chat_template_kwargs,
@@ -92,11 +133,19 @@ def _parsed_request(request: ChatRequest, grammar: RequestedGrammar | None, own_
         ),
         sampling=given_params(request) | {"max_tokens": request.max_tokens, "logprobs": num_top},
         is_streaming=request.stream,
-        priority=lowered_priority(request.priority, own_priority),
+        priority=lowered_priority(request.priority, principal.priority),
         grammar=grammar,
         has_priority=request.priority is not None,
         cache_salt=request.cache_salt,
+        history=history,
+        fitting=_fitting(request, principal),
     )
+
+
+def _fitting(request: ChatRequest, principal: Principal) -> ContextFitting:
+    """What the request asks for, else the tenant's option; one that this version does not know means to refuse."""
+    wanted = request.context_fitting or principal.options.get("context_fitting")
+    return next((fitting for fitting in ContextFitting if fitting == wanted), ContextFitting.REFUSE)
 
 
 class ChatRequest(ReasoningFields, kw_only=True):
@@ -110,6 +159,8 @@ class ChatRequest(ReasoningFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: int | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    context_fitting: str | None = None
 
 
 class FunctionCall(Struct, omit_defaults=True, kw_only=True):
@@ -198,6 +249,10 @@ def parse_chat(body: dict[str, object], limits: Limits) -> tuple[tuple[ChatReque
             )
         request.max_tokens = request.max_completion_tokens
     check_shared(request, limits)
+    if request.context_fitting not in (None, *ContextFitting):
+        raise InvalidRequest("context_fitting", f"one of {', '.join(ContextFitting)}", request.context_fitting)
+    if "session_id" in request.metadata:
+        checked_session_id(METADATA_FIELD, request.metadata["session_id"])
     return (request, requested_grammar(request, body, limits)), list(ignored)
 
 
@@ -271,7 +326,7 @@ class ChatAnswer:
             created=self._head.created,
             model=self._head.model,
             choices=[],
-            usage=usage_body(usage),
+            usage=usage_body(usage, self._head.context),
             system_fingerprint=self._head.fingerprint,
         )
         before, behind = around_choices(answer)

@@ -17,6 +17,7 @@ from headrace.gateway.config import Limits
 from headrace.gateway.generation.run import Generation, ParsedRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.answers import (
@@ -53,6 +54,8 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(service: Service, exchange: Exchange) -> None:
     with service.open_requests.admit(exchange.request_id, exchange.end), service.memory.open(exchange.principal.tenant) as held:
         request, prompts, grammar = await parsed(service, exchange, held, parse_completion)
+        if exchange.header(SESSION_HEADER.encode()) is not None:
+            exchange.ignored.append(SESSION_HEADER)
         with fields_as_written({} if grammar is None else {"grammar": grammar.field}):
             generation = Generation(service, exchange, held, _parsed_request(request, prompts, grammar, exchange.principal.priority))
             async with exchange.watching():

@@ -11,7 +11,7 @@ from functools import cache
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.surfaces import chat, completions, docs_page, front_page, models, openapi, probes, tokenize, usage
+from headrace.gateway.surfaces import chat, completions, docs_page, front_page, models, openapi, probes, sessions, tokenize, usage
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.endpoint import Endpoint
 
@@ -60,6 +60,14 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         query=usage.USAGE_QUERY,
     ),
     Endpoint("GET", "/v1/models/{model:path}", models.one_model, "One of them.", reply=models.ModelCard),
+    Endpoint(
+        "GET",
+        "/v1/sessions/{id}",
+        sessions.show_session,
+        "The messages of one of the tenant's sessions.",
+        reply=sessions.SessionReply,
+    ),
+    Endpoint("DELETE", "/v1/sessions/{id}", sessions.delete_session, "Removes it.", reply=sessions.SessionDeleted),
     Endpoint(
         "POST",
         "/v1/tokenize",

@@ -79,16 +79,19 @@ class CallAttempts:
         num_sequences: int,
         max_output_tokens: int,
         has_fallback: bool = False,
+        preferred_replica: str = "",
     ) -> None:
         """
         make_request       epoch -> the call with all its sequences
         max_output_tokens  per sequence; ids beyond it are not kept
         has_fallback       while nothing was read, the call can be answered elsewhere: it does not wait for a replica
+        preferred_replica  name of the one that the call should go to, unless another is much faster; empty: any
         """
         self._pool = pool
         self._make_request = make_request
         self._max_output_tokens = max_output_tokens
         self._has_fallback = has_fallback
+        self._preferred_replica = preferred_replica
         self._open = set(range(num_sequences))
         self._groups = [SequenceGroup(tuple(range(num_sequences)))]
         self._reads: dict[asyncio.Task[list[SequenceUpdate]], SequenceGroup] = {}
@@ -276,6 +279,7 @@ class CallAttempts:
                 max_output_tokens=None if max_tokens is None else max_tokens - num_output,
                 tried=group.tried,
                 numerics=group.numerics,
+                preferred=self._preferred_replica,
             )
             group.tried.add(replica.instance)
             request = whole if group.wait_until is None else self._resumed(group, whole)

@@ -224,11 +224,13 @@ class ReplicaPool:
         max_output_tokens: int | None = None,
         tried: Collection[ReplicaInstance] = (),
         numerics: Numerics | None = None,
+        preferred: str = "",
     ) -> Replica:
         """The replica to send a request to. Raises Unavailable at once when none takes work that fits it and was not tried.
 
         max_output_tokens  of one sequence; None where what the context leaves will do
         numerics           a resume: of the replica that computed its output ids. Only a replica of equal numerics is chosen
+        preferred          name of one whose prefix cache has the prompt's beginning; empty: none is known
 
         A silent replica is never chosen. One that is connected and not ready (its step hangs, its heartbeats go on), or that failed several
         requests in a row, is chosen only when no other is left.
@@ -241,7 +243,7 @@ class ReplicaPool:
         left_out = self._ejected()
         ready = [replica for replica, reason in left if not reason and replica.name not in left_out]
         connected = [replica for replica, _ in left if replica.connection.state is ConnectionState.CONNECTED]
-        chosen = self._choose(ready, size) or self._choose(connected, size)
+        chosen = self._choose(ready, size, preferred) or self._choose(connected, size, preferred)
         if chosen is None:
             raise self.why_unavailable()
         return chosen
@@ -275,13 +277,14 @@ class ReplicaPool:
             return Unavailable(f"The model {self.model} cannot be served now. {self.unavailable}", retry_after_s=UNAVAILABLE_RETRY_S)
         return Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
 
-    def _choose(self, fit: Sequence[Replica], size: RequestSize) -> Replica | None:
+    def _choose(self, fit: Sequence[Replica], size: RequestSize, preferred: str) -> Replica | None:
         info = self.info
         chosen = choose(
             [_candidate(replica) for replica in self._started(fit)],
             size=size,
             block_size=info.block_size if info else 16,
             random=self._random,
+            preferred=ReplicaId(preferred),
         )
         return None if chosen is None else next(replica for replica in fit if replica.name == chosen.replica_id)
 

@@ -97,6 +97,7 @@ class GenerationRequest:
     deadline_at  when the answer ends, finished or not, on the service's clock; None = no deadline
     has_priority the client named a priority class; which one counts is in `PrincipalFacts`
     earlier      what an earlier stream of the same request has given; the answer goes on there
+    preferred_replica  name of one whose prefix cache has the prompt's beginning; empty: none is known
     """
 
     request_id: RequestId
@@ -106,6 +107,7 @@ class GenerationRequest:
     deadline_at: float | None = None
     has_priority: bool = False
     earlier: EarlierOutput | None = None
+    preferred_replica: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ class Call:
     deadline_at        when the answer ends, on this process's clock
     earlier            output of an earlier stream, after which the sequences go on
     answer_id          of the earlier stream's call: tool calls are named by it; None: by this one's `request_id`
+    preferred_replica  as in `seam.GenerationRequest`
     """
 
     request_id: RequestId
@@ -57,6 +58,7 @@ class Call:
     deadline_at: float | None = None
     earlier: EarlierCallOutput | None = None
     answer_id: RequestId | None = None
+    preferred_replica: str = ""
 
     def engine_request(self, epoch: int) -> EngineRequest:
         return EngineRequest(
@@ -86,7 +88,12 @@ class TokenStream:
         self.call = call
         n = call.params.n
         self.attempts = CallAttempts(
-            pool, call.engine_request, num_sequences=n, max_output_tokens=call.max_output_tokens, has_fallback=has_fallback
+            pool,
+            call.engine_request,
+            num_sequences=n,
+            max_output_tokens=call.max_output_tokens,
+            has_fallback=has_fallback,
+            preferred_replica=call.preferred_replica,
         )
         kept_ids = call.parsing.marker_ids if call.parsing is not None else frozenset()
         self._assemblers = [OutputAssembler(tokenizer, call.params, kept_ids=kept_ids) for _ in range(n)]

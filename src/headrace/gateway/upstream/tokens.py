@@ -261,6 +261,7 @@ def _call(
         principal=principal,
         grammar=grammar,
         parsing=parsing,
+        preferred_replica=request.preferred_replica,
     )
     call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
     return call

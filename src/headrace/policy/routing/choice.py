@@ -29,6 +29,13 @@ UNMEASURED_DIVISOR = 64
 """One choice in this many is made without the measured speeds. A replica that once was measured as slow, and so gets nothing, is measured
 anew by it; fewer than one request in a hundred goes to a replica that really is slower."""
 
+AFFINITY = 2.0
+"""A preferred replica is taken while its predicted time is at most this many times that of the choice without it. What its prefix cache
+saves is not predicted: a conversation's history is most of its prompt, and computing it is most of the time to its first token."""
+
+AFFINITY_REQUESTS = 2
+"""The same while no speed is known: at most this many requests more than at the choice without it."""
+
 RESOLUTION = 1 << 30
 """Weighted draws take an integer in [0, RESOLUTION)."""
 
@@ -78,25 +85,45 @@ class Cost:
     fullness: float
 
 
-def choose(candidates: Sequence[Candidate], *, size: RequestSize, block_size: int, random: Random) -> Candidate | None:
+def choose(
+    candidates: Sequence[Candidate],
+    *,
+    size: RequestSize,
+    block_size: int,
+    random: Random,
+    preferred: ReplicaId | None = None,
+) -> Candidate | None:
     """The replica to try, or None without candidates. Draws at most three random numbers, whatever the number of replicas.
+
+    preferred  one that has the beginning of the prompt in its prefix cache: it is taken unless it is much slower than the choice made
+               without it (AFFINITY, AFFINITY_REQUESTS). The random numbers are the same with and without it
 
     A replica whose speed is not known counts as one of the candidates' mean speed.
     """
     if len(candidates) < 2:
         return candidates[0] if candidates else None
+
+    def cost_of(candidate: Candidate) -> Cost:
+        return cost(candidate, prompt_tokens=size.prompt_tokens, block_size=block_size)
+
+    favourite = next((candidate for candidate in candidates if candidate.replica_id == preferred), None)
     speeds = [speed_of(candidate.snapshot) for candidate in candidates]
     assumed = mean_speed(speeds)
     if assumed is None or random.randrange(UNMEASURED_DIVISOR) == 0:
-        return cheaper_of_two(
-            candidates, lambda candidate: cost(candidate, prompt_tokens=size.prompt_tokens, block_size=block_size), random
-        )
+        chosen = cheaper_of_two(candidates, cost_of, random)
+        return chosen if favourite is None or not _is_about_as_cheap(cost_of(favourite), cost_of(chosen)) else favourite
     known = {candidate.replica_id: speed or assumed for candidate, speed in zip(candidates, speeds, strict=True)}
+
+    def time_of(candidate: Candidate) -> float:
+        return predicted_s(candidate.snapshot or EMPTY, candidate.sent, size, known[candidate.replica_id], block_size=block_size)
+
     first, second = draw_two(candidates, [1.0 / known[candidate.replica_id].idle_s(size) for candidate in candidates], random)
-    first_s, second_s = [
-        predicted_s(each.snapshot or EMPTY, each.sent, size, known[each.replica_id], block_size=block_size) for each in (first, second)
-    ]
-    return second if second_s * SIMILAR < first_s else first
+    chosen = second if time_of(second) * SIMILAR < time_of(first) else first
+    return chosen if favourite is None or time_of(favourite) > AFFINITY * time_of(chosen) else favourite
+
+
+def _is_about_as_cheap(favourite: Cost, chosen: Cost) -> bool:
+    return favourite.lacks_blocks <= chosen.lacks_blocks and favourite.outstanding <= chosen.outstanding + AFFINITY_REQUESTS
 
 
 def cheaper_of_two(choices: Sequence[Choice], cost_of: Callable[[Choice], Any], random: Random) -> Choice:

@@ -16,6 +16,7 @@ from headrace.core.finish import FinishReason
 from headrace.gateway.generation.event_log import EventLog
 from headrace.gateway.generation.run import Generation
 from headrace.gateway.http.sse import DONE
+from headrace.gateway.sessions.fitting import Fitted
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.upstream.seam import OutputEvent, PreparedPrompt, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs
@@ -28,6 +29,7 @@ class AnswerHead:
     """What every part of an answer repeats: the answer's id, the time of its creation, the model and its fingerprint.
 
     event_log  numbers a stream's events; None: they have no ids
+    context    how the conversation was shortened; None: it was not
     """
 
     id: str
@@ -35,6 +37,7 @@ class AnswerHead:
     model: str
     fingerprint: str | None
     event_log: EventLog | None = None
+    context: schemas.ContextUsage | None = None
 
     @classmethod
     def of(cls, prefix: str, generation: Generation) -> AnswerHead:
@@ -44,6 +47,7 @@ class AnswerHead:
             model=generation.shown_model,
             fingerprint=generation.model.upstream.fingerprint,
             event_log=generation.resumable.event_log,
+            context=None if generation.fitted is None else context_usage(generation.fitted),
         )
 
 
@@ -102,6 +106,7 @@ class Chunks:
         "_after_text",
         "_before_texts",
         "_choice_end",
+        "_context",
         "_counts",
         "_head",
         "_include_usage",
@@ -120,7 +125,7 @@ class Chunks:
         self._include_usage = options.include_usage
         self._counts: list[int] | None = [0] * num_sequences if options.continuous_usage_stats else None
         self._n, self._prompts = request.n, prompts
-        self._log = head.event_log
+        self._log, self._context = head.event_log, head.context
         shared = {"id": head.id, "object": kind, "created": head.created, "model": head.model, "system_fingerprint": head.fingerprint}
         self._head = b"data: " + _encode(shared)[:-1] + b',"choices":['
         before_text, after_text = text_choice.split(b"%s")
@@ -169,15 +174,21 @@ class Chunks:
         if not self._include_usage or (self._log is not None and self._log.is_usage_seen):
             return DONE
         line = b"" if self._log is None else self._log.usage_line()
-        return b"".join((line, self._head, b'],"usage":', _encode(usage_body(usage)), b"}\n\n", DONE))
+        return b"".join((line, self._head, b'],"usage":', _encode(usage_body(usage, self._context)), b"}\n\n", DONE))
 
 
-def usage_body(usage: TokenUsage) -> schemas.CompletionUsage:
+def usage_body(usage: TokenUsage, context: schemas.ContextUsage | None = None) -> schemas.CompletionUsage:
     prompt, completion, cached, reasoning = usage[:4]
     made = schemas.CompletionUsage(prompt, completion, prompt + completion, schemas.PromptTokensDetails(cached))
     if reasoning:
         made.completion_tokens_details = schemas.CompletionTokensDetails(reasoning)
+    if context is not None:
+        made.context = context
     return made
+
+
+def context_usage(fitted: Fitted) -> schemas.ContextUsage:
+    return schemas.ContextUsage(fitted.fitting, fitted.num_dropped, fitted.usage.prompt_tokens, fitted.usage.completion_tokens)
 
 
 def finish_part(event: OutputEvent, *, is_tool_turn: bool = False) -> bytes:

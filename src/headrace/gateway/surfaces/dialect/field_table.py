@@ -46,6 +46,7 @@ _REGEX = "The whole answer matches it: Rust's syntax, without look-around and ba
 _SCHEMA = f"A JSON schema, as an object or as JSON text; at most {MAX_GRAMMAR_BYTES} bytes."
 _TEXT_ONLY = "Text only."
 _CACHE = "Cached blocks live by use."
+_METADATA = f"At most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters."
 _SHORT_TEXT = f"A string of at most {MAX_INERT_CHARS} characters."
 _EPHEMERAL = ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"})
 
@@ -114,6 +115,12 @@ _SERVED = (
         "premium, standard or batch (or 1, 2 for the last two). May only lower the key's class; 0 leaves it. "
         "Named in `x-headrace-ignored` where the model's `queue_policy` is not `priority`, the default, or another server answers for it.",
         0,
+    ),
+    _honoured(
+        "context_fitting",
+        CHAT,
+        "refuse, sliding_window or summary: what is done with a conversation that does not fit the context (docs/sessions.md). "
+        "Default: the tenant's option, else refuse.",
     ),
     _honoured("cache_salt", BOTH, "Separates prefix caches within a tenant; at most 256 characters."),
 )
@@ -243,7 +250,8 @@ _OPENAI = (
     _inert("user"),
     _inert("safety_identifier"),
     _inert("prompt_cache_key", f"{_SHORT_TEXT} Prefixes are found by content."),
-    _inert("metadata", f"At most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters."),
+    _honoured("metadata", CHAT, f"{_METADATA} `session_id` names the session (docs/sessions.md); other entries have no effect."),
+    _inert("metadata", _METADATA, COMPLETIONS),
     _refused("store", BOTH, "Answers are not stored.", False),
     _refused("service_tier", BOTH, "Classes come with the API key; see priority.", "auto", "default"),
     _refused("functions", CHAT, _FUNCTIONS, []),

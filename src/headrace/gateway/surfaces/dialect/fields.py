@@ -39,7 +39,7 @@ def honoured_fields(given: Mapping[str, object], place: Place, ignored: dict[str
             kept[name] = value
         elif rule.treatment is Treatment.INERT:
             if not rule.is_any:
-                _check_inert(f"{path}{name}", value)
+                check_inert(f"{path}{name}", value)
             ignored[_shown(rule, place)] = None
         else:
             raise InvalidRequest(f"{path}{name}", rule.off_words, value, rule.note)
@@ -61,7 +61,8 @@ def unknown_field(name: str, served: Iterable[str], prefix: str = "") -> Invalid
     return InvalidRequest(f"{prefix}{name[:80]}", "a field this server knows", remedy=remedy)
 
 
-def _check_inert(name: str, value: object) -> None:
+def check_inert(name: str, value: object) -> None:
+    """Raises InvalidRequest for a value of another form, or a longer one, than an inert field may have."""
     if name != "metadata":
         if not isinstance(value, str) or len(value) > MAX_INERT_CHARS:
             raise InvalidRequest(name, f"a string of at most {MAX_INERT_CHARS} characters", value)

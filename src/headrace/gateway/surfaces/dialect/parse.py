@@ -18,7 +18,7 @@ from headrace.core.request import PriorityClass
 from headrace.core.sampling import check_bound
 from headrace.gateway.config import Limits
 from headrace.gateway.surfaces.dialect.field_rule import Inside, Surface
-from headrace.gateway.surfaces.dialect.fields import honoured_fields, unknown_field
+from headrace.gateway.surfaces.dialect.fields import check_inert, honoured_fields, unknown_field
 from headrace.gateway.surfaces.dialect.reasoning import checked_reasoning
 from headrace.gateway.surfaces.dialect.schemas import Message, SamplingFields
 from headrace.gateway.surfaces.dialect.tools import checked_calls, checked_choice, checked_tools
@@ -118,6 +118,10 @@ def surface_fields(body: Mapping[str, object], surface: Surface, limits: Limits,
     if surface is Surface.CHAT:
         kept["messages"] = checked_messages(kept.get("messages"), limits, ignored)
         kept |= checked_reasoning(kept, ignored)
+        if "metadata" in kept:
+            check_inert("metadata", kept["metadata"])
+            if kept["metadata"].keys() != {"session_id"}:  # type: ignore[attr-defined]  # it is checked to be an object
+                ignored["metadata"] = None
         for name, checked in (("tools", checked_tools), ("tool_choice", checked_choice)):
             if name in kept:
                 kept[name] = checked(kept[name], ignored)

@@ -14,6 +14,8 @@ from headrace.core.grammar import MAX_GRAMMAR_BYTES
 from headrace.core.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS, Bound
 from headrace.core.tools import FUNCTION_NAME, MAX_TOOLS
 from headrace.gateway.config import Limits
+from headrace.gateway.sessions.names import SESSION_ID
+from headrace.gateway.sessions.window import ContextFitting
 from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Place, Surface, Treatment
 from headrace.gateway.surfaces.dialect.field_table import MAX_INERT_CHARS, MAX_METADATA
 from headrace.gateway.surfaces.dialect.fields import RULES
@@ -27,6 +29,7 @@ TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _INERT_TEXT: Schema = {"type": "string", "maxLength": MAX_INERT_CHARS}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
 _FUNCTION_NAME: Schema = {"type": "string", "pattern": f"^{FUNCTION_NAME.pattern}$"}
+_SESSION_ID: Schema = {"type": "string", "pattern": f"^{SESSION_ID.pattern}$"}
 _SCALAR: Schema = {"type": ["string", "number", "boolean", "null"]}
 _GRAMMAR: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_BYTES, "pattern": r"\S"}
 _CHOICE: Schema = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
@@ -118,6 +121,7 @@ def _bounded(place: Place, limits: Limits) -> dict[str, Schema]:
     }
     if place is Surface.CHAT:
         own = {"max_completion_tokens": made["max_tokens"], "top_logprobs": made["logprobs"], "logprobs": {"type": "boolean"}}
+        own |= {"context_fitting": {"enum": list(ContextFitting)}, "metadata": _metadata(session_id=_SESSION_ID)}
         kwargs = {"type": "object", "additionalProperties": _SCALAR}
         return made | own | {"chat_template_kwargs": kwargs, "tools": _list_of("ToolDefinition", MAX_TOOLS)}
     return made | {"max_tokens": made["max_tokens"] | {"minimum": 0}, "best_of": made["n"], "prompt": _prompt(limits)}
@@ -142,9 +146,10 @@ def _number(bound: Bound) -> Schema:
     return {"type": "integer" if bound.kind is int else "number", low: bound.low, "maximum": bound.high}
 
 
-def _metadata() -> Schema:
+def _metadata(**properties: Schema) -> Schema:
     return {
         "type": "object",
+        **({"properties": properties} if properties else {}),
         "maxProperties": MAX_METADATA,
         "propertyNames": {"maxLength": MAX_INERT_CHARS},
         "additionalProperties": _INERT_TEXT,

@@ -107,6 +107,17 @@ class CompletionTokensDetails(Struct):
     reasoning_tokens: int
 
 
+class ContextUsage(Struct):
+    """How a conversation was shortened to fit its context (docs/sessions.md). The summary's tokens are counted for the tenant beside
+    those of the answer.
+    """
+
+    fitting: str
+    dropped_messages: int
+    summary_prompt_tokens: int
+    summary_completion_tokens: int
+
+
 class CompletionUsage(Struct):
     prompt_tokens: int
     completion_tokens: int
@@ -115,6 +126,8 @@ class CompletionUsage(Struct):
     """Not in the chunks of a stream but the last: cached tokens are known at its end."""
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     """Only where tokens of the output were reasoning."""
+    context: ContextUsage | UnsetType = UNSET
+    """Only where the conversation was shortened."""
 
 
 class TopLogprob(Struct):

@@ -1,0 +1,158 @@
+"""Makes a conversation fit its window before it is answered: leaves out its oldest turns, and has the model summarise them if asked to.
+
+The model counts and summarises through its own `Upstream`. `window` has the rules; docs/sessions.md says what clients see.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headrace.core.errors import Unavailable
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.gateway.sessions.history import History, Message
+from headrace.gateway.sessions.window import (
+    ANSWER_DIVISOR,
+    TARGET_SHARE,
+    ContextFitting,
+    last_turns,
+    most_that_fit,
+    prompt_messages,
+    transcript,
+    turn_starts,
+)
+from headrace.gateway.upstream.seam import Conversation, GenerationRequest, Prepared, PrincipalFacts, TokenUsage, Upstream
+
+MAX_SUMMARY_TOKENS = 256
+SUMMARY_DIVISOR = 8
+"""A summary has at most MAX_SUMMARY_TOKENS, and at most 1/N of the window."""
+
+TITLE_TOKENS = 32
+"""Tokens that are left for a summary's title in the prompt."""
+
+SUMMARY_REQUEST = (
+    "Summarize the conversation below so that it can be continued from the summary. Keep names, numbers, decisions and open questions. "
+    "Answer with the summary alone, in few sentences.\n\n"
+)
+
+NO_USAGE = TokenUsage(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """
+    history      what is left, with the request's messages
+    num_dropped  messages that were left out
+    usage        of making the summary
+    """
+
+    history: History
+    fitting: ContextFitting
+    num_dropped: int
+    usage: TokenUsage = NO_USAGE
+
+
+class ContextFitter:
+    """One conversation of a model."""
+
+    def __init__(
+        self, upstream: Upstream, facts: PrincipalFacts, fitting: ContextFitting, history: History, *, max_context_tokens: int | None
+    ) -> None:
+        """max_context_tokens: of the tier; None: the model's own limit alone"""
+        self._upstream, self._facts = upstream, facts
+        self._fitting, self._history = fitting, history
+        self._max_context_tokens = max_context_tokens
+
+    async def prepared(self, request: GenerationRequest) -> tuple[Prepared, Fitted | None]:
+        """The request prepared, whole or shortened; None: whole, or no turn of it could be left out.
+
+        Raises what `Upstream.prepare` raises: ContextLengthExceeded where the last turn alone does not fit.
+        """
+        whole: Prepared | None = None
+        num_turns = len(turn_starts(self._history))
+        try:
+            whole = await self._upstream.prepare(request, self._facts)
+        except ContextLengthExceeded:
+            if num_turns < 2:
+                raise
+        limits = [limit for limit in (self._upstream.max_model_len, self._max_context_tokens) if limit is not None]
+        if whole is not None and (whole.prompt_tokens is None or num_turns < 2 or not limits):
+            return whole, None
+        window = min(limits)
+        max_prompt = window - (request.sampling.get("max_tokens") or window // ANSWER_DIVISOR)
+        if whole is not None and (whole.prompt_tokens or 0) <= max_prompt:
+            return whole, None
+        fitted = await self._shortened(request, int(max_prompt * TARGET_SHARE), min(MAX_SUMMARY_TOKENS, window // SUMMARY_DIVISOR))
+        return await self._upstream.prepare(_with(request, fitted.history), self._facts), fitted
+
+    async def _shortened(self, request: GenerationRequest, max_prompt: int, summary_tokens: int) -> Fitted:
+        is_summarised = self._fitting is ContextFitting.SUMMARY
+        if is_summarised:  # room for the new one, which takes the place of the one there is
+            max_prompt -= summary_tokens + TITLE_TOKENS
+
+        async def fits(count: int) -> bool:
+            kept, _ = last_turns(self._history, count)
+            return await self._num_tokens(request, kept.with_summary("") if is_summarised else kept) <= max_prompt
+
+        count = await most_that_fit(fits, len(turn_starts(self._history)))
+        kept, dropped = last_turns(self._history, count)
+        if not is_summarised:
+            return Fitted(kept, self._fitting, len(dropped))
+        summary, usage = await self._summarised(request, kept.summary, dropped, summary_tokens)
+        return Fitted(kept.with_summary(summary), self._fitting, len(dropped), usage)
+
+    async def _num_tokens(self, request: GenerationRequest, history: History) -> int:
+        prompt = _with(request, history).prompt
+        return (await self._upstream.tokenize(prompt, needs_texts=False, tenant=self._facts.tenant)).num_tokens
+
+    async def _summarised(
+        self, request: GenerationRequest, earlier: str, messages: Sequence[Message], max_tokens: int
+    ) -> tuple[str, TokenUsage]:
+        """A summary of an earlier one and these messages. What is too long for one request is summarised in halves; one message that is too
+        long by itself is left out.
+        """
+        try:
+            return await self._asked(request, earlier, messages, max_tokens)
+        except ContextLengthExceeded:
+            if len(messages) < 2:
+                return earlier, NO_USAGE
+        middle = len(messages) // 2
+        first, first_usage = await self._summarised(request, earlier, messages[:middle], max_tokens)
+        both, usage = await self._summarised(request, first, messages[middle:], max_tokens)
+        return both, added(first_usage, usage)
+
+    async def _asked(
+        self, request: GenerationRequest, earlier: str, messages: Sequence[Message], max_tokens: int
+    ) -> tuple[str, TokenUsage]:
+        """Raises ContextLengthExceeded, or Unavailable where the model does not answer whole."""
+        text = SUMMARY_REQUEST + (f"summary so far: {earlier}\n\n" if earlier else "") + transcript(messages)
+        asked = GenerationRequest(
+            request_id=RequestId(os.urandom(12).hex()),
+            prompt=Conversation(messages=[{"role": "user", "content": text}]),
+            sampling={"temperature": 0.0, "max_tokens": max_tokens},
+            deadline_at=request.deadline_at,
+        )
+        stream = (await self._upstream.prepare(asked, self._facts)).stream()
+        texts: list[str] = []
+        finish: FinishReason | None = None
+        try:
+            while events := await stream.events():
+                texts += [event.text for event in events]
+                finish = events[-1].finish
+        finally:
+            await stream.close()
+        if finish is None or not finish.is_answer:
+            raise Unavailable("The earlier conversation could not be summarised; send the request again.", retry_after_s=1.0)
+        return "".join(texts).strip() or earlier, stream.usage()
+
+
+def _with(request: GenerationRequest, history: History) -> GenerationRequest:
+    assert isinstance(request.prompt, Conversation)
+    return replace(request, prompt=replace(request.prompt, messages=prompt_messages(history)))
+
+
+def added(one: TokenUsage, other: TokenUsage) -> TokenUsage:
+    return TokenUsage(*(sum(pair) for pair in zip(one, other, strict=True)))

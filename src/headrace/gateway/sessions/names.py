@@ -1,0 +1,41 @@
+"""How clients name a session, and its keys in the store."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from headrace.core.errors import InvalidRequest
+
+HEADER = "x-session-id"
+METADATA_FIELD = "metadata.session_id"
+SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def checked_session_id(field: str, given: object) -> str:
+    """Raises InvalidRequest."""
+    if not isinstance(given, str) or SESSION_ID.fullmatch(given) is None:
+        raise InvalidRequest(field, "1..128 of A-Z a-z 0-9 . _ : -", given)
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """A session of a tenant."""
+
+    tenant: str
+    session_id: str
+
+    @property
+    def entry(self) -> str:
+        return f"{tenant_digest(self.tenant)}:ctx:{self.session_id}"
+
+    @property
+    def claim(self) -> str:
+        return f"{tenant_digest(self.tenant)}:claim:{self.session_id}"
+
+
+def tenant_digest(tenant: str) -> str:
+    """Begins every key of a tenant's. All gateways make the same, also those that share no secret."""
+    return blake2b(tenant.encode(), digest_size=16, person=b"headrace-session").hexdigest()

@@ -1,0 +1,226 @@
+"""The sessions of one gateway: its way to their store. `turn` has what one request does with one of them.
+
+Nothing that a request waits for takes longer than STORE_S because of the store. One that fails or is slow means 503: an answer without the
+history would answer another question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.core.clock import Clock
+from headrace.core.errors import InvalidRequest, RequestTooLarge, Unavailable
+from headrace.gateway.http.errors import SessionConflict, UnknownSession
+from headrace.gateway.sessions.config import SessionConfig
+from headrace.gateway.sessions.history import (
+    Message,
+    StoredSession,
+    entry_of,
+    messages_json,
+    packed,
+    stored_in,
+    unpacked,
+)
+from headrace.gateway.sessions.names import SessionKey
+from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
+from headrace.observe.session_metrics import SessionMetrics, TurnOutcome
+
+log = logging.getLogger("headrace.gateway")
+
+T = TypeVar("T")
+
+STORE_S = 0.25
+"""Seconds that a request waits for the store; then it is answered 503."""
+
+CLAIM_WAIT_S = 0.5
+"""Seconds that a turn waits for the one before it; then it is refused with 409."""
+
+CLAIM_CHECK_S = 0.02
+"""Seconds between two tries to claim a session that another turn holds."""
+
+LEASE_S = 15.0
+"""Seconds after which the claim of a gateway that died is gone."""
+
+BACKGROUND_S = 5.0
+"""Seconds that a write may take which no request waits for; then it is given up."""
+
+INLINE_BYTES = 32 << 10
+"""Histories up to this size are packed and unpacked on the event loop, in half a millisecond; larger ones in a thread."""
+
+LOG_EVERY_S = 10.0
+"""Least seconds between two warnings about the store."""
+
+_DOWN = "The store of sessions does not answer; send the request again."
+_BUSY = "Another request of this session is being answered; send this one again after it."
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSession:
+    """A session as its turn found it. entry: its bytes in the store, None for a session that begins"""
+
+    entry: bytes | None = None
+    stored: StoredSession | None = None
+    messages: Sequence[Message] = ()
+
+
+class Sessions:
+    def __init__(self, store: Store | None, config: SessionConfig, *, metrics: SessionMetrics, unix_time: Clock) -> None:
+        """store: None: no session is kept"""
+        self._store = store
+        self.config = config
+        self.metrics = metrics
+        self.unix_time = unix_time
+        self._background: set[asyncio.Task[None]] = set()
+        self._next_log_at = 0.0
+
+    @property
+    def num_pending(self) -> int:
+        """Writes that no request waits for."""
+        return len(self._background)
+
+    async def close(self) -> None:
+        if self._background:
+            await asyncio.wait(self._background, timeout=BACKGROUND_S)
+        if self._store is not None:
+            await self._store.close()
+
+    def check_on(self, field: str) -> None:
+        """Raises InvalidRequest where no session is kept."""
+        if self._store is None:
+            raise InvalidRequest(field, "no session: this server keeps none (sessions.ttl_s is 0)", None, "Send the whole conversation.")
+
+    @property
+    def store(self) -> Store:
+        """The store of a server that keeps sessions."""
+        assert self._store is not None
+        return self._store
+
+    # -- what a turn does ----------------------------------------------------------------------------------------------------------
+
+    async def claimed(self, key: SessionKey, owner: bytes) -> ReadSession:
+        """The session, which no other request may change until `free`. Raises SessionConflict or Unavailable."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + CLAIM_WAIT_S
+        while True:
+            found = await self.answered(self._claimed(key, owner))
+            if found is not None:
+                return await self._read(found)
+            if loop.time() >= give_up_at:
+                self.metrics.turns(TurnOutcome.CONFLICT)
+                raise SessionConflict(_BUSY)
+            await asyncio.sleep(CLAIM_CHECK_S)
+
+    async def _claimed(self, key: SessionKey, owner: bytes) -> ReadSession | None:
+        """None: another turn has the claim."""
+        if not await self.store.swap(key.claim, owner, expected=None, tenant=key.tenant, ttl_s=LEASE_S):
+            return None
+        return ReadSession(await self.store.get(key.entry))
+
+    async def renew(self, key: SessionKey, owner: bytes) -> None:
+        with suppress(Unavailable):  # tried again; the swap of the history decides in the end
+            await self.answered(self.store.swap(key.claim, owner, expected=owner, tenant=key.tenant, ttl_s=LEASE_S))
+
+    async def keep(self, key: SessionKey, found: ReadSession, stored: StoredSession, messages: Sequence[Message]) -> None:
+        """Store the session as a turn leaves it. Raises SessionConflict, Unavailable, or RequestTooLarge."""
+        entry = entry_of(await self._packed(stored, messages))
+        try:
+            is_kept = await self.answered(self._swapped(key, entry, found.entry))
+        except EntryTooLarge:
+            self.metrics.turns(TurnOutcome.TOO_LARGE)
+            raise self.too_large() from None
+        self.metrics.turns(TurnOutcome.KEPT if is_kept else TurnOutcome.CONFLICT)
+        if not is_kept:
+            raise SessionConflict("Another request of this session was answered meanwhile, so this answer is not in the session.")
+
+    async def _swapped(self, key: SessionKey, entry: bytes, expected: bytes | None) -> bool:
+        """Where the history was lost since it was read (its time was over, or the store was emptied), it is written again."""
+        for state in dict.fromkeys((expected, None)):
+            if await self.store.swap(key.entry, entry, expected=state, tenant=key.tenant, ttl_s=self.config.ttl_s):
+                return True
+        return False
+
+    async def free(self, key: SessionKey, owner: bytes) -> None:
+        """Give the claim back, if it is still `owner`'s."""
+        if await self.store.get(key.claim) == owner:
+            await self.store.delete(key.claim)
+
+    def free_later(self, key: SessionKey, owner: bytes) -> None:
+        """`free` without waiting for it."""
+        self._spawn(self.free(key, owner))
+
+    def too_large(self) -> RequestTooLarge:
+        limit = f"a session of at most {self.config.max_session_bytes} bytes (sessions.max_session_bytes)"
+        return RequestTooLarge("messages", limit, None, "Begin another session, or set context_fitting, which drops the oldest turns.")
+
+    # -- what the paths below /v1/sessions do -------------------------------------------------------------------------------------
+
+    async def shown(self, key: SessionKey) -> tuple[StoredSession, Sequence[Message]]:
+        """Raises UnknownSession or Unavailable."""
+        found = await self._read(ReadSession(await self.answered(self.store.get(key.entry))))
+        if found.stored is None:
+            raise UnknownSession(f"There is no session {key.session_id}.")
+        return found.stored, found.messages
+
+    async def delete(self, key: SessionKey) -> None:
+        """Raises UnknownSession, SessionConflict while a turn runs, or Unavailable."""
+        owner = os.urandom(12)
+        found = await self.claimed(key, owner)
+        try:
+            if found.entry is None:
+                raise UnknownSession(f"There is no session {key.session_id}.")
+            await self.answered(self.store.delete(key.entry))
+        finally:
+            self.free_later(key, owner)
+
+    # -- the store -----------------------------------------------------------------------------------------------------------------
+
+    async def answered(self, call: Awaitable[T]) -> T:
+        """What a call to the store gives. Raises EntryTooLarge, or Unavailable for every other failure and after STORE_S."""
+        try:
+            async with asyncio.timeout(STORE_S):
+                return await call
+        except EntryTooLarge:
+            raise
+        except (StoreFailed, TimeoutError) as error:
+            self.metrics.turns(TurnOutcome.FAILED)
+            self._warn("it does not answer in time" if isinstance(error, TimeoutError) else str(error))
+            raise Unavailable(_DOWN, retry_after_s=1.0) from None
+
+    async def _read(self, found: ReadSession) -> ReadSession:
+        stored = stored_in(found.entry)
+        if stored is None:
+            return found
+        if len(stored.packed) <= INLINE_BYTES // 8:
+            return ReadSession(found.entry, stored, unpacked(stored))
+        return ReadSession(found.entry, stored, await asyncio.to_thread(unpacked, stored))
+
+    async def _packed(self, stored: StoredSession, messages: Sequence[Message]) -> StoredSession:
+        made = messages_json(messages)
+        value = packed(made) if len(made) <= INLINE_BYTES else await asyncio.to_thread(packed, made)
+        return msgspec.structs.replace(stored, packed=value)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._done(work))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _done(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            async with asyncio.timeout(BACKGROUND_S):
+                await work
+        except (StoreFailed, TimeoutError):
+            self._warn(f"a claim was not given back; it ends by itself within {LEASE_S:g} s")
+
+    def _warn(self, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._next_log_at:
+            self._next_log_at = now + LOG_EVERY_S
+            log.warning("store of sessions: %s (at most one such line in %g s; /metrics counts all)", reason, LOG_EVERY_S)

@@ -1,0 +1,73 @@
+"""GET and DELETE /v1/sessions/{id}, and how a chat names its session. docs/sessions.md has the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from headrace.core.errors import InvalidRequest
+from headrace.gateway.generation.service import Service
+from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.sessions.names import HEADER, METADATA_FIELD, SessionKey, checked_session_id
+
+_encode = msgspec.json.encode
+
+
+class SessionReply(Struct):
+    """A session as its tenant may read it. summary: of messages that were left out to fit the context; empty: none were summarised"""
+
+    id: str
+    object: str
+    created: int
+    updated: int
+    summary: str
+    messages: list[dict[str, Any]]
+
+
+class SessionDeleted(Struct):
+    id: str
+    object: str
+    deleted: bool
+
+
+def named_session(service: Service, exchange: Exchange, metadata: Mapping[str, str]) -> str | None:
+    """The session that a chat belongs to; None: it is of none. Raises InvalidRequest."""
+    given = [(HEADER, value.decode("latin-1")) for name, value in exchange.headers if name == HEADER.encode()]
+    if "session_id" in metadata:
+        given.append((METADATA_FIELD, metadata["session_id"]))
+    if not given:
+        return None
+    names = {checked_session_id(field, value) for field, value in given}
+    if len(names) > 1:
+        raise InvalidRequest(given[-1][0], f"the same session as {given[0][0]}", given[-1][1])
+    service.sessions.check_on(given[0][0])
+    return names.pop()
+
+
+async def show_session(service: Service, exchange: Exchange) -> None:
+    key = _key(service, exchange)
+    stored, messages = await service.sessions.shown(key)
+    reply = SessionReply(
+        id=key.session_id,
+        object="session",
+        created=stored.created,
+        updated=stored.updated,
+        summary=stored.summary,
+        messages=[dict(message) for message in messages],
+    )
+    await exchange.reply(200, _encode(reply))
+
+
+async def delete_session(service: Service, exchange: Exchange) -> None:
+    key = _key(service, exchange)
+    await service.sessions.delete(key)
+    await exchange.reply(200, _encode(SessionDeleted(id=key.session_id, object="session.deleted", deleted=True)))
+
+
+def _key(service: Service, exchange: Exchange) -> SessionKey:
+    """Raises InvalidRequest."""
+    service.sessions.check_on("id")
+    return SessionKey(exchange.principal.tenant, checked_session_id("id", exchange.scope["path_params"]["id"]))

@@ -1,0 +1,28 @@
+"""Counts of what became of sessions' turns."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter
+
+
+class TurnOutcome(StrEnum):
+    """What became of a turn."""
+
+    KEPT = "kept"
+    CONFLICT = "conflict"
+    """Another request of the session ran, or was stored first."""
+    TOO_LARGE = "too_large"
+    FAILED = "failed"
+    """The store was down or slow."""
+
+
+class SessionMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._turns = Counter("headrace_session_turns", "Turns of sessions by what became of them.", ("outcome",), registry=registry)
+        for outcome in TurnOutcome:
+            self._turns.labels(outcome.value)
+
+    def turns(self, outcome: TurnOutcome) -> None:
+        self._turns.labels(outcome.value).inc()
