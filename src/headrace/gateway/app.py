@@ -37,11 +37,12 @@ from headrace.gateway.http.errors import (
 from headrace.gateway.http.exchange import Exchange, Receive, Scope, Send
 from headrace.gateway.http.hosts import HostCheck
 from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight
-from headrace.gateway.ledger.record import is_recorded, usage_record
+from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.observe.request_log import MAX_DETAIL_CHARS, Outcome, RequestLog, RequestLogRecord
+from headrace.observe.tenant_metrics import RequestUse
 from headrace.policy.limits.price import FREE
 
 log = logging.getLogger("headrace.gateway")
@@ -213,9 +214,12 @@ class Gateway:
         self.service.metrics.http_responses.labels(str(record.status)).inc()
         if exchange.generates:
             self.service.metrics.finished(record.model or "", record.replica or "", counted_as(record))
-            if service.ledger is not None and is_recorded(record):
-                price = service.config.prices.get(record.model or "", FREE)
-                service.ledger.write(usage_record(record, exchange.principal, price, prompt=exchange.logged_prompt))
+            price = service.config.prices.get(record.model or "", FREE)
+            usage = usage_record(record, exchange.principal, price, prompt=exchange.logged_prompt) if is_recorded(record) else None
+            if service.ledger is not None and usage is not None:
+                service.ledger.write(usage)
+            if record.tenant is not None:
+                service.metrics.tenants.count(exchange.principal.tier_name, record.tenant, use_of(record, usage))
         if not (exchange.is_quiet and record.outcome is Outcome.COMPLETED):
             self.request_log.write(record)
 
@@ -227,6 +231,18 @@ def outcome_of(error: Exception, status: int) -> Outcome:
     if isinstance(error, DeadlineExceeded):
         return Outcome.DEADLINE
     return Outcome.REFUSED if status < 500 or isinstance(error, Draining) else Outcome.FAILED
+
+
+def use_of(record: RequestLogRecord, usage: UsageRecord | None) -> RequestUse:
+    """What a request adds to the metrics of its tenant. usage: None where it used nothing"""
+    if usage is None:
+        return RequestUse(refused=(record.error or "") if record.outcome is Outcome.REFUSED else "")
+    return RequestUse(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        cost_nanos=usage.cost_nanos,
+    )
 
 
 def counted_as(record: RequestLogRecord) -> str:

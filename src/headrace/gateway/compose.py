@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.core.errors import ConfigError
+from headrace.gateway.access.budget import RequestMemory
 from headrace.gateway.access.open_keys import open_keys
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.access.stored_keys import StoredKeys
@@ -84,7 +85,7 @@ async def open_gateway(
     worker   which of several gateway workers this process is; None: it is the only gateway here
     """
     sources = sources or Sources()
-    metrics = Metrics()
+    metrics = Metrics(has_vllm_names=config.vllm_metrics)
     open_log = partial(_open_log, worker=None if worker is None else worker.index)
     request_log = open_log(config.request_log_target)
     async with AsyncExitStack() as stack:
@@ -95,20 +96,13 @@ async def open_gateway(
         stack.push_async_callback(models.close)
         await models.open(config, loaded.texts)
         memory = memory_budget(config, machine_bytes())
-        watch = StreamWatch(
-            left_bytes=lambda: memory.answers.left,
-            ping_s=config.timeouts.sse_ping_s,
-            max_pending_bytes=config.limits.max_pending_bytes,
-            on_lag=metrics.loop_lag.observe,
-            clock=sources.clock,
-        )
         open_requests = OpenRequests(config.limits.max_requests)
         service = Service(
             config=config,
             models=ModelTable(models.served),
             stored_keys=await _stored_keys(stack, config, sources),
             open_requests=open_requests,
-            watch=await stack.enter_async_context(watch),
+            watch=await stack.enter_async_context(_watch(config, memory, metrics, sources)),
             text_pool=text_pool,
             encoding=EncodingTurns(sources.clock),
             memory=memory,
@@ -127,6 +121,16 @@ async def open_gateway(
         trimming = asyncio.create_task(give_back_when_idle(memory), name="memory given back")
         stack.callback(trimming.cancel)
         yield OpenGateway(app, Reloader(app, models, loaded, open_log))
+
+
+def _watch(config: GatewayConfig, memory: RequestMemory, metrics: Metrics, sources: Sources) -> StreamWatch:
+    return StreamWatch(
+        left_bytes=lambda: memory.answers.left,
+        ping_s=config.timeouts.sse_ping_s,
+        max_pending_bytes=config.limits.max_pending_bytes,
+        on_lag=metrics.loop_lag.observe,
+        clock=sources.clock,
+    )
 
 
 async def _stored_keys(stack: AsyncExitStack, config: GatewayConfig, sources: Sources) -> StoredKeys | None:

@@ -207,6 +207,7 @@ class GatewayConfig:
     workers        gateway processes that listen on it, each with its part of the limits
     api_keys       empty: open, every request is of the tenant "default". Otherwise every path but the probes and / wants one of them
     open_metrics   /metrics without a key although keys exist
+    vllm_metrics   /metrics has vLLM's names beside ours
     allowed_hosts  names that a Host header may carry, beside loopback names when bound to loopback. Empty: every name when bound elsewhere
     allowed_origins  origins whose pages may use this server, as browsers write them ("https://app.example"); "*": every page. Empty: none
     request_log    target of the request log: on (stdout), off, "stderr" or a file's path. YAML reads on and off as true and false
@@ -226,6 +227,7 @@ class GatewayConfig:
     workers: int = 1
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     open_metrics: bool = False
+    vllm_metrics: bool = True
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     request_log: bool | str = "on"

@@ -8,8 +8,9 @@ rate() expects.
 Several gateway workers show one page: each worker's own measurements with the label `worker` (`observe.worker_families`), what is read from
 engines once.
 
-Labels are `model` and `replica`, and `outcome`, `state`, `reason`, `kind` or `of` where a metric has one. Their values are configured names
-and fixed words, never a client's, so the configuration bounds the number of series.
+Labels are `model` and `replica`, `tier` or `tenant` (`observe.tenant_metrics`), and `outcome`, `state`, `reason`, `kind` or `of` where a
+metric has one. Their values are configured names and fixed words, never a client's, so the configuration bounds the number of series.
+`observe.vllm_metrics` repeats what vLLM has, under its names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from prometheus_client.utils import floatToGoString
 
 from headrace.core.load import STEP_BOUNDS_S, FailureKind, LoadSnapshot
 from headrace.observe.tally import TallyCollector
+from headrace.observe.tenant_metrics import TenantMetrics
 from headrace.observe.upstream_metrics import ReportedLoadCollector, UpstreamCollector, UpstreamReading
+from headrace.observe.vllm_metrics import vllm_families
 from headrace.observe.worker_families import encode_families, merge_workers
 
 LABELS = ("model", "replica")
@@ -225,10 +228,14 @@ class Metrics:
     reported  what engines and foreign servers say of themselves, the same in every gateway
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_vllm_names: bool = True) -> None:
+        """has_vllm_names: the page has families under vLLM's names too"""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they are a second series per counter
         self.registry = registry = CollectorRegistry(auto_describe=False)
         self.reported = CollectorRegistry(auto_describe=False)
+        self._has_vllm_names = has_vllm_names
+        self.tenants = TenantMetrics()
+        registry.register(self.tenants)
         self._replicas: dict[tuple[str, str], ReplicaMetrics] = {}
         self._outcomes: dict[tuple[str, str], set[str]] = {}
         self.requests = Counter("headrace_requests", "Requests by outcome.", (*LABELS, "outcome"), registry=registry)
@@ -323,7 +330,9 @@ class Metrics:
         """
         encoder, content_type = choose_encoder(accept)
         own = self.registry.collect() if by_worker is None else merge_workers(by_worker)
-        return encoder(_Page([*own, *self.reported.collect()])), content_type
+        families = [*own, *self.reported.collect()]
+        more = vllm_families(families) if self._has_vllm_names else ()
+        return encoder(_Page([*families, *more])), content_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,143 @@
+"""What tiers and the largest tenants use, on the metrics page.
+
+Labels are bounded: tiers come from the configuration, and at most MAX_TENANTS tenants have series of their own; the rest is `other`.
+Users and keys are no labels; `headrace usage` has them. Every series only grows. A tenant that gets its own series begins at zero there,
+and what it used before stays with `other`; one that loses it ends, as a series of a process that was started again does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+MAX_TENANTS = 20
+"""Tenants that have series of their own."""
+
+OTHER = "other"
+"""Label of all further tenants. A tenant of this very name is counted there too."""
+
+MAX_WATCHED = 10 * MAX_TENANTS
+"""Tenants whose recent requests are counted, to find the largest; beyond them the smallest is forgotten."""
+
+FADE_REQUESTS = 10_000
+"""After this many requests all recent counts are halved, so that a tenant that has become quiet makes way."""
+
+LEAD = 2
+"""A tenant takes the place of the smallest one that has series when it has this many times its recent requests."""
+
+NANOS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestUse:
+    """What one request used. cost_nanos: in 1/NANOS of the currency; refused: code of its error where it was refused, else empty"""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    cost_nanos: int = 0
+    refused: str = ""
+
+
+@dataclass(slots=True)
+class UseCounts:
+    """Sums over requests. refused: by error code"""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    cost_nanos: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+    def add(self, use: RequestUse) -> None:
+        self.requests += 1
+        self.prompt_tokens += use.prompt_tokens
+        self.cached_tokens += use.cached_tokens
+        self.completion_tokens += use.completion_tokens
+        self.cost_nanos += use.cost_nanos
+        if use.refused:
+            self.refused[use.refused] = self.refused.get(use.refused, 0) + 1
+
+
+class LargestTenants:
+    """Which tenants have series of their own: the ones with most requests of late, as far as counts of MAX_WATCHED tenants tell."""
+
+    def __init__(self) -> None:
+        self.labelled: set[str] = set()
+        self._recent: dict[str, int] = {}
+        self._num_until_fade = FADE_REQUESTS
+
+    def note(self, tenant: str) -> str | None:
+        """Count a request of the tenant. Returns the tenant that loses its series to this one; None: nothing changes hands."""
+        self._fade()
+        if tenant not in self._recent and len(self._recent) >= MAX_WATCHED:
+            self._forget_smallest()
+        self._recent[tenant] = self._recent.get(tenant, 0) + 1
+        if tenant in self.labelled:
+            return None
+        if len(self.labelled) < MAX_TENANTS:
+            self.labelled.add(tenant)
+            return None
+        smallest = min(self.labelled, key=self._count)
+        if self._recent[tenant] <= LEAD * self._count(smallest):
+            return None
+        self.labelled.remove(smallest)
+        self.labelled.add(tenant)
+        return smallest
+
+    def _count(self, tenant: str) -> int:
+        return self._recent.get(tenant, 0)
+
+    def _fade(self) -> None:
+        self._num_until_fade -= 1
+        if self._num_until_fade == 0:
+            self._num_until_fade = FADE_REQUESTS
+            self._recent = {tenant: count // 2 for tenant, count in self._recent.items() if count > 1 or tenant in self.labelled}
+
+    def _forget_smallest(self) -> None:
+        unlabelled = [tenant for tenant in self._recent if tenant not in self.labelled]
+        del self._recent[min(unlabelled, key=self._count)]
+
+
+class TenantMetrics(Collector):
+    """The counts of one gateway."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[str, UseCounts] = {}
+        self._tenants: dict[str, UseCounts] = {}
+        self._largest = LargestTenants()
+
+    def count(self, tier: str, tenant: str, use: RequestUse) -> None:
+        """Count one generating request. tier: a configured name"""
+        self._tiers.setdefault(tier, UseCounts()).add(use)
+        if (ended := self._largest.note(tenant)) is not None:
+            self._tenants.pop(ended, None)
+        label = tenant if tenant in self._largest.labelled else OTHER
+        self._tenants.setdefault(label, UseCounts()).add(use)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _families("tier", self._tiers)
+        yield from _families("tenant", self._tenants)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+def _families(of: str, counts: Mapping[str, UseCounts]) -> Iterator[Metric]:
+    requests = CounterMetricFamily(f"headrace_{of}_requests", f"Generating requests by {of}, refused ones included.", labels=(of,))
+    text = f"Tokens by {of}: input (cached ones included), cached (of the input), output."
+    tokens = CounterMetricFamily(f"headrace_{of}_tokens", text, labels=(of, "kind"))
+    cost = CounterMetricFamily(f"headrace_{of}_cost", f"Cost by {of} in the currency of `prices`.", labels=(of,))
+    refused = CounterMetricFamily(f"headrace_{of}_refused", f"Refused requests by {of} and error code.", labels=(of, "code"))
+    for name, each in counts.items():
+        requests.add_metric((name,), each.requests)
+        for kind, number in (("input", each.prompt_tokens), ("cached", each.cached_tokens), ("output", each.completion_tokens)):
+            tokens.add_metric((name, kind), number)
+        cost.add_metric((name,), each.cost_nanos / NANOS)
+        for code, number in sorted(each.refused.items()):
+            refused.add_metric((name, code), number)
+    yield from (requests, tokens, cost, refused)
