@@ -17,7 +17,7 @@ from headrace.core.errors import InvalidRequest, shorten
 from headrace.core.grammar import Grammar, GrammarKind, ReasoningSpan
 from headrace.core.hashing import block_hash, chain_root
 from headrace.core.ids import SlotId
-from headrace.core.plan import MoveKind, Plan, Started
+from headrace.core.plan import MoveKind, Plan, Started, StepCosts
 from headrace.core.plan_codec import COLUMNS, MOVE_COLUMNS, PlanCodecError, decode_plan, dump_plans, encode_plan, load_plans
 from headrace.core.sampling import SamplingParams, params_from_mapping
 
@@ -117,6 +117,7 @@ params = st.builds(
 spans = st.builds(ReasoningSpan, start=st.text(max_size=3), end=st.text(max_size=3), is_open=st.booleans())
 grammars = st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), st.text(max_size=9), st.none() | spans)
 started = st.builds(Started, st.integers(0, 99).map(SlotId), columns, st.integers(0, 9), params, st.integers(0, 3), grammars)
+seconds = st.floats(0, 10)
 moves = st.lists(st.tuples(st.sampled_from(MoveKind), *[st.integers(0, 2**31 - 1)] * 4), max_size=4)
 
 
@@ -126,7 +127,8 @@ def drawn_plans(draw: st.DrawFn) -> Plan:
     given = {name: draw(columns) for name in COLUMNS if name not in MOVE_COLUMNS}
     drawn = draw(moves)
     given |= {name: array("i", [move[i] for move in drawn]) for i, name in enumerate(MOVE_COLUMNS)}
-    return Plan(step_id=draw(st.integers(0, 2**40)), started=tuple(draw(st.lists(started, max_size=2))), **given)
+    costs = StepCosts(*draw(st.tuples(seconds, seconds)))
+    return Plan(step_id=draw(st.integers(0, 2**40)), costs=costs, started=tuple(draw(st.lists(started, max_size=2))), **given)
 
 
 plans = drawn_plans()

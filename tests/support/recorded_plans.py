@@ -15,7 +15,7 @@ from typing import Any
 from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
 
 from headrace.core.ids import RequestId
-from headrace.core.plan import Plan, Result
+from headrace.core.plan import UNKNOWN_COSTS, Plan, Result, StepCosts
 from headrace.core.plan_codec import COLUMNS, _params_to_json
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
@@ -38,13 +38,24 @@ TOLD = (
 )
 
 
-def record(seed: int, *, one_by_one: bool = False, queue_policy: str | None = None, priority: PriorityClass | None = None) -> str:
+def record(
+    seed: int,
+    *,
+    one_by_one: bool = False,
+    queue_policy: str | None = None,
+    priority: PriorityClass | None = None,
+    tenant: str | None = None,
+    costs: StepCosts | None = None,
+) -> str:
     """The digest of the life that `seed` draws.
 
-    one_by_one              every row is looked at, none passes in bulk (the reference implementation)
-    queue_policy, priority  take the place of the drawn policy, and of the drawn class of every request; None: as drawn
+    one_by_one    every row is looked at, none passes in bulk (the reference implementation)
+    queue_policy  takes the place of the drawn one;  priority, tenant  of every request's. None: as drawn
+    costs         are given to every plan; None: those of the driven engine's own steps
     """
-    life = Life(seed, queue_policy, priority)
+    life = Life(seed, queue_policy, priority, tenant)
+    if costs is not None:
+        give_costs(life.driven.scheduler, costs)
     if one_by_one:
         check_every_row(life.driven.scheduler)
     for _ in range(life.random.randint(20, 90)):
@@ -55,6 +66,16 @@ def record(seed: int, *, one_by_one: bool = False, queue_policy: str | None = No
     return life.digest.hexdigest()
 
 
+def give_costs(scheduler: Scheduler, costs: StepCosts) -> None:
+    """Every plan is given these costs."""
+    plan, given = scheduler.plan, costs
+
+    def plan_with_costs(now: float, costs: StepCosts = UNKNOWN_COSTS) -> Plan | None:
+        return plan(now, given)
+
+    scheduler.plan = plan_with_costs  # type: ignore[method-assign]
+
+
 def check_every_row(scheduler: Scheduler) -> None:
     """Take back, before each decision, what lets rows pass in bulk."""
     plan, commit = scheduler.plan, scheduler.commit
@@ -63,9 +84,9 @@ def check_every_row(scheduler: Scheduler) -> None:
         for seq in scheduler.sequences.alive():
             seq.bulk_decode_limit = seq.bulk_commit_limit = 0
 
-    def plan_one_by_one(now: float) -> Plan | None:
+    def plan_one_by_one(now: float, costs: StepCosts = UNKNOWN_COSTS) -> Plan | None:
         forget()
-        return plan(now)
+        return plan(now, costs)
 
     def commit_one_by_one(plan: Plan, result: Result, now: float) -> list[SequenceUpdate]:
         forget()
@@ -95,9 +116,11 @@ def _recorded_params(params: SamplingParams) -> dict[str, Any]:
 class Life:
     """An engine over the oracle runner, and chance that submits, cancels, finishes, waits and lets steps fail."""
 
-    def __init__(self, seed: int, queue_policy: str | None = None, priority: PriorityClass | None = None) -> None:
+    def __init__(
+        self, seed: int, queue_policy: str | None = None, priority: PriorityClass | None = None, tenant: str | None = None
+    ) -> None:
         self.random = Random(seed)
-        self.queue_policy, self.priority = queue_policy, priority
+        self.queue_policy, self.priority, self.tenant = queue_policy, priority, tenant
         self.digest = hashlib.blake2b(digest_size=16)
         self.num_requests = 0
         self.driven = DrivenEngine(**self._settings())
@@ -186,6 +209,8 @@ class Life:
         }
         if self.priority is not None:
             given["priority"] = self.priority
+        if self.tenant is not None:
+            given["tenant"] = self.tenant
         needs = given.pop("needs")
         self.driven.submit(request(f"r{self.num_requests}", prompt, **given), needs=needs)
         self.num_requests += 1

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import accumulate, islice
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from headrace.core.grammar import Grammar
 from headrace.core.ids import SlotId
@@ -55,6 +55,16 @@ class MoveKind(IntEnum):
 
 SYNCHRONOUS = 0
 """Move id of a COPY: it is done with its step, not by name."""
+
+
+class StepCosts(NamedTuple):
+    """Seconds of a step: fixed_s + num_tokens * token_s. Both 0: not known."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+
+
+UNKNOWN_COSTS = StepCosts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,7 @@ class Plan:
     Block moves: kind, id, group, source, target (block ids; host slots on a HOST_* move's other side).
       move_ids  > 0 and not in flight under that id, or SYNCHRONOUS for a COPY
     ended  slots whose sequence left since the previous plan
+    costs  what steps cost lately, as the decision was given it: a record, nothing for a runner
     """
 
     step_id: int
@@ -119,6 +130,7 @@ class Plan:
     move_targets: array[int] = field(default_factory=int_column)
     started: tuple[Started, ...] = ()
     ended: array[int] = field(default_factory=int_column)
+    costs: StepCosts = UNKNOWN_COSTS
 
     @property
     def num_rows(self) -> int:

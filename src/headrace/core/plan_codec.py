@@ -1,7 +1,7 @@
 """Plans as bytes: for the replay file, and for ranks in other processes. Never pickle.
 
     plan   = `core.columns` of COLUMNS, then one column of token ids per started sequence
-    header = {"step_id", "started": [...]}
+    header = {"step_id", "costs": [fixed_s, token_s], "started": [...]}
     file   = MAGIC | plan length (u32) | plan | plan length | plan ...
 
 Every length is checked against what is there before anything is read; so are the moves' kinds, which say what their numbers mean.
@@ -19,12 +19,12 @@ from headrace.core.columns import INT, Unpacked, pack
 from headrace.core.errors import HeadraceError
 from headrace.core.grammar import Grammar
 from headrace.core.ids import SlotId
-from headrace.core.plan import MoveKind, Plan, Started
+from headrace.core.plan import UNKNOWN_COSTS, MoveKind, Plan, Started, StepCosts
 from headrace.core.sampling import SamplingParams
 
 MAGIC = b"HRPLAN2\n"
 MAX_PLAN_BYTES = 256 * 1024 * 1024
-COLUMNS = tuple(f.name for f in fields(Plan) if f.name not in ("step_id", "started"))
+COLUMNS = tuple(f.name for f in fields(Plan) if f.name not in ("step_id", "started", "costs"))
 MOVE_COLUMNS = tuple(name for name in COLUMNS if name.startswith("move_"))
 _KINDS = frozenset(MoveKind)
 _U32 = struct.Struct("<I")
@@ -37,7 +37,7 @@ class PlanCodecError(HeadraceError):
 def encode_plan(plan: Plan) -> bytes:
     """One plan as bytes."""
     columns = [getattr(plan, name) for name in COLUMNS] + [s.token_ids for s in plan.started]
-    return pack({"step_id": plan.step_id, "started": [_started_to_json(s) for s in plan.started]}, columns)
+    return pack({"step_id": plan.step_id, "costs": list(plan.costs), "started": [_started_to_json(s) for s in plan.started]}, columns)
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -82,7 +82,8 @@ def _decode(data: memoryview) -> Plan:
     columns: dict[str, array[int]] = {name: found.take(INT) for name in COLUMNS}
     _check_moves(columns)
     started = tuple(_started(entry, found.take(INT)) for entry in entries)
-    return Plan(step_id=int(found.header["step_id"]), started=started, **columns)
+    fixed_s, token_s = map(float, found.header.get("costs", UNKNOWN_COSTS))
+    return Plan(step_id=int(found.header["step_id"]), started=started, costs=StepCosts(fixed_s, token_s), **columns)
 
 
 def _check_moves(columns: Mapping[str, array[int]]) -> None:

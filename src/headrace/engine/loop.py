@@ -250,7 +250,7 @@ class Engine:
     def _plan(self) -> Plan | None:
         """A plan that cannot be made is tried again next turn; when it keeps failing, the scheduler's state is not to be trusted."""
         try:
-            plan = self.scheduler.plan(self._clock())
+            plan = self.scheduler.plan(self._clock(), self._steps.costs)
         except EngineFatal:
             raise
         except Exception as error:

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.errors import EngineFatal
-from headrace.core.plan import Plan, Result
-from headrace.policy.schedule.step_timer import StepCosts, StepTimer
+from headrace.core.plan import Plan, Result, StepCosts
+from headrace.policy.schedule.step_timer import StepTimer
 
 PLAN_RING = 128
 """Plans kept for `headrace replay`; the oldest is dropped first."""
@@ -55,6 +55,7 @@ class StepQueue:
 
     recent   the last PLAN_RING plans, those left out that only poll for moves
     running  None while no step is uncommitted
+    costs    what steps cost lately
     """
 
     def __init__(self, runner: Runner, clock: Clock) -> None:
@@ -64,14 +65,10 @@ class StepQueue:
         self._clock = clock
         self._timer = StepTimer()
         self._steps: deque[UncommittedStep] = deque()
+        self.costs = StepCosts()
 
     def __len__(self) -> int:
         return len(self._steps)
-
-    @property
-    def costs(self) -> StepCosts:
-        """What steps cost lately. On the loop's thread."""
-        return self._timer.costs
 
     def submit(self, plan: Plan) -> None:
         """Hand a plan to the runner. What that raises, EngineFatal apart, is raised by the step's ticket instead."""
@@ -110,6 +107,7 @@ class StepQueue:
         self.running = replace(self.running, started=now) if self._steps and self.running is not None else None
         if step.plan.num_rows:
             self._timer.observe(step.plan.num_tokens, now - began)
+            self.costs = self._timer.costs
         return now - began
 
 

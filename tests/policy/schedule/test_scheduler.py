@@ -447,7 +447,7 @@ def test_priority_serves_premium_first_and_aging_prevents_starvation() -> None:
     driven.turn()
     driven.submit(request("batch", [2], priority=PriorityClass.BATCH), request("premium", [3], priority=PriorityClass.PREMIUM))
     driven.run()
-    assert list(driven.finish) == [("running", 0), ("premium", 0), ("batch", 0)]
+    assert list(driven.finish) == [("premium", 0), ("running", 0), ("batch", 0)], "the only slot is made free for a premium request"
     late = DrivenEngine(queue_policy="priority", max_num_seqs=1)
     late.submit(request("running", [1]), request("batch", [2], priority=PriorityClass.BATCH))
     late.turn()

@@ -76,6 +76,11 @@ class KvManager:
         """Positions that the sequence's blocks hold; without KV groups, all it may ever have."""
         return min(map(len, seq.blocks)) * self.block_size if seq.blocks else seq.limit
 
+    def num_held(self, seq: Sequence) -> int:
+        """Blocks that it holds in the group where they are most; a block that several sequences share counts for each."""
+        held = (len(seq.blocks[i]) - (0 if window is None else seq.blocks[i].count(PAD_BLOCK)) for i, window, _ in self._by_group)
+        return max(held, default=0)
+
     def num_that_may_grow(self, sequences: Iterable[Sequence]) -> int:
         """The number of these sequences that may need another block before they end."""
         size = self.block_size

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headrace.policy.queues.fair import FairShareQueue
-from headrace.policy.queues.keyed import FcfsQueue, KeyQueue, PriorityQueue, SjfQueue
+from headrace.policy.queues.keyed import FcfsQueue, SjfQueue
+from headrace.policy.queues.priority import PriorityQueue
 from headrace.policy.queues.queue import Queue
 
 __all__ = ["QUEUES", "Queue", "make_queue"]
 
-QUEUES: dict[str, type[KeyQueue] | type[FairShareQueue]] = {
+QUEUES: dict[str, Callable[[], Queue]] = {
     "fcfs": FcfsQueue,
     "priority": PriorityQueue,
     "sjf": SjfQueue,

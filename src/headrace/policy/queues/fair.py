@@ -1,127 +1,137 @@
-"""Fair queueing between tenants, by tokens computed. A push or a pop costs O(log n) in the number of tenants with waiting sequences."""
+"""Fair queueing between tiers, and inside each tier between its tenants, by tokens computed (docs/fairness.md)."""
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 
+from headrace.core.plan import StepCosts
+from headrace.core.request import EngineRequest
 from headrace.policy.queues.shares import StepShares
+from headrace.policy.queues.tenants import IDLE_CREDIT_TOKENS, TenantOrder
+from headrace.policy.schedule.goals import slack_s
 from headrace.policy.schedule.sequence import Sequence
 
-MAX_REMEMBERED_TENANTS = 10_000
-"""Service counters kept. Beyond it, half of them are dropped: those of tenants with nothing waiting and the least service."""
+MAX_REMEMBERED_TIERS = 1000
+"""Tiers whose counters are kept. Beyond it, the idle half with the least service is dropped."""
 
-_Entry = tuple[float, float, int, str]
-"""A waiting tenant in the heap: its weighted service, the key of its first sequence, the order in which it began to wait (for ties), its
-name."""
+SLACK_LEAD_TOKENS = 1024
+"""Tiers that are at most this many weighted tokens ahead of the least served one are ordered by slack. More would let a tier with short
+goals take the share of the others for longer than a step or two."""
 
 
 class FairShareQueue:
-    """A virtual token counter per tenant (Sheng et al. 2024): the tenant with the least weighted service is served first.
+    """The tier with the least weighted service is served first, in it the tenant with the least.
 
-    When a tenant begins to wait, its counter is raised to the least counter among the waiting tenants, or, when none waits, to that of the
-    tenant that waited last: idling earns no credit.
+    A tier that begins to wait is raised to IDLE_CREDIT_TOKENS below the least service among the waiting tiers, or, when none waits, below
+    that of the tier that waited last (`TenantOrder` has the same rule for tenants).
     """
 
     charges = True
     shares = StepShares()
 
     def __init__(self) -> None:
-        self._served: dict[str, float] = {}
-        self._queues: dict[str, deque[Sequence]] = {}
-        self._last_to_wait = ""
+        self._tiers: dict[str, TenantOrder] = {}
+        self._waiting: dict[str, TenantOrder] = {}
+        """The tiers with waiting sequences, in the order in which they began to wait."""
+        self._last_to_wait = TenantOrder()
         self._size = 0
-        self._heap: list[_Entry] = []
-        self._current: dict[str, _Entry] = {}
-        """Tenant -> the one entry of `_heap` that counts. Its service may lack a charge, never a refund."""
-        self._num_arrivals = 0
 
     def push(self, seq: Sequence, cost_tokens: int) -> None:
-        tenant = seq.request.tenant
-        self._activate(tenant)
-        queue = self._queues.setdefault(tenant, deque())
-        if seq.incarnation:
-            queue.appendleft(seq)
-        else:
-            seq.key = seq.arrival
-            queue.append(seq)
+        name = seq.request.tier.name
+        tier = self._tier(name)
+        if not len(tier):
+            floor = min((other.served for other in self._waiting.values()), default=self._last_to_wait.served)
+            tier.served = max(tier.served, floor - IDLE_CREDIT_TOKENS)
+            self._waiting[name] = tier
+        tier.push(seq)
         self._size += 1
-        if queue[0] is seq:
-            self._enter(tenant)
 
-    def head(self) -> Sequence | None:
-        tenant = self._least_served()
-        return None if tenant is None else self._queues[tenant][0]
+    def head(self, now: float, costs: StepCosts) -> Sequence | None:
+        if len(self._waiting) == 1:
+            return next(iter(self._waiting.values())).head()
+        firsts = [(tier, head) for tier in self._waiting.values() if (head := tier.head()) is not None]
+        if not firsts:
+            return None
+        least = min(tier.served for tier, _ in firsts)
+        return min(firsts, key=lambda pair: _rank(pair[0].served, least, slack_s(pair[1], now, costs)))[1]
+
+    def heads(self, now: float, costs: StepCosts) -> Iterator[Sequence]:
+        for tier in sorted(self._waiting.values(), key=lambda tier: tier.served):
+            yield from tier.heads()
+
+    def num_of_tenant(self, seq: Sequence) -> int:
+        return self._tier(seq.request.tier.name).num_waiting(seq.request.tenant)
+
+    def admit(self, seq: Sequence, now: float) -> None:
+        self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:
-        tenant = seq.request.tenant
-        queue = self._queues.get(tenant)
-        if queue is None or seq not in queue:
+        name = seq.request.tier.name
+        tier = self._waiting.get(name)
+        if tier is None or not tier.remove(seq):
             return
-        was_first = queue[0] is seq
-        queue.remove(seq)
         self._size -= 1
-        if not queue:
-            del self._queues[tenant], self._current[tenant]
-            self._last_to_wait = tenant
-        elif was_first:
-            self._enter(tenant)
+        if not len(tier):
+            del self._waiting[name]
+            self._last_to_wait = tier
 
-    def _enter(self, tenant: str) -> None:
-        """Push a new entry of a waiting tenant whose first sequence or service has changed."""
-        known = self._current.get(tenant)
-        if known is None:
-            self._num_arrivals += 1
-        order = self._num_arrivals if known is None else known[2]
-        entry = (self._served[tenant], self._queues[tenant][0].key, order, tenant)
-        self._current[tenant] = entry
-        heapq.heappush(self._heap, entry)
-        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._current):
-            self._heap = list(self._current.values())
-            heapq.heapify(self._heap)
+    def outranks(self, seq: Sequence, other: Sequence) -> bool:
+        return False
 
-    def _least_served(self) -> str | None:
-        """The tenant to serve next. A charge leaves a tenant's entry too early in the heap; it is replaced when it reaches the top."""
-        while self._heap:
-            entry = self._heap[0]
-            tenant = entry[3]
-            if self._current.get(tenant) is entry and entry[0] == self._served[tenant]:
-                return tenant
-            heapq.heappop(self._heap)
-            if self._current.get(tenant) is entry:
-                self._enter(tenant)
-        return None
+    def precedes(self, seq: Sequence, running: Sequence) -> bool:
+        return self._service(seq)[:2] < self._service(running)[:2]
 
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
-        return max(candidates, key=lambda seq: (self._served.get(seq.request.tenant, 0.0), seq.key, seq.seq_id))
+        return max(candidates, key=self._service)
 
-    def prefill_order(self, sequences: list[Sequence]) -> list[Sequence]:
-        return sorted(sequences, key=lambda seq: (self._served.get(seq.request.tenant, 0.0), seq.key, seq.seq_id))
+    def prefill_order(self, sequences: list[Sequence], now: float, costs: StepCosts) -> list[Sequence]:
+        if len({seq.request.tier.name for seq in sequences}) == 1:
+            return sorted(sequences, key=self._service)
+        least = min(self._tier(seq.request.tier.name).served for seq in sequences)
+        slacks: dict[str, float] = {}
+        for seq in sequences:
+            name = seq.request.tier.name
+            slacks[name] = min(slacks.get(name, math.inf), slack_s(seq, now, costs))
+        return sorted(
+            sequences,
+            key=lambda seq: (_rank(self._tier(name := seq.request.tier.name).served, least, slacks[name]), self._service(seq)),
+        )
 
-    def charge(self, seqs: Iterable[Sequence], counts: Iterable[int]) -> None:
-        served = self._served
-        for seq, num_tokens in zip(seqs, counts, strict=True):
-            tenant = seq.request.tenant
-            served[tenant] = served.get(tenant, 0.0) + num_tokens / seq.request.weight
-            if num_tokens < 0 and tenant in self._queues:
-                self._enter(tenant)  # its entry would come too late
+    def charge(self, sequences: Iterable[Sequence]) -> None:
+        for seq in sequences:
+            if count := seq.take_uncharged():
+                self.count(seq.request, count)
 
-    def _activate(self, tenant: str) -> None:
-        if tenant in self._queues:
-            return
-        least = self._least_served()
-        floor = self._served.get(self._last_to_wait if least is None else least, 0.0)
-        self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
-        if len(self._served) > MAX_REMEMBERED_TENANTS:
-            self._forget_idle(but=tenant)
+    def count(self, request: EngineRequest, num_tokens: int) -> None:
+        """Tokens were computed for a request."""
+        tier = self._tier(request.tier.name)
+        tier.served += num_tokens / request.tier.weight
+        tier.charge(request.tenant, num_tokens / request.weight)
 
-    def _forget_idle(self, *, but: str) -> None:
-        """Drop half of the counters: of tenants with nothing waiting, those with the least service first."""
-        kept = {*self._queues, self._last_to_wait, but}
-        idle = sorted((name for name in self._served if name not in kept), key=lambda name: self._served[name])
-        for name in idle[: len(self._served) // 2]:
-            del self._served[name]
+    def _service(self, seq: Sequence) -> tuple[float, float, float, int]:
+        """Weighted service of its tier and of its tenant, then its place among the tenant's own."""
+        tier = self._tier(seq.request.tier.name)
+        return tier.served, tier.service_of(seq.request.tenant), seq.key, seq.seq_id
+
+    def _tier(self, name: str) -> TenantOrder:
+        tier = self._tiers.get(name)
+        if tier is None:
+            if len(self._tiers) >= MAX_REMEMBERED_TIERS:
+                self._forget_idle()
+            tier = self._tiers[name] = TenantOrder()
+        return tier
+
+    def _forget_idle(self) -> None:
+        """Drop half of the tiers: of those with nothing waiting, the least served first."""
+        idle = sorted((name for name in self._tiers if name not in self._waiting), key=lambda name: self._tiers[name].served)
+        for name in idle[: len(self._tiers) // 2]:
+            del self._tiers[name]
 
     def __len__(self) -> int:
         return self._size
+
+
+def _rank(served: float, least: float, slack: float) -> tuple[bool, float, float]:
+    """The place of a tier among others, smaller first. Without goals all slacks are infinite, and the least served is first."""
+    return served - least > SLACK_LEAD_TOKENS, slack, served

@@ -1,20 +1,17 @@
-"""Policies whose order is a key fixed at first push: first come first served, priority, shortest job first.
+"""Policies whose order is a key fixed at first push: first come first served, shortest job first.
 
 A push or a pop costs O(log n). Aging needs no rescans: with linear aging the order of two waiting sequences never changes, because
-`priority - waited / aging_s` sorts like `arrival + priority * aging_s`.
+`length - waited / aging_s` sorts like `arrival + length * aging_s`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from headrace.core.request import PriorityClass
+from headrace.core.plan import StepCosts
 from headrace.policy.queues.shares import StepShares
 from headrace.policy.schedule.sequence import Sequence
-
-PRIORITY_AGING_S = 10.0
-"""A class is worth this many seconds of waiting: a batch request is served before premium requests that arrive more than 20 s after it."""
 
 SJF_AGING_S_PER_TOKEN = 0.01
 """Each token of a request's length delays its turn by this many seconds: a request 100 tokens longer is served as if it had arrived 1 s
@@ -45,10 +42,20 @@ class KeyQueue:
         heapq.heappush(self._heap, (seq.key, seq.seq_id, self._pushes, seq))
         self._waiting.add(seq.seq_id)
 
-    def head(self) -> Sequence | None:
+    def head(self, now: float, costs: StepCosts) -> Sequence | None:
         while self._heap and self._heap[0][1] not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0][3] if self._heap else None
+
+    def heads(self, now: float, costs: StepCosts) -> Iterator[Sequence]:
+        if (head := self.head(now, costs)) is not None:
+            yield head
+
+    def num_of_tenant(self, seq: Sequence) -> int:
+        return 1
+
+    def admit(self, seq: Sequence, now: float) -> None:
+        self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:
         self._waiting.discard(seq.seq_id)
@@ -61,13 +68,19 @@ class KeyQueue:
         self._heap = [entry for entry in self._heap if entry[1] in self._waiting]
         heapq.heapify(self._heap)
 
+    def outranks(self, seq: Sequence, other: Sequence) -> bool:
+        return False
+
+    def precedes(self, seq: Sequence, running: Sequence) -> bool:
+        return False
+
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
         return max(candidates, key=lambda seq: (seq.key, seq.seq_id))
 
-    def prefill_order(self, sequences: list[Sequence]) -> list[Sequence]:
+    def prefill_order(self, sequences: list[Sequence], now: float, costs: StepCosts) -> list[Sequence]:
         return sorted(sequences, key=lambda seq: (seq.key, seq.seq_id))
 
-    def charge(self, seqs: Iterable[Sequence], counts: Iterable[int]) -> None:
+    def charge(self, sequences: Iterable[Sequence]) -> None:
         return None
 
     def __len__(self) -> int:
@@ -76,14 +89,6 @@ class KeyQueue:
 
 class FcfsQueue(KeyQueue):
     """First come, first served."""
-
-
-class PriorityQueue(KeyQueue):
-    """Premium before standard before batch; waiting moves a sequence towards the front (PRIORITY_AGING_S)."""
-
-    def key_of(self, seq: Sequence, cost_tokens: int) -> float:
-        """Arrival time, shifted by the class. A standard request's key is its arrival to the bit, as in `FcfsQueue`."""
-        return seq.arrival + (seq.request.priority - PriorityClass.STANDARD) * PRIORITY_AGING_S
 
 
 class SjfQueue(KeyQueue):

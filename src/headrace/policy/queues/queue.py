@@ -1,14 +1,15 @@
 """The protocol of a queue policy: order of admission, choice of the sequence to preempt, shares of the step's prefill budget.
 
-The sequence that a policy would serve last is preempted first. Implementations: `keyed` (first come first served, priority, shortest job
-first) and `fair`; `QUEUES` names them.
+The sequence that a policy would serve last is preempted first. Implementations: `keyed` (first come first served, shortest job
+first), `fair` and `priority`; `QUEUES` names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from headrace.core.plan import StepCosts
 from headrace.policy.queues.shares import StepShares
 from headrace.policy.schedule.sequence import Sequence
 
@@ -16,7 +17,7 @@ from headrace.policy.schedule.sequence import Sequence
 class Queue(Protocol):
     """The waiting sequences of one engine.
 
-    charges  whether this policy counts computed tokens, so that `charge` has to be called
+    charges  whether this policy counts computed tokens by tenant, so that `charge` has to be called
     shares   how a step's tokens are divided between prefilling sequences
     """
 
@@ -27,24 +28,44 @@ class Queue(Protocol):
         """Add a new or preempted sequence. cost_tokens: uncached prompt + tokens it may still generate."""
         ...
 
-    def head(self) -> Sequence | None:
-        """The sequence to admit next, None when the queue is empty. Changes nothing."""
+    def head(self, now: float, costs: StepCosts) -> Sequence | None:
+        """The sequence to admit next, None when the queue is empty. Changes nothing. costs: what steps cost lately"""
+        ...
+
+    def heads(self, now: float, costs: StepCosts) -> Iterator[Sequence]:
+        """`head` and what comes after it, one sequence per tenant where the policy knows tenants. The queue must not change meanwhile."""
+        ...
+
+    def num_of_tenant(self, seq: Sequence) -> int:
+        """Waiting sequences of a waiting one's tenant, in its class and tier."""
+        ...
+
+    def admit(self, seq: Sequence, now: float) -> None:
+        """Take out a sequence that starts now."""
         ...
 
     def remove(self, seq: Sequence) -> None:
-        """Take out a waiting sequence that was admitted, cancelled or expired. A sequence that does not wait is ignored."""
+        """Take out a waiting sequence that was cancelled or expired. A sequence that does not wait is ignored."""
+        ...
+
+    def outranks(self, seq: Sequence, other: Sequence) -> bool:
+        """Whether a sequence may take the place of a running one because of its class."""
+        ...
+
+    def precedes(self, seq: Sequence, running: Sequence) -> bool:
+        """Whether a waiting sequence of another tenant or class takes prefill budget before a running one."""
         ...
 
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
         """The running sequence to preempt."""
         ...
 
-    def prefill_order(self, sequences: list[Sequence]) -> list[Sequence]:
+    def prefill_order(self, sequences: list[Sequence], now: float, costs: StepCosts) -> list[Sequence]:
         """Running sequences in the order in which they take prefill budget this step."""
         ...
 
-    def charge(self, seqs: Iterable[Sequence], counts: Iterable[int]) -> None:
-        """Count tokens computed for each sequence; a negative count takes back a row that was rolled back."""
+    def charge(self, sequences: Iterable[Sequence]) -> None:
+        """Count what was planned for these sequences since their last charge (`Sequence.take_uncharged`)."""
         ...
 
     def __len__(self) -> int: ...

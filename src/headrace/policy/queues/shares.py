@@ -16,11 +16,13 @@ class StepShares:
                           for its end
     queued_share_divisor  while a long prompt prefills, 1/N of the step's remaining token budget is reserved for the sequences queued
                           behind it
+    premium_headroom      fraction of slots and KV blocks that sequences of other classes leave free while premium requests come
     prefill               fraction of the tokens left over by decoding rows that prefills may take; the rest of the step stays unused
     """
 
     long_prompt_steps: int = 2
     queued_share_divisor: int = 4
+    premium_headroom: float = 0.0
     prefill: float = 1.0
 
     def for_prefill(self, budget: int) -> int:

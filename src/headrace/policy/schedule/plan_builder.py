@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
-from headrace.core.plan import SYNCHRONOUS, MoveKind, Plan, Started
+from headrace.core.plan import SYNCHRONOUS, UNKNOWN_COSTS, MoveKind, Plan, Started, StepCosts
 from headrace.policy.schedule.step_rows import StepRows
 
 Move = tuple[int, int, int, int, int]
@@ -15,8 +15,9 @@ Move = tuple[int, int, int, int, int]
 class PlanBuilder:
     """Changes while plan `step_id` is being decided, in the order in which they are to be made; columns as in `core.plan`."""
 
-    def __init__(self, step_id: int) -> None:
+    def __init__(self, step_id: int, costs: StepCosts = UNKNOWN_COSTS) -> None:
         self.step_id = step_id
+        self.costs = costs
         self.table_groups: list[int] = []
         self.table_slots: list[int] = []
         self.table_indices: list[int] = []
@@ -85,4 +86,5 @@ class PlanBuilder:
             move_targets=array("i", targets),
             started=tuple(self.started),
             ended=array("i", self.ended),
+            costs=self.costs,
         )

@@ -8,6 +8,7 @@ resumed sequences need no loop of their own. Decoding rows come first: one token
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,11 +17,17 @@ from headrace.core.ids import SlotId
 from headrace.core.plan import Started
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.schedule.goals import LEAST_PREFILL_DIVISOR, tightest_tpot_s, tokens_within
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.price import ChunkPrice
+from headrace.policy.schedule.room import Room
 from headrace.policy.schedule.sequence import RUNNING, Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_rows import StepRows
+
+CHARGE_STEPS = 16
+"""Steps after which the queue policy counts the tokens of all running sequences again. Until then a tenant's counter may lack as many
+tokens for each of its running sequences."""
 
 MAX_PROMPT_LOGPROB_TOKENS = 64
 """Most prompt positions in one chunked step that get log-probabilities. Each needs a row of logits over the whole vocabulary, which costs
@@ -45,7 +52,9 @@ class StepBuilder:
     num_withheld_for_long: int = 0
     """Tokens withheld for long prompts while the sequences queued behind them are planned."""
     num_charged_rows: int = 0
-    """Leading rows the queue policy has been charged for."""
+    """Leading rows whose sequences the queue policy has counted in this step."""
+    first: Sequence | None = None
+    """A waiting sequence that is admitted before the others: another one was preempted for it."""
 
     @property
     def budget(self) -> int:
@@ -60,12 +69,16 @@ class Planner:
         self.config = config
         self.kv = kv
         self.sequences = sequences
+        self._room = Room(config, kv, sequences)
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
+        self._charge_at = 0
+        """The step from which decoding rows are counted again."""
         self.num_prompt_tokens_left = 0
         """Tokens of running prompts that the last step left to later ones."""
 
     def fill(self, step: StepBuilder) -> None:
         """Add rows for running sequences and for those that can be admitted. When this raises, the step holds the rows added so far."""
+        step.first = self._room.make(step.now, step.plan_builder.costs)
         prefilling, drafted = self._plan_decodes(step)
         for seq in drafted:
             self._plan_drafted(seq, step)
@@ -85,7 +98,6 @@ class Planner:
                         self._add_row(seq, count, step)
                     else:
                         left.append(seq)
-        self.charge(step)
         return left
 
     def _plan_decodes(self, step: StepBuilder) -> tuple[list[Sequence], list[Sequence]]:
@@ -133,12 +145,14 @@ class Planner:
         long; waiting sequences; the long prompts. Passes 2 and 3 leave `num_withheld_for_long` tokens to pass 4."""
         if not prefilling and not self._may_admit():
             return
+        self._charge_decodes(step)
         shares = self.sequences.queue.shares
-        step.num_unused = step.budget - shares.for_prefill(step.budget)
+        step.num_unused = step.budget - min(shares.for_prefill(step.budget), self._within_goals(step))
         if len(prefilling) > 1:
             self.charge(step)
-            prefilling = self.sequences.queue.prefill_order(prefilling)
+            prefilling = self.sequences.queue.prefill_order(prefilling, step.now, step.plan_builder.costs)
         prefilling = [seq for seq in prefilling if seq.state is RUNNING]  # a decoding row may have preempted one
+        self._admit_ahead(prefilling, step)
         budget = step.budget
         long = [(seq, seq.incarnation) for seq in prefilling if self._is_long(seq, budget)]
         num_ahead = prefilling.index(long[0][0]) if long else len(prefilling)
@@ -154,6 +168,35 @@ class Planner:
         for seq, incarnation in long:
             if seq.incarnation == incarnation:  # or it was preempted, and may have been admitted anew
                 self._plan_row(seq, step)
+
+    def _within_goals(self, step: StepBuilder) -> int:
+        """Tokens that prompts may take beside the decoding rows so that the step keeps these rows' goals; at least a part of the step."""
+        budget = step.budget
+        if not self.sequences.num_goals or not self.config.enable_chunked_prefill or budget <= 0:
+            return budget
+        most = tokens_within(tightest_tpot_s(step.rows.seqs[: step.rows.num_decodes]), step.plan_builder.costs)
+        return int(min(budget, max(most - (step.max_tokens - budget), budget // LEAST_PREFILL_DIVISOR, 1)))
+
+    def _admit_ahead(self, prefilling: list[Sequence], step: StepBuilder) -> None:
+        """Admit the waiting sequences that the queue policy serves before every running prompt."""
+        queue = self.sequences.queue
+        if not (queue.charges and prefilling and self._may_admit()):
+            return
+        first = prefilling[0]
+        while self.sequences.has_free_slot and step.budget > 0:
+            head = step.first or self._room.next_to_admit(step.now, step.plan_builder.costs)
+            if head is None or head.num_in_flight or not queue.precedes(head, first):
+                return
+            step.first = None
+            if not self._admit(head, step, self.sequences.num_running):
+                return
+            self.charge(step)
+
+    def _charge_decodes(self, step: StepBuilder) -> None:
+        step_id = step.plan_builder.step_id
+        if self.sequences.queue.charges and step_id >= self._charge_at:
+            self._charge_at = step_id + CHARGE_STEPS
+            self.sequences.queue.charge(self.sequences.running)
 
     def _is_long(self, seq: Sequence, budget: int) -> bool:
         """Whether the rest of a prompt is long for steps like this one, which has `budget` for prefills (`StepShares.is_long`).
@@ -194,7 +237,7 @@ class Planner:
                 return  # the commit of the step in flight frees blocks
             if self.sequences.drop_waiting_forks():
                 continue
-            self.charge(step)
+            self.sequences.queue.charge(self.sequences.running)
             planned = {other.seq_id for other in step.rows.seqs}
             victim = self.sequences.queue.victim(other for other in self.sequences.running if other.seq_id not in planned)
             if victim is seq and seq.has_rows_in_flight:
@@ -237,10 +280,15 @@ class Planner:
         seq.unstall(step.now)
 
     def charge(self, step: StepBuilder) -> None:
-        """Charge the queue policy for the rows added since the last call. It has to be up to date whenever it is asked for an order."""
-        if self.sequences.queue.charges and step.num_charged_rows < len(step.rows):
-            step.rows.fill()
-            self.sequences.queue.charge(step.rows.seqs[step.num_charged_rows :], step.rows.counts[step.num_charged_rows :])
+        """Charge the queue policy for the prompts among the rows added since the last call: the order between tenants depends on them.
+
+        Decoding rows are counted every CHARGE_STEPS steps, before an order is asked for: 64 of them take 30 us, and are a token each.
+        """
+        if not self.sequences.queue.charges:
+            return
+        first = max(step.num_charged_rows, step.rows.num_decodes)
+        if first < len(step.rows):
+            self.sequences.queue.charge(step.rows.seqs[first:])
             step.num_charged_rows = len(step.rows)
 
     def _plan_waiting(self, step: StepBuilder) -> None:
@@ -250,7 +298,7 @@ class Planner:
         is_static, num_running_before = self.config.static_batching, self.sequences.num_running
         while self.sequences.has_free_slot and (step.budget > 0 or is_static):
             self.charge(step)
-            seq = self.sequences.queue.head()
+            seq, step.first = step.first or self._room.next_to_admit(step.now, step.plan_builder.costs), None
             # A preempted sequence whose sampled token is not committed yet cannot start: its ids are not all known.
             if seq is None or seq.num_in_flight or not self._admit(seq, step, num_running_before):
                 return
@@ -273,9 +321,11 @@ class Planner:
             if count == 0 and not self.config.static_batching:
                 return False
             num_left = self.kv.num_left(seq, start, start + count, self._blocks_for_long_chunks(step))
-            if self._leaves_blocks_to_grow(num_left, num_running_before):
+            num_kept = self._room.num_blocks_kept(seq, step.now)
+            if self._leaves_blocks_to_grow(num_left - num_kept, num_running_before):
                 break
             if self.sequences.num_running or self.kv.has_pending_free or not self.sequences.drop_waiting_forks():
+                self._room.note_short(seq, max(1, math.ceil(num_kept - num_left)))
                 return False
         if not any(seq.blocks):
             self._take_cached_prefix(seq, start)

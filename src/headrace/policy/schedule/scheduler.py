@@ -1,6 +1,6 @@
 """The scheduler: which sequences compute which positions into which blocks in the next step, and what a finished step means.
 
-    plan(now)           -> Plan | None     decides; nothing is computed
+    plan(now, costs)    -> Plan | None     decides; nothing is computed
     commit(plan, result, now) -> updates   appends tokens, finishes, frees
     rollback(plan)                         the step raised: nothing of it happened
 
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.load import EngineCounters
-from headrace.core.plan import Plan, Result, TokenLogprobs
+from headrace.core.plan import UNKNOWN_COSTS, Plan, Result, StepCosts, TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.policy.config import SchedulerConfig
@@ -134,16 +134,17 @@ class Scheduler:
 
     # planning
 
-    def plan(self, now: float) -> Plan | None:
+    def plan(self, now: float, costs: StepCosts = UNKNOWN_COSTS) -> Plan | None:
         """The next step, or None when nothing can be computed now (all waiting for results, prerequisites or blocks).
 
+        costs  of steps lately. They decide only where a request has a goal; the plan records them
         After a plan that could not be made comes one without rows, see `unsent_plan`.
         """
         if (unsent := self.unsent_plan()) is not None:
             return unsent
         self.kv.begin_plan(now)
         self.sequences.expire(now)
-        step = StepBuilder(self.config.max_num_batched_tokens, PlanBuilder(self._next_step), now)
+        step = StepBuilder(self.config.max_num_batched_tokens, PlanBuilder(self._next_step, costs), now)
         try:
             if self.tier is not None:
                 self.sequences.end_host_waits(self.tier.plan(step.plan_builder, now))
@@ -170,7 +171,6 @@ class Scheduler:
     def _unplan(self, step: StepBuilder) -> None:
         """Planning raised: undo the rows. Blocks and slots that were handed out are announced by a plan of their own (`unsent_plan`)."""
         step.plan_builder.ended.extend(self.sequences.take_ended_slots())
-        self._planner.charge(step)
         step.rows.close(self._decode_columns, self.sequences.generation)
         self._undo(step.rows)
         self._unsent = step.plan_builder
@@ -311,8 +311,6 @@ class Scheduler:
             row.seq.ungrant(row.samples)
             if row.is_current:
                 row.seq.roll_back(row.start)
-            if self.sequences.queue.charges:
-                self.sequences.queue.charge([row.seq], [-row.count])
 
     def replan(self, sequences: list[Sequence], now: float) -> tuple[Plan | None, list[Sequence]]:
         """Plan these sequences alone, within the blocks they hold: how a failed step is repeated in halves.

@@ -103,6 +103,8 @@ class Sequence:
                                  not emit them twice
     stage, stage_since, stage_seconds  the current stage, when it began, and the seconds spent in each stage before it
     stage_unstalled  the stage that follows STALLED
+    num_charged  positions that the queue policy has counted as service, or that others computed
+    has_aged     it was admitted while a higher class waited, so it makes no room for one
     num_queued   tokens it counts for in `SequenceTable.num_waiting_tokens`
     key          its place in the queue policy's order, smaller first; set at the first push
     """
@@ -119,6 +121,7 @@ class Sequence:
     num_computed: int = 0
     num_planned: int = 0
     num_expected: int = 0
+    num_charged: int = 0
     incarnation: int = 0
     blocks: list[list[int]] = field(default_factory=list)
     allocated_until: int = 0
@@ -133,6 +136,7 @@ class Sequence:
     hashes: list[BlockHash] = field(default_factory=list)
     missing: dict[str, float] = field(default_factory=dict)
     admission: AdmissionId = NO_ADMISSION
+    has_aged: bool = False
     num_queued: int = 0
     key: float = 0.0
     num_cached: int = 0
@@ -201,7 +205,12 @@ class Sequence:
 
     def start_after(self, num_tokens: int) -> None:
         """The first `num_tokens` positions were computed by another sequence."""
-        self.num_computed = self.num_planned = num_tokens
+        self.num_computed = self.num_planned = self.num_charged = num_tokens
+
+    def take_uncharged(self) -> int:
+        """Tokens planned since the last call, which the queue policy counts now; negative when rows were rolled back."""
+        count, self.num_charged = self.num_planned - self.num_charged, self.num_planned
+        return count
 
     def allocate(self, end: int) -> None:
         """Its blocks hold positions below `end`, and may be written."""

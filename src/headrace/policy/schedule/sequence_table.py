@@ -9,6 +9,7 @@ is undone without it). What a step contains is the planner's business.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping
 
@@ -16,7 +17,7 @@ from headrace.core.errors import Overloaded, RequestTooLarge
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId, SeqId
 from headrace.core.load import EngineCounters
-from headrace.core.request import EngineRequest
+from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import SequenceUpdate
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
@@ -39,6 +40,10 @@ class SequenceTable:
         self.tier = tier
         self.queue: Queue = make_queue(config.queue_policy)
         self._running: dict[SeqId, Sequence] = {}
+        self.num_goals = 0
+        """Running sequences with a goal for each further token."""
+        self.last_premium = -math.inf
+        """When a premium request came last."""
         self.generation = 0
         """Raised whenever a sequence starts to run or stops."""
         self.counters = EngineCounters()
@@ -81,6 +86,10 @@ class SequenceTable:
         return bool(self._free_slots)
 
     @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
     def has_ended_slots(self) -> bool:
         return bool(self._ended_slots)
 
@@ -120,6 +129,8 @@ class SequenceTable:
         assert request.request_id not in self._families, "check_admission was not asked"
         family = [self._make_sequence(request, index, now, prerequisites) for index in request.indices]
         self._families[request.request_id] = family
+        if request.priority is PriorityClass.PREMIUM:
+            self.last_premium = now
         try:
             for seq in family:
                 self._begin_wait(seq)
@@ -200,7 +211,13 @@ class SequenceTable:
             return
         seq.wait()
         hits = seq.num_computed or self.kv.num_hit_tokens(seq)
+        self._charge_running()
         self.queue.push(seq, seq.num_prompt - min(hits, seq.num_prompt) + seq.limit - seq.num_prompt)
+
+    def _charge_running(self) -> None:
+        """A tenant that begins to wait is compared with the others by what all of them were served until now."""
+        if self.queue.charges:
+            self.queue.charge(self._running.values())
 
     def satisfied(self, admission: AdmissionId, what: str) -> None:
         """A prerequisite is met. Unknown admissions are ignored: the request may have been cancelled meanwhile."""
@@ -229,8 +246,9 @@ class SequenceTable:
 
     def start(self, seq: Sequence, now: float) -> None:
         """Move a waiting sequence into a slot. The caller asked `has_free_slot` first."""
-        self.queue.remove(seq)
+        self.queue.admit(seq, now)
         self._end_wait(seq)
+        self.num_goals += seq.request.tier.tpot_ms is not None
         seq.start(self._free_slots.pop(), now)
         self._running[seq.seq_id] = seq
         self.generation += 1
@@ -247,6 +265,7 @@ class SequenceTable:
 
     def preempt(self, seq: Sequence, now: float) -> None:
         """Free a running sequence's slot and blocks, and queue it again. It will compute anew what the prefix cache does not hold."""
+        self._charge_running()
         self._leave_state(seq)
         self.kv.release(seq)
         seq.preempt(now)
@@ -327,6 +346,8 @@ class SequenceTable:
         if seq.state is DONE:
             return
         update = None if is_emitted else sequence_update(seq, NOTHING, 0, now, reason, error=error)
+        if seq.state is RUNNING:
+            self.queue.charge((seq,))
         num_outputs = seq.num_outputs if keep_tokens is None else min(keep_tokens, seq.num_outputs)
         # Each of these calls may be repeated: if one raises, the caller can end the sequence again.
         self.kv.release(seq, keep_tokens=seq.num_prompt + num_outputs)
@@ -343,6 +364,7 @@ class SequenceTable:
         if seq.state is RUNNING:
             if seq.slot != NO_SLOT:
                 del self._running[seq.seq_id]
+                self.num_goals -= seq.request.tier.tpot_ms is not None
                 self.generation += 1
                 self._give_slot_back(seq)
             return
@@ -424,6 +446,7 @@ class SequenceTable:
         assert not states[DONE], "a done sequence was not forgotten"
         assert len(states[RUNNING]) == self.num_running
         assert len(states[WAITING]) == len(self.queue)
+        assert self.num_goals == sum(seq.request.tier.tpot_ms is not None for seq in states[RUNNING]), "goals are miscounted"
         assert len(states[BLOCKED]) == len(self._blocked)
         prepared = {id(family) for family in self._prepared.values()}
         assert prepared <= {id(family) for family in self._families.values()}, "an admission outlived its request"

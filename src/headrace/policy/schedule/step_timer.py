@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from headrace.core.plan import StepCosts
 
 UNKNOWN_STEP_S = 5.0
 """Seconds predicted for a step before any was observed."""
@@ -10,13 +10,6 @@ UNKNOWN_STEP_S = 5.0
 
 MIN_SPREAD = 1.0
 """Least variance of the steps' token counts from which the fixed cost can be separated from the cost per token."""
-
-
-class StepCosts(NamedTuple):
-    """Seconds of a step: fixed_s + num_tokens * token_s. Both 0: not known."""
-
-    fixed_s: float = 0.0
-    token_s: float = 0.0
 
 
 class StepTimer:

@@ -1,0 +1,154 @@
+"""Which waiting sequence is admitted next, what it has to leave to others, and which running sequence makes room for it.
+
+The queue policy gives the order (`policy.queues`). Here are the bounds that depend on what runs: a tenant's share of the KV blocks,
+headroom for premium requests, goals of the running sequences, and room for a sequence that finds no slot or too few blocks. See
+docs/fairness.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from headrace.core.plan import StepCosts
+from headrace.core.request import PriorityClass
+from headrace.policy.config import SchedulerConfig
+from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.schedule.goals import tightest_tpot_s, tokens_within
+from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.schedule.sequence_table import SequenceTable
+
+HEADROOM_S = 60.0
+"""Headroom is kept for premium requests for this many seconds after one arrived."""
+
+CROWD_FACTOR = 4
+"""A tenant makes room for another one of its class if it has N times as many running sequences as the other will have, by weight. At 1,
+tenants with equal shares would preempt each other's sequences all the time."""
+
+MAX_PREEMPTED = 8
+"""Most sequences that are preempted at once for one tenant's waiting ones."""
+
+LOOK_AGAIN_S = 0.02
+"""Room is made at most once in this many seconds: to look at all running sequences takes 50 us."""
+
+
+class Room:
+    """Admission's bounds. All methods run on the loop's thread; only `make` changes anything."""
+
+    def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable) -> None:
+        self.config = config
+        self.kv = kv
+        self.sequences = sequences
+        self._short: Sequence | None = None
+        self._num_short = 0
+        """The sequence that was not admitted for want of blocks, and how many it lacks."""
+        self._look_again = 0.0
+
+    def next_to_admit(self, now: float, costs: StepCosts) -> Sequence | None:
+        """The waiting sequence to admit next, None when none may be admitted now. Changes nothing."""
+        head = self._head(now, costs)
+        if head is None or self.sequences.num_free_slots <= self._num_kept(self.config.max_num_seqs, head, now):
+            return None
+        return head if self._keeps_goals(head, costs) else None
+
+    def _head(self, now: float, costs: StepCosts) -> Sequence | None:
+        """The first sequence, or the first whose tenant does not exceed its share, if there is one."""
+        queue = self.sequences.queue
+        head = queue.head(now, costs)
+        if head is None or not self._exceeds_share(head):
+            return head
+        return next((other for other in queue.heads(now, costs) if not self._exceeds_share(other)), head)
+
+    def num_blocks_kept(self, seq: Sequence, now: float) -> int:
+        """Blocks that the admission of a sequence has to leave free for premium requests."""
+        return self._num_kept(min((pool.total for pool in self.kv.pools), default=0), seq, now)
+
+    def _num_kept(self, total: int, seq: Sequence, now: float) -> int:
+        share = self.sequences.queue.shares.premium_headroom
+        if not share or seq.request.priority is PriorityClass.PREMIUM or not self.sequences.num_running:
+            return 0
+        return int(total * share) if now - self.sequences.last_premium < HEADROOM_S else 0
+
+    def _keeps_goals(self, seq: Sequence, costs: StepCosts) -> bool:
+        """Whether the decoding rows alone keep every goal, with one more sequence. A goal that one row would miss is no bound."""
+        if not self.sequences.num_goals and seq.request.tier.tpot_ms is None:
+            return True
+        most = tokens_within(tightest_tpot_s([*self.sequences.running, seq]), costs)
+        return most < 1 or self.sequences.num_running + 1 <= most
+
+    # shares of the KV blocks
+
+    def _exceeds_share(self, seq: Sequence) -> bool:
+        """Whether its tenant would hold more than its share of the blocks with this sequence. One sequence always may run."""
+        share = seq.request.tier.kv_share
+        if share is None:
+            return False
+        held = self._num_held()[seq.request.tenant]
+        return held > 0 and held + self.kv.blocks_for(len(seq.tokens)) > share * self._num_blocks
+
+    def _num_held(self) -> Counter[str]:
+        """Blocks of the running sequences, by tenant. A block of two sequences counts for each."""
+        held: Counter[str] = Counter()
+        for seq in self.sequences.running:
+            held[seq.request.tenant] += self.kv.num_held(seq)
+        return held
+
+    @property
+    def _num_blocks(self) -> int:
+        return min((pool.total for pool in self.kv.pools), default=0) - 1
+
+    # room for the head of the queue
+
+    def note_short(self, seq: Sequence, num_blocks: int) -> None:
+        """A sequence was not admitted because it lacks this many blocks."""
+        self._short, self._num_short = seq, num_blocks
+
+    def make(self, now: float, costs: StepCosts) -> Sequence | None:
+        """Preempt running sequences for the head of the queue and for those of its tenant behind it, if slots or blocks are lacking and
+        others have to make room.
+
+        Returns the head if room was made for it. It is to be admitted first: what was preempted waits with the rest. No row of the step may
+        have been planned.
+        """
+        sequences, queue = self.sequences, self.sequences.queue
+        lacks_slot = not sequences.has_free_slot
+        if not (lacks_slot or self._short) or now < self._look_again or not (queue.charges and len(queue)):
+            return None
+        self._look_again = now + LOOK_AGAIN_S
+        head = self._head(now, costs)
+        if head is None or head.num_in_flight or (self.kv.has_pending_free and not lacks_slot):
+            return None
+        num_blocks = self._num_short if head is self._short else 0
+        self._short = None
+        if not (lacks_slot or num_blocks):
+            return None
+        num_preempted = 0
+        while num_preempted < min(queue.num_of_tenant(head), MAX_PREEMPTED):
+            candidates = self._candidates(head, num_preempted)
+            if not candidates or sum(self.kv.num_held(seq) for seq in candidates) < num_blocks:
+                break
+            queue.charge(candidates)
+            sequences.preempt(queue.victim(candidates), now)
+            num_preempted += 1
+        return head if num_preempted else None
+
+    def _candidates(self, head: Sequence, num_preempted: int) -> list[Sequence]:
+        """Running sequences that have to make room for a waiting one, `num_preempted` having done so for its tenant. One that was preempted
+        before does not, so that each gets on."""
+        queue, running = self.sequences.queue, self.sequences.running
+        counts = Counter(seq.request.tenant for seq in running)
+        crowd = CROWD_FACTOR * (counts[head.request.tenant] + num_preempted + 1) / _weight(head)
+        held = self._num_held() if any(seq.request.tier.kv_share is not None for seq in running) else counts
+        found: list[Sequence] = []
+        for seq in running:
+            tenant, share = seq.request.tenant, seq.request.tier.kv_share
+            if seq.incarnation or queue.outranks(seq, head):
+                continue
+            is_crowd = counts[tenant] / _weight(seq) >= crowd
+            holds_too_much = share is not None and held[tenant] > share * self._num_blocks
+            if queue.outranks(head, seq) or (tenant != head.request.tenant and (is_crowd or holds_too_much)):
+                found.append(seq)
+        return found
+
+
+def _weight(seq: Sequence) -> float:
+    return seq.request.weight * seq.request.tier.weight
