@@ -147,7 +147,8 @@ class Planner:
             return
         self._charge_decodes(step)
         shares = self.sequences.queue.shares
-        step.num_unused = step.budget - min(shares.for_prefill(step.budget), self._within_goals(step))
+        budget = step.budget
+        step.num_unused = budget - min(shares.for_prefill(budget), self._within_goals(step, budget))
         if len(prefilling) > 1:
             self.charge(step)
             prefilling = self.sequences.queue.prefill_order(prefilling, step.now, step.plan_builder.costs)
@@ -169,9 +170,8 @@ class Planner:
             if seq.incarnation == incarnation:  # or it was preempted, and may have been admitted anew
                 self._plan_row(seq, step)
 
-    def _within_goals(self, step: StepBuilder) -> int:
+    def _within_goals(self, step: StepBuilder, budget: int) -> int:
         """Tokens that prompts may take beside the decoding rows so that the step keeps these rows' goals; at least a part of the step."""
-        budget = step.budget
         if not self.sequences.num_goals or not self.config.enable_chunked_prefill or budget <= 0:
             return budget
         most = tokens_within(tightest_tpot_s(step.rows.seqs[: step.rows.num_decodes]), step.plan_builder.costs)

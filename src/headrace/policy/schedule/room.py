@@ -46,7 +46,9 @@ class Room:
     def next_to_admit(self, now: float, costs: StepCosts) -> Sequence | None:
         """The waiting sequence to admit next, None when none may be admitted now. Changes nothing."""
         head = self._head(now, costs)
-        if head is None or self.sequences.num_free_slots <= self._num_kept(self.config.max_num_seqs, head, now):
+        if head is None:
+            return None
+        if self._leaves_headroom(head, now) and self.sequences.num_free_slots <= self._part(self.config.max_num_seqs):
             return None
         return head if self._keeps_goals(head, costs) else None
 
@@ -60,13 +62,16 @@ class Room:
 
     def num_blocks_kept(self, seq: Sequence, now: float) -> int:
         """Blocks that the admission of a sequence has to leave free for premium requests."""
-        return self._num_kept(min((pool.total for pool in self.kv.pools), default=0), seq, now)
+        return self._part(min((pool.total for pool in self.kv.pools), default=0)) if self._leaves_headroom(seq, now) else 0
 
-    def _num_kept(self, total: int, seq: Sequence, now: float) -> int:
-        share = self.sequences.queue.shares.premium_headroom
-        if not share or seq.request.priority is PriorityClass.PREMIUM or not self.sequences.num_running:
-            return 0
-        return int(total * share) if now - self.sequences.last_premium < HEADROOM_S else 0
+    def _leaves_headroom(self, seq: Sequence, now: float) -> bool:
+        """Whether premium requests come lately and this is none. With nothing running it may take all there is."""
+        if now - self.sequences.last_premium >= HEADROOM_S or seq.request.priority is PriorityClass.PREMIUM:
+            return False
+        return self.sequences.num_running > 0
+
+    def _part(self, total: int) -> int:
+        return int(total * self.sequences.queue.shares.premium_headroom)
 
     def _keeps_goals(self, seq: Sequence, costs: StepCosts) -> bool:
         """Whether the decoding rows alone keep every goal, with one more sequence. A goal that one row would miss is no bound."""
