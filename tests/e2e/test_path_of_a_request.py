@@ -46,6 +46,9 @@ NUM_REQUESTS = 5
 BACKGROUND = {"Session._watch", "EngineService._beat", "StreamWatch._run", "give_back_when_idle", "Server.serve_until"}
 """Tasks that run a few times a second whatever is asked; what they call is on no request's path."""
 
+LOAD = {"TokenUpstream.queue"}
+"""Reading the load before a model is chosen: read-only accesses, which the page leaves out."""
+
 
 class Watch:
     """Which of our files was entered, call by call, in every thread, background tasks left out.
@@ -99,7 +102,7 @@ class Watch:
 
 def in_background(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_qualname in BACKGROUND:
+        if frame.f_code.co_qualname in BACKGROUND | LOAD:
             return True
         frame = frame.f_back
     return False
