@@ -39,7 +39,7 @@ async def test_a_preflight_needs_no_key_and_maps_nothing(opened: TestBench, path
     assert (response.status_code, response.content) == (204, b"")
     assert reads(response)
     assert response.headers["access-control-allow-headers"] == ASKED
-    assert response.headers["access-control-allow-methods"] == "GET, HEAD, POST, OPTIONS"
+    assert response.headers["access-control-allow-methods"] == "GET, HEAD, POST, DELETE, OPTIONS"
     assert int(response.headers["access-control-max-age"]) > 0
     assert "access-control-allow-credentials" not in response.headers
     assert "access-control-allow-private-network" not in response.headers
