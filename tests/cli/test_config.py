@@ -15,6 +15,7 @@ from headrace.core.hosts import is_loopback
 from headrace.fleet.files import ReplicaFiles, gateway_content
 from headrace.fleet.launcher import SECRET_VARIABLES, without_secrets
 from headrace.gateway.config import config_from
+from headrace.gateway.http.config import HttpTls
 
 
 def load_text(tmp_path: Path, text: str, environment: dict[str, str] | None = None, **flags: object) -> ServeConfig:
@@ -315,3 +316,11 @@ def test_one_key_of_two_tenants_is_refused_before_anything_starts(tmp_path: Path
     error = refusal(tmp_path, f"models: [{{engine: {{model: {model_folder}}}}}]\ngateway: {{api_keys: {keys}}}")
     assert error.where == "gateway.api_keys"
     assert "a-long-enough-key" not in str(error)
+
+
+def test_vllms_flags_of_a_certificate_are_the_gateways(tmp_path: Path, model_folder: Path) -> None:
+    text = f"models: [{{engine: {{model: {model_folder}}}}}]\n"
+    config = load_text(tmp_path, text, gateway__tls__certificate="/c.pem", gateway__tls__key="/k.pem")
+    assert config.gateway.tls == HttpTls(certificate="/c.pem", key="/k.pem")
+    assert config.fleet(Path).gateway["tls"] == {"certificate": "/c.pem", "key": "/k.pem"}
+    assert refusal(tmp_path, text, gateway__tls__certificate="/c.pem").where == "gateway.tls.key"

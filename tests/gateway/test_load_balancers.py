@@ -125,7 +125,7 @@ async def test_https_is_named_in_the_log_once_and_closed(port: int, caplog: pyte
             async with asyncio.timeout(10):
                 await asyncio.open_connection("127.0.0.1", port, ssl=context)
     [line] = [record.getMessage() for record in caplog.records if "https" in record.getMessage()]
-    assert line == "127.0.0.1 spoke https to this http port: use http://, or let a proxy in front end TLS"
+    assert line == "127.0.0.1 spoke https to this http port: use http://, let a proxy in front end TLS, or configure gateway.tls"
 
 
 def test_the_next_line_about_https_counts_the_silent_ones(caplog: pytest.LogCaptureFixture) -> None:

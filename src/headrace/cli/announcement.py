@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from http.client import HTTPConnection
+
     from headrace.cli.config import ServeConfig
     from headrace.fleet.supervisor import FleetReady
 
@@ -60,10 +62,9 @@ def _becomes_ready(url: str, path: str, deadline: float) -> bool:
 def _is_serving(url: str, path: str) -> bool:
     """Whether a probe answers 200: /ready for one replica, strict for all. Probes are answered under every name, whatever allowed_hosts
     are."""
-    from http.client import HTTPConnection, HTTPException
-    from urllib.parse import urlsplit
+    from http.client import HTTPException
 
-    connection = HTTPConnection(urlsplit(url).netloc, timeout=2.0)
+    connection = _connection(url)
     try:
         connection.request("GET", path)
         return connection.getresponse().status == 200
@@ -73,17 +74,32 @@ def _is_serving(url: str, path: str) -> bool:
         connection.close()
 
 
+def _connection(url: str) -> HTTPConnection:
+    import ssl
+    from http.client import HTTPConnection, HTTPSConnection
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(url)
+    if parts.scheme == "http":
+        return HTTPConnection(parts.netloc, timeout=2.0)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # its name is not this address's, and nothing secret is sent
+    return HTTPSConnection(parts.netloc, timeout=2.0, context=context)
+
+
 def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
     """Print text where stderr is a terminal and the log is not JSON; else write log events. `cli.child` reads the URL from either."""
+    from headrace.cli.stored_keys import has_stored_keys
     from headrace.gateway.config import ANY_ORIGIN
     from headrace.observe.logs import LogFormat
 
     url, names = _url(ready.gateway), [model.served_name for model in config.models]
     serving = f"Serving {', '.join(names)} at {url}"
     open_to = ANY_PAGE if ANY_ORIGIN in config.gateway.allowed_origins else OPEN
-    notes = [*([] if config.gateway.api_keys else [open_to]), *warnings]
+    wants_key = bool(config.gateway.api_keys) or has_stored_keys(config.state, config.gateway.store)
+    notes = [*([] if wants_key else [open_to]), *warnings]
     if sys.stderr.isatty() and config.log_format != LogFormat.JSON:
-        _print(_decided(ready), notes, [serving, "", "  Try it:", *_curl(config, url, names[0])])
+        _print(_decided(ready), notes, [serving, "", "  Try it:", *_curl(url, names[0], wants_key=wants_key)])
         return
     for replicas, lines in _decided(ready).items():
         for line in lines:
@@ -115,10 +131,11 @@ def _url(gateway: Mapping[str, object]) -> str:
     """The URL at which a client on this machine reaches the gateway. gateway: the facts it reported when it was up."""
     host = str(gateway.get("host", ""))
     local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host).strip("[]")
-    return f"http://[{local}]:{gateway.get('port')}" if ":" in local else f"http://{local}:{gateway.get('port')}"
+    scheme = gateway.get("scheme", "http")
+    return f"{scheme}://[{local}]:{gateway.get('port')}" if ":" in local else f"{scheme}://{local}:{gateway.get('port')}"
 
 
-def _curl(config: ServeConfig, url: str, model: str) -> list[str]:
+def _curl(url: str, model: str, *, wants_key: bool) -> list[str]:
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.gateway.api_keys else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key else ""
     return [f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\", f"    -d '{body}'"]

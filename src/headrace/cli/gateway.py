@@ -38,6 +38,8 @@ PATHS: dict[str, tuple[str, ...]] = {
     "workers": ("gateway.workers",),
     "api_key": ("gateway.api_keys",),
     "allow_open": ("allow_open",),
+    "ssl_certfile": ("gateway.tls.certificate",),
+    "ssl_keyfile": ("gateway.tls.key",),
     "allowed_hosts": ("gateway.allowed_hosts",),
     "allowed_origins": ("gateway.allowed_origins",),
     "request_log": ("gateway.request_log",),
@@ -79,6 +81,8 @@ def gateway(
     ] = None,
     tool_call_parser: Annotated[str | None, Flag("--tool-call-parser", help="As for headrace serve. Default auto.")] = None,
     reasoning_parser: Annotated[str | None, Flag("--reasoning-parser", help="As for headrace serve. Default auto.")] = None,
+    ssl_certfile: Annotated[str | None, Flag("--ssl-certfile", help="Certificate of the port, in PEM; it speaks https then.")] = None,
+    ssl_keyfile: Annotated[str | None, Flag("--ssl-keyfile", help="The certificate's private key, in PEM.")] = None,
     request_log: Annotated[
         str | None, Flag("--request-log", help="One line per request: on (stdout), off, stderr or a file. Default on.")
     ] = None,

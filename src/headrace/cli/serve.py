@@ -32,6 +32,8 @@ FLAG_PATHS = {
     "host": "gateway.host",
     "port": "gateway.port",
     "gateway_workers": "gateway.workers",
+    "ssl_certfile": "gateway.tls.certificate",
+    "ssl_keyfile": "gateway.tls.key",
     "allowed_hosts": "gateway.allowed_hosts",
     "allowed_origins": "gateway.allowed_origins",
     "request_log": "gateway.request_log",
@@ -87,6 +89,8 @@ def serve(
     reasoning_parser: Annotated[
         str | None, Flag("--reasoning-parser", help="How the model marks reasoning: qwen3, deepseek_r1, ...; none. Default auto.")
     ] = None,
+    ssl_certfile: Annotated[str | None, Flag("--ssl-certfile", help="Certificate of the port, in PEM; it speaks https then.")] = None,
+    ssl_keyfile: Annotated[str | None, Flag("--ssl-keyfile", help="The certificate's private key, in PEM.")] = None,
     request_log: Annotated[
         str | None, Flag("--request-log", help="One line per request: on (stdout), off, stderr or a file. Default on.")
     ] = None,

@@ -55,7 +55,6 @@ class TranslatedFlag:
 
 
 _QUANTIZED = "Use --kv-cache-dtype int8: its scales are computed as tokens come."
-_TLS = "Terminate TLS in a proxy in front of the gateway."
 _PARALLEL = "A replica runs in one process for now; use --replicas N to use more of the machine."
 _GENERATION = "Serve a copy of the model's folder without generation_config.json, or with another one."
 _GRAPHS = "no graphs are captured and nothing is compiled ahead"
@@ -131,8 +130,6 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--limit-mm-per-prompt": RefusedFlag(REMEDIES["limit_mm_per_prompt"]),
     "--mm-processor-kwargs": RefusedFlag(REMEDIES["mm_processor_kwargs"]),
     "--max-logprobs": RefusedFlag("At most 20 log-probabilities per token can be asked for.", ("20",)),
-    "--ssl-keyfile": RefusedFlag(_TLS),
-    "--ssl-certfile": RefusedFlag(_TLS),
     "--root-path": RefusedFlag("Rewrite paths in a proxy in front of the gateway.", ("/",)),
     "--middleware": RefusedFlag("Code named on a command line is never loaded."),
     "--response-role": RefusedFlag("Answers have the role assistant.", ("assistant",)),

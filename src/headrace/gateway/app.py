@@ -35,6 +35,7 @@ from headrace.gateway.http.errors import (
     row_of,
 )
 from headrace.gateway.http.exchange import Exchange, Receive, Scope, Send
+from headrace.gateway.http.forwarded import TrustedProxies
 from headrace.gateway.http.hosts import HostCheck
 from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight
 from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
@@ -116,6 +117,7 @@ class ActiveConfig:
         self.authenticator = Authenticator(config.api_keys, config.tiers, service.stored_keys)
         self.host_check = HostCheck(config.host, config.allowed_hosts)
         self.origins = Origins(config.allowed_origins)
+        self.proxies = TrustedProxies(config.trusted_proxies)
         self.public = frozenset({"/metrics"} if config.open_metrics else ())
         self.choosing = UseCount()
 
@@ -191,6 +193,8 @@ class Gateway:
             request_id=request_id, method=scope["method"][:16], path=scope["path"][:MAX_LOGGED_PATH], time=time.time()
         )
         exchange = Exchange(scope, receive, send, request_id=request_id, record=record, arrived_at=self.service.clock())
+        if peer := scope.get("client"):
+            record.client = self.active.proxies.client_of(peer[0], exchange.headers)
         record.client_request_id = sane_request_id(exchange.header(b"x-request-id"))
         return exchange
 

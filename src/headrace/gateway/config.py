@@ -19,6 +19,8 @@ from headrace.core.model_names import check_model_names
 from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
 from headrace.gateway.foreign_config import ForeignConfig, check_foreign
+from headrace.gateway.http.config import HttpTls
+from headrace.gateway.http.forwarded import check_networks
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
@@ -213,6 +215,8 @@ class GatewayConfig:
     request_log    target of the request log: on (stdout), off, "stderr" or a file's path. YAML reads on and off as true and false
     salt_key       secret (hex) that turns tenants into cache salts; empty: drawn by this process, which then shares no cached
                    prefixes with other gateways; the supervisor draws one for its whole site
+    tls            certificate and key of this port, which is https then; None: http
+    trusted_proxies  networks whose X-Forwarded-For and Forwarded are believed; of any other peer the address itself is the client's
     store          where streams are kept that their clients may continue
     sessions       how long conversations are kept, and how much they may hold
     state          folder of all embedded stores; empty: they are in memory, and end with this process
@@ -236,6 +240,8 @@ class GatewayConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     routing: Routing = field(default_factory=Routing)
     admission: AdmissionRules = field(default_factory=AdmissionRules)
+    tls: HttpTls | None = None
+    trusted_proxies: tuple[str, ...] = ()
     store: StoreConfig = field(default_factory=StoreConfig)
     sessions: SessionConfig = field(default_factory=SessionConfig)
     state: str = ""
@@ -256,6 +262,7 @@ class GatewayConfig:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)
         _check_names(self.allowed_hosts, self.allowed_origins)
+        check_networks("trusted_proxies", self.trusted_proxies)
         for part in ("limits", "timeouts", "routing", "admission", "sessions"):
             value = getattr(self, part)
             for item in fields(value):
@@ -270,6 +277,11 @@ class GatewayConfig:
             price.checked(f"prices.{name}")
         self.usage.checked()
         return self
+
+    @property
+    def scheme(self) -> str:
+        """How this gateway's URLs begin."""
+        return "http" if self.tls is None else "https"
 
     @property
     def request_log_target(self) -> str:

@@ -20,6 +20,7 @@ from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.requests import answering
 from headrace.gateway.http.descriptors import ConnectionLimit, connection_limit
+from headrace.gateway.http.door_tls import DoorCertificate
 from headrace.gateway.http.server import Server
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
@@ -80,8 +81,8 @@ async def serve(
         gc.collect()
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS)
-        log.info("listening on http://%s:%d; a model answers once its engine is up", config.host, port)
-        leash.ready({"host": config.host, "port": port})
+        log.info("listening on %s://%s:%d; a model answers once its engine is up", config.scheme, config.host, port)
+        leash.ready({"host": config.host, "port": port, "scheme": config.scheme})
         closed = asyncio.Event()
         serving = asyncio.create_task(server.serve_until(closed))
         async with answering(leash, opened.reloader, read_again, stop):
@@ -105,9 +106,10 @@ def limit_connections(config: GatewayConfig, num_connections: int = 0) -> Connec
 
 
 def follow_connections(server: Server, config: GatewayConfig) -> Callable[[], None]:
-    """Prepare to bound connections by a changed configuration. Raises ConfigError."""
+    """Prepare to bound connections by a changed configuration, and read its certificate. Raises ConfigError."""
     limit = limit_connections(config, len(server.server_state.connections))
-    return partial(server.follow, config, limit)
+    certificate = None if config.tls is None else DoorCertificate(config.tls)
+    return partial(server.follow, config, limit, certificate)
 
 
 async def first_connections(models: ModelTable) -> None:

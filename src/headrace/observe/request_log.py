@@ -51,6 +51,7 @@ class RequestLogRecord:
     """Filled while a request runs. Fields that stay None are left out of the line.
 
     request_id         made by the server; client_request_id is the client's own x-request-id, if it was short and plain
+    client             address of the client, as far as the proxies before it are trusted
     time               Unix seconds when it came; an ISO 8601 timestamp in the line
     error              code of the error body, if one was sent
     param, reason      the field that an error is about, and the rule that it broke; never a value of the client's
@@ -74,6 +75,7 @@ class RequestLogRecord:
     time: float = 0.0
     status: int = 0
     outcome: Outcome = Outcome.FAILED
+    client: str | None = None
     client_request_id: str | None = None
     worker: int | None = None
     tenant: str | None = None

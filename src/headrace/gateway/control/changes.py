@@ -13,6 +13,8 @@ CHANGEABLE = (
     "allowed_hosts",
     "allowed_origins",
     "request_log",
+    "tls",
+    "trusted_proxies",
     "limits.max_body_bytes",
     "limits.max_connections",
     "limits.max_header_bytes",

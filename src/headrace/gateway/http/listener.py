@@ -1,4 +1,5 @@
-"""Accepts connections up to a limit. A connection beyond it is answered 503 with Retry-After instead of being dropped.
+"""Accepts connections up to a limit. A connection beyond it is answered 503 with Retry-After instead of being dropped; with TLS it is
+closed, since an answer would take a handshake.
 
 The event loop's own server accepts every waiting connection before it can be counted, and at the limit of open files it drops connections
 unanswered, so this listener replaces it. Where descriptors run out it pauses and goes on; it never raises for them.
@@ -11,6 +12,7 @@ import errno
 import logging
 import os
 import socket
+import ssl
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
@@ -18,7 +20,9 @@ import msgspec
 
 from headrace.gateway.http.connection import OnRefused
 from headrace.gateway.http.descriptors import ConnectionLimit
+from headrace.gateway.http.door_tls import DoorCertificate
 from headrace.gateway.http.errors import ErrorBody, ErrorObject
+from headrace.gateway.http.tls_notice import HANDSHAKE_FAILED, TlsNotice
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +35,9 @@ PAUSE_S = 0.1
 LINGER_S = 1.0
 """Seconds for which a refused client's request is discarded: closing with unread bytes resets the connection, and the refusal is lost."""
 
+HANDSHAKE_S = 10.0
+"""Seconds that a TLS handshake may take."""
+
 RETRY_AFTER_S = 1
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MESSAGE = "This server has as many connections as it can hold; try again in a moment."
@@ -39,7 +46,8 @@ MESSAGE = "This server has as many connections as it can hold; try again in a mo
 class Listener:
     """Accepts the connections of one listening socket. uvicorn closes it as it would close the event loop's server.
 
-    limit  may be replaced; a lower one closes no connection
+    limit        may be replaced; a lower one closes no connection
+    certificate  of new connections; may be replaced. None: they speak plain HTTP
     """
 
     def __init__(
@@ -50,10 +58,13 @@ class Listener:
         *,
         connections: Collection[object],
         on_refused: OnRefused,
+        certificate: DoorCertificate | None = None,
     ) -> None:
         """connections: the protocols of open connections, in the server's own collection"""
         self._socket, self._make_protocol, self.limit = listening, make_protocol, limit
         self._connections, self._on_refused = connections, on_refused
+        self.certificate = certificate
+        self._notice = TlsNotice(text=HANDSHAKE_FAILED)
         self._loop = asyncio.get_running_loop()
         self._connecting: dict[asyncio.Task[object], object] = {}  # task -> the protocol that it will add to the connections
         self._refused: dict[socket.socket, asyncio.TimerHandle] = {}  # in order of arrival
@@ -101,14 +112,22 @@ class Listener:
 
     def _connect(self, client: socket.socket) -> None:
         protocol = self._make_protocol()
-        task: asyncio.Task[object] = self._loop.create_task(self._loop.connect_accepted_socket(lambda: protocol, client))
+        if self.certificate is None:
+            connecting = self._loop.connect_accepted_socket(lambda: protocol, client)
+        else:
+            context = self.certificate.context()
+            connecting = self._loop.connect_accepted_socket(lambda: protocol, client, ssl=context, ssl_handshake_timeout=HANDSHAKE_S)
+        task: asyncio.Task[object] = self._loop.create_task(connecting)
         self._connecting[task] = protocol
         task.add_done_callback(self._connected)
 
     def _connected(self, task: asyncio.Task[object]) -> None:
         del self._connecting[task]
-        if not task.cancelled() and task.exception() is not None:
-            log.warning("a connection could not be taken: %r", task.exception())
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, ssl.SSLError):
+            self._notice(str(error.reason or "unknown"))
+        elif error is not None and not (self.certificate is not None and isinstance(error, OSError)):  # that client left in the handshake
+            log.warning("a connection could not be taken: %r", error)
 
     def _wait(self, error: OSError) -> None:
         """Readiness would be reported again at once, for ever."""
@@ -121,6 +140,10 @@ class Listener:
         self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def _refuse(self, client: socket.socket) -> None:
+        if self.certificate is not None:  # an answer would take a handshake
+            client.close()
+            self._on_refused(os.urandom(12).hex(), 503, MESSAGE)
+            return
         if len(self._refused) >= self.limit.max_refusals:
             self._drop(next(iter(self._refused)))
         request_id = os.urandom(12).hex()

@@ -11,6 +11,7 @@ import uvicorn
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.http.connection import OnRefused, protocol_for
 from headrace.gateway.http.descriptors import ConnectionLimit
+from headrace.gateway.http.door_tls import DoorCertificate
 from headrace.gateway.http.listener import Listener
 
 BACKLOG = 2048
@@ -25,7 +26,9 @@ class Server(uvicorn.Server):
     """uvicorn's server without its signal handlers: `gateway.main` decides when to stop."""
 
     def __init__(self, app: Any, config: GatewayConfig, on_refused: OnRefused, limit: ConnectionLimit) -> None:
+        """Raises ConfigError for a certificate that cannot be used."""
         self._limit, self._on_refused = limit, on_refused
+        self._certificate = None if config.tls is None else DoorCertificate(config.tls)
         self._bounds = protocol_for(config, on_refused)
         super().__init__(
             uvicorn.Config(
@@ -60,7 +63,9 @@ class Server(uvicorn.Server):
         listener = socket.create_server((self.config.host, self.config.port), family=family, backlog=BACKLOG, reuse_port=shares_port)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BYTES)  # accepted sockets inherit it
         connections = self.server_state.connections
-        self.listener = Listener(listener, self._protocol, self._limit, connections=connections, on_refused=self._on_refused)
+        self.listener = Listener(
+            listener, self._protocol, self._limit, connections=connections, on_refused=self._on_refused, certificate=self._certificate
+        )
         self.servers = [self.listener]  # type: ignore[list-item]  # uvicorn only closes it
         self.started = True
         port: int = listener.getsockname()[1]
@@ -72,8 +77,12 @@ class Server(uvicorn.Server):
         made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         return made
 
-    def follow(self, config: GatewayConfig, limit: ConnectionLimit) -> None:
-        """Bound connections by another configuration, open ones too. Only `keep_alive_s` is an open connection's own."""
+    def follow(self, config: GatewayConfig, limit: ConnectionLimit, certificate: DoorCertificate | None) -> None:
+        """Bound connections by another configuration, open ones too. Only `keep_alive_s` is an open connection's own, and its certificate.
+
+        certificate  of new connections
+        """
+        self.listener.certificate = certificate
         self._bounds.follow(config)
         self.config.timeout_keep_alive = _keep_alive_s(config)
         self.listener.limit = limit

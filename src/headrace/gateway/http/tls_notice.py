@@ -1,4 +1,4 @@
-"""The log line for operators about clients that speak https to the plain HTTP port."""
+"""The log line for operators about clients that speak https to a plain HTTP port, or what is no TLS to an https port."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ TLS_NOTICE_S = 60.0
 """Seconds between two log lines about TLS handshakes: a health check over https comes every second."""
 
 
-class TlsNotice:
-    """Logs that a client spoke https here, which sees no more than its connection close."""
+SPOKE_HTTPS = "%s spoke https to this http port%s: use http://, let a proxy in front end TLS, or configure gateway.tls"
+HANDSHAKE_FAILED = "a TLS handshake failed (%s)%s: http:// to this https port gives HTTP_REQUEST"
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+
+class TlsNotice:
+    """Logs that a client spoke what this port does not, which sees no more than its connection close."""
+
+    def __init__(self, clock: Clock = time.monotonic, *, text: str = SPOKE_HTTPS) -> None:
+        """text: with places for what is known of the client, and for how many more there were"""
+        self._text = text
         self._clock = clock
         self._due_at = -math.inf
         self._num_unsaid = 0
@@ -31,5 +37,5 @@ class TlsNotice:
             self._num_unsaid += 1
             return
         more = f" (so did {self._num_unsaid} connections before it)" if self._num_unsaid else ""
-        log.warning("%s spoke https to this http port%s: use http://, or let a proxy in front end TLS", client, more)
+        log.warning(self._text, client, more)
         self._due_at, self._num_unsaid = now + TLS_NOTICE_S, 0

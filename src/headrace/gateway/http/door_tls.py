@@ -1,0 +1,79 @@
+"""TLS of the HTTP door: one certificate and its key. Files that change are read again; connections that are open keep what they have."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import time
+
+from headrace.core.clock import Clock
+from headrace.core.errors import ConfigError
+from headrace.gateway.http.config import HttpTls
+from headrace.wire.private_files import check_private_file
+
+log = logging.getLogger(__name__)
+
+ALPN = "http/1.1"
+STAMP_S = 1.0
+"""Seconds between two looks at the files, which the next new connection after them makes."""
+
+
+class DoorCertificate:
+    """The certificate as its files have it now."""
+
+    def __init__(self, files: HttpTls, clock: Clock = time.monotonic) -> None:
+        """Raises ConfigError with the file that cannot be used and why."""
+        self._files = files
+        self._clock = clock
+        self._stamp, self._looked_at = _stamp(files), clock()
+        self._context = load_context(files)
+
+    def context(self) -> ssl.SSLContext:
+        """For a new connection. Changed files that cannot be used are logged once; the last good ones stay."""
+        now = self._clock()
+        if now - self._looked_at >= STAMP_S:
+            self._looked_at = now
+            self._read_changed()
+        return self._context
+
+    def _read_changed(self) -> None:
+        stamp = _stamp(self._files)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._context = load_context(self._files)
+            log.info("the certificate was read again: %s", self._files.certificate)
+        except ConfigError as error:
+            log.error("the changed certificate is not used: %s", error)
+
+
+def load_context(files: HttpTls) -> ssl.SSLContext:
+    """Raises ConfigError for a file that cannot be read, a key that is open to other users or does not fit."""
+    check_private_file("tls.key", files.key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols([ALPN])
+    try:
+        # An empty passphrase: OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(files.certificate, files.key, password="")
+    except FileNotFoundError as error:
+        raise ConfigError("tls.certificate", f"{files.certificate} cannot be read ({error.strerror})") from error
+    except (ssl.SSLError, OSError) as error:
+        what = "does not fit" if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH" else "is no PEM file without passphrase beside"
+        raise ConfigError("tls.key", f"{files.key} {what} {files.certificate}") from error
+    return context
+
+
+def _stamp(files: HttpTls) -> tuple[tuple[int, int, int] | None, ...]:
+    """Equal as long as no file has changed."""
+    return tuple(_stamp_of(path) for path in (files.certificate, files.key))
+
+
+def _stamp_of(path: str) -> tuple[int, int, int] | None:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_size, info.st_ino

@@ -1,0 +1,202 @@
+"""https at the door: a certificate that is read again while connections are open; and addresses that only listed proxies may name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_kit import TestBench, chat_body, gateway_config, open_bench, serving
+from tls_kit import authority, write_certificates, write_whole
+
+from headrace.core.errors import ConfigError
+from headrace.fleet.authority import SiteAuthority
+from headrace.gateway.config import config_from
+from headrace.gateway.http import listener
+from headrace.gateway.http.config import HttpTls
+from headrace.gateway.http.door_tls import STAMP_S, DoorCertificate
+from headrace.gateway.http.forwarded import TrustedProxies, check_networks
+from headrace.text.folder import TextModel
+from headrace.wire.tls.files import TlsRole
+
+
+def certificate(folder: Path, signer: SiteAuthority | None = None) -> HttpTls:
+    files = write_certificates(folder, signer or authority(), TlsRole.ENGINE, "localhost")
+    return HttpTls(certificate=files.certificate, key=files.key)
+
+
+def plain(files: HttpTls) -> dict[str, str]:
+    return {"certificate": files.certificate, "key": files.key}
+
+
+def head(method: str, path: str, content: bytes) -> bytes:
+    lines = f"{method} {path} HTTP/1.1", "host: localhost", "content-type: application/json", f"content-length: {len(content)}", "", ""
+    return "\r\n".join(lines).encode()
+
+
+class Client:
+    """One https connection. presented: the server's certificate"""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.presented: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+
+    async def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        content = b"" if body is None else json.dumps(body).encode()
+        self.writer.write(head(method, path, content) + content)
+        answer = await self.reader.readuntil(b"\r\n\r\n")
+        length = next(int(line[15:]) for line in answer.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        return int(answer[9:12]), await self.reader.readexactly(length)
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[Client]:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+async def test_requests_and_streams_are_served_over_tls(text: TextModel, tmp_path: Path) -> None:
+    async with open_bench(text, tls=plain(certificate(tmp_path))) as bench, serving(bench.gateway) as port, connected(port) as client:
+        assert client.writer.get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
+        assert client.writer.get_extra_info("ssl_object").version() == "TLSv1.3"
+        for _ in range(3):
+            status, body = await client.ask("POST", "/v1/chat/completions", chat_body())
+            assert (status, json.loads(body)["object"]) == (200, "chat.completion")
+        content = json.dumps(chat_body(stream=True)).encode()
+        client.writer.write(head("POST", "/v1/chat/completions", content) + content)
+        assert b"data: [DONE]" in await client.reader.readuntil(b"0\r\n\r\n")
+
+
+async def test_a_changed_certificate_is_used_by_new_connections_and_open_ones_stay(text: TextModel, tmp_path: Path) -> None:
+    signer, now = authority(), [0.0]
+    files = certificate(tmp_path, signer)
+    async with open_bench(text, tls=plain(files)) as bench, serving(bench.gateway, bench.reloader) as port, connected(port) as old:
+        first = old.presented
+        certificate(tmp_path, signer)  # renewed in place
+        await bench.reloader.reload(lambda: bench.reloader.config)
+        async with connected(port) as new:
+            assert new.presented != first
+            assert (await new.ask("GET", "/live"))[0] == 200
+        assert (await old.ask("GET", "/live"))[0] == 200, "the open connection lives on"
+    watched = DoorCertificate(files, lambda: now[0])
+    before = watched.context()
+    certificate(tmp_path, signer)
+    assert watched.context() is before, "the files are not looked at for every connection"
+    now[0] += STAMP_S
+    after = watched.context()
+    assert after is not before, "a renewal needs no signal"
+    write_whole(Path(files.key), b"broken")
+    now[0] += STAMP_S
+    assert watched.context() is after, "the last good one stays"
+
+
+async def test_a_reload_with_a_certificate_that_cannot_be_used_changes_nothing(text: TextModel, tmp_path: Path) -> None:
+    files = certificate(tmp_path)
+    async with open_bench(text, tls=plain(files)) as bench, serving(bench.gateway, bench.reloader) as port:
+        changed = replace(bench.reloader.config, tls=HttpTls(certificate=files.certificate, key=str(tmp_path / "missing")))
+        with pytest.raises(ConfigError, match=r"tls\.key: .*missing cannot be read"):
+            await bench.reloader.reload(lambda: changed)
+        async with connected(port) as client:
+            assert (await client.ask("GET", "/live"))[0] == 200
+
+
+async def test_what_speaks_plain_http_to_https_is_closed_and_named_once(
+    text: TextModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_bench(text, tls=plain(certificate(tmp_path))) as bench, serving(bench.gateway) as port:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert b"HTTP/" not in await reader.read()
+            writer.close()
+        async with connected(port) as client:
+            assert (await client.ask("GET", "/live"))[0] == 200
+    assert [record.message for record in caplog.records if "handshake" in record.message] == [
+        "a TLS handshake failed (HTTP_REQUEST): http:// to this https port gives HTTP_REQUEST"
+    ]
+
+
+async def test_a_handshake_that_hangs_is_ended(text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.1)
+    async with open_bench(text, tls=plain(certificate(tmp_path))) as bench, serving(bench.gateway) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await asyncio.wait_for(reader.read(), 20) == b"", "closed without a word"
+        writer.close()
+
+
+def test_a_key_that_other_users_may_read_is_refused(tmp_path: Path) -> None:
+    files = certificate(tmp_path)
+    Path(files.key).chmod(0o644)
+    with pytest.raises(ConfigError, match=r"tls\.key: .* is open to other users"):
+        DoorCertificate(files)
+
+
+def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
+    one, other = certificate(tmp_path / "one"), certificate(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"tls\.key: .* does not fit"):
+        DoorCertificate(HttpTls(certificate=one.certificate, key=other.key))
+    with pytest.raises(ConfigError, match=r"tls\.certificate: .* cannot be read"):
+        DoorCertificate(HttpTls(certificate=str(tmp_path / "missing"), key=other.key))
+
+
+# -- addresses --------------------------------------------------------------------------------------------------------------------------
+
+PROXIES = TrustedProxies(["10.0.0.0/8", "127.0.0.1", "fd00::/8"])
+FORGED = (b"x-forwarded-for", b"1.2.3.4")
+
+
+@pytest.mark.parametrize(
+    ("peer", "headers", "client"),
+    [
+        ("203.0.113.9", [FORGED], "203.0.113.9"),
+        ("203.0.113.9", [(b"forwarded", b"for=1.2.3.4")], "203.0.113.9"),
+        ("10.0.0.1", [], "10.0.0.1"),
+        ("10.0.0.1", [(b"x-forwarded-for", b"198.51.100.7")], "198.51.100.7"),
+        ("10.0.0.1", [(b"x-forwarded-for", b"1.2.3.4, 198.51.100.7")], "198.51.100.7"),
+        ("10.0.0.1", [FORGED, (b"x-forwarded-for", b"198.51.100.7")], "198.51.100.7"),
+        ("10.0.0.1", [(b"x-forwarded-for", b"198.51.100.7, 10.1.1.1, 127.0.0.1")], "198.51.100.7"),
+        ("10.0.0.1", [(b"x-forwarded-for", b"10.9.9.9, 10.1.1.1")], "10.9.9.9"),
+        ("10.0.0.1", [(b"x-forwarded-for", b"1.2.3.4, unknown")], "10.0.0.1"),
+        ("10.0.0.1", [(b"x-forwarded-for", b"1.2.3.4\r\nx: y")], "10.0.0.1"),
+        ("10.0.0.1", [(b"x-forwarded-for", b",".join([b"10.0.0.2"] * 5000))], "10.0.0.2"),
+        ("10.0.0.1", [(b"forwarded", b'for="[2001:db8::7]:4711";proto=https')], "2001:db8::7"),
+        ("10.0.0.1", [(b"forwarded", b"for=1.2.3.4, for=198.51.100.7;by=10.0.0.1"), FORGED], "198.51.100.7"),
+        ("10.0.0.1", [(b"forwarded", b"for=_hidden")], "10.0.0.1"),
+        ("::ffff:10.0.0.1", [(b"x-forwarded-for", b"198.51.100.7:5050")], "198.51.100.7"),
+        ("fd00::1", [(b"x-forwarded-for", b"2001:db8::7")], "2001:db8::7"),
+    ],
+)
+def test_only_listed_proxies_name_a_client(peer: str, headers: list[tuple[bytes, bytes]], client: str) -> None:
+    assert PROXIES.client_of(peer, headers) == client
+    assert TrustedProxies([]).client_of(peer, headers) == peer, "nothing is believed without a list"
+
+
+def test_what_is_no_network_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trusted_proxies\[1\]: '10\.0\.0\.1/8' is no network"):
+        check_networks("trusted_proxies", ["::1", "10.0.0.1/8"])
+    with pytest.raises(ConfigError, match=r"trusted_proxies\[0\]: 'proxy' is no network"):
+        config_from({"models": [{"name": "m", "upstreams": [{"url": "http://h/v1"}]}], "trusted_proxies": ["proxy"]})
+    assert gateway_config(trusted_proxies=["10.0.0.0/8"]).trusted_proxies == ("10.0.0.0/8",)
+
+
+async def test_the_log_has_the_clients_address(text: TextModel, tmp_path: Path) -> None:
+    async def ask(bench: TestBench) -> None:
+        await bench.client.get("/v1/models", headers={"x-forwarded-for": "198.51.100.7"})
+
+    for name, trusted in (("plain.log", []), ("trusting.log", ["127.0.0.0/8"])):
+        async with open_bench(text, request_log=str(tmp_path / name), trusted_proxies=trusted) as bench:
+            await ask(bench)
+    logged = [json.loads((tmp_path / name).read_text())["client"] for name in ("plain.log", "trusting.log")]
+    assert logged == ["127.0.0.1", "198.51.100.7"]
