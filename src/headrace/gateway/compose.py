@@ -117,6 +117,7 @@ async def open_gateway(
         )
         app = Gateway(service, request_log)
         stack.callback(lambda: app.request_log.close())
+        _share_memory_between_tenants(app)
         _connect_metrics(app, models)
         trimming = asyncio.create_task(give_back_when_idle(memory), name="memory given back")
         stack.callback(trimming.cancel)
@@ -131,6 +132,16 @@ def _watch(config: GatewayConfig, memory: RequestMemory, metrics: Metrics, sourc
         on_lag=metrics.loop_lag.observe,
         clock=sources.clock,
     )
+
+
+def _share_memory_between_tenants(app: Gateway) -> None:
+    """From the first stored key on: keys may be of several tenants, and none of these may hold all."""
+
+    def share() -> None:
+        app.service.memory.take_limits(memory_budget(app.service.config, machine_bytes(), has_stored_keys=True))
+
+    if app.service.stored_keys is not None:
+        app.service.stored_keys.on_first_key(share)
 
 
 async def _stored_keys(stack: AsyncExitStack, config: GatewayConfig, sources: Sources) -> StoredKeys | None:

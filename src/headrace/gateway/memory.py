@@ -29,9 +29,14 @@ SEVERAL_TENANTS_SHARE = 0.25
 """Share of each sum that one tenant may hold where there are several tenants and `limits.max_tenant_share` is not set."""
 
 
-def memory_budget(config: GatewayConfig, machine_bytes: int) -> RequestMemory:
-    """The two sums of `access.budget`, empty, with their limits. machine_bytes: what `machine_bytes()` gives"""
-    limits, share = config.limits, tenant_share(config)
+def memory_budget(config: GatewayConfig, machine_bytes: int, *, has_stored_keys: bool = False) -> RequestMemory:
+    """The two sums of `access.budget`, empty, with their limits.
+
+    machine_bytes    what `machine_bytes()` gives
+    has_stored_keys  there are keys beside those of the configuration
+    """
+    limits = config.limits
+    share = SEVERAL_TENANTS_SHARE if has_stored_keys and limits.max_tenant_share is None else tenant_share(config)
     prompts = limits.max_prompt_bytes or default_prompt_bytes(machine_bytes)
     answers, request = limits.max_answer_bytes, limits.max_request_held_bytes
     return RequestMemory(
@@ -46,7 +51,7 @@ def default_prompt_bytes(machine_bytes: int) -> int:
 
 
 def tenant_share(config: GatewayConfig) -> float:
-    """Share of what is bounded in bytes that one tenant may hold."""
+    """Share of what is bounded in bytes that one tenant of the configuration may hold."""
     return config.limits.max_tenant_share or (SEVERAL_TENANTS_SHARE if config.num_tenants > 1 else 1.0)
 
 

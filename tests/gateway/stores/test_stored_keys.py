@@ -424,6 +424,21 @@ async def test_the_door_has_no_admin_path(text: TextModel, tmp_path: Path, admin
                 assert response.status_code == 404, (method, path)
 
 
+async def test_a_tenant_of_a_stored_key_may_hold_a_part_of_the_memory(text: TextModel, tmp_path: Path, admin: Administration) -> None:
+    async with open_bench(text, state=str(tmp_path)) as bench:
+        limits = bench.gateway.service.memory.answers
+        assert limits.limits.tenant == limits.limits.total, "the only tenant of an open server may hold all"
+        issued = await admin.create_key(NewKey(tenant="acme"))
+        await becomes(bench, issued.key, 200)
+        await becomes(bench, None, 401)
+        assert limits.limits.tenant == limits.limits.total // 4
+        await bench.reloader.reload(lambda: bench.reloader.config)
+        assert limits.limits.tenant == limits.limits.total // 4, "and a reload keeps that"
+    async with open_bench(text, state=str(tmp_path)) as bench:
+        limits = bench.gateway.service.memory.answers
+        assert limits.limits.tenant == limits.limits.total // 4, "as does a start"
+
+
 async def test_a_store_is_closed_with_its_gateway(text: TextModel, tmp_path: Path) -> None:
     async with open_bench(text, state=str(tmp_path)) as bench:
         stored: Any = bench.gateway.service.stored_keys

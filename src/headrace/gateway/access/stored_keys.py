@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -54,6 +54,7 @@ class StoredKeys:
     """Lives on one event loop, for as long as its `async with` block."""
 
     def __init__(self, store: KeyStore, *, clock: Clock, unix_time: Clock) -> None:
+        self._on_first_key: Callable[[], None] = lambda: None
         self._store = store
         self._clock = clock
         self._now = SteadyUnixTime(unix_time, clock)
@@ -80,12 +81,23 @@ class StoredKeys:
                     await task
         await self._store.close()
 
+    @property
+    def has_seen_keys(self) -> bool:
+        """Whether the store has had a key, as far as this gateway knows."""
+        return self._state is not None and self._state.has_keys
+
+    def on_first_key(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once a key is seen; at once if one was."""
+        self._on_first_key = callback
+        if self.has_seen_keys:
+            callback()
+
     async def has_keys(self) -> bool:
         """Whether a key was ever created. Once seen that holds for good, whatever becomes of the store.
 
         Raises Unavailable where it cannot be known.
         """
-        if self._state is not None and self._state.has_keys:
+        if self.has_seen_keys:
             return True
         if self._clock() - self._answered_at > OPEN_S:
             with suppress(Unavailable):
@@ -112,7 +124,7 @@ class StoredKeys:
         version, found = await self._answer(self._store.find(sha256))
         if self._state is not None and version < self._state.version:
             return found  # read before a change that is known by now: not remembered
-        self._saw(DirectoryState(version, found is not None or (self._state is not None and self._state.has_keys)))
+        self._saw(DirectoryState(version, found is not None or self.has_seen_keys))
         if found is not None:
             _remember(self._found, blinded, found, MAX_FOUND)
         else:
@@ -143,8 +155,10 @@ class StoredKeys:
         if self._state is None or state.version != self._state.version:
             self._found.clear()
             self._absent.clear()
-        had_keys = self._state is not None and self._state.has_keys
+        had_keys = self.has_seen_keys
         self._state = DirectoryState(state.version, state.has_keys or had_keys)
+        if self.has_seen_keys and not had_keys:
+            self._on_first_key()
 
     async def _answer(self, call: Awaitable[T], timeout_s: float = STORE_S) -> T:
         """What the store says. Raises Unavailable after `timeout_s`, or where it fails."""
