@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from typing import Any, cast
 
 import pytest
-from scripted_site import Script, scripted_site
+from scripted_site import FleetExit, Script, scripted_site
 from wire_kit import until
 
-from headrace.fleet import control
+from headrace.fleet import config, control, gateways, hang_watch
 from headrace.fleet.command_slot import CommandSlot, ControlBusy
 from headrace.fleet.hangup import reloading_when_asked
 
@@ -113,3 +114,86 @@ async def test_a_hangup_that_finds_another_command_just_begun_is_not_lost(caplog
         asked.set()
         await until(lambda: busy.num_reloads == 1)
     assert "changed nothing" not in caplog.text
+
+
+async def test_a_drain_of_all_waits_for_no_gateway_that_hangs() -> None:
+    script = Script()
+    async with scripted_site(script, workers=2) as site:
+        script.silent.add("gateway-1")
+        began = time.monotonic()
+        assert (await site.do("drain", within_s=1.5))[-1] == {"event": "done"}
+        assert time.monotonic() - began < 10
+        assert site.process("gateway-0").config["timeouts"]["drain_s"] == 1.5
+        assert await asyncio.wait_for(site.running, 30) is FleetExit.CUT, "the gateway that hangs is killed"
+
+
+async def test_a_drain_of_all_waits_for_no_change_that_is_under_way() -> None:
+    script = Script()
+    async with scripted_site(script, workers=2) as site:
+        script.holding.add("gateway-1")
+        scaling = asyncio.create_task(site.do("scale", model="tiny", replicas=2))
+        await until(lambda: site.listed("tiny", "gateway-0") == ["tiny-0", "tiny-1"])
+        assert (await site.do("drain", within_s=20))[-1] == {"event": "done"}
+        assert await asyncio.wait_for(site.running, 15) is FleetExit.DRAINED
+        assert site.pids("tiny-1") == [], "nothing is started any more"
+        assert (await scaling)[-1]["event"] in ("refused", "failed")
+
+
+async def test_the_last_replica_is_not_drained_while_a_gateway_starts_again() -> None:
+    script = Script()
+    async with scripted_site(script, models={"tiny": 2}) as site:
+        await site.all_serving()
+        script.loading.add("gateway")
+        site.process("gateway").kill()
+        await until(lambda: len(site.pids("gateway")) == 2)
+        assert (await site.do("drain", replica="tiny-0", within_s=5))[-1] == {"event": "done"}, "the other one served when it was last seen"
+        [refused] = await site.do("drain", replica="tiny-1", within_s=5)
+        assert refused["reason"].startswith("tiny-1: is the last replica of tiny that serves")
+
+
+async def test_a_gateway_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(gateways, "STATUS_TIMEOUT_S", 0.1)
+    script = Script()
+    async with scripted_site(script, workers=2) as site:
+        script.silent.add("gateway-1")
+        await until(lambda: len(site.pids("gateway-1")) == 2)
+        script.silent.clear()
+        await until(lambda: site.process("gateway-1").ready.done())
+        assert (len(site.pids("gateway-0")), len(site.pids("tiny-0"))) == (1, 1)
+
+
+async def test_an_engine_that_no_gateway_can_use_is_started_again_unless_it_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_watch, "LOOK_S", 0.05)
+    monkeypatch.setattr(config, "MIN_HANG_TIMEOUT_S", 0.0)
+    script = Script()
+    async with scripted_site(script, workers=2, models={"tiny": 2}, hang_timeout_s=0.5) as site:
+        await site.all_serving()
+        script.not_ready["tiny-0"] = "draining"
+        await asyncio.sleep(1.0)
+        assert len(site.pids("tiny-0")) == 1
+        script.not_ready["tiny-0"] = "not connected"
+        await until(lambda: len(site.pids("tiny-0")) == 2)
+        assert len(site.pids("tiny-1")) == 1
+
+
+async def test_nothing_that_hangs_is_killed_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(gateways, "STATUS_TIMEOUT_S", 0.05)
+    script = Script()
+    async with scripted_site(script, workers=2, hang_timeout_s=0.0) as site:
+        await site.all_serving()
+        script.silent.add("gateway-1")
+        script.not_ready["tiny-0"] = "not connected"
+        await asyncio.sleep(1.0)
+        assert (len(site.pids("gateway-1")), len(site.pids("tiny-0"))) == (1, 1)
+
+
+async def test_an_engine_that_is_not_ready_in_time_fails_its_model_alone() -> None:
+    script = Script(loading={"other-0"})
+    async with scripted_site(script, models={"tiny": 1, "other": 1}, start_timeout_s=0.5) as site:
+        [tiny, other] = (await site.status())["models"]
+        assert tiny["failure"] == ""
+        assert other["failure"] == "other: other-0 cannot be started: did not serve within 0.5 s and was killed (start_timeout_s)"
+        script.loading.clear()
+        assert (await site.do("rollout", model="other"))[-1] == {"event": "done"}

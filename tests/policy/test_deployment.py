@@ -90,6 +90,9 @@ def test_without_surge_the_only_ready_replica_is_kept(pair: Deployment) -> None:
     serve(pair, "tiny-2")
     pair.seen("tiny-2", is_ready=False)
     assert run(pair) == []
+    pair.seen("tiny-1", is_ready=False)
+    assert run(pair) == [], "what has served may serve again: a gateway may be slow"
+    pair.seen("tiny-1", is_ready=True)
     pair.seen("tiny-2", is_ready=True)
     assert run(pair) == [RetireReplica("tiny-1")]
 
@@ -164,6 +167,9 @@ def test_the_last_replica_that_serves_is_drained_only_where_that_is_allowed(pair
     with pytest.raises(ConfigError, match="tiny-1: is the last replica of tiny that serves"):
         pair.drain("tiny-1")
     assert run(pair) == [], "the model does with one less"
+    pair.seen("tiny-1", is_ready=False)
+    with pytest.raises(ConfigError, match="tiny-1: is the last replica of tiny that serves"):
+        pair.drain("tiny-1")
     pair.drain("tiny-1", allow_outage=True)
     assert pair.targets["tiny"].num_replicas == 0
 

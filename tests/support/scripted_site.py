@@ -183,13 +183,19 @@ class ScriptedSite:
             while (await self.status())["command"] is not None:
                 await asyncio.sleep(0.02)
 
+    async def all_serving(self) -> None:
+        """Until every replica of "tiny" has been ready at every gateway."""
+        async with asyncio.timeout(PATIENCE_S):
+            while set((await self.phases()).values()) != {"serving"}:
+                await asyncio.sleep(0.02)
+
     async def phases(self, model: str = "tiny") -> dict[str, str]:
         [found] = [each for each in (await self.status())["models"] if each["name"] == model]
         return {replica["name"]: replica["phase"] for replica in found["replicas"]}
 
-    def listed(self, model: str) -> list[str]:
-        """Replicas of a model in the file that the gateways have read."""
-        [found] = [each for each in self.process("gateway").config["models"] if each["name"] == model]
+    def listed(self, model: str, gateway: str = "gateway") -> list[str]:
+        """Replicas of a model in the file that a gateway has read."""
+        [found] = [each for each in self.process(gateway).config["models"] if each["name"] == model]
         return [replica["name"] for replica in found["replicas"]]
 
     def pids(self, label: str) -> list[int]:

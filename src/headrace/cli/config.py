@@ -149,6 +149,7 @@ class ServeConfig:
     usage            how records of what requests used are kept in `state`, and where they are sent (docs/usage.md)
     gateway          the gateway's section; its `models` is made from `models` here, its `timeouts.drain_s` from `drain_timeout_s`
     drain_timeout_s  after SIGTERM: how long running requests may take
+    start_timeout_s, hang_timeout_s  see `FleetConfig`
     log_format       "auto" (text on a terminal, JSON elsewhere), "text" or "json"; a request log that is a file is always JSON
     run_dir          parent of the private directory for sockets; None: XDG_RUNTIME_DIR, else the temporary directory
     allow_open       listen beyond loopback without API keys
@@ -163,6 +164,8 @@ class ServeConfig:
     usage: UsageConfig = field(default_factory=UsageConfig)
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(models=()))
     drain_timeout_s: float = 30.0
+    start_timeout_s: float = 1800.0
+    hang_timeout_s: float = 60.0
     log_format: str = "auto"
     run_dir: str | None = None
     allow_open: bool = False
@@ -239,6 +242,8 @@ class ServeConfig:
             gateway=gateway,
             block_key=self.block_key,
             drain_timeout_s=self.drain_timeout_s,
+            start_timeout_s=self.start_timeout_s,
+            hang_timeout_s=self.hang_timeout_s,
             log_format=LogFormat(self.log_format),
             run_dir=run_dir,
         )

@@ -15,7 +15,17 @@ from headrace.cli.config_yaml import Raw, parse_yaml
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import UnknownKey, inner, key_of
 
-TOP_LEVEL = ("state", "drain_timeout_s", "run_dir", "allow_open", "block_key", "log_format", "experimental")
+TOP_LEVEL = (
+    "state",
+    "drain_timeout_s",
+    "start_timeout_s",
+    "hang_timeout_s",
+    "run_dir",
+    "allow_open",
+    "block_key",
+    "log_format",
+    "experimental",
+)
 """Keys that stand in no section; their variables have no double underscore (HEADRACE_DRAIN_TIMEOUT_S)."""
 
 ELSEWHERE = {

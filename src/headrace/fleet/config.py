@@ -18,6 +18,9 @@ from headrace.observe.logs import LogFormat
 from headrace.policy.deployment import replica_prefix
 
 MAX_REPLICAS = 64
+MIN_HANG_TIMEOUT_S = 15.0
+"""Least `hang_timeout_s`: the wire's lease (10 s) and a new connection come first."""
+
 KEY_BYTES = 32
 COMMAND = (sys.executable, "-P", "-m", "headrace")
 """This program. -P: modules are not looked for in the current directory, which may be a downloaded model's folder."""
@@ -55,6 +58,9 @@ class FleetConfig:
     gateway          keys of the gateway's own file beside `models` (host, port, api_keys, limits, ...); without a port a free one is taken
     block_key        secret (hex) that keys block hashes, the same in every engine; empty: `with_keys` draws one
     drain_timeout_s  after SIGTERM: how long running requests may take
+    start_timeout_s  a process that has not served so long after its start is killed, and counts as failed; 0: never
+    hang_timeout_s   an engine that no gateway can use for so long is killed and started again, and a gateway that answers nothing after
+                     about ten seconds, or so long if that is less; 0: never
     log_format       of the logs of every process
     run_dir          parent of this deployment's private directory; None: XDG_RUNTIME_DIR, else the temporary directory
     engine_command, gateway_command   started with `--config FILE --parent-fd N` appended
@@ -64,6 +70,8 @@ class FleetConfig:
     gateway: Mapping[str, object] = field(default_factory=dict, repr=False)
     block_key: str = field(default="", repr=False)
     drain_timeout_s: float = 30.0
+    start_timeout_s: float = 1800.0
+    hang_timeout_s: float = 60.0
     log_format: LogFormat = LogFormat.AUTO
     run_dir: Path | None = None
     engine_command: tuple[str, ...] = (*COMMAND, "engine")
@@ -78,8 +86,12 @@ class FleetConfig:
             _check_model(f"models[{index}]", model, names)
         if "models" in self.gateway:
             raise ConfigError("gateway.models", "is not a key of this file", "Models are declared once, under `models`.")
-        if not 0 <= self.drain_timeout_s <= 86400:
-            raise ConfigError("drain_timeout_s", f"{self.drain_timeout_s} is outside 0..86400 seconds")
+        for name in ("drain_timeout_s", "start_timeout_s", "hang_timeout_s"):
+            if not 0 <= getattr(self, name) <= 86400:
+                raise ConfigError(name, f"{getattr(self, name)} is outside 0..86400 seconds")
+        if 0 < self.hang_timeout_s < MIN_HANG_TIMEOUT_S:
+            reason = f"{self.hang_timeout_s:g} is less than {MIN_HANG_TIMEOUT_S:g} seconds: a slow step would end its engine"
+            raise ConfigError("hang_timeout_s", reason, "Use at least that, or 0 for never.")
         check_secret("block_key", self.block_key)
         return self
 

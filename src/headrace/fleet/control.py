@@ -212,7 +212,7 @@ class FleetControl:
         return {
             "name": name,
             "phase": str(replica.phase),
-            "ready": reconciler.view.is_ready(replica.model, name),
+            "ready": reconciler.view.is_ready(replica.model, name) is True,
             "open": reconciler.view.num_open(replica.model, name),
             "revision": replica.revision,
             "pid": process.keeper.pid,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -10,8 +12,11 @@ from headrace.fleet.files import write_gateway_file
 from headrace.fleet.gateways import GatewayGroup
 from headrace.wire.leash import ReloadRefused
 
+log = logging.getLogger(__name__)
+
 REFUSED = "Its engine refused its configuration or weights."
 DIED = "Its engine ended before it served."
+ENDS = "the deployment ends, and changes no more"
 NO_REPLICA = "It has no replica now."
 
 
@@ -23,23 +28,51 @@ class GatewayFile:
         self._folder = folder
         self._gateways = gateways
         self._content = content
+        self._is_final = False
         self.path = write_gateway_file(content, folder)
 
     async def offer(self, content: Mapping[str, object]) -> None:
         """Have every gateway follow this content, if it is another one.
 
-        Raises: ReloadRefused with a gateway's reason, and ConfigError where it cannot be written; the one before holds again then.
+        Raises: ReloadRefused with a gateway's reason, or once `limit_drain` was called, and ConfigError where it cannot be written; the one
+        before holds again then.
         """
+        if self._is_final:
+            raise ReloadRefused(ENDS)
         if content == self._content:
             return
         write_gateway_file(content, self._folder)
         try:
             await self._gateways.reload()
         except ReloadRefused:
+            if self._is_final:
+                raise
             write_gateway_file(self._content, self._folder)
             await self._gateways.reload()
             raise
+        if self._is_final:
+            raise ReloadRefused(ENDS)
         self._content = content
+
+    async def limit_drain(self, drain_s: float, notice_s: float) -> None:
+        """Have every gateway give running requests `drain_s` seconds once it is asked to end. No other content follows, an offer that is
+        under way included.
+
+        Returns after `notice_s` at the latest: a gateway that hangs, loads or refuses, and a disk that is full, hold nothing up.
+        """
+        self._is_final = True
+        timeouts = self._content["timeouts"]
+        assert isinstance(timeouts, Mapping), "this program writes it"
+        # Zero would mean no time at all to end a stream orderly; the gateway asks for a positive number.
+        content = {**self._content, "timeouts": {**timeouts, "drain_s": max(drain_s, 0.1)}}
+        try:
+            write_gateway_file(content, self._folder)
+            async with asyncio.timeout(notice_s):
+                await self._gateways.reload()
+        except TimeoutError:
+            log.warning("not every gateway has read how long it may drain; it is ended when that time is over")
+        except (ReloadRefused, ConfigError) as error:
+            log.warning("not every gateway has read how long it may drain: %s", error)
 
 
 def why_unavailable(failures: Iterable[HeadraceError]) -> str:

@@ -6,35 +6,42 @@ Each answers on its leash (`wire.leash`). A gateway that is being started again 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from headrace.core.errors import Unavailable
 from headrace.fleet.keeper import ProcessKeeper
-from headrace.wire.leash import ModelStatuses, ReloadRefused, ReplicaStatus
+from headrace.wire.leash import DRAINING, ModelStatuses, ReloadRefused, ReplicaStatus
 
 RELOAD_TIMEOUT_S = 60.0
 """Seconds that a gateway may take to apply its file: it loads the tokenizers of new models first."""
 
 STATUS_TIMEOUT_S = 2.0
-"""A gateway that does not say within these seconds what it sees counts as one that sees no ready replica."""
+"""Seconds in which a gateway says what it sees. While one says nothing, it is not known whether a replica is ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaysView:
     """What the gateways see.
 
-    answers     of each gateway that answered
-    num_silent  gateways that serve and did not answer
+    answers  of each gateway that answered
+    silent   labels of gateways that serve and did not answer
     """
 
     answers: Sequence[ModelStatuses] = ()
-    num_silent: int = 0
+    silent: Collection[str] = ()
 
-    def is_ready(self, model: str, replica: str) -> bool:
-        """Every gateway that serves reports it ready, and there is one."""
-        seen = self._of(model, replica)
-        return bool(self.answers) and not self.num_silent and all(status is not None and status.is_ready for status in seen)
+    def is_ready(self, model: str, replica: str) -> bool | None:
+        """Every gateway that serves reports it ready. None: not known, since one did not answer, or none serves."""
+        if not all(status is not None and status.is_ready for status in self._of(model, replica)):
+            return False
+        return None if self.silent or not self.answers else True
+
+    def is_lost(self, model: str, replica: str) -> bool:
+        """Every gateway that serves has answered, has it in its list and cannot use it, for another reason than that it drains."""
+        seen = [status for status in self._of(model, replica) if status is not None and not status.is_ready]
+        is_seen_by_all = bool(self.answers) and not self.silent and len(seen) == len(self.answers)
+        return is_seen_by_all and not any(status.reason == DRAINING for status in seen)
 
     def why_not_ready(self, model: str, replica: str) -> str:
         """The reason that the first gateway gives; empty where none gives one."""
@@ -42,7 +49,7 @@ class GatewaysView:
 
     def num_open(self, model: str, replica: str) -> int | None:
         """Requests open at it, of all gateways; None where one did not answer."""
-        return None if self.num_silent else sum(status.num_open for status in self._of(model, replica) if status is not None)
+        return None if self.silent else sum(status.num_open for status in self._of(model, replica) if status is not None)
 
     def _of(self, model: str, replica: str) -> list[ReplicaStatus | None]:
         return [answer.get(model, {}).get(replica) for answer in self.answers]
@@ -61,9 +68,12 @@ class GatewayGroup:
             raise ReloadRefused(reason)
 
     async def view(self) -> GatewaysView:
-        found = await asyncio.gather(*(_status(keeper) for keeper in self.keepers if keeper.is_serving))
-        answers = [answer for answer in found if answer is not None]
-        return GatewaysView(answers, len(found) - len(answers))
+        serving = [keeper for keeper in self.keepers if keeper.is_serving]
+        found = dict(zip(serving, await asyncio.gather(*map(_status, serving)), strict=True))
+        answered = {keeper: answer for keeper, answer in found.items() if answer is not None}
+        # One that has ended meanwhile has no requests, and sees nothing.
+        silent = [keeper.label for keeper in serving if keeper not in answered and keeper.is_serving]
+        return GatewaysView([answer for keeper, answer in answered.items() if keeper.is_serving], silent)
 
 
 async def _why_refused(keeper: ProcessKeeper) -> str:
@@ -83,12 +93,11 @@ async def _why_refused(keeper: ProcessKeeper) -> str:
 
 
 async def _status(keeper: ProcessKeeper) -> ModelStatuses | None:
+    """None: no answer."""
     if keeper.asked is None:
-        return {}
+        return None
     try:
         async with asyncio.timeout(STATUS_TIMEOUT_S):
             return await keeper.asked.status()
-    except Unavailable:
-        return {}  # it has just ended, and its requests with it
-    except TimeoutError:
+    except (Unavailable, TimeoutError):
         return None

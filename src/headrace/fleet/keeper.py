@@ -1,8 +1,8 @@
 """Keeps one process running: starts it, starts it again when it dies, gives up when it cannot start at all.
 
-A process that has never served is given up when it reports a fault of its configuration or weights, or dies MAX_START_FAILURES times;
-`ProcessKeeper.keep` then raises the reason. A process that has served is started again without limit, after a pause that doubles up to
-MAX_PAUSE_S and resets after STABLE_S of service. Other replicas serve meanwhile.
+A process that has never served is given up when it reports a fault of its configuration or weights, does not serve in time, or dies
+MAX_START_FAILURES times; `ProcessKeeper.keep` then raises the reason. A process that has served is started again without limit, after a
+pause that doubles up to MAX_PAUSE_S and resets after STABLE_S of service. Other replicas serve meanwhile.
 """
 
 from __future__ import annotations
@@ -44,8 +44,20 @@ class ProcessKeeper:
     facts    what the latest process to serve reported when it was ready
     """
 
-    def __init__(self, label: str, command: Sequence[str], launcher: Launcher, *, forward: bool, withheld: Collection[str] = ()) -> None:
-        """forward, withheld: see `Launcher.launch`"""
+    def __init__(
+        self,
+        label: str,
+        command: Sequence[str],
+        launcher: Launcher,
+        *,
+        forward: bool,
+        withheld: Collection[str] = (),
+        start_timeout_s: float = 0.0,
+    ) -> None:
+        """
+        forward, withheld  see `Launcher.launch`
+        start_timeout_s    a process that has not served after these seconds is killed; 0: never
+        """
         self.label = label
         self.ready = asyncio.Event()
         self.facts: dict[str, object] = {}
@@ -53,6 +65,8 @@ class ProcessKeeper:
         self._launch = partial(launcher.launch, label, tuple(command), forward=forward, withheld=withheld)
         self._child: Child | None = None
         self._stopping = asyncio.Event()
+        self._start_timeout_s = start_timeout_s
+        self._was_late = False
 
     @property
     def status(self) -> int | None:
@@ -84,6 +98,11 @@ class ProcessKeeper:
     def kill(self) -> None:
         """Ends the process at once and starts no other."""
         self._stopping.set()
+        if self._child is not None:
+            self._child.kill()
+
+    def restart(self) -> None:
+        """Ends the process at once; `keep` starts another one."""
         if self._child is not None:
             self._child.kill()
 
@@ -119,7 +138,10 @@ class ProcessKeeper:
         try:
             if self._stopping.is_set():
                 child.terminate()
-            await first_of(child.ready, child.exited)
+            await first_of(child.ready, child.exited, timeout_s=self._start_timeout_s or None)
+            self._was_late = not child.ready.done() and not child.exited.done()
+            if self._was_late:
+                child.kill()
             since = loop.time()
             if child.ready.done() and not child.ready.cancelled():
                 self.facts = child.ready.result()
@@ -135,6 +157,8 @@ class ProcessKeeper:
         failure = self._child.failure if self._child is not None else None
         if failure is not None and not failure.can_retry:
             raise ConfigError(self.label, failure.reason.rstrip("."))
+        if self._was_late:
+            raise FleetFailed(f"{self.label} {self._reason()} (start_timeout_s)")
         if num_failures >= MAX_START_FAILURES:
             raise FleetFailed(f"{self.label} {self._reason()}; it was started {num_failures} times and never served.")
 
@@ -142,6 +166,8 @@ class ProcessKeeper:
         """How the last process ended, as a verb phrase."""
         if self._child is None:
             return "was never started"
+        if self._was_late:
+            return f"did not serve within {self._start_timeout_s:g} s and was killed"
         if self._child.failure is not None:
             return f"ended: {self._child.failure.reason}"
         status = self._child.exited.result()

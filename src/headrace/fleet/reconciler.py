@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
@@ -213,15 +212,6 @@ class Reconciler:
         """One per process that was launched; done when it has ended for good."""
         return [task for process in self.processes.values() if (task := process.task) is not None]
 
-    async def limit_drain(self, within_s: float) -> None:
-        """Give the gateways this many seconds for running requests, once they are asked to end. Raises ReloadRefused and ConfigError."""
-        async with self._lock:
-            timeouts = self.config.gateway.get("timeouts", {})
-            assert isinstance(timeouts, Mapping), "the gateways read it"
-            gateway = {**self.config.gateway, "timeouts": {**timeouts, "drain_s": max(within_s, 0.1)}}
-            self._desired.config = replace(self.config, gateway=gateway)
-            await self.gateway_file.offer(self._content())
-
     async def close(self) -> None:
         await asyncio.gather(*(process.close() for process in self.processes.values()))
 
@@ -256,7 +246,9 @@ class Reconciler:
 
     def _note_readiness(self, replica: PlannedReplica, process: ReplicaProcess, now: float) -> None:
         self.deployment.started_after_all(replica.name)
-        is_ready = process.keeper.is_serving and self.view.is_ready(replica.model, replica.name)
+        is_ready = self.view.is_ready(replica.model, replica.name) if process.keeper.is_serving else False
+        if is_ready is None:
+            return
         if is_ready and replica.phase is ReplicaPhase.STARTING:
             self._say(replica.model, f"{replica.name} serves")
         self.deployment.seen(replica.name, is_ready=is_ready)
@@ -318,7 +310,14 @@ class Reconciler:
         spec, share = self._desired.options[replica.model, replica.revision], self._share(replaces)
         files = write_engine_file(self.config, spec, self._folder, name=replica.name, number=next(self._numbers), share=share)
         command = (*self.config.engine_command, "--config", str(files.config))
-        keeper = ProcessKeeper(replica.name, command, self._launcher, forward=True, withheld=self.config.key_variables)
+        keeper = ProcessKeeper(
+            replica.name,
+            command,
+            self._launcher,
+            forward=True,
+            withheld=self.config.key_variables,
+            start_timeout_s=self.config.start_timeout_s,
+        )
         self.processes[replica.name] = ReplicaProcess(files, spec, share, keeper, self._wake.set)
 
     def _share(self, replaces: str) -> MachineShare:

@@ -24,6 +24,7 @@ from headrace.fleet.config import FleetConfig
 from headrace.fleet.control import ConfigSource, FleetControl
 from headrace.fleet.files import run_dir
 from headrace.fleet.gateways import GatewayGroup
+from headrace.fleet.hang_watch import HangWatch
 from headrace.fleet.hangup import reloading_when_asked
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher, ProcessLauncher
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 
 GATEWAY_GRACE_S = 5.0
 """Seconds beyond the drain time for the gateways to close the remaining streams."""
+
+NOTICE_S = 1.0
+"""Seconds in which gateways are to read within how many seconds they shall drain, before they are asked to drain all the same."""
 
 CUT_GRACE_S = 3.0
 """Seconds after a second signal for the gateways to end each stream with an error and exit."""
@@ -124,13 +128,15 @@ class Supervisor:
         gateways = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in self.gateways]
         reconciler.launch()
         reconciling = asyncio.create_task(reconciler.run(), name="reconciler")
+        watching = asyncio.create_task(HangWatch(reconciler).run(), name="hang watch")
         controlling = asyncio.create_task(self._control(folder, reconciler, stop, reload), name="control")
-        tasks = [*gateways, reconciling, controlling]
+        tasks = [*gateways, reconciling, watching, controlling]
         try:
             await first_of(*tasks, stop.soft, stop.hard)
             for task in tasks:
                 if task.done():
                     task.result()
+            watching.cancel()
             return await self._drain(gateways, reconciler, stop)
         finally:
             for task in tasks:
@@ -141,12 +147,10 @@ class Supervisor:
     def _gateway_keepers(self, path: Path) -> list[ProcessKeeper]:
         # Not forwarded: its standard output is the request log, and it writes more lines than all engines together.
         command = (*self._config.gateway_command, "--config", str(path))
+        make = partial(ProcessKeeper, launcher=self._launcher, forward=False, start_timeout_s=self._config.start_timeout_s)
         if self._config.num_gateways == 1:
-            return [ProcessKeeper("gateway", command, self._launcher, forward=False)]
-        return [
-            ProcessKeeper(f"gateway-{index}", (*command, "--worker", str(index)), self._launcher, forward=False)
-            for index in range(self._config.num_gateways)
-        ]
+            return [make("gateway", command)]
+        return [make(f"gateway-{index}", (*command, "--worker", str(index))) for index in range(self._config.num_gateways)]
 
     async def _control(self, folder: Path, reconciler: Reconciler, stop: StopSignals, reload: asyncio.Event) -> None:
         """Answer the operator, and call `on_ready` once. Never returns."""
@@ -166,10 +170,13 @@ class Supervisor:
         return FleetReady(self.gateways[0].facts, served, failed, [name for name in processes if name not in {*served, *failed}])
 
     async def _drain_all(self, reconciler: Reconciler, stop: StopSignals, within_s: float) -> None:
-        """End the deployment, with this many seconds for running requests."""
-        await reconciler.limit_drain(within_s)
+        """End the deployment, with this many seconds from now for running requests. Whatever hangs, it begins after NOTICE_S."""
+        asyncio.get_running_loop().call_later(within_s, stop.ask, f"{within_s:g} s are over")
         self._within_s = within_s
-        stop.ask(f"drained within {within_s:g} s")
+        reconciler.freeze()
+        await reconciler.gateway_file.limit_drain(within_s, NOTICE_S)
+        if not stop.soft.done():
+            stop.ask(f"drained within {within_s:g} s")
 
     async def _drain(self, gateways: list[asyncio.Task[None]], reconciler: Reconciler, stop: StopSignals) -> FleetExit:
         """Gateways first, so that no stream loses its engine while it may still finish."""

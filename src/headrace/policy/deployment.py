@@ -33,7 +33,7 @@ class PlannedReplica:
     number    in its name; larger is younger
     revision  of the model's options that its process was started with
     replaces  name of the replica that leaves once this one serves; "" for none
-    is_ready  every gateway reports it ready now
+    is_ready  every gateway reports it ready now, or did when all of them answered last
     """
 
     name: str
@@ -169,11 +169,12 @@ class Deployment:
         return failed
 
     def drain(self, name: str, *, allow_outage: bool = False) -> None:
-        """Retire one replica and have the model do with one less. Raises ConfigError for the last one that serves, unless allowed."""
+        """Retire one replica and have the model do with one less. Raises ConfigError for the last one that serves, unless allowed. One that
+        has served counts, although it is not ready now: a gateway may be starting, or slow."""
         replica = self.replicas.get(name)
         if replica is None or replica.phase is ReplicaPhase.DRAINING:
             return  # it leaves, or has left meanwhile
-        if replica.is_ready and not allow_outage and not self._serving_beside(replica):
+        if replica.phase is ReplicaPhase.SERVING and not allow_outage and not self._serving_beside(replica):
             reason = f"is the last replica of {replica.model} that serves"
             raise ConfigError(name, reason, f"Add one first (headrace scale {replica.model}=2), or say --allow-outage.")
         if (target := self.targets.get(replica.model)) is not None:
@@ -287,7 +288,7 @@ class Deployment:
         elif options.max_surge:
             if can_start:
                 yield StartReplica(model, replaces=victim.name)
-        elif options.allow_outage or not victim.is_ready or self._serving_beside(victim):
+        elif options.allow_outage or victim.phase is not ReplicaPhase.SERVING or self._serving_beside(victim):
             yield RetireReplica(victim.name)
 
     def _next_revision(self, model: str) -> int:

@@ -31,6 +31,10 @@ ORPHANED = 69
 """Exit status of a child whose supervisor is gone (EX_UNAVAILABLE)."""
 
 
+DRAINING = "draining"
+"""The reason of a `ReplicaStatus` that is not ready since its engine drains: it takes no new work, and running streams go on."""
+
+
 class LeashRequestKind(StrEnum):
     """What a supervisor asks of a child."""
 
@@ -150,7 +154,10 @@ class Leash:
 
 
 class LeashRequests:
-    """The supervisor's requests to one child and their answers. Lives on one event loop."""
+    """The supervisor's requests to one child and their answers. Lives on one event loop.
+
+    num_answers  that have come, those that came too late included
+    """
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         """write: sends bytes to the child"""
@@ -158,6 +165,7 @@ class LeashRequests:
         self._ids = count(1)
         self._open: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._is_closed = False
+        self.num_answers = 0
 
     async def reload(self) -> None:
         """Returns once the child has applied its file. Raises ReloadRefused with its reason, Unavailable when the child ends before."""
@@ -175,6 +183,7 @@ class LeashRequests:
 
     def take(self, message: Mapping[str, Any]) -> None:
         """A message of the child. One that answers no open request is ignored: its asker has given up."""
+        self.num_answers += 1
         answered = self._open.get(message.get("id", 0))
         if answered is not None and not answered.done():
             answered.set_result(message)

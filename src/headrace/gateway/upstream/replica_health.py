@@ -7,6 +7,7 @@ heartbeat.
 from __future__ import annotations
 
 from headrace.wire.client import ConnectionState, SeenLoad
+from headrace.wire.leash import DRAINING
 from headrace.wire.service import SILENT_AFTER_S
 
 IDLE_STALL_S = 0.8
@@ -24,7 +25,7 @@ def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
     if state is ConnectionState.SILENT:
         return "does not answer"
     if state is ConnectionState.DRAINING:
-        return "draining"
+        return DRAINING
     if state is ConnectionState.NOT_READING:
         return "does not read what is sent"
     if seen is None:
