@@ -109,7 +109,8 @@ async def test_a_stream_is_forgotten_after_its_time(text: TextModel, tmp_path: P
         equal(bench.replica)
         events = await left(bench)
         await asyncio.sleep(0.06)
-        assert (await go_on(bench, events[-1].id)).status == 404
+        unknown = await go_on(bench, events[-1].id)
+        assert (unknown.status, unknown.headers["retry-after"]) == (404, "1"), "another gateway may still keep it"
 
 
 async def test_of_two_resumes_at_once_one_wins(text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +265,55 @@ async def test_a_bad_store_costs_resuming_and_no_answer(
         assert metric(bench.gateway, "headrace_streams_kept_total", outcome="failed") == 1
         assert metric(bench.gateway, "headrace_streams_continued_total", outcome="failed") == 1
     assert "not kept" in caplog.text
+
+
+async def test_a_claim_that_comes_too_late_is_given_back(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_BACK_PAUSES_S", (0.05,) * 20)
+    async with open_bench(text, timeouts=ON) as bench:
+        equal(bench.replica)
+        events = await left(bench)
+        store = bench.gateway.service.kept_streams._store
+        assert store is not None
+        late: list[asyncio.Task[bool]] = []
+
+        async def swap_late(*given: Any, **more: Any) -> bool:
+            async def swap() -> bool:
+                await asyncio.sleep(STORE_S + 0.15)
+                return await real(*given, **more)
+
+            late.append(asyncio.create_task(swap()))
+            return await asyncio.shield(late[0])
+
+        real = store.swap
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "swap", swap_late)
+            running = asyncio.create_task(go_on(bench, events[-1].id))
+            await eventually(lambda: bool(late))
+        assert (await running).status == 503
+        assert await late[0], "the store took the claim after all"
+        await kept(bench)
+        continued = await go_on(bench, events[-1].id)
+        assert answer_of([*events, *continued.events])["done"]
+
+
+async def test_a_claim_that_is_given_back_leaves_the_claim_of_another_request(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_BACK_PAUSES_S", (0.05,) * 4)
+    async with open_bench(text, timeouts=ON) as bench:
+        equal(bench.replica)
+        events = await left(bench)
+        store = bench.gateway.service.kept_streams._store
+        assert store is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "swap", BadStore(is_slow=True).swap)
+            assert (await go_on(bench, events[-1].id)).status == 503
+        bench.replica.go.clear()
+        before = len(bench.replica.requests)
+        running = asyncio.create_task(go_on(bench, events[-1].id))
+        await eventually(lambda: len(bench.replica.requests) > before)
+        await kept(bench)
+        assert (await go_on(bench, events[-1].id)).status == 409
+        bench.replica.go.set()
+        assert (await running).status == 200
 
 
 async def test_what_waits_to_be_written_is_bounded(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:

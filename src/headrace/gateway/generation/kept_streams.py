@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from array import array
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,12 @@ GIVE_WAY_S = 1.0
 """Seconds after which a stream that is being sent gives way to a newer connection of its client. Before, the newer one gets 409, so that of
 two resumes at once one wins."""
 
+CLAIM_BYTES = 8
+"""Bytes that tell one claim from another: one that is given back must not end another one."""
+
+GIVE_BACK_PAUSES_S = (0.25, 0.25, 0.5, 1.0, 2.0)
+"""Seconds between attempts to give a claim back of which it is not known whether it has taken effect."""
+
 WRITE_S = 5.0
 """Seconds that writing an entry may take, which no request waits for; then the entry is given up."""
 
@@ -53,7 +60,10 @@ LOG_EVERY_S = 10.0
 FORM = 1
 """The form of entries that this version writes. An entry of another form is unknown."""
 
-UNKNOWN = "No stream of yours has this id here: it was kept too long ago, is not yet ended at another gateway, or never was one."
+UNKNOWN = (
+    "No stream of yours has this id here now: another gateway may still be sending it over a connection that has broken, it was kept too "
+    "long ago, or it never was one."
+)
 BUSY, BUSY_RETRY_S = "Another request continues this stream now.", 1.0
 
 
@@ -64,7 +74,7 @@ class KeptStream(Struct, array_like=True, frozen=True):
     created        Unix seconds of the answer's beginning
     num_sequences  of the request;  entries: as `EventLog` has them
     state          the upstream's, for `EarlierOutput`
-    is_claimed     a request continues the stream: entries and state are empty
+    is_claimed     a request continues the stream: entries are empty, and state is drawn, so that no two claims are equal
     """
 
     form: int
@@ -186,16 +196,29 @@ class KeptStreams:
 
     async def claim(self, stream: ContinuedStream) -> None:
         """Take the stream, right before it is continued. Raises StreamConflict where another request has taken it, or Unavailable."""
-        assert self._store is not None
-        claim = msgspec.structs.replace(stream.kept, entries=b"", state=b"", is_claimed=True)
+        claim = _encode(msgspec.structs.replace(stream.kept, entries=b"", state=secrets.token_bytes(CLAIM_BYTES), is_claimed=True))
         with self._counted():
-            async with asyncio.timeout(STORE_S - stream.waited_s):
-                is_ours = await self._store.swap(
-                    stream.answer_id, _encode(claim), expected=stream.value, tenant=claim.tenant, ttl_s=self._ttl_s
-                )
+            try:
+                async with asyncio.timeout(STORE_S - stream.waited_s):
+                    is_ours = await self._swapped(stream, claim, expected=stream.value)
+            except (StoreFailed, TimeoutError, asyncio.CancelledError):
+                self._in_background(len(stream.value), self._give_back(stream, claim))
+                raise
             if not is_ours:
                 raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
         self._metrics.continued(ContinueOutcome.CONTINUED)
+
+    async def _swapped(self, stream: ContinuedStream, value: bytes, *, expected: bytes) -> bool:
+        assert self._store is not None
+        return await self._store.swap(stream.answer_id, value, expected=expected, tenant=stream.kept.tenant, ttl_s=self._ttl_s)
+
+    async def _give_back(self, stream: ContinuedStream, claim: bytes) -> None:
+        """Put the entry in the place of a claim whose request has given up. The store may get to the claim only now, so this is tried for a
+        while; a claim of another request stays."""
+        for pause_s in GIVE_BACK_PAUSES_S:
+            if await self._swapped(stream, stream.value, expected=claim):
+                return
+            await asyncio.sleep(pause_s)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -214,7 +237,7 @@ class KeptStreams:
     def _checked(self, event: EventId, value: bytes | None, exchange: Exchange) -> ContinuedStream:
         kept = None if value is None else _decoded(value)
         if value is None or kept is None or kept.tenant != exchange.principal.tenant:
-            raise UnknownStream(UNKNOWN)
+            raise UnknownStream(UNKNOWN, retry_after_s=BUSY_RETRY_S)
         if kept.body != exchange.body_digest:
             raise InvalidRequest(HEADER, "an event of a stream that the same body began", None, "Send the request as it was sent first.")
         if kept.is_claimed:
@@ -261,18 +284,22 @@ class KeptStreams:
         self._write(answer_id, len(value), self._put(answer_id, kept.tenant, value))
 
     def _write(self, answer_id: RequestId, num_bytes: int, work: Coroutine[Any, Any, None]) -> None:
-        self._writing_bytes += num_bytes
         if (stream := self._open.get(answer_id)) is not None:
             stream.is_ended = True
+        self._in_background(num_bytes, work).add_done_callback(lambda _: self._closed(answer_id))
+
+    def _in_background(self, num_bytes: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """num_bytes: that it holds until it ends"""
+        self._writing_bytes += num_bytes
         write = asyncio.create_task(self._written(work))
 
         def end(_: asyncio.Task[None]) -> None:
             self._writing_bytes -= num_bytes
             self._writes.discard(write)
-            self._closed(answer_id)
 
         self._writes.add(write)
         write.add_done_callback(end)
+        return write
 
     async def _written(self, work: Coroutine[Any, Any, None]) -> None:
         async with self._turns:

@@ -110,7 +110,14 @@ def foreign_overflow() -> ContextLengthExceeded:
 
 
 class UnknownStream(HeadraceError):
-    """A Last-Event-ID that names no stream of this tenant: it never did, it is too old, or the stream has not ended yet elsewhere."""
+    """A Last-Event-ID that names no stream of this tenant: it never did, it is too old, or the stream has not ended yet elsewhere.
+
+    retry_after_s  None where the stream cannot come
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
 
 
 class StreamConflict(HeadraceError):
@@ -223,7 +230,8 @@ def printable(text: str) -> str:
 
 
 def _headers(error: BaseException) -> list[tuple[bytes, bytes]]:
-    if isinstance(error, Overloaded | Unavailable | StreamConflict | SessionConflict) and error.retry_after_s is not None:
+    retried = Overloaded | Unavailable | StreamConflict | SessionConflict | UnknownStream
+    if isinstance(error, retried) and error.retry_after_s is not None:
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     if isinstance(error, MethodNotAllowed):
         return [(b"allow", ", ".join(error.allowed).encode())]
