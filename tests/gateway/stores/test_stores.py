@@ -245,6 +245,22 @@ def test_a_store_that_makes_no_sense_is_refused_by_name(given: dict[str, object]
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("evicted", ["ages", "ages:t", "tenants", "sizes", "ends", "bytes", "total"])
+async def test_a_server_that_evicts_keys_of_the_index_takes_writes_on(redis_url: str, evicted: str) -> None:
+    store = RedisStore.open(redis_url, LIMITS)
+    for number in range(2):
+        await store.put(f"a{number}", bytes(100), tenant="t", ttl_s=60)
+    await store._client.delete(f"{store._prefix}{evicted}")
+    for number in range(12):
+        await store.put(f"b{number}", bytes(100), tenant=f"t{number % 3 or ''}", ttl_s=60)
+        assert await store.get(f"b{number}") == bytes(100)
+    for tenant in ("t", "t1", "t2"):
+        async with asyncio.timeout(5):
+            await store.purge(tenant)
+    await store._client.flushall()
+    await store.close()
+
+
 async def test_a_server_that_was_started_again_is_used_again(redis_server: RedisServer) -> None:
     store = RedisStore.open(redis_server.url, LIMITS)
     await store.put("a", b"one", tenant="t", ttl_s=5)

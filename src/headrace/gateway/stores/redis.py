@@ -23,19 +23,28 @@ end
 
 local function remove(key)
   redis.call('DEL', P .. 'entry:' .. key)
-  local tenant = redis.call('HGET', P .. 'tenants', key)
-  if not tenant then return end
-  hold(tenant, 0 - redis.call('HGET', P .. 'sizes', key))
-  redis.call('HDEL', P .. 'sizes', key)
-  redis.call('HDEL', P .. 'tenants', key)
   redis.call('ZREM', P .. 'ends', key)
   redis.call('ZREM', P .. 'ages', key)
+  local tenant = redis.call('HGET', P .. 'tenants', key)
+  if not tenant then return end
+  hold(tenant, 0 - (redis.call('HGET', P .. 'sizes', key) or 0))
+  redis.call('HDEL', P .. 'sizes', key)
+  redis.call('HDEL', P .. 'tenants', key)
   redis.call('ZREM', P .. 'ages:' .. tenant, key)
+end
+
+local function make_room(ages, sum, max, forget)
+  while sum() > max do
+    local oldest = redis.call('ZRANGE', ages, 0, 0)[1]
+    if not oldest then forget() return end
+    remove(oldest)
+    redis.call('ZREM', ages, oldest)
+  end
 end
 """
 """KEYS[1] begins all keys of the store. entry:KEY is a value; sizes and tenants map a key to size and tenant; bytes maps a tenant to the
 sum of its sizes, total is the sum of all; ends are keys by the time at which they are over; ages and ages:TENANT are keys by the number of
-their write."""
+their write. A server that evicts keys may take any of them: a sum of entries of which the ages know nothing begins anew."""
 
 PUT = (
     COMMON
@@ -46,10 +55,12 @@ if mode == 'absent' and found or mode == 'equal' and found ~= ARGV[8] then retur
 for _, over in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ends', '-inf', now, 'LIMIT', 0, 256)) do remove(over) end
 remove(key)
 local size = #value
-while tonumber(redis.call('HGET', P .. 'bytes', tenant) or 0) + size > max_tenant do
-  remove(redis.call('ZRANGE', P .. 'ages:' .. tenant, 0, 0)[1])
-end
-while tonumber(redis.call('GET', P .. 'total') or 0) + size > max_total do remove(redis.call('ZRANGE', P .. 'ages', 0, 0)[1]) end
+make_room(P .. 'ages:' .. tenant,
+  function() return tonumber(redis.call('HGET', P .. 'bytes', tenant) or 0) end, max_tenant - size,
+  function() redis.call('HDEL', P .. 'bytes', tenant) end)
+make_room(P .. 'ages',
+  function() return tonumber(redis.call('GET', P .. 'total') or 0) end, max_total - size,
+  function() redis.call('DEL', P .. 'total', P .. 'bytes') end)
 redis.call('SET', P .. 'entry:' .. key, value, 'PX', ttl_ms)
 redis.call('HSET', P .. 'sizes', key, size)
 redis.call('HSET', P .. 'tenants', key, tenant)
@@ -66,7 +77,10 @@ PURGE = (
     COMMON
     + """
 local found = redis.call('ZRANGE', P .. 'ages:' .. ARGV[1], 0, 255)
-for _, key in ipairs(found) do remove(key) end
+for _, key in ipairs(found) do
+  remove(key)
+  redis.call('ZREM', P .. 'ages:' .. ARGV[1], key)
+end
 return #found
 """
 )
