@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import typer
+from wire_kit import socket_dir
 
 from headrace.cli import control_client
 from headrace.cli.control import drain, reload, rollout, scale, status
 from headrace.cli.exits import ServerFailed, UsageRefused
+from headrace.fleet.files import run_dir
 
 
 class Scripted:
@@ -128,3 +131,23 @@ def test_the_status_names_what_runs_and_why_something_does_not(scripted: type[Sc
 def test_a_deployment_that_does_not_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match=f"no deployment of `headrace serve` runs in {tmp_path}"):
         status(tmp_path)
+
+
+def test_the_run_directory_of_the_service_is_found_by_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_RUN_DIR", str(tmp_path))
+    with pytest.raises(ServerFailed, match=f"runs in {tmp_path}"):
+        control_client.find_deployment(None)
+    with run_dir(tmp_path) as folder:
+        assert control_client.find_deployment(None) == folder
+        with pytest.raises(ServerFailed, match=f"runs in {tmp_path / 'other'}"):
+            control_client.find_deployment(tmp_path / "other")
+
+
+def test_a_status_that_is_not_answered_fails_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_client, "STATUS_TIMEOUT_S", 0.2)
+    with socket_dir() as folder, socket.socket(socket.AF_UNIX) as silent:
+        (folder / "admin.token").write_text("token")
+        silent.bind(str(folder / "admin.sock"))
+        silent.listen()
+        with pytest.raises(ServerFailed, match="does not answer"):
+            control_client.AdminClient(folder).status()

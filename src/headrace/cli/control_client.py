@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -17,14 +18,22 @@ from headrace.fleet.files import is_running, running_deployments
 
 CONNECT_TIMEOUT_S = 5.0
 
+STATUS_TIMEOUT_S = 10.0
+"""Seconds for the answer to a status, for which the supervisor waits for its gateways for two. Commands take as long as they take."""
+
+RUN_DIR_VARIABLE = "HEADRACE_RUN_DIR"
+"""Environment variable that `headrace serve` reads its `run_dir` from: the unit for systemd sets it."""
+
 
 def find_deployment(run_dir: Path | None) -> Path:
     """The folder of the one deployment that runs here.
 
-    run_dir  its folder, or the parent that its configuration names; None: where `headrace serve` puts it by itself
+    run_dir  its folder, or the parent that its configuration names; None: HEADRACE_RUN_DIR, else where `headrace serve` puts it by itself
 
     Raises: ServerFailed when there is none, ConfigError when there are several.
     """
+    if run_dir is None and (named := os.environ.get(RUN_DIR_VARIABLE)):
+        run_dir = Path(named)
     if run_dir is not None and is_running(run_dir):
         return run_dir
     found = running_deployments(run_dir)
@@ -51,8 +60,11 @@ class AdminClient:
         self._headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
 
     def status(self) -> dict[str, Any]:
-        with self._response("GET", "/status") as response:
-            found: dict[str, Any] = json.loads(response.read())
+        with self._response("GET", "/status", timeout_s=STATUS_TIMEOUT_S) as response:
+            try:
+                found: dict[str, Any] = json.loads(response.read())
+            except (OSError, HTTPException, ValueError) as error:
+                raise ServerFailed(f"the deployment in {self.folder} does not answer ({error})") from None
         return found
 
     def command(self, name: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
@@ -66,8 +78,9 @@ class AdminClient:
             raise ServerFailed("the deployment ended before the command did")
 
     @contextmanager
-    def _response(self, method: str, path: str, body: str | None = None) -> Iterator[HTTPResponse]:
-        with closing(_UnixConnection(self.folder / SOCKET_NAME)) as connection:
+    def _response(self, method: str, path: str, body: str | None = None, *, timeout_s: float | None = None) -> Iterator[HTTPResponse]:
+        """timeout_s: for each wait for an answer; None: as long as it takes"""
+        with closing(_UnixConnection(self.folder / SOCKET_NAME, timeout_s)) as connection:
             try:
                 connection.request(method, path, body, self._headers)
                 response = connection.getresponse()
@@ -90,12 +103,13 @@ def _lines(response: HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 class _UnixConnection(HTTPConnection):
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, timeout_s: float | None) -> None:
         super().__init__("headrace")
         self._path = path
+        self._timeout_s = timeout_s
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(CONNECT_TIMEOUT_S)
         self.sock.connect(str(self._path))
-        self.sock.settimeout(None)
+        self.sock.settimeout(self._timeout_s)
