@@ -98,6 +98,8 @@ async def test_a_rollout_replaces_every_replica_by_a_new_process_under_a_new_nam
     assert said[-1] == {"event": "done"}
     assert texts(said) == [
         "tiny: revision 1 replaces 2 replicas, one at a time",
+        "tiny: a successor sizes its KV cache by the memory that is free beside its predecessor; num_kv_blocks makes it a fixed size, "
+        "--max-surge 0 ends the predecessor first",
         "tiny-2 is starting, for tiny-0",
         "tiny-2 serves",
         "tiny-0 is retired",

@@ -115,6 +115,7 @@ class Reconciler:
                 revision = deployment.roll_out(model, options)
                 self.failures.pop(model, None)
                 yield ModelProgress(model, f"{model}: revision {revision} replaces {counted(num_old, 'replica')}, one at a time")
+                yield from self._memory_note(model)
 
         await self.change(command)
 
@@ -124,10 +125,20 @@ class Reconciler:
         def apply() -> list[ModelProgress]:
             for model in self._desired.follow(config, self.deployment):
                 self.failures.pop(model, None)
-            return []
+            return [line for model in self.deployment.targets for line in self._memory_note(model)]
 
         await self._all_or_nothing(apply)
         self._wake.set()
+
+    def _memory_note(self, model: str) -> Iterator[ModelProgress]:
+        """A line where successors would size their KV cache by what memory their predecessors leave."""
+        rollout = self.deployment.targets[model].rollout
+        [engine] = [each.engine for each in self.config.models if each.name == model]
+        is_fixed = any(engine.get(name) is not None for name in ("num_kv_blocks", "kv_cache_bytes"))
+        if rollout is None or not rollout.max_surge or is_fixed:
+            return
+        reason = "a successor sizes its KV cache by the memory that is free beside its predecessor"
+        yield ModelProgress(model, f"{model}: {reason}; num_kv_blocks makes it a fixed size, --max-surge 0 ends the predecessor first")
 
     async def _all_or_nothing(self, apply: Callable[[], Iterable[ModelProgress]]) -> None:
         """One round after `apply`, whose lines are said once nothing can be refused any more. Raises what either of them raises; what was
