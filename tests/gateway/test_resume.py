@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ import msgspec
 import pytest
 from gateway_kit import TestBench, eventually, metric, open_bench
 from resume_kit import CHAT, COMPLETIONS, Event, answer_of, equal, kept, send, streaming_body, two_gateways
+from wire_kit import socket_dir
 
 from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.generation.event_log import HEADER, NO_EVENT
 from headrace.gateway.generation.kept_streams import STORE_S, KeptStream
+from headrace.gateway.siblings import Siblings
 from headrace.gateway.stores.store import StoreFailed
+from headrace.gateway.worker import GatewayWorker
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream
@@ -102,6 +106,45 @@ async def test_another_body_or_number_is_refused_and_the_stream_stays(text: Text
         assert (await go_on(bench, events[-1].id)).status == 200
         assert metric(bench.gateway, "headrace_streams_continued_total", outcome="refused") == 2
         assert metric(bench.gateway, "headrace_streams_continued_total", outcome="continued") == 1
+
+
+async def test_a_newer_connection_at_another_worker_takes_a_stream_from_an_older_one(
+    text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_WAY_S", 1000.0)
+    monkeypatch.setattr("headrace.gateway.generation.kept_streams.STORE_S", 10.0)
+    monkeypatch.setattr("headrace.gateway.generation.kept_streams.SIBLINGS_S", 5.0)
+    keys = [{"key": "key-of-one", "tenant": "a"}, {"key": "key-of-two", "tenant": "b"}]
+    with socket_dir() as folder:
+        async with (
+            two_gateways(text, tmp_path, api_keys=keys) as (first, second),
+            Siblings(GatewayWorker(0, folder), 2, {}) as here,
+            Siblings(GatewayWorker(1, folder), 2, {}) as there,
+        ):
+            first.gateway.service.kept_streams.join(here)
+            second.gateway.service.kept_streams.join(there)
+            sent: list[bytes] = []
+            first.replica.token_delay_s = 0.4
+            old = asyncio.create_task(send(first.gateway, CHAT, BODY, on_body=sent.append, key="key-of-one"))
+            await eventually(lambda: len(sent) >= 3)
+            answer_id = b"".join(sent).split(b"\n")[0].removeprefix(b"id: ").decode().partition("/")[0]
+            assert (await go_on(second, f"{answer_id}/2", key="key-of-two")).status == 404, "another tenant's stream is unknown, and goes on"
+            assert (await go_on(second, f"{answer_id}/2", key="key-of-one")).status == 409, "it has just begun"
+            monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_WAY_S", 0.0)
+            continued = await go_on(second, f"{answer_id}/2", key="key-of-one")
+            begun = (await old).events
+            assert begun[-1].data != "[DONE]"
+            assert answer_of([*begun[:2], *continued.events])["done"]
+
+
+async def test_a_worker_that_hangs_costs_a_resume_nothing_but_the_stream(text: TextModel) -> None:
+    with socket_dir() as folder, socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(folder / "w1.sock"))
+        silent.listen()
+        async with open_bench(text, timeouts=ON) as bench, Siblings(GatewayWorker(0, folder), 2, {}) as siblings:
+            bench.gateway.service.kept_streams.join(siblings)
+            unknown = await go_on(bench, f"{'a' * 24}/3")
+            assert (unknown.status, unknown.headers["retry-after"]) == (404, "1")
 
 
 async def test_a_stream_is_forgotten_after_its_time(text: TextModel, tmp_path: Path) -> None:

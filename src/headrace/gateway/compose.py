@@ -115,6 +115,8 @@ async def open_gateway(
             clock=sources.clock,
             unix_time=sources.unix_time,
         )
+        if (siblings := service.site_metrics.siblings) is not None:
+            service.kept_streams.join(siblings)
         app = Gateway(service, request_log)
         stack.callback(lambda: app.request_log.close())
         _share_memory_between_tenants(app)

@@ -1,6 +1,7 @@
 """Questions between the workers of one port, over Unix sockets in the deployment's private directory.
 
-A question is one line, its answer all that follows. What can be asked stands in `gateway.site_metrics`. A worker that does not answer in
+A question is one line, its answer all that follows. What can be asked stands in `gateway.site_metrics`, and with an argument after a tab in
+`generation.kept_streams`. A worker that does not answer in
 time, perhaps because it is being started again, has an empty answer.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 
@@ -23,6 +24,9 @@ MAX_ANSWER_BYTES = 64 << 20
 """Longest answer that is read."""
 
 
+Handler = Callable[[str], Awaitable[bytes]]
+
+
 class Siblings:
     """`async with` answers the other workers' questions until the block ends."""
 
@@ -31,7 +35,12 @@ class Siblings:
         self._worker = worker
         self._others = [index for index in range(num_workers) if index != worker.index]
         self._answers = answers
+        self._handlers: dict[str, Handler] = {}
         self._server: asyncio.Server | None = None
+
+    def handle(self, question: str, handler: Handler) -> None:
+        """Answer this question, which has an argument, by what `handler` makes of that."""
+        self._handlers[question] = handler
 
     async def __aenter__(self) -> Siblings:
         path = self._worker.socket(self._worker.index)
@@ -47,6 +56,10 @@ class Siblings:
         """Worker -> its answer, this one's included; empty for one that did not answer."""
         answers = await asyncio.gather(*(self._ask(index, question) for index in self._others))
         return {self._worker.index: self._answers[question](), **dict(zip(self._others, answers, strict=True))}
+
+    async def ask_others(self, question: str, argument: str) -> list[bytes]:
+        """The other workers' answers to a question with an argument (one line, no tab); empty from one that did not answer."""
+        return await asyncio.gather(*(self._ask(index, f"{question}\t{argument}") for index in self._others))
 
     async def _ask(self, index: int, question: str) -> bytes:
         try:
@@ -64,10 +77,12 @@ class Siblings:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError, ValueError):  # the other worker was killed, or asks what this one does not know
             async with asyncio.timeout(ANSWER_S):
-                answer = self._answers.get((await reader.readline()).decode().rstrip("\n"))
-                if answer is not None:
+                question, tab, argument = (await reader.readline()).decode().rstrip("\n").partition("\t")
+                if tab and (handler := self._handlers.get(question)) is not None:
+                    writer.write(await handler(argument))
+                elif not tab and (answer := self._answers.get(question)) is not None:
                     writer.write(answer())
-                    await writer.drain()
+                await writer.drain()
         writer.close()
 
 

@@ -19,17 +19,17 @@ class SiteMetrics:
 
     def __init__(self, metrics: Metrics, num_open: Callable[[], int], siblings: Siblings | None = None) -> None:
         """num_open: of this process's generating requests"""
-        self._metrics, self._num_open, self._siblings = metrics, num_open, siblings
+        self._metrics, self._num_open, self.siblings = metrics, num_open, siblings
 
     async def page(self, accept: str) -> tuple[bytes, str]:
         """See `Metrics.page`."""
-        return self._metrics.page(accept, None if self._siblings is None else await self._siblings.ask(METRICS))
+        return self._metrics.page(accept, None if self.siblings is None else await self.siblings.ask(METRICS))
 
     async def num_open(self) -> int:
         """Generating requests of all workers that answer."""
-        if self._siblings is None:
+        if self.siblings is None:
             return self._num_open()
-        return sum(int(answer) for answer in (await self._siblings.ask(OPEN_REQUESTS)).values() if answer.isdigit())
+        return sum(int(answer) for answer in (await self.siblings.ask(OPEN_REQUESTS)).values() if answer.isdigit())
 
 
 def answers_of(metrics: Metrics, num_open: Callable[[], int]) -> Mapping[str, Callable[[], bytes]]:

@@ -12,11 +12,11 @@ import asyncio
 import logging
 import secrets
 from array import array
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -38,6 +38,14 @@ STORE_S = 0.25
 GIVE_WAY_S = 1.0
 """Seconds after which a stream that is being sent gives way to a newer connection of its client. Before, the newer one gets 409, so that of
 two resumes at once one wins."""
+
+SIBLINGS_S = 0.15
+"""Seconds that the other workers of this port have to end a stream and keep it: a part of STORE_S."""
+
+END_STREAM = "end stream"
+"""Question to another worker. Its argument is the stream's id and `_owner`, its answer empty where it does not send that stream."""
+
+HAS_ENDED, HAS_JUST_BEGUN = b"ended", b"just begun"
 
 CLAIM_BYTES = 8
 """Bytes that tell one claim from another: one that is given back must not end another one."""
@@ -131,6 +139,13 @@ class OpenStream:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+class OtherWorkers(Protocol):
+    """The part of `gateway.siblings.Siblings` that is used here."""
+
+    def handle(self, question: str, handler: Callable[[str], Awaitable[bytes]]) -> None: ...
+    async def ask_others(self, question: str, argument: str) -> list[bytes]: ...
+
+
 def body_digest(path: str, body: bytes) -> bytes:
     digest = blake2b(path.encode() + b"\0", digest_size=16)
     digest.update(body)
@@ -155,6 +170,12 @@ class KeptStreams:
         self._turns = asyncio.Semaphore(MAX_WRITES)
         self._writing_bytes = 0
         self._next_log_at = 0.0
+        self._siblings: OtherWorkers | None = None
+
+    def join(self, siblings: OtherWorkers) -> None:
+        """Have the other workers of this port end streams that continue here, and end streams that continue there."""
+        self._siblings = siblings
+        siblings.handle(END_STREAM, self._end_for_sibling)
 
     @property
     def is_on(self) -> bool:
@@ -192,6 +213,8 @@ class KeptStreams:
             async with asyncio.timeout(STORE_S):
                 await self._end_open(event.answer_id, exchange)
                 value = await self._store.get(event.answer_id)
+                if _is_elsewhere(value) and await self._has_ended_at_sibling(event.answer_id, exchange):
+                    value = await self._store.get(event.answer_id)
             return replace(self._checked(event, value, exchange), waited_s=_now() - began)
 
     async def claim(self, stream: ContinuedStream) -> None:
@@ -250,16 +273,42 @@ class KeptStreams:
     async def _end_open(self, answer_id: RequestId, exchange: Exchange) -> None:
         """Where the stream is still being sent here, end it and wait until it is kept. Its client alone may do that."""
         stream = self._open.get(answer_id)
-        if stream is None:
-            return
-        old = stream.exchange
-        if old.principal.tenant != exchange.principal.tenant or old.body_digest != exchange.body_digest:
-            return  # the store has nothing under this id, or the checks that follow refuse it
+        if stream is not None and _owner(stream.exchange) == _owner(exchange):  # else the checks that follow refuse it
+            await self._give_way(stream)
+
+    async def _give_way(self, stream: OpenStream) -> None:
+        """Raises StreamConflict for a stream that has just begun."""
         if not stream.is_ended:
-            if not old.is_started or _now() - stream.begun_at < GIVE_WAY_S:
+            if not stream.exchange.is_started or _now() - stream.begun_at < GIVE_WAY_S:
                 raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
-            old.abort(ClientLeft("The client continued the stream over a newer connection."))
+            stream.exchange.abort(ClientLeft("The client continued the stream over a newer connection."))
         await stream.closed.wait()
+
+    async def _has_ended_at_sibling(self, answer_id: RequestId, exchange: Exchange) -> bool:
+        """Whether another worker of this port was sending the stream, has ended it and has kept it. Raises StreamConflict where it has just
+        begun there."""
+        if self._siblings is None:
+            return False
+        try:
+            async with asyncio.timeout(SIBLINGS_S):
+                answers = await self._siblings.ask_others(END_STREAM, f"{answer_id} {_owner(exchange)}")
+        except TimeoutError:
+            return False
+        if HAS_JUST_BEGUN in answers:
+            raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
+        return HAS_ENDED in answers
+
+    async def _end_for_sibling(self, argument: str) -> bytes:
+        """The answer to END_STREAM."""
+        answer_id, _, owner = argument.partition(" ")
+        stream = self._open.get(RequestId(answer_id))
+        if stream is None or _owner(stream.exchange) != owner:
+            return b""
+        try:
+            await self._give_way(stream)
+        except StreamConflict:
+            return HAS_JUST_BEGUN
+        return HAS_ENDED
 
     # -- keeping -------------------------------------------------------------------------------------------------------------------
 
@@ -333,6 +382,17 @@ class KeptStreams:
         if now >= self._next_log_at:
             self._next_log_at = now + LOG_EVERY_S
             log.warning("%s (at most one such line in %g s; /metrics counts all)", message, LOG_EVERY_S)
+
+
+def _owner(exchange: Exchange) -> str:
+    """Names the tenant and the body of a request, in hexadecimal."""
+    return blake2b(exchange.principal.tenant.encode() + b"\0" + exchange.body_digest, digest_size=16).hexdigest()
+
+
+def _is_elsewhere(value: bytes | None) -> bool:
+    """The stream of this entry may be sent by another gateway now: nothing is kept, or it is claimed."""
+    kept = None if value is None else _decoded(value)
+    return value is None or (kept is not None and kept.is_claimed)
 
 
 def _now() -> float:
