@@ -128,7 +128,7 @@ async def test_a_newer_connection_at_another_worker_takes_a_stream_from_an_older
             old = asyncio.create_task(send(first.gateway, CHAT, BODY, on_body=sent.append, key="key-of-one"))
             await eventually(lambda: len(sent) >= 3)
             answer_id = b"".join(sent).split(b"\n")[0].removeprefix(b"id: ").decode().partition("/")[0]
-            assert (await go_on(second, f"{answer_id}/2", key="key-of-two")).status == 404, "another tenant's stream is unknown, and goes on"
+            assert (await go_on(second, f"{answer_id}/2", key="key-of-two")).status == 404, "another tenant's stream is unknown"
             assert (await go_on(second, f"{answer_id}/2", key="key-of-one")).status == 409, "it has just begun"
             monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_WAY_S", 0.0)
             continued = await go_on(second, f"{answer_id}/2", key="key-of-one")

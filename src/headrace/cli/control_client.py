@@ -103,7 +103,7 @@ def _lines(response: HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 class _UnixConnection(HTTPConnection):
-    def __init__(self, path: Path, timeout_s: float | None) -> None:
+    def __init__(self, path: Path, timeout_s: float | None = None) -> None:
         super().__init__("headrace")
         self._path = path
         self._timeout_s = timeout_s
