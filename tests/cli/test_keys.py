@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,11 @@ from headrace.cli.config import load
 from headrace.cli.exits import UsageRefused, exit_code_of
 from headrace.cli.main import app
 from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest
+from headrace.gateway.limits.open import open_limits
+from headrace.gateway.limits.report import tenant_principal
+from headrace.gateway.limits.rules import rules_of
+from headrace.gateway.stores.config import StoreConfig
+from headrace.policy.limits.tier import BUILT_IN_TIERS
 
 FILE = "models: [{upstreams: [{url: http://h/v1}], name: far}]\ntiers: {gold: {class: premium}}\n"
 
@@ -81,6 +89,26 @@ def test_rotate_and_revoke_and_what_the_audit_says() -> None:
     records = printed("keys", "audit")
     assert [record["action"] for record in records] == ["key.revoke", "key.rotate", "key.create"]
     assert all(record["actor"].endswith(", by command") for record in records)
+
+
+def test_a_tenants_limits_are_shown_with_what_is_used_and_left() -> None:
+    """The book is the server's: a process that has the same state folder has taken something."""
+    done("tenants", "create", "acme", "--tier", "free", "--budget", "2.5")
+    limits = {one["limit"]: one for one in printed("tenants", "show", "acme")["limits"]}
+    assert limits["requests_per_minute"] == {"limit": "requests_per_minute", "number": 60, "used": 0, "left": 60, "reset_s": 0.0}
+    assert (limits["monthly_budget"]["number"], limits["monthly_budget"]["left"]) == (2.5, 2.5)
+
+    async def take() -> None:
+        store = open_limits(StoreConfig(), os.environ["HEADRACE_STATE"], clock=time.monotonic, unix_time=time.time)
+        principal = tenant_principal("acme", "free", BUILT_IN_TIERS["free"], monthly_budget=2.5)
+        await store.take(None, [rule.claim(1_500_000_000 if rule.is_quota else 4) for rule in rules_of(principal)])
+        await store.close()
+
+    asyncio.run(take())
+    limits = {one["limit"]: one for one in printed("tenants", "show", "acme")["limits"]}
+    assert (limits["requests_per_minute"]["used"], limits["requests_per_minute"]["left"]) == (4, 56)
+    assert (limits["monthly_budget"]["used"], limits["monthly_budget"]["left"]) == (1.5, 1.0)
+    assert "requests_per_minute  60" in done("tenants", "show", "acme")
 
 
 def test_a_tenant_is_created_changed_and_removed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,7 @@ OWN_LIMITS = {
     "max_pending_bytes",
     "max_tenant_share",
     "max_request_held_bytes",
+    "on_store_failure",
 }
 """Limits of one request, connection or answer, and shares: the same in every worker."""
 
@@ -37,7 +39,8 @@ def test_every_limit_is_either_shared_or_each_workers_own() -> None:
 
 @given(total=st.integers(1, 1 << 40), num_workers=st.integers(1, MAX_WORKERS))
 def test_parts_add_up_to_the_sites_limit_and_none_is_zero(total: int, num_workers: int) -> None:
-    limits = Limits(**dict.fromkeys(SHARED_LIMITS, total))
+    shared: dict[str, Any] = dict.fromkeys(SHARED_LIMITS, total)
+    limits = Limits(**shared)
     part = divided(limits, num_workers)
     for name in SHARED_LIMITS:
         assert getattr(part, name) >= 1

@@ -125,6 +125,7 @@ FLOORS: dict[str, Floor] = {
             "gateway.sessions.history",
             "gateway.sessions.window",
             "observe",
+            "policy.limits",
         )
     ),
     "headrace.gateway.sessions": Floor(
@@ -149,7 +150,9 @@ FLOORS: dict[str, Floor] = {
     ),
     "headrace.gateway.stores": Floor(_ours("core", "wire.private_files"), (), ("redis",)),
     "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
-    "headrace.gateway.upstream.seam": Floor(_ours("core", "policy.admission", "text.logprobs", "text.template_switch")),
+    "headrace.gateway.upstream.seam": Floor(
+        _ours("core", "policy.admission", "policy.limits.ceiling", "text.logprobs", "text.template_switch")
+    ),
     "headrace.gateway.upstream.foreign*": Floor(
         _ours(
             "core",
@@ -159,6 +162,7 @@ FLOORS: dict[str, Floor] = {
             "gateway.upstream.seam",
             "observe.upstream_metrics",
             "policy.admission",
+            "policy.limits.ceiling",
             "policy.routing",
             "text.logprobs",
             "wire.private_files",

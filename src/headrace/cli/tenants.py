@@ -74,11 +74,19 @@ def list_tenants(config: ConfigFile = None, state: StateFolder = None, as_json: 
 
 @tenants_app.command()
 def show(name: Name, config: ConfigFile = None, state: StateFolder = None, as_json: AsJson = False) -> None:
-    """Show a tenant."""
-    from headrace.cli.directory import administered
+    """Show a tenant, and what it has used of its limits."""
+    from headrace.cli.directory import administered, used_limits
     from headrace.gateway.access.shown_records import shown_tenant
 
-    print_one(shown_tenant(administered(config, state, lambda admin: admin.tenant(name))), as_json)
+    tenant = administered(config, state, lambda admin: admin.tenant(name))
+    limits = used_limits(config, state, tenant)
+    if as_json:
+        print_one(shown_tenant(tenant) | {"limits": limits}, as_json)
+        return
+    print_one(shown_tenant(tenant), as_json)
+    if limits:
+        print()
+        print_rows(limits, ("limit", "number", "used", "left", "reset_s"), as_json)
 
 
 @tenants_app.command()

@@ -19,7 +19,9 @@
     |- UnsupportedMediaType        the body is not JSON in UTF-8 -> 415
     |  `- UnsupportedEncoding      a Content-Encoding that is not undone here -> 415
     |- Overloaded                  a bounded queue is full; says when to retry -> 429
-    |  `- ModelBusy                the model's queue is longer than the request may wait -> 429
+    |  |- ModelBusy                the model's queue is longer than the request may wait -> 429
+    |  `- RateLimitExceeded        a limit of the caller has no room now -> 429
+    |     `- QuotaExhausted        the tokens or the money of a day or a month do not suffice -> 429
     |- ClientLeft                  the client closed the connection; for the log alone -> 499
     |- SlowReader                  the client reads too slowly; for the log alone -> 499
     |- SequenceFailed              the engine failed this sequence alone -> 500

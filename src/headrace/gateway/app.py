@@ -178,7 +178,12 @@ class Gateway:
             exchange.record.user, exchange.record.key_id = exchange.principal.user or None, exchange.principal.key_id or None
         if path is None:
             raise RouteNotFound(exchange.scope["path"])
-        await path.endpoint(exchange.scope["method"]).handler(active.service, exchange)
+        endpoint = path.endpoint(exchange.scope["method"])
+        if not endpoint.generates:
+            await endpoint.handler(active.service, exchange)
+            return
+        async with active.service.limiter.admit(exchange, on_failure=active.service.config.limits.on_store_failure):
+            await endpoint.handler(active.service, exchange)
 
     def refused(self, request_id: str, status: int, reason: str) -> None:
         """Log and count an answer that the protocol gave instead of the application: no HTTP, a head that was too large or too late."""

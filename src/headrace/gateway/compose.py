@@ -28,6 +28,8 @@ from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger, open_ledger
+from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.limits.open import open_limits
 from headrace.gateway.memory import give_back_when_idle, machine_bytes, memory_budget, tenant_share
 from headrace.gateway.sessions.open import open_sessions
 from headrace.gateway.sessions.sessions import Sessions
@@ -108,6 +110,7 @@ async def open_gateway(
             memory=memory,
             kept_streams=await stack.enter_async_context(_kept_streams(config, metrics, sources)),
             sessions=await stack.enter_async_context(_sessions(config, metrics, sources)),
+            limiter=await stack.enter_async_context(_limiter(config, sources)),
             metrics=metrics,
             ledger=await _ledger(stack, config, metrics, sources),
             site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
@@ -161,6 +164,11 @@ async def _kept_streams(config: GatewayConfig, metrics: Metrics, sources: Source
         yield streams
     finally:
         await streams.close()
+
+
+def _limiter(config: GatewayConfig, sources: Sources) -> AbstractAsyncContextManager[Limiter]:
+    store = open_limits(config.store, config.state, clock=sources.clock, unix_time=sources.unix_time)
+    return Limiter.running(store, clock=sources.clock)
 
 
 async def _ledger(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics, sources: Sources) -> Ledger | None:

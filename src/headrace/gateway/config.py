@@ -49,6 +49,9 @@ LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "st
 MAY_BE_ZERO = ("failover_s", "slow_start_s", "stream_resume_s", "ttl_s")
 """Times whose 0 turns something off. Any other limit or time that is not positive is refused."""
 
+FAIL_OPEN, FAIL_CLOSED = "open", "closed"
+"""Values of `limits.on_store_failure`."""
+
 MIN_KEY_CHARS = 8
 PLAIN_PRIORITY, PLAIN_WEIGHT = "standard", 1.0
 """Class and weight of a key that names neither these nor a tier."""
@@ -144,6 +147,7 @@ class Limits:
     max_answer_bytes      log-probabilities of all requests, and answers until they are written; one more is refused with 429
     max_tenant_share      of either, for one tenant. None: a quarter where keys name several tenants, all where there is one
     max_request_held_bytes  of either, for one request; more is refused with 413
+    on_store_failure      what a request of a tenant with limits gets while their store fails: "closed": 503; "open": it is not counted
     """
 
     max_body_bytes: int = 1 << 20
@@ -163,6 +167,7 @@ class Limits:
     max_answer_bytes: int = 40 << 20
     max_tenant_share: float | None = None
     max_request_held_bytes: int = 32 << 20
+    on_store_failure: str = FAIL_CLOSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,8 +272,10 @@ class GatewayConfig:
             value = getattr(self, part)
             for item in fields(value):
                 given = getattr(value, item.name)
-                if given is not None and not (given > 0 or (given == 0 and item.name in MAY_BE_ZERO)):
+                if isinstance(given, int | float) and not (given > 0 or (given == 0 and item.name in MAY_BE_ZERO)):
                     raise ConfigError(f"{part}.{item.name}", f"{given} is not positive")
+        if self.limits.on_store_failure not in (FAIL_OPEN, FAIL_CLOSED):
+            raise ConfigError("limits.on_store_failure", f"{self.limits.on_store_failure!r} is not one of {FAIL_OPEN}, {FAIL_CLOSED}")
         _check_share(self.limits.max_tenant_share, self.num_tenants)
         self.store.checked()
         for name, tier in self.tiers.items():

@@ -30,6 +30,7 @@ CHANGEABLE = (
     "limits.max_answer_bytes",
     "limits.max_tenant_share",
     "limits.max_request_held_bytes",
+    "limits.on_store_failure",
     "timeouts.header_s",
     "timeouts.body_s",
     "timeouts.keep_alive_s",
@@ -40,6 +41,8 @@ CHANGEABLE = (
     "timeouts.failover_s",
     "routing",
     "admission",
+    "tiers",
+    "prices",
 )
 """Paths that may change, each with all below it. Whatever is not here takes a restart; a new option does until what runs follows it."""
 

@@ -62,6 +62,7 @@ from headrace.gateway.upstream.seam import (
 )
 from headrace.observe.request_log import MAX_DETAIL_CHARS
 from headrace.policy.admission.ladder import AdmissionStep
+from headrace.policy.limits.price import FREE, Price
 
 DEADLINE_PASSED = "The request's deadline passed before it was complete."
 
@@ -188,10 +189,11 @@ class Generation:
         self.preferred_replica = ""
         self.before_end: Callable[[str | None], Awaitable[None]] | None = None
         self._precharged_json_bytes = 0
+        self.admission = service.limiter.admission(exchange.request_id)
 
     async def prepare(self) -> Prepared:
-        """Raises what `Upstream.prepare` and `ResumableStream.find` raise, ModelBusy, and RequestTooLarge for more log-probabilities than
-        an answer may hold.
+        """Raises what `Upstream.prepare`, `ResumableStream.find` and `Admission.reserve` raise, ModelBusy, and RequestTooLarge for more
+        log-probabilities than an answer may hold.
         """
         parsed, params, record = self.parsed, self.client_params, self.exchange.record
         earlier = await self.resumable.find(is_streaming=parsed.is_streaming)
@@ -213,6 +215,12 @@ class Generation:
         self.exchange.ignored += prepared.ignored
         self.resumable.open_log(prepared, is_streaming=parsed.is_streaming)
         record.seed, record.prompt_tokens = prepared.seed, prepared.prompt_tokens
+        await self.admission.reserve(
+            self.price,
+            prompt_tokens=prepared.prompt_tokens,
+            max_output_tokens=prepared.max_output_tokens,
+            num_sequences=prepared.num_sequences,
+        )
         self.num_prompt_logprobs = num_prompt_logprobs(
             parsed.logprobs_field, params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_shown=parsed.num_shown
         )
@@ -230,6 +238,11 @@ class Generation:
         )
         self.held.answers.add(column_bytes + self._precharged_json_bytes + piece_bytes + self.first_bytes)
         return prepared
+
+    @property
+    def price(self) -> Price:
+        """The tokens' price of the model that answers."""
+        return self.service.config.prices.get(self.model.name, FREE)
 
     @property
     def shown_model(self) -> str:
@@ -287,6 +300,7 @@ class Generation:
             arrived_at=self.exchange.arrived_at,
             instruments=partial(self.service.metrics.replica, self.model.name),
         )
+        self.admission.follow(stream.usage)
         try:
             with self.resumable.sending(stream):
                 self.exchange.on_ended(stream.cancel)
@@ -310,6 +324,7 @@ class Generation:
             priority=self.parsed.priority,
             tier=principal.tier.terms(principal.tier_name),
             salt=salt.digest(),
+            ceiling=self.admission.ceiling(self.price),
         )
 
     def _deadline_at(self) -> float | None:
@@ -420,6 +435,8 @@ class Generation:
         if stream.num_resumes:
             record.num_resumes = stream.num_resumes
             self.service.metrics.sequences_resumed.labels(self.model.name, record.replica or "").inc(stream.num_resumes)
+        has_run = progress.ttft_s is not None or bool(progress.finish_reasons) or self.exchange.end_reason is not None
+        self.admission.count(usage if has_run else None)  # what no engine took costs nothing
         progress.close(self.service.clock(), n=self.client_params.n)
 
 

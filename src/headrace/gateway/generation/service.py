@@ -13,6 +13,7 @@ from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger
+from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.sessions.sessions import Sessions
 from headrace.gateway.site_metrics import SiteMetrics
 from headrace.gateway.text_workers.pool import TextPool
@@ -40,6 +41,7 @@ class Service:
     memory: RequestMemory
     kept_streams: KeptStreams
     sessions: Sessions
+    limiter: Limiter
     metrics: Metrics
     site_metrics: SiteMetrics
     ledger: Ledger | None

@@ -80,8 +80,16 @@ class ContextLengthExceeded(InvalidRequest):
     limit, remedy  the message's sentences: `context_overflow` and `foreign_overflow` make them
     """
 
+    def of_tier(self, tier: str) -> ContextLengthExceeded:
+        """This error, where the tier's limit is the smaller one."""
+        limit = self.limit.replace(_MODELS_CONTEXT, f"The tier {tier}'s maximum context length (max_context_tokens)", 1)
+        return ContextLengthExceeded(self.field, limit, None, self.remedy)
+
     def __str__(self) -> str:
         return f"{self.limit} {self.remedy}"
+
+
+_MODELS_CONTEXT = "This model's maximum context length"
 
 
 def context_overflow(
@@ -96,7 +104,7 @@ def context_overflow(
     completion_tokens = max_tokens or 1
     least = "at least " if is_least else ""
     limit = (
-        f"This model's maximum context length is {max_model_len} tokens. "
+        f"{_MODELS_CONTEXT} is {max_model_len} tokens. "
         f"However, you requested {least}{prompt_tokens + completion_tokens} tokens "
         f"({least}{prompt_tokens} in the {part}, {least}{completion_tokens} in the completion)."
     )
@@ -105,8 +113,23 @@ def context_overflow(
 
 def foreign_overflow() -> ContextLengthExceeded:
     """The error of a request that does not fit a foreign server's model. The server's own message is not shown."""
-    limit = "This model's maximum context length is shorter than what you requested, says the server behind it."
+    limit = f"{_MODELS_CONTEXT} is shorter than what you requested, says the server behind it."
     return ContextLengthExceeded("prompt", limit, None, "Please reduce the length of the prompt or completion.")
+
+
+class RateLimitExceeded(Overloaded):
+    """A limit of the caller has no room now. Retried after `retry_after_s`, the request has it if the caller sends no other one.
+
+    limit  name of the option that sets it
+    """
+
+    def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
+        self.limit = limit
+        super().__init__(message, retry_after_s=retry_after_s)
+
+
+class QuotaExhausted(RateLimitExceeded):
+    """The tokens or the money of a day or a month do not suffice."""
 
 
 class UnknownStream(HeadraceError):
@@ -175,6 +198,8 @@ TABLE: tuple[tuple[type[BaseException], ErrorRow], ...] = (
     (MethodNotAllowed, ErrorRow(405, "invalid_request_error", "method_not_allowed")),
     (UnsupportedMediaType, ErrorRow(415, "invalid_request_error", "unsupported_media_type")),
     (ReadTimeout, ErrorRow(408, "invalid_request_error", "read_timeout")),
+    (QuotaExhausted, ErrorRow(429, "rate_limit_error", "insufficient_quota")),
+    (RateLimitExceeded, ErrorRow(429, "rate_limit_error", "rate_limit_exceeded")),
     (Overloaded, ErrorRow(429, "rate_limit_error", "overloaded")),
     (Unavailable, ErrorRow(503, "service_unavailable_error", "unavailable")),
     (DeadlineExceeded, ErrorRow(504, "timeout_error", "deadline_exceeded")),

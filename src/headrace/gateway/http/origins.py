@@ -23,7 +23,11 @@ METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
 DEFAULT_HEADERS = b"authorization, content-type"
 """Allowed request headers where the preflight names none, or names that are not well-formed."""
 
-EXPOSED = b"x-request-id, x-headrace-ignored, x-headrace-context, retry-after"
+EXPOSED = (
+    b"x-request-id, x-headrace-ignored, x-headrace-context, retry-after,"
+    b" x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests,"
+    b" x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
+)
 """Headers of an answer that the page's own code may read."""
 
 MAX_HEADER_NAMES = 2000

@@ -14,7 +14,7 @@ import logging
 import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from headrace.core.plan import LogprobColumns
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import StageSeconds
 from headrace.gateway.foreign_config import ForeignConfig, named
+from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.upstream.foreign_body import foreign_body
 from headrace.gateway.upstream.foreign_events import EventReader
 from headrace.gateway.upstream.foreign_route import ForeignRoute
@@ -43,6 +44,7 @@ from headrace.gateway.upstream.seam import (
 )
 from headrace.observe.upstream_metrics import UpstreamReading
 from headrace.policy.admission.ladder import QueueState
+from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.routing.choice import Random
 from headrace.policy.routing.circuit_breaker import CircuitState
 from headrace.policy.routing.retry_budget import RetryBudget
@@ -116,6 +118,7 @@ class HttpUpstream:
         return ForeignRoute(self.servers, max_tokens=max_tokens, budget=self._budget, clock=self._clock, random=self._random)
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> HttpPrepared:
+        request = _within(request, principal.ceiling)
         params = SamplingParams(**request.sampling).checked()
         return HttpPrepared(self, request, params, foreign_body(request, params), principal.salt)
 
@@ -124,6 +127,24 @@ class HttpUpstream:
 
     async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str:
         raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")
+
+
+def _within(request: GenerationRequest, ceiling: RequestCeiling) -> GenerationRequest:
+    """The request with a `max_tokens` within the caller's limits, as far as they are known without the prompt's tokens.
+
+    Raises ContextLengthExceeded where the client's own `max_tokens` leaves no token for a prompt.
+    """
+    max_tokens, context_tokens = request.sampling.get("max_tokens"), ceiling.context_tokens
+    if max_tokens is not None:
+        if context_tokens is not None and max_tokens >= context_tokens:
+            part = "messages" if isinstance(request.prompt, Conversation) else "prompt"
+            error = context_overflow("max_tokens", context_tokens, part=part, prompt_tokens=1, max_tokens=max_tokens, is_least=True)
+            raise error.of_tier(ceiling.tier)
+        return request
+    num_prompts = 1 if isinstance(request.prompt, Conversation) else len(request.prompt.prompts)
+    bounds = [ceiling.max_tokens(0, num_prompts * (request.sampling.get("n") or 1)), context_tokens and max(1, context_tokens - 1)]
+    given = [bound for bound in bounds if bound is not None]
+    return replace(request, sampling={**request.sampling, "max_tokens": min(given)}) if given else request
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from headrace.core.request import NO_TIER, PriorityClass, TierTerms
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
 from headrace.core.update import StageSeconds
 from headrace.policy.admission.ladder import QueueState
+from headrace.policy.limits.ceiling import UNBOUNDED, RequestCeiling
 from headrace.text.logprobs import DecodedLogprobs
 from headrace.text.template_switch import TemplateSwitch
 
@@ -128,7 +129,8 @@ class EarlierOutput:
 class PrincipalFacts:
     """What a request inherits from its key. `salt` separates prefix caches; it never comes from the client alone.
 
-    weight  share of the tenant among those of its tier;  tier  the tier's own share and goals
+    weight   share of the tenant among those of its tier;  tier  the tier's own share and goals
+    ceiling  bounds the context, and the output where the client gives no `max_tokens`
     """
 
     tenant: str = ""
@@ -136,6 +138,7 @@ class PrincipalFacts:
     priority: PriorityClass = PriorityClass.STANDARD
     tier: TierTerms = NO_TIER
     salt: bytes = b""
+    ceiling: RequestCeiling = UNBOUNDED
 
 
 # --------------------------------------------------------------------------------------------------------------------- what comes out

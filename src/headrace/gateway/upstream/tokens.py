@@ -15,7 +15,7 @@ from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.sampling import SamplingParams, with_default_max_tokens
-from headrace.gateway.http.errors import StreamConflict, context_overflow
+from headrace.gateway.http.errors import ContextLengthExceeded, StreamConflict, context_overflow
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.upstream.earlier_output import EarlierCallOutput, calls_of, prompt_digest
 from headrace.gateway.upstream.merge import MergedStream
@@ -81,13 +81,24 @@ class TokenUpstream:
         return self._pool.retired_health()
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> TokenPrepared:
-        info = self._info()
+        info, context_tokens = self._info(), principal.ceiling.context_tokens
+        if context_tokens is None or context_tokens >= info.max_model_len:
+            return await self._prepare(request, principal, info)
+        try:
+            return await self._prepare(request, principal, replace(info, max_model_len=context_tokens))
+        except ContextLengthExceeded as error:
+            raise error.of_tier(principal.ceiling.tier) from None
+
+    async def _prepare(self, request: GenerationRequest, principal: PrincipalFacts, info: ModelInfo) -> TokenPrepared:
+        """info: of the model, with the context that the caller's tier leaves of it"""
         earlier = None if request.earlier is None else _earlier_calls(request.earlier, request.sampling)
         params = self._params(request, info, None if earlier is None else earlier[0].seed)
         grammar = self._binding.grammar(request.prompt, None if request.grammar is None else request.grammar.grammar)
         prompts, ignored = await self._encode(request.prompt, params.max_tokens, info, principal.tenant)
         if request.has_priority and info.queue_policy not in ("", "priority"):
             ignored = [*ignored, "priority"]
+        if params.max_tokens is None:
+            params = _with_max_tokens(params, prompts, principal, info)
         calls: list[Call] = []
         for number, prompt in enumerate(prompts):
             if number or len(prompt.token_ids) > MAX_TOKENS_AT_ONCE:
@@ -215,6 +226,18 @@ def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo,
         field = "prompt" if room < 1 else "max_tokens"
         raise context_overflow(field, info.max_model_len, part=part, prompt_tokens=num_tokens, max_tokens=max_tokens)
     return room
+
+
+def _with_max_tokens(params: SamplingParams, prompts: Sequence[TokenPrompt], principal: PrincipalFacts, info: ModelInfo) -> SamplingParams:
+    """`params`, of a request that says no `max_tokens`, with what the caller's limits allow one sequence. Unchanged without limits."""
+    num_tokens = [prompt.num_tokens for prompt in prompts]
+    ceiling = principal.ceiling
+    room = info.max_model_len - max(num_tokens)
+    allowed = ceiling.max_tokens(sum(num_tokens), len(prompts) * params.n)
+    if allowed is None and ceiling.context_tokens is None:  # the engine knows its own context
+        return params
+    room = room if allowed is None else min(room, allowed)
+    return with_default_max_tokens(params, info.sampling_defaults.get("max_tokens", room), room)
 
 
 def _earlier_calls(earlier: EarlierOutput, sampling: Mapping[str, Any]) -> tuple[EarlierCallOutput, ...]:

@@ -1,0 +1,166 @@
+"""The limits of one generating request: what it has taken of them, and what it has used so far.
+
+`limits.limiter` opens one per request before its body is read, and charges it at its end. In between `generation.run` calls `reserve` once
+the prompt is tokenized, and `count` at the end of a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headrace.core.errors import Unavailable
+from headrace.gateway.access.principal import Principal
+from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, amounts_of, ceiling_of, rules_of
+from headrace.gateway.limits.verdict import LimitState, headers, refusal, states, without_limit_headers
+from headrace.gateway.stores.store import StoreFailed
+from headrace.gateway.upstream.seam import TokenUsage
+from headrace.policy.limits.book import Claim, TakeResult
+from headrace.policy.limits.ceiling import RequestCeiling
+from headrace.policy.limits.counters import Amounts, Unit
+from headrace.policy.limits.price import FREE, Price
+
+STORE_S = 0.25
+"""Seconds that a request waits for the store of limits in all."""
+
+FIRST_TAIL_TOKENS = 256
+"""Output tokens of each sequence that are charged if the gateway dies before it has saved any: more than an engine gives in a second."""
+
+UNAVAILABLE = "The limits of this key cannot be read now; nothing was used. Try again in a moment."
+NOTHING = Amounts(requests=1)
+
+
+class TakesLimits(Protocol):
+    """The limiter, as an admission sees it."""
+
+    async def take(self, admission: Admission, claims: Sequence[Claim]) -> TakeResult: ...
+
+
+class Admission:
+    """
+    rules   every limit of the caller; none: nothing is asked of the store
+    is_held the store has, or may have, a reservation of this request
+    saved   what to charge if the gateway dies now
+    """
+
+    __slots__ = (
+        "_exchange",
+        "_is_open_on_failure",
+        "_last_completion",
+        "_limiter",
+        "_num_sequences",
+        "_price",
+        "_reserved",
+        "_states",
+        "_usage",
+        "_waited_s",
+        "is_held",
+        "principal",
+        "request_id",
+        "rules",
+        "saved",
+        "used",
+    )
+
+    def __init__(self, limiter: TakesLimits, exchange: Exchange, *, is_open_on_failure: bool) -> None:
+        """is_open_on_failure: the request goes on without a reservation where the store fails"""
+        self._limiter, self._exchange, self._is_open_on_failure = limiter, exchange, is_open_on_failure
+        self.request_id = exchange.request_id
+        self.principal: Principal = exchange.principal
+        self.rules = rules_of(exchange.principal)
+        self.is_held = False
+        self.used = self.saved = NOTHING
+        self._reserved = NOTHING
+        self._price: Price = FREE
+        self._usage: Callable[[], TokenUsage] | None = None
+        self._num_sequences = 1
+        self._last_completion = 0
+        self._states: dict[str, LimitState] = {}
+        self._waited_s = 0.0
+
+    def ceiling(self, price: Price) -> RequestCeiling:
+        """What an answer without `max_tokens` may use of a model with this price."""
+        return ceiling_of(self.principal, self.rules, price)
+
+    async def begin(self) -> None:
+        """Take what needs no tokens. Raises RateLimitExceeded, or Unavailable where the store fails."""
+        rules = [rule for rule in self.rules if not rule.is_quota]
+        if any(rule.unit in BEFORE_PARSING for rule in rules):
+            self.is_held = any(rule.unit is Unit.OPEN for rule in rules)
+            await self._take(rules, [rule.claim(1 if rule.unit in BEFORE_PARSING else None) for rule in rules])
+
+    async def reserve(self, price: Price, *, prompt_tokens: int | None, max_output_tokens: int | None, num_sequences: int) -> None:
+        """Take the most that a prepared request may use. None: only the server that answers can count it; 1 is taken then.
+
+        Raises RateLimitExceeded, QuotaExhausted, or Unavailable where the store fails.
+        """
+        self._price, self._num_sequences = price, num_sequences
+        rules = [rule for rule in self.rules if rule.unit not in BEFORE_PARSING]
+        if not rules:
+            return
+        wanted = amounts_of(price, prompt_tokens=prompt_tokens or 1, completion_tokens=max_output_tokens or 1)
+        first = amounts_of(
+            price, prompt_tokens=prompt_tokens or 1, completion_tokens=min(max_output_tokens or 1, FIRST_TAIL_TOKENS * num_sequences)
+        )
+        self.is_held = True
+        self.saved = _sum(self.used, first)
+        await self._take(rules, [rule.claim(wanted[rule.unit]) for rule in rules])
+        self._reserved = _sum(self._reserved, wanted)
+
+    def follow(self, usage: Callable[[], TokenUsage]) -> None:
+        """From now on save what `usage` says."""
+        self._usage, self._last_completion = usage, 0
+
+    def count(self, usage: TokenUsage | None) -> None:
+        """A stream has ended, and has used this much of the model it was reserved for. None: it never began."""
+        if usage is not None:
+            self.used = _sum(self.used, _of_usage(self._price, usage))
+        self._usage, self.saved = None, self.used
+
+    def save(self) -> Amounts:
+        """What to charge if the gateway dies within the next second: what has come, and as much again as in the last second."""
+        if self._usage is None:
+            return self.saved
+        usage = self._usage()
+        new = usage.completion_tokens - self._last_completion
+        self._last_completion = usage.completion_tokens
+        tail = new if usage.completion_tokens else FIRST_TAIL_TOKENS * self._num_sequences
+        counted = _sum(self.used, _of_usage(self._price, usage))
+        with_tail = _sum(self.used, _of_usage(self._price, usage._replace(completion_tokens=usage.completion_tokens + tail)))
+        bounded = [max(now, min(later, most)) for now, later, most in zip(counted, with_tail, self._reserved, strict=True)]
+        self.saved = Amounts(*bounded)
+        return self.saved
+
+    async def _take(self, rules: Sequence[LimitRule], claims: Sequence[Claim]) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            async with asyncio.timeout(STORE_S - self._waited_s):
+                result = await self._limiter.take(self, claims)
+        except (StoreFailed, TimeoutError):
+            if not self._is_open_on_failure:
+                raise Unavailable(UNAVAILABLE, retry_after_s=1.0) from None
+            return
+        finally:
+            self._waited_s = min(STORE_S, self._waited_s + clock() - began)
+        self._states.update((state.rule.counter, state) for state in states(rules, claims, result))
+        self._exchange.more_headers = [*without_limit_headers(self._exchange.more_headers), *headers(list(self._states.values()))]
+        if not result.is_admitted:
+            raise refusal(rules, claims, result)
+
+
+def _of_usage(price: Price, usage: TokenUsage) -> Amounts:
+    """What a stream used. Output of an earlier stream, which it continues, was charged with that one."""
+    return amounts_of(
+        price,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens - usage.earlier_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def _sum(one: Amounts, other: Amounts) -> Amounts:
+    """Both together, of one request."""
+    return Amounts(*map(int.__add__, one, other))._replace(requests=1)

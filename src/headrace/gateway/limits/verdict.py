@@ -1,0 +1,101 @@
+"""What a client learns about its limits: the refusal by name, and OpenAI's x-ratelimit headers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from headrace.gateway.http.errors import QuotaExhausted, RateLimitExceeded
+from headrace.gateway.limits.rules import LimitRule
+from headrace.policy.limits.book import Claim, ClaimReading, TakeResult, is_over
+from headrace.policy.limits.counters import Moment, Unit, Window, reset_ms, retry_after_s, used_of
+from headrace.policy.limits.price import NANOS
+
+PREFIX = b"x-ratelimit-"
+SHOWN = {b"requests": (Unit.REQUESTS,), b"tokens": (Unit.INPUT, Unit.OUTPUT, Unit.TOKENS)}
+"""Last word of a header -> units of the limits that it may be about. It is about the one of which the smallest part is left."""
+
+_WINDOWS = {Window.OPEN: "at once", Window.MINUTE: "in any 60 s", Window.DAY: "in a UTC day", Window.MONTH: "in a UTC month"}
+
+
+class LimitState(NamedTuple):
+    """One limit after a `take`. used: what counts now, this request's amount included"""
+
+    rule: LimitRule
+    used: int
+    reset_ms: int
+
+    @property
+    def remaining(self) -> int:
+        return max(0, self.rule.number - self.used)
+
+
+def states(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResult) -> list[LimitState]:
+    found = []
+    for rule, claim, reading in zip(rules, claims, result.readings, strict=True):
+        used = used_of(rule.window, result.now, *reading) + ((claim.amount or 0) if result.is_admitted else 0)
+        found.append(LimitState(rule, used, reset_ms(rule.window, result.now) if used else 0))
+    return found
+
+
+def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResult) -> RateLimitExceeded | QuotaExhausted:
+    """The error of a refused `take`: about the limit that allows the request last."""
+    over = [
+        (_retry_s(claim, reading, result.now), rule, claim.amount or 0, used_of(rule.window, result.now, *reading))
+        for rule, claim, reading in zip(rules, claims, result.readings, strict=True)
+        if is_over(claim, reading, result.now)
+    ]
+    wait_s, rule, amount, used = max(over, key=lambda one: one[0])
+    message = f"{_sentence(rule, amount, used)} {_remedy(rule, amount, wait_s)}"
+    kind = QuotaExhausted if rule.is_quota else RateLimitExceeded
+    return kind(message, limit=rule.name, retry_after_s=wait_s)
+
+
+def headers(found: Sequence[LimitState]) -> list[tuple[bytes, bytes]]:
+    """The headers of what `found` has limits for."""
+    made = []
+    for name, units in SHOWN.items():
+        if about := [state for state in found if state.rule.unit in units and state.rule.window is not Window.OPEN]:
+            tightest = min(about, key=lambda state: state.remaining / state.rule.number)
+            made += [
+                (PREFIX + b"limit-" + name, b"%d" % tightest.rule.number),
+                (PREFIX + b"remaining-" + name, b"%d" % tightest.remaining),
+                (PREFIX + b"reset-" + name, duration(tightest.reset_ms).encode()),
+            ]
+    return made
+
+
+def duration(ms: int) -> str:
+    """As OpenAI writes it: 120ms, 1.5s, 6m0s, 23h59m59s."""
+    if ms < 1000:
+        return f"{ms}ms"
+    seconds, rest_ms = divmod(ms, 1000)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    larger = f"{hours}h{minutes}m" if hours else f"{minutes}m" if minutes else ""
+    return f"{larger}{seconds}{f'.{rest_ms:03}'.rstrip('0') if rest_ms and not larger else ''}s"
+
+
+def _retry_s(claim: Claim, reading: ClaimReading, now: Moment) -> float:
+    return retry_after_s(claim.window, now, current=reading.current, previous=reading.previous, allowed=claim.limit - (claim.amount or 0))
+
+
+def _sentence(rule: LimitRule, amount: int, used: int) -> str:
+    number, before, wanted = (_shown(rule, value) for value in (rule.number, used, amount))
+    return f"The limit {rule.name} is {number} {_WINDOWS[rule.window]}; {before} is used or reserved, and this request needs {wanted}."
+
+
+def _remedy(rule: LimitRule, amount: int, wait_s: float) -> str:
+    if amount <= rule.number:
+        return f"Try again in {duration(round(1000 * wait_s))}."
+    return "It asks for more than the limit allows at all: send less text, or a smaller max_tokens."
+
+
+def _shown(rule: LimitRule, value: int) -> str:
+    if rule.unit is not Unit.NANOS:
+        return str(value)
+    return f"{value // NANOS}.{value % NANOS:09}".rstrip("0").rstrip(".")
+
+
+def without_limit_headers(given: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+    return ((name, value) for name, value in given if not name.startswith(PREFIX))

@@ -1,0 +1,386 @@
+"""A request is held to its caller's limits before it runs, and charged by what the engine counted, once."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from gateway_kit import SAID, TestBench, chat_body, eventually, open_bench
+from redis_kit import RedisServer
+
+from headrace.gateway.control.models import Sources
+from headrace.gateway.limits import admission
+from headrace.gateway.limits.rules import rules_of
+from headrace.policy.limits.book import Claim
+from headrace.policy.limits.counters import DAY_MS
+from headrace.policy.limits.price import NANOS
+from headrace.text.folder import TextModel
+
+KEY, OTHER = "hr-limits-key-one", "hr-limits-key-two"
+NOON_S = 20_000 * DAY_MS / 1000 + 43_200
+
+
+class Clocks:
+    """Time that stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.steady_s = 120.0
+        self.unix_s = NOON_S
+
+    def sources(self) -> Sources:
+        return Sources(clock=lambda: self.steady_s, unix_time=lambda: self.unix_s)
+
+    def wait(self, seconds: float) -> None:
+        self.steady_s += seconds
+        self.unix_s += seconds
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine may take more than 250 ms for what is no trouble."""
+    monkeypatch.setattr(admission, "STORE_S", 20.0)
+
+
+@pytest.fixture
+def clocks() -> Clocks:
+    return Clocks()
+
+
+Opened = Callable[..., AbstractAsyncContextManager[TestBench]]
+
+
+@pytest.fixture
+def opened(text: TextModel, clocks: Clocks) -> Opened:
+    """Opens a gateway whose keys have the tier `small` with the given numbers."""
+
+    def open_with(numbers: dict[str, Any], **changes: Any) -> AbstractAsyncContextManager[TestBench]:
+        keys = [{"key": KEY, "tenant": "acme", "tier": "small", "user": "ann"}, {"key": OTHER, "tenant": "other", "tier": "small"}]
+        return open_bench(text, sources=clocks.sources(), **{"tiers": {"small": numbers}, "api_keys": keys, **changes})
+
+    return open_with
+
+
+async def ask(bench: TestBench, key: str = KEY, **fields: Any) -> httpx2.Response:
+    return await bench.client.post("/v1/chat/completions", json=chat_body(**fields), headers={"authorization": f"Bearer {key}"})
+
+
+async def used(bench: TestBench, limit: str) -> int:
+    """What counts of a limit of acme's, once everything is charged."""
+    limiter = bench.gateway.service.limiter
+    await eventually(lambda: not limiter._uncharged)
+    principal = await bench.gateway.active.authenticator.principal([(b"authorization", f"Bearer {KEY}".encode())])
+    claims: list[Claim] = [rule.claim(None) for rule in rules_of(principal) if rule.name == limit]
+    (reading,) = (await limiter._store.take(None, claims)).readings
+    return reading.current
+
+
+def error_of(response: httpx2.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+async def test_requests_beyond_the_minute_are_refused_until_there_is_room(opened: Opened, clocks: Clocks) -> None:
+    async with opened({"requests_per_minute": 2}) as bench:
+        first = await ask(bench)
+        assert first.headers["x-ratelimit-limit-requests"] == "2"
+        assert first.headers["x-ratelimit-remaining-requests"] == "1"
+        assert first.headers["x-ratelimit-reset-requests"] == "2m0s"
+        assert (await ask(bench)).status_code == 200
+        refused = await ask(bench)
+        assert (refused.status_code, error_of(refused)["type"], error_of(refused)["code"]) == (
+            429,
+            "rate_limit_error",
+            "rate_limit_exceeded",
+        )
+        assert "requests_per_minute is 2" in error_of(refused)["message"]
+        assert refused.headers["retry-after"] == "90"
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert (await ask(bench, OTHER)).status_code == 200, "another tenant has its own"
+        clocks.wait(89.9)
+        assert (await ask(bench)).status_code == 429
+        clocks.wait(0.2)
+        assert (await ask(bench)).status_code == 200
+
+
+async def test_a_refused_request_is_not_read(opened: Opened) -> None:
+    async with opened({"requests_per_minute": 1}) as bench:
+        assert (await ask(bench)).status_code == 200
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+        refused = await bench.client.post("/v1/chat/completions", content=b"no json", headers=headers)
+        assert refused.status_code == 429
+
+
+async def test_open_requests_are_counted_and_freed(opened: Opened) -> None:
+    async with opened({"max_concurrent_requests": 2}) as bench:
+        bench.replica.go.clear()
+        running = [asyncio.create_task(ask(bench)) for _ in range(2)]
+        await eventually(lambda: len(bench.replica.requests) == 2)
+        refused = await ask(bench)
+        assert refused.status_code == 429
+        assert "max_concurrent_requests is 2" in error_of(refused)["message"]
+        assert refused.headers["retry-after"] == "1"
+        bench.replica.go.set()
+        assert [response.status_code for response in await asyncio.gather(*running)] == [200, 200]
+        for _ in range(5):
+            assert (await ask(bench)).status_code == 200, "a request that has ended is not open for the next one"
+        assert await used(bench, "max_concurrent_requests") == 0
+
+
+async def test_the_engines_counts_are_charged(opened: Opened) -> None:
+    numbers = {"input_tokens_per_minute": 10_000, "output_tokens_per_minute": 10_000, "daily_tokens": 10_000, "monthly_budget": 5.0}
+    async with opened(numbers, prices={"fox": {"input": 100, "output": 1000}}) as bench:
+        usage = (await ask(bench, max_tokens=8)).json()["usage"]
+        assert usage["completion_tokens"] == 8
+        prompt = usage["prompt_tokens"]
+        assert await used(bench, "input_tokens_per_minute") == prompt
+        assert await used(bench, "output_tokens_per_minute") == 8
+        assert await used(bench, "daily_tokens") == prompt + 8
+        assert await used(bench, "monthly_budget") == (100 * prompt + 1000 * 8) * NANOS // 1_000_000
+
+
+async def test_the_most_that_a_request_may_use_is_reserved(opened: Opened) -> None:
+    async with opened({"output_tokens_per_minute": 100}) as bench:
+        bench.replica.go.clear()
+        running = asyncio.create_task(ask(bench, n=2, max_tokens=40))
+        await eventually(lambda: bool(bench.replica.requests))
+        refused = await ask(bench, max_tokens=21)
+        assert refused.status_code == 429
+        assert "100 in any 60 s; 80 is used or reserved, and this request needs 21." in error_of(refused)["message"]
+        assert refused.headers["x-ratelimit-remaining-tokens"] == "20"
+        bench.replica.go.set()
+        assert (await running).status_code == 200
+        assert (await ask(bench, max_tokens=20)).status_code == 200
+
+
+async def test_more_than_a_limit_is_refused_as_what_never_fits(opened: Opened) -> None:
+    async with opened({"output_tokens_per_minute": 100}) as bench:
+        refused = await ask(bench, max_tokens=101)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
+        assert "more than the limit allows at all" in error_of(refused)["message"]
+
+
+@pytest.mark.parametrize("numbers", [{"daily_tokens": 60}, {"monthly_budget": 0.01}, {"daily_budget": 0.01}])
+async def test_a_spent_budget_refuses_until_its_window_ends(opened: Opened, clocks: Clocks, numbers: dict[str, Any]) -> None:
+    async with opened(numbers, prices={"fox": {"output": 1000}}) as bench:
+        while (response := await ask(bench, max_tokens=9)).status_code == 200:
+            pass
+        assert (error_of(response)["type"], error_of(response)["code"]) == ("rate_limit_error", "insufficient_quota")
+        assert next(iter(numbers)) in error_of(response)["message"]
+        left_s = int(response.headers["retry-after"])
+        clocks.wait(left_s - 1)
+        assert (await ask(bench, max_tokens=9)).status_code == 429
+        clocks.wait(1)
+        assert (await ask(bench, max_tokens=9)).status_code == 200
+
+
+async def test_an_answer_without_max_tokens_ends_where_a_limit_does(opened: Opened) -> None:
+    for numbers, most in [({"output_tokens_per_minute": 7}, 7), ({"daily_budget": 0.005}, 5), ({"output_tokens_per_minute": 9}, 9)]:
+        async with opened(numbers, prices={"fox": {"output": 1000}}) as bench:
+            response = await ask(bench)
+            assert response.json()["usage"]["completion_tokens"] == most
+            assert response.json()["choices"][0]["finish_reason"] == "length"
+            assert bench.replica.requests[0].params.max_tokens == most
+
+
+async def test_the_tiers_context_bounds_prompt_and_output(opened: Opened) -> None:
+    async with opened({"max_context_tokens": 40}) as bench:
+        usage = (await ask(bench)).json()["usage"]
+        assert usage["total_tokens"] == 40, "without max_tokens the answer has what the tier leaves"
+        refused = await ask(bench, max_tokens=40)
+        assert (refused.status_code, error_of(refused)["code"]) == (400, "context_length_exceeded")
+        assert "tier small's maximum context length (max_context_tokens) is 40 tokens" in error_of(refused)["message"]
+        long = await bench.client.post(
+            "/v1/completions", json={"model": "fox", "prompt": "a b " * 400}, headers={"authorization": f"Bearer {KEY}"}
+        )
+        assert (long.status_code, error_of(long)["code"]) == (400, "context_length_exceeded")
+        assert "tier small" in error_of(long)["message"]
+
+
+async def test_an_aborted_stream_is_charged_for_what_the_engine_made(opened: Opened) -> None:
+    async with opened({"output_tokens_per_minute": 1000, "max_concurrent_requests": 4}) as bench:
+        bench.replica.said, bench.replica.token_delay_s = SAID * 20, 0.005
+        body = chat_body(stream=True, max_tokens=400)
+        async with asyncio.timeout(20):
+            task = asyncio.create_task(bench.client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {KEY}"}))
+            await eventually(lambda: bool(bench.replica.requests))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert await used(bench, "max_concurrent_requests") == 0
+        assert 0 < await used(bench, "output_tokens_per_minute") < 400
+
+
+async def test_a_request_that_no_engine_takes_costs_no_tokens(opened: Opened) -> None:
+    async with opened({"daily_tokens": 1000, "requests_per_minute": 9}) as bench:
+
+        def broken(_request: object, _stream: object) -> None:
+            raise ValueError("a fault of the connection")
+
+        bench.replica.on_submit = broken
+        assert (await ask(bench, max_tokens=9)).status_code == 500
+        assert (await used(bench, "daily_tokens"), await used(bench, "requests_per_minute")) == (0, 1)
+
+
+async def test_callers_without_limits_ask_no_store(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        taken: list[object] = []
+        bench.gateway.service.limiter._store.take = partial(_record, taken)  # type: ignore[method-assign,assignment]
+        response = await bench.chat()
+        assert response.status_code == 200
+        assert not taken
+        assert not [name for name in response.headers if name.startswith("x-ratelimit")]
+
+
+async def _record(taken: list[object], *given: object) -> None:
+    taken.append(given)
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0, 365 * 86_400.0, -365 * 86_400.0])
+async def test_a_clock_that_jumps_opens_no_window_when_it_is_back(opened: Opened, clocks: Clocks, jump_s: float) -> None:
+    async with opened({"requests_per_minute": 3, "daily_tokens": 60}) as bench:
+        assert (await ask(bench, max_tokens=9)).status_code == 200
+        before = await used(bench, "daily_tokens")
+        clocks.unix_s += jump_s
+        in_jump = await ask(bench, max_tokens=9)
+        assert in_jump.status_code == 200
+        assert in_jump.headers["x-ratelimit-remaining-requests"] == "1", "minutes follow the other clock"
+        clocks.unix_s -= jump_s
+        assert await used(bench, "daily_tokens") == before * (1 if abs(jump_s) > 43_200 else 2)
+        assert (await ask(bench, max_tokens=9)).status_code in (200, 429)
+        assert (await ask(bench, max_tokens=1)).status_code == 429
+        bench.gateway.service.limiter.check()
+
+
+@pytest.fixture
+async def two(text: TextModel, redis_server: RedisServer) -> AsyncIterator[tuple[TestBench, TestBench, RedisServer]]:
+    """Two gateways over one Redis."""
+    keys = [{"key": KEY, "tenant": "acme", "tier": "small"}]
+    changes: dict[str, Any] = {"api_keys": keys, "tiers": {"small": {"requests_per_minute": 6, "max_concurrent_requests": 3}}}
+    changes["store"] = {"url": redis_server.url}
+    async with open_bench(text, **changes) as one, open_bench(text, **changes) as other:
+        yield one, other, redis_server
+
+
+async def test_two_gateways_share_one_limit(two: tuple[TestBench, TestBench, RedisServer]) -> None:
+    one, other, _ = two
+    responses = [await ask(bench) for bench in (one, other) * 4]
+    assert [response.status_code for response in responses].count(200) == 6
+    assert responses[-1].status_code == 429
+
+
+async def refused_fast(bench: TestBench) -> None:
+    began = asyncio.get_running_loop().time()
+    response = await ask(bench)
+    assert asyncio.get_running_loop().time() - began < 2.0, "250 ms, and a margin for a loaded machine"
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+async def healed(bench: TestBench) -> None:
+    async with asyncio.timeout(20):
+        while (await ask(bench)).status_code != 200:
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("trouble", ["stopped", "hangs", "READONLY", "OOM"])
+async def test_a_store_that_fails_refuses_and_heals(
+    two: tuple[TestBench, TestBench, RedisServer], trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, _, server = two
+    assert (await ask(bench)).status_code == 200
+    monkeypatch.setattr(admission, "STORE_S", 0.25)
+    client = bench.gateway.service.limiter._store._client  # type: ignore[attr-defined]
+    if trouble == "stopped":
+        server.stop()
+    elif trouble == "hangs":
+        server.hang()
+    elif trouble == "READONLY":
+        await client.replicaof("127.0.0.1", "1")
+    else:
+        await client.config_set("maxmemory", "1")
+    await refused_fast(bench)
+    if trouble == "stopped":
+        server.start()
+    elif trouble == "hangs":
+        server.go_on()
+    elif trouble == "READONLY":
+        await client.replicaof("NO", "ONE")
+    else:
+        await client.config_set("maxmemory", "0")
+    await healed(bench)
+
+
+async def test_a_store_that_forgets_begins_again(two: tuple[TestBench, TestBench, RedisServer]) -> None:
+    bench, _, _ = two
+    bench.replica.go.clear()
+    running = asyncio.create_task(ask(bench))
+    await eventually(lambda: bool(bench.replica.requests))
+    await bench.gateway.service.limiter._store._client.flushall()  # type: ignore[attr-defined]
+    bench.replica.go.set()
+    assert (await running).status_code == 200
+    for _ in range(6):
+        assert (await ask(bench)).status_code == 200
+    assert (await ask(bench)).status_code == 429
+
+
+async def test_a_gateway_goes_on_without_its_store_where_configured(text: TextModel, redis_server: RedisServer) -> None:
+    keys = [{"key": KEY, "tenant": "acme", "tier": "small"}]
+    tiers = {"small": {"requests_per_minute": 1, "daily_tokens": 10_000}}
+    limits = {"on_store_failure": "open"}
+    async with open_bench(text, api_keys=keys, tiers=tiers, limits=limits, store={"url": redis_server.url}) as bench:
+        redis_server.stop()
+        assert [(await ask(bench)).status_code for _ in range(3)] == [200, 200, 200]
+
+
+async def test_a_locked_file_refuses_and_heals(opened: Opened, tmp_path: Path) -> None:
+    async with opened({"requests_per_minute": 100}, state=str(tmp_path)) as bench:
+        assert (await ask(bench)).status_code == 200
+        other = sqlite3.connect(tmp_path / "limits.db", isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+        await refused_fast(bench)
+        other.execute("COMMIT")
+        other.close()
+        await healed(bench)
+
+
+async def test_the_next_process_charges_what_a_dead_one_left(opened: Opened, clocks: Clocks, tmp_path: Path) -> None:
+    numbers = {"max_concurrent_requests": 1, "output_tokens_per_minute": 1000}
+    async with opened(numbers, state=str(tmp_path)) as bench:
+        limiter = bench.gateway.service.limiter
+        bench.replica.go.clear()
+        running = asyncio.create_task(ask(bench, max_tokens=400))
+        await eventually(lambda: bool(bench.replica.requests))
+        async with opened(numbers, state=str(tmp_path)) as survivor:
+            for task in asyncio.all_tasks():
+                if task.get_name() in ("limits _beats", "limits _charges") and task.get_coro().cr_frame.f_locals["self"] is limiter:  # type: ignore[union-attr]
+                    task.cancel()
+            assert (await ask(survivor, max_tokens=5)).status_code == 429
+            watcher = survivor.gateway.service.limiter
+            await watcher._renew()
+            clocks.wait(4.9)
+            await watcher._renew()
+            assert (await ask(survivor, max_tokens=5)).status_code == 429
+            clocks.wait(0.2)
+            await watcher._renew()
+            assert await used(survivor, "max_concurrent_requests") == 0
+            assert await used(survivor, "output_tokens_per_minute") == 256, "nothing was saved but the first tail"
+            assert (await ask(survivor, max_tokens=5)).status_code == 200
+        bench.replica.go.set()
+        assert (await running).status_code == 200
+
+
+async def test_a_changed_tier_holds_for_the_next_request(opened: Opened) -> None:
+    async with opened({"requests_per_minute": 1}) as bench:
+        assert (await ask(bench)).status_code == 200
+        assert (await ask(bench)).status_code == 429
+        config = bench.reloader.config
+        tier = replace(config.tiers["small"], requests_per_minute=5)
+        await bench.reloader.reload(lambda: replace(config, tiers={"small": tier}))
+        assert (await ask(bench)).status_code == 200
