@@ -215,9 +215,12 @@ def test_a_plan_records_the_costs_it_was_decided_on() -> None:
 
 
 @settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 2**32), weight=st.sampled_from([0.01, 1.0]), num_blocks=st.sampled_from([300, 2000]))
+@given(seed=st.integers(0, 2**32), weight=st.sampled_from([0.5, 1.0]), num_blocks=st.sampled_from([300, 2000]))
 def test_every_request_ends_in_bounded_time_whatever_others_ask_for(seed: int, weight: float, num_blocks: int) -> None:
-    """Premium requests beyond what the engine can do, of several tenants, and one request of each class of a small one."""
+    """Premium requests beyond what the engine can do, of several tenants, and one request of each class of a small one.
+
+    The small tenant's tier has a 16th of the others' weight at least: the time that is enough grows with the inverse of its share.
+    """
     shared = engine(max_num_seqs=4, num_blocks=num_blocks)
     premium: dict[str, Any] = {"priority": PriorityClass.PREMIUM, "tier": TierTerms(name="premium", weight=8.0, ttft_ms=500.0)}
     arrivals = [pair for i in range(3) for pair in load(seed + i, f"big{i}", 2.0, 50.0, **premium)]
