@@ -42,7 +42,7 @@ from headrace.wire.client import ConnectionState
 from headrace.wire.leash import ReplicaStatus
 
 FIXED = (
-    *("host", "port", "workers", "salt_key", "store", "state", "usage"),
+    *("host", "port", "workers", "salt_key", "store", "state", "usage", "sessions", "vllm_metrics"),
     *("limits.max_text_queue", "limits.max_text_queue_bytes", "timeouts.stream_resume_s"),
 )
 """Options of the gateway that take a restart."""
