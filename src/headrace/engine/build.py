@@ -34,6 +34,7 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = ""
         model_digest=info.digests.get("model", "").encode(),
         kv_dtype=info.digests.get("kv_dtype", ""),
         caching=config.enable_prefix_caching,
+        cached_share=config.max_cached_share_per_tenant,
     )
     return Scheduler(
         SchedulerConfig(

@@ -97,6 +97,9 @@ class EngineConfig:
         0.5, "Share of the available memory for weights and KV.", "--gpu-memory-utilization", "--memory-fraction"
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV of equal prompt beginnings.")
+    max_cached_share_per_tenant: float = option(
+        0.5, "Share of the KV blocks that one tenant's cached prefixes may fill before they are evicted first.", flags=()
+    )
     enable_chunked_prefill: bool = option(True, "Split long prompts over steps.")
     queue_policy: str = option(
         "priority", "Which waiting sequence is computed first.", "--queue-policy", "--scheduling-policy", one_of=QUEUE_POLICIES
@@ -126,6 +129,9 @@ class EngineConfig:
                 f"{self.max_waiting_per_tenant} is more than max_waiting ({self.max_waiting}), so that it would never act",
                 "Lower it, or leave it out: one tenant may then fill the queue.",
             )
+        if not 0.0 < self.max_cached_share_per_tenant <= 1.0:
+            rule = f"{self.max_cached_share_per_tenant} is outside 0..1"
+            raise ConfigError("max_cached_share_per_tenant", rule, "1 treats the blocks of all tenants alike.")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError("memory_fraction", f"{self.memory_fraction} is outside 0..1", "It is a share of the available memory.")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -38,7 +38,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(9)
+        self.pool = BlockPool(9, cached_share=0.3)
         self.events = self.pool.record_events(12 * EVENT_BYTES)
         self.copy: set[BlockHash] = set()
         """A reader's copy of the identities, and the number up to which it has read."""
@@ -68,13 +68,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.owners[block] -= 1
 
     @precondition(lambda self: +self.owners)
-    @rule(data=st.data(), fresh=st.booleans())
-    def register(self, data: st.DataObject, fresh: bool) -> None:
+    @rule(data=st.data(), fresh=st.booleans(), tenant=st.sampled_from("ab"))
+    def register(self, data: st.DataObject, fresh: bool, tenant: str) -> None:
         block = data.draw(st.sampled_from(sorted(+self.owners)))
         self.names += fresh
         identity = block_hash(ROOT, [self.names])
         known = self.pool.find(identity)
-        if self.pool.register(block, identity):
+        if self.pool.register(block, identity, tenant):
             assert known is None
             assert self.pool.find(identity) == block
         assert not self.pool.is_writable(block) or self.pool.find(identity) != block
@@ -118,6 +118,48 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 test_pool_state_machine = PoolMachine.TestCase
+
+
+def cache(pool: BlockPool, tenant: str, *numbers: int) -> None:
+    """Take a block for each number, and leave it cached as the tenant's, in this order."""
+    for number in numbers:
+        block = pool.take()
+        pool.register(block, block_hash(ROOT, [number]), tenant)
+        pool.drop(block)
+
+
+def cached_numbers(pool: BlockPool) -> set[int]:
+    return {number for number in range(100) if pool.find(block_hash(ROOT, [number])) is not None}
+
+
+def test_a_tenants_flood_evicts_its_own_blocks_and_not_those_within_their_share() -> None:
+    pool = BlockPool(9, cached_share=0.5)
+    cache(pool, "quiet", 1, 2, 3)
+    cache(pool, "flood", *range(10, 60))
+    assert cached_numbers(pool) == {1, 2, 3, 55, 56, 57, 58, 59}
+    pool.check({}, {})
+    plain = BlockPool(9)
+    cache(plain, "quiet", 1, 2, 3)
+    cache(plain, "flood", *range(10, 60))
+    assert cached_numbers(plain) == set(range(52, 60)), "without shares the flood takes all"
+
+
+def test_a_tenant_may_fill_what_nothing_else_needs() -> None:
+    pool = BlockPool(9, cached_share=0.25)
+    cache(pool, "only", *range(1, 12))
+    assert cached_numbers(pool) == set(range(4, 12))
+    cache(pool, "other", 50)
+    assert cached_numbers(pool) == {*range(5, 12), 50}
+
+
+def test_where_no_tenant_is_above_its_share_the_least_recently_used_block_is_evicted() -> None:
+    pool = BlockPool(9, cached_share=0.5)
+    cache(pool, "a", 1, 2)
+    cache(pool, "b", 3, 4)
+    cache(pool, "c", 5, 6, 7, 8)
+    pool.touch([block for block in [pool.find(block_hash(ROOT, [1]))] if block is not None])
+    cache(pool, "b", 9)
+    assert cached_numbers(pool) == {1, 3, 4, 5, 6, 7, 8, 9}
 
 
 def test_a_pool_needs_a_block_beside_the_pad_block() -> None:

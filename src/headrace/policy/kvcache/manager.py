@@ -26,6 +26,7 @@ class KvManager:
     key                 secret of the block hashes
     model_digest, kv_dtype  as in `chain_root`
     adapter_digests     name -> content digest of the adapters that requests may name. Hashes use the digest: a name may be loaded anew
+    cached_share        part of a pool that a tenant's cached blocks may be before they are evicted first (`cached_shares.py`)
     caching             False: no block is registered and none is found (the reference implementation)
     """
 
@@ -40,10 +41,11 @@ class KvManager:
         kv_dtype: str = "",
         adapter_digests: Mapping[str, bytes] | None = None,
         caching: bool = True,
+        cached_share: float = 1.0,
     ) -> None:
         self.groups = groups
         self.steps = StepClock()
-        self.pools = [BlockPool(total, self.steps) for total in num_blocks]
+        self.pools = [BlockPool(total, self.steps, cached_share=cached_share) for total in num_blocks]
         self.leases = Leases(self.pools)
         self.block_size = block_size
         self.caching = caching
@@ -277,7 +279,7 @@ class KvManager:
             pool, blocks = self.pools[group], seq.blocks[group]
             for i in range(first, full):
                 if blocks[i] != PAD_BLOCK:
-                    pool.register(blocks[i], seq.hashes[i])
+                    pool.register(blocks[i], seq.hashes[i], seq.request.tenant)
 
     def _pass_window(self, seq: Sequence, group: int, window: int) -> None:
         blocks = seq.blocks[group]

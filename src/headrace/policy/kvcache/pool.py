@@ -7,8 +7,8 @@ Life of a block:
                     `----------------------- hold (prefix hit), lend (transfer) ---------'
 
 A registered block is immutable: it holds the KV of one identity of the hash chain. The chain makes a dict a tree: a block's identity
-contains its parent's, so a hit on block i implies hits on all before it. Cached blocks are forgotten least recently used first, and
-`drop` is called tail first, so leaves go before their parents.
+contains its parent's, so a hit on block i implies hits on all before it. Cached blocks are forgotten least recently used first, those of
+a tenant above its share before all others (`cached_shares.py`), and `drop` is called tail first, so leaves go before their parents.
 
 `free + cached + used == total`, where used = owned by sequences or leases (`leases.py`) + pending free + the pad block.
 """
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import combinations, takewhile
 
 from headrace.core.hashing import BlockHash
+from headrace.policy.kvcache.cached_shares import CachedShares
 from headrace.policy.kvcache.events import MAX_RING_BYTES, BlockEvents
 
 PAD_BLOCK = 0
@@ -45,14 +46,19 @@ class StepClock:
 
 
 class BlockPool:
-    """Blocks 1..total-1; block 0 is the pad block, without owner and never handed out. steps: shared, changed by the manager."""
+    """Blocks 1..total-1; block 0 is the pad block, without owner and never handed out.
 
-    def __init__(self, total: int, steps: StepClock | None = None) -> None:
+    steps         shared, changed by the manager
+    cached_share  part of the blocks that a tenant's cached ones may be before they are evicted first; 1: all tenants alike
+    """
+
+    def __init__(self, total: int, steps: StepClock | None = None, *, cached_share: float = 1.0) -> None:
         if total < 2:
             raise ValueError(f"a pool needs the pad block and at least one more, got {total}")
         self.total = total
         self.steps = steps or StepClock()
         self.events: BlockEvents | None = None
+        self._shares = CachedShares(int(cached_share * (total - 1))) if cached_share < 1 else None
         self._free = list(range(total - 1, 0, -1))
         self._num_owners = array("i", bytes(4 * total))
         self._hash_of: dict[int, BlockHash] = {}
@@ -119,14 +125,25 @@ class BlockPool:
     # changes
 
     def take(self) -> int:
-        """A block for one owner; the oldest cached block is forgotten when none is free. The caller asked `num_available` first."""
+        """A block for one owner; a cached block is forgotten when none is free. The caller asked `num_available` first."""
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block = self._victim()
+            self._uncache(block)
             self._forget(block)
         self._num_owners[block] = 1
         return block
+
+    def _victim(self) -> int:
+        """The cached block to evict."""
+        found = None if self._shares is None else self._shares.victim()
+        return next(iter(self._cached)) if found is None else found
+
+    def _uncache(self, block: int) -> None:
+        del self._cached[block]
+        if self._shares is not None:
+            self._shares.remove(block)
 
     def take_many(self, count: int) -> list[int]:
         """`count` blocks for one owner. The caller asked `num_available` first."""
@@ -135,7 +152,7 @@ class BlockPool:
     def hold(self, block: int) -> None:
         """Add an owner to a used or cached block. It counts as a use of the block."""
         if self._num_owners[block] == 0 and self._pending_free.pop(block, None) is None:
-            del self._cached[block]
+            self._uncache(block)
         if self._lent:
             self._lent.pop(block, None)
         self._num_owners[block] += 1
@@ -146,6 +163,8 @@ class BlockPool:
             if block in self._cached:
                 self._cached[block] = self.steps.now
                 self._cached.move_to_end(block)
+                if self._shares is not None:
+                    self._shares.move(block, last=True)
 
     def lend(self, block: int) -> None:
         """Add a transfer as an owner. It is no use: a cached block that no sequence uses meanwhile keeps its age."""
@@ -187,10 +206,12 @@ class BlockPool:
         if self._named_until:
             self._named_until = {block: step_id for block, step_id in self._named_until.items() if step_id > committed}
 
-    def register(self, block: int, identity: BlockHash) -> bool:
-        """Offer a full, computed block to the prefix cache. False when that identity is cached already (the first stays)."""
+    def register(self, block: int, identity: BlockHash, tenant: str = "") -> bool:
+        """Offer a full, computed block to the prefix cache, as `tenant`'s. False when that identity is cached already (the first stays)."""
         if identity in self._by_hash or block in self._hash_of:
             return False
+        if self._shares is not None:
+            self._shares.register(block, tenant)
         self._hash_of[block] = identity
         self._by_hash[identity] = block
         if self.events is not None:
@@ -199,10 +220,10 @@ class BlockPool:
 
     def unregister(self, block: int) -> None:
         """Remove a block from the prefix cache; it stays with its owners."""
-        self._forget(block)
         if block in self._cached:
-            del self._cached[block]
+            self._uncache(block)
             self._free.append(block)
+        self._forget(block)
 
     def reset_cache(self) -> None:
         """Remove every block from the prefix cache; used blocks stay with their owners."""
@@ -210,14 +231,18 @@ class BlockPool:
         self._by_hash.clear()
         self._free.extend(self._cached)
         self._cached.clear()
+        if self._shares is not None:
+            self._shares.clear()
         if self.events is not None:
             self.events.cleared()
 
     def _make_reusable(self, blocks: list[int]) -> None:
-        registered, cached, free, now = self._hash_of, self._cached, self._free, self.steps.now
+        registered, cached, free, now, shares = self._hash_of, self._cached, self._free, self.steps.now, self._shares
         for block in blocks:
             if block in registered:
                 cached[block] = now
+                if shares is not None:
+                    shares.add(block)
             else:
                 free.append(block)
         for block in blocks if self._lent else ():
@@ -225,11 +250,15 @@ class BlockPool:
             if last_used is not None and block in cached:
                 cached[block] = last_used
                 cached.move_to_end(block, last=False)
+                if shares is not None:
+                    shares.move(block, last=False)
 
     def _forget(self, block: int) -> None:
         identity = self._hash_of.pop(block, None)
         if identity is not None:
             del self._by_hash[identity]
+            if self._shares is not None:
+                self._shares.forget(block)
             if self.events is not None:
                 self.events.removed(identity)
 
@@ -261,3 +290,5 @@ class BlockPool:
         assert {h: b for b, h in self._hash_of.items()} == self._by_hash, "the hash maps disagree"
         assert free.isdisjoint(self._hash_of), "a free block is still registered"
         assert self._lent.keys() <= owned | pending, "a lent block came back unseen"
+        if self._shares is not None:
+            self._shares.check(cached, self._hash_of)
