@@ -88,9 +88,9 @@ WITH: dict[str, dict[str, Any]] = {
 }
 """What a field needs beside it to mean anything."""
 
-ELSEWHERE = ("parallel_tool_calls", "include_reasoning", "separate_reasoning", "reasoning_format", "metadata", "context_fitting")
+ELSEWHERE = ("parallel_tool_calls", "include_reasoning", "separate_reasoning", "reasoning_format", "metadata", "context_fitting", "cache")
 """Fields that need a model which calls functions or reasons (tests/gateway/test_tools.py), or a conversation that went on before or does
-not fit (tests/gateway/sessions).
+not fit (tests/gateway/sessions), or a response cache (tests/gateway/cache).
 """
 
 BASE: dict[Surface, dict[str, Any]] = {
@@ -115,6 +115,7 @@ PREFIX: dict[Place, str] = {
     Inside.RESPONSE_FORMAT: "response_format.",
     Inside.JSON_SCHEMA: "response_format.json_schema.",
     Inside.STRUCTURED_OUTPUTS: "structured_outputs.",
+    Inside.CACHE: "cache.",
 }
 """How an error names the objects that `inside` makes."""
 
@@ -164,6 +165,8 @@ def inside(place: Place, fields: dict[str, Any]) -> dict[str, Any]:
         case Inside.JSON_SCHEMA:
             schema = {"schema": {"type": "object"}, **fields}
             return {**BASE[Surface.CHAT], "response_format": {"type": "json_schema", "json_schema": schema}}
+        case Inside.CACHE:
+            return {**BASE[Surface.CHAT], "cache": fields}
         case Inside.STRUCTURED_OUTPUTS:
             return {**BASE[Surface.CHAT], "structured_outputs": {"regex": "a", **fields}}
         case Surface():

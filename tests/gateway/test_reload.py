@@ -30,6 +30,7 @@ from local_workers import LocalWorker, LocalWorkers
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.gateway.access.open_requests import Draining
+from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.config import GatewayConfig, Limits, Timeouts
 from headrace.gateway.control import site_models
 from headrace.gateway.control.changes import CHANGEABLE, check_change
@@ -43,6 +44,7 @@ from headrace.wire.leash import ReplicaStatus
 
 FIXED = (
     *("host", "port", "workers", "salt_key", "store", "state", "usage", "sessions", "vllm_metrics"),
+    *("cache.max_bytes", "cache.max_entry_bytes", "idempotency.max_bytes", "idempotency.max_entry_bytes"),
     *("limits.max_text_queue", "limits.max_text_queue_bytes", "timeouts.stream_resume_s"),
 )
 """Options of the gateway that take a restart."""
@@ -442,7 +444,7 @@ async def test_a_request_log_that_was_moved_away_is_opened_again(text: TextModel
 
 
 def test_every_option_changes_or_takes_a_restart() -> None:
-    nested = {"limits": Limits, "timeouts": Timeouts}
+    nested: dict[str, type] = {"limits": Limits, "timeouts": Timeouts, "cache": CacheConfig, "idempotency": IdempotencyConfig}
     every = [name for name in option_names(GatewayConfig) if name not in nested]
     every += [f"{part}.{name}" for part, kind in nested.items() for name in option_names(kind)]
     assert sorted(every) == sorted([*CHANGEABLE, *FIXED])

@@ -106,6 +106,8 @@ FLOORS: dict[str, Floor] = {
         _ours(
             "core",
             *ABOVE_THE_SEAM,
+            "gateway.cache.control",
+            "gateway.cache.replays",
             "gateway.sessions",
             "gateway.generation.event_log",
             "gateway.generation.kept_streams",
@@ -119,6 +121,7 @@ FLOORS: dict[str, Floor] = {
         _ours(
             "core",
             *ABOVE_THE_SEAM,
+            "gateway.cache",
             "gateway.generation",
             "gateway.ledger.record",
             "gateway.sessions.fitting",
@@ -127,6 +130,18 @@ FLOORS: dict[str, Floor] = {
             "observe",
             "policy.limits",
         )
+    ),
+    "headrace.gateway.cache": Floor(
+        _ours(
+            "core",
+            *ABOVE_THE_SEAM,
+            "gateway.generation.event_log",
+            "gateway.generation.service",
+            "gateway.memory",
+            "gateway.stores",
+            "observe",
+        ),
+        ("msgspec",),
     ),
     "headrace.gateway.sessions": Floor(
         _ours(

@@ -212,19 +212,19 @@ class ServeConfig:
         models = [_as_gateway_model(model) for model in self.models]
         try:
             # Decoded as the gateway will decode it, so that what it would refuse at its start is refused here.
-            config_from(plain(replace(self._whole_gateway(), models=tuple(models))))
+            config_from(plain(replace(self.whole_gateway(), models=tuple(models))))
         except ConfigError as error:
             # Replicas that this file does not name have made-up addresses, which are right.
             where = re.sub(r"^(models\[\d+\])\.replicas", r"\1.remote.replicas", error.where)
             raise error.at(where if where.startswith(("models", "state", "tiers", "prices", "usage")) else f"gateway.{where}") from error
 
-    def _whole_gateway(self) -> GatewayConfig:
+    def whole_gateway(self) -> GatewayConfig:
         """The gateway's section with what stands at the top level."""
         return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices, usage=self.usage)
 
     def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
         """The supervisor's configuration. resolve: a `model` as the file has it -> local folder."""
-        gateway = plain(self._whole_gateway())
+        gateway = plain(self.whole_gateway())
         del gateway["models"], gateway["timeouts"]["drain_s"]
         models = []
         for model in self.models:

@@ -15,6 +15,7 @@ from typer.main import get_command
 from headrace import __version__
 from headrace.cli.agent import agent
 from headrace.cli.bench import bench_app
+from headrace.cli.cache import cache_app
 from headrace.cli.chat import chat
 from headrace.cli.config_commands import config_app
 from headrace.cli.control import drain, reload, rollout, scale, status
@@ -62,6 +63,7 @@ app.command()(usage)
 app.command()(doctor)
 app.command()(replay)
 app.add_typer(bench_app, name="bench")
+app.add_typer(cache_app, name="cache")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(tenants_app, name="tenants")

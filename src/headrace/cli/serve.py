@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,8 @@ from headrace.cli.flag_names import flag_names
 
 if TYPE_CHECKING:
     from headrace.cli.config import ServeConfig
+    from headrace.fleet.admin import AdminRequests
     from headrace.fleet.supervisor import FleetReady
-    from headrace.gateway.access.administration import Administration
 
 FLAG_PATHS = {
     **{flag.parameter: f"model.engine.{flag.field}" for flag in ENGINE_FLAGS},
@@ -153,6 +154,7 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     from headrace.fleet.supervisor import run_fleet
     from headrace.fleet.weights import resolve_model
     from headrace.gateway.access.admin_requests import KeyRequests
+    from headrace.gateway.cache.admin_requests import CacheRequests
     from headrace.gateway.http.descriptors import connection_limit
     from headrace.observe.logs import LogFormat, set_up_logging
 
@@ -170,7 +172,11 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     resolve = partial(resolve_model, experimental=config.experimental)
     source = None if read_again is None else ServeSource(config, read_again, resolve)
 
-    def administration(actor: str) -> Administration:
-        return open_administration(config if source is None else source.held, actor=actor)
+    def held() -> ServeConfig:
+        return config if source is None else source.held
 
-    return int(run_fleet(config.fleet(resolve), source=source, requests=[KeyRequests(administration)], on_ready=on_ready))
+    requests: list[AdminRequests] = [
+        KeyRequests(lambda actor: open_administration(held(), actor=actor)),
+        CacheRequests(lambda: held().whole_gateway(), time.time),
+    ]
+    return int(run_fleet(config.fleet(resolve), source=source, requests=requests, on_ready=on_ready))

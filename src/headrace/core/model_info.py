@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from headrace.core.kvgroup import KvGroup
@@ -48,6 +49,12 @@ class ModelInfo:
     def numerics_digest(self) -> str:
         """Equal where results are; "" while the weights' digest is not known."""
         return numerics_digest(self.numerics)
+
+    @property
+    def version(self) -> str:
+        """Hex; changes with the content digests and with the numerics."""
+        facts = [f"{name}={value}" for part in (self.digests, self.numerics) for name, value in sorted(part.items())]
+        return blake2b("\n".join(facts).encode(), digest_size=16, person=b"headrace-version").hexdigest()
 
     def with_weights_digest(self, digest: str) -> ModelInfo:
         return replace(self, numerics={**self.numerics, WEIGHTS: digest})

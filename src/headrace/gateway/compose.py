@@ -18,6 +18,7 @@ from headrace.gateway.access.open_keys import open_keys
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.app import Gateway
+from headrace.gateway.cache.open import open_answer_cache, open_replays
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.models import Connect, ModelOpener, Sources, connect_wire
 from headrace.gateway.control.reload import Reloader
@@ -111,6 +112,8 @@ async def open_gateway(
             kept_streams=await stack.enter_async_context(_kept_streams(config, metrics, sources)),
             sessions=await stack.enter_async_context(_sessions(config, metrics, sources)),
             limiter=await stack.enter_async_context(_limiter(config, sources)),
+            answer_cache=await stack.enter_async_context(open_answer_cache(config, metrics, sources.unix_time)),
+            replays=await stack.enter_async_context(open_replays(config, metrics, sources.unix_time)),
             metrics=metrics,
             ledger=await _ledger(stack, config, metrics, sources),
             site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),

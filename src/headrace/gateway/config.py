@@ -18,6 +18,7 @@ from headrace.core.hashing import check_secret
 from headrace.core.model_names import check_model_names
 from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
+from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.foreign_config import ForeignConfig, check_foreign
 from headrace.gateway.http.config import HttpTls
 from headrace.gateway.http.forwarded import check_networks
@@ -224,6 +225,7 @@ class GatewayConfig:
     trusted_proxies  networks whose X-Forwarded-For and Forwarded are believed; of any other peer the address itself is the client's
     store          where streams are kept that their clients may continue
     sessions       how long conversations are kept, and how much they may hold
+    cache          the response cache;  idempotency  answers to requests with an Idempotency-Key
     state          folder of all embedded stores; empty: they are in memory, and end with this process
     tiers          by name: what tenants may use. A built-in one holds where no other has its name
     prices         of tokens, by name of the model; one that is not named costs nothing
@@ -249,6 +251,8 @@ class GatewayConfig:
     trusted_proxies: tuple[str, ...] = ()
     store: StoreConfig = field(default_factory=StoreConfig)
     sessions: SessionConfig = field(default_factory=SessionConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    idempotency: IdempotencyConfig = field(default_factory=IdempotencyConfig)
     state: str = ""
     tiers: dict[str, Tier] = field(default_factory=dict)
     prices: dict[str, Price] = field(default_factory=dict)
@@ -277,7 +281,8 @@ class GatewayConfig:
         if self.limits.on_store_failure not in (FAIL_OPEN, FAIL_CLOSED):
             raise ConfigError("limits.on_store_failure", f"{self.limits.on_store_failure!r} is not one of {FAIL_OPEN}, {FAIL_CLOSED}")
         _check_share(self.limits.max_tenant_share, self.num_tenants)
-        self.store.checked()
+        for section in (self.store, self.cache, self.idempotency):
+            section.checked()
         for name, tier in self.tiers.items():
             tier.checked(f"tiers.{name}")
         for name, price in self.prices.items():

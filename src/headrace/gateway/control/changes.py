@@ -43,6 +43,10 @@ CHANGEABLE = (
     "admission",
     "tiers",
     "prices",
+    "cache.enabled",
+    "cache.models",
+    "cache.ttl_s",
+    "idempotency.ttl_s",
 )
 """Paths that may change, each with all below it. Whatever is not here takes a restart; a new option does until what runs follows it."""
 

@@ -23,13 +23,24 @@ from functools import partial
 from typing import Any, Protocol
 
 from headrace.core.clock import Clock
-from headrace.core.errors import DeadlineBeforeStart, DeadlineExceeded, InvalidRequest, SequenceFailed, Unavailable
+from headrace.core.errors import (
+    DeadlineBeforeStart,
+    DeadlineExceeded,
+    HeadraceError,
+    InvalidRequest,
+    ModelNotFound,
+    SequenceFailed,
+    Unavailable,
+)
 from headrace.core.finish import FinishReason
 from headrace.core.grammar import CANNOT_CONTINUE
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.gateway.access.admission import ModelBusy, admitted_model, headers_of
 from headrace.gateway.access.budget import RequestHeld
+from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question
+from headrace.gateway.cache.replayed_stream import RecordedPrepared
+from headrace.gateway.cache.reuse import AnswerRecorder, AnswerReuse
 from headrace.gateway.generation.logprob_limits import (
     MAX_INLINE_LOGPROBS,
     OUTPUT_LOGPROB_BYTES,
@@ -85,6 +96,7 @@ class ParsedRequest:
     grammar      what the answer must match; None: any text
     has_priority  the client named a priority class
     cache_salt   the client's own part of the salt
+    cache        what the client wants of the response cache
     logprobs_field  name of the field that asked for prompt log-probabilities, for refusals
     num_shown    choices that show the prompt's log-probabilities
     num_kept_encodings  JSON forms of these that stay in memory until the answer is written
@@ -99,6 +111,7 @@ class ParsedRequest:
     grammar: RequestedGrammar | None = None
     has_priority: bool = False
     cache_salt: str = ""
+    cache: CacheControl = NO_WISH
     logprobs_field: str = "prompt_logprobs"
     num_shown: int = 1
     num_kept_encodings: int = 0
@@ -133,10 +146,12 @@ class AnswerEncoder(Protocol):
 class DirectChunkWriter:
     """An `EventListener` that writes chunks at once, while the consumer task (`Generation._stream`) waits and the socket has room."""
 
-    __slots__ = ("_clock", "_encoder", "_progress", "_sse")
+    __slots__ = ("_clock", "_encoder", "_progress", "_recorder", "_sse")
 
-    def __init__(self, encoder: AnswerEncoder, progress: RequestProgress, sse: SseStream, clock: Clock) -> None:
-        self._encoder, self._progress, self._sse, self._clock = encoder, progress, sse, clock
+    def __init__(
+        self, encoder: AnswerEncoder, progress: RequestProgress, sse: SseStream, clock: Clock, recorder: AnswerRecorder | None
+    ) -> None:
+        self._encoder, self._progress, self._sse, self._clock, self._recorder = encoder, progress, sse, clock, recorder
 
     @property
     def has_room(self) -> bool:
@@ -145,6 +160,8 @@ class DirectChunkWriter:
     def take(self, events: Sequence[OutputEvent]) -> None:
         now = self._clock()
         self._progress.record(events, now)
+        if self._recorder is not None:
+            self._recorder.add(events)
         if made := b"".join(self._encoder.encode_events(events)):
             self._sse.write_now(made, now)
 
@@ -161,6 +178,7 @@ class Generation:
     preferred_replica     see `upstream.seam.GenerationRequest`; set before `prepare`
     before_end            awaited with the replica's name when all events of the answer are there, before its last bytes are sent; where it
                           raises, the answer ends in that error
+    reuse                 the answer as it may be given again, or is
     """
 
     def __init__(self, service: Service, exchange: Exchange, held: RequestHeld, parsed: ParsedRequest) -> None:
@@ -188,15 +206,21 @@ class Generation:
         self.fitted: Fitted | None = None
         self.preferred_replica = ""
         self.before_end: Callable[[str | None], Awaitable[None]] | None = None
+        self.reuse = AnswerReuse(service, exchange, held.answers)
+        self._recorder: AnswerRecorder | None = None
         self._precharged_json_bytes = 0
         self.admission = service.limiter.admission(exchange.request_id)
 
     async def prepare(self) -> Prepared:
-        """Raises what `Upstream.prepare`, `ResumableStream.find` and `Admission.reserve` raise, ModelBusy, and RequestTooLarge for more
+        """Raises what `Upstream.prepare`, `ResumableStream.find`, `AnswerReuse.find` and `Admission.reserve` raise, ModelBusy, and
+        RequestTooLarge for more
         log-probabilities than an answer may hold.
         """
         parsed, params, record = self.parsed, self.client_params, self.exchange.record
         earlier = await self.resumable.find(is_streaming=parsed.is_streaming)
+        if (recorded := await self.reuse.find(self._question(), parsed.cache_salt)) is not None:
+            self._give_again(recorded)
+            return recorded
         if earlier is None:
             self._admit()
         request = GenerationRequest(
@@ -264,6 +288,16 @@ class Generation:
             exchange.use(self.model.users)
             exchange.record.model = self.model.name
             self.resumable.turn_off()
+            self.reuse.turn_off_cache()
+
+    def _give_again(self, recorded: RecordedPrepared) -> None:
+        """The answer is there already; a smaller model may have computed it."""
+        exchange = self.exchange
+        with suppress(ModelNotFound):
+            self.model = self.service.models.only(recorded.answer.model)
+        exchange.record.model, exchange.record.seed = self.model.name, recorded.seed
+        exchange.ignored += recorded.ignored
+        exchange.more_headers = (*exchange.more_headers, *headers_of(self.model, AdmissionStep.CACHED_ANSWER))
 
     async def _prepared(self, request: GenerationRequest) -> Prepared:
         """Raises what `Upstream.prepare` raises."""
@@ -294,16 +328,18 @@ class Generation:
         await self.resumable.claim()
         deadline_timer = self._start_deadline_timer()
         stream = prepared.stream()
+        self._recorder = self.reuse.recorder(prepared, self.model.name)
         progress = RequestProgress(
             stream,
             num_sequences=prepared.num_sequences,
             arrived_at=self.exchange.arrived_at,
             instruments=partial(self.service.metrics.replica, self.model.name),
         )
-        self.admission.follow(stream.usage)
+        if self.exchange.record.cache_tier is None:
+            self.admission.follow(stream.usage)
         try:
             with self.resumable.sending(stream):
-                self.exchange.on_ended(stream.cancel)
+                self.exchange.on_ended(self.reuse.cancels(stream.cancel))
                 if self.parsed.is_streaming:
                     await self._stream(encoder, stream, progress)
                 else:
@@ -311,8 +347,21 @@ class Generation:
         finally:
             if deadline_timer is not None:
                 deadline_timer.cancel()
+            if self.reuse.outlives_client:
+                await self._read_to_end(stream, progress)
             await stream.close()
             self._close(stream, progress)
+
+    def _question(self) -> Question:
+        parsed, model = self.parsed, self.model
+        return Question(
+            model=model.name,
+            version=f"{model.upstream.version}/{self.exchange.principal.tier_name}",
+            prompt=parsed.prompt,
+            sampling=parsed.sampling,
+            grammar=parsed.grammar,
+            control=parsed.cache if parsed.fitting is ContextFitting.REFUSE else NEITHER,
+        )
 
     def _principal(self) -> PrincipalFacts:
         principal = self.exchange.principal
@@ -384,7 +433,7 @@ class Generation:
             await self.resumable.replay(encoder, stream, progress, sse)
             events = first if first is not None else await self._events(stream, progress)
             if self.num_prompt_logprobs <= MAX_INLINE_LOGPROBS:
-                stream.listen(DirectChunkWriter(encoder, progress, sse, self.service.clock))
+                stream.listen(DirectChunkWriter(encoder, progress, sse, self.service.clock, self._recorder))
             while events:
                 await self._write(encoder, events, sse)
                 events = await self._events(stream, progress)
@@ -405,6 +454,8 @@ class Generation:
         """The next events; empty once every sequence has finished. Raises the request's error if it ended otherwise."""
         self._raise_if_ended()
         events = await stream.events()
+        if self._recorder is not None:
+            self._recorder.add(events)
         self._raise_if_ended()
         progress.record(events, self.service.clock())
         for event in events:
@@ -413,6 +464,15 @@ class Generation:
         if not events and len(progress.finish_reasons) < progress.num_sequences:
             raise Unavailable("The engine ended this request before it was complete; it can be sent again.")
         return events
+
+    async def _read_to_end(self, stream: EventStream, progress: RequestProgress) -> None:
+        """Record the rest of an answer whose client has left: it will come again with the same Idempotency-Key."""
+        stream.listen(None)
+        with suppress(HeadraceError):
+            while events := await stream.events():
+                progress.record(events, self.service.clock())
+                if self._recorder is not None:
+                    self._recorder.add(events)
 
     def _raise_if_ended(self) -> None:
         if self.exchange.end_reason is not None:
@@ -436,8 +496,10 @@ class Generation:
             record.num_resumes = stream.num_resumes
             self.service.metrics.sequences_resumed.labels(self.model.name, record.replica or "").inc(stream.num_resumes)
         has_run = progress.ttft_s is not None or bool(progress.finish_reasons) or self.exchange.end_reason is not None
+        has_run &= record.cache_tier is None
         self.admission.count(usage if has_run else None)  # what no engine took costs nothing
         progress.close(self.service.clock(), n=self.client_params.n)
+        self.reuse.keep(usage)
 
 
 def _raise_if_failed(finish: FinishReason, detail: str | None, exchange: Exchange) -> None:

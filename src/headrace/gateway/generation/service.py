@@ -8,6 +8,8 @@ from headrace.core.clock import Clock
 from headrace.gateway.access.budget import RequestMemory
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.access.stored_keys import StoredKeys
+from headrace.gateway.cache.answer_cache import AnswerCache
+from headrace.gateway.cache.replays import Replays
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.generation.kept_streams import KeptStreams
@@ -42,6 +44,8 @@ class Service:
     kept_streams: KeptStreams
     sessions: Sessions
     limiter: Limiter
+    answer_cache: AnswerCache
+    replays: Replays
     metrics: Metrics
     site_metrics: SiteMetrics
     ledger: Ledger | None

@@ -161,6 +161,18 @@ class SessionConflict(HeadraceError):
     retry_after_s = 1.0
 
 
+class IdempotencyConflict(HeadraceError):
+    """The first request with this Idempotency-Key is still running, for which `retry_after_s` is set, or its answer was not kept."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class IdempotencyMismatch(HeadraceError):
+    """An Idempotency-Key that another request has used."""
+
+
 class ReadTimeout(HeadraceError):
     """The client did not send its body in time."""
 
@@ -195,6 +207,8 @@ TABLE: tuple[tuple[type[BaseException], ErrorRow], ...] = (
     (StreamConflict, ErrorRow(409, "invalid_request_error", "stream_conflict")),
     (UnknownSession, ErrorRow(404, "invalid_request_error", "session_not_found")),
     (SessionConflict, ErrorRow(409, "invalid_request_error", "session_conflict")),
+    (IdempotencyConflict, ErrorRow(409, "invalid_request_error", "idempotency_conflict")),
+    (IdempotencyMismatch, ErrorRow(422, "invalid_request_error", "idempotency_key_reused")),
     (MethodNotAllowed, ErrorRow(405, "invalid_request_error", "method_not_allowed")),
     (UnsupportedMediaType, ErrorRow(415, "invalid_request_error", "unsupported_media_type")),
     (ReadTimeout, ErrorRow(408, "invalid_request_error", "read_timeout")),
@@ -255,7 +269,7 @@ def printable(text: str) -> str:
 
 
 def _headers(error: BaseException) -> list[tuple[bytes, bytes]]:
-    retried = Overloaded | Unavailable | StreamConflict | SessionConflict | UnknownStream
+    retried = Overloaded | Unavailable | StreamConflict | SessionConflict | UnknownStream | IdempotencyConflict
     if isinstance(error, retried) and error.retry_after_s is not None:
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     if isinstance(error, MethodNotAllowed):

@@ -24,7 +24,7 @@ DEFAULT_HEADERS = b"authorization, content-type"
 """Allowed request headers where the preflight names none, or names that are not well-formed."""
 
 EXPOSED = (
-    b"x-request-id, x-headrace-ignored, x-headrace-context, retry-after,"
+    b"x-request-id, x-headrace-ignored, x-headrace-context, x-headrace-cache, age, idempotent-replayed, retry-after,"
     b" x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests,"
     b" x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from headrace.gateway.access.budget import RequestHeld
+from headrace.gateway.cache.replays import HEADER
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.kept_streams import body_digest
 from headrace.gateway.generation.service import Service
@@ -16,6 +17,8 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.json_border import Caps, decode_object
 
 T = TypeVar("T")
+
+IDEMPOTENCY_KEY = HEADER.lower().encode()
 
 MAX_INLINE_BYTES = 16 << 10
 """Bytes of the largest body that is parsed on the event loop, which takes 4 ms at worst; handing it to a text worker takes a quarter of a
@@ -38,7 +41,7 @@ async def parsed(
     """
     limits = service.config.limits
     body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.prompts.add)
-    if service.kept_streams.is_on:
+    if service.kept_streams.is_on or exchange.header(IDEMPOTENCY_KEY) is not None:
         exchange.body_digest = body_digest(exchange.scope["path"], body)
     if len(body) <= (MAX_INLINE_GBNF_BYTES if any(mark in body for mark in _GBNF_MARKS) else MAX_INLINE_BYTES):
         made, ignored = parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)

@@ -14,6 +14,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.plan import wide_columns
 from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.access.principal import Principal
+from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.run import AnswerEncoder, Generation, ParsedRequest
 from headrace.gateway.generation.service import Service
@@ -93,10 +94,10 @@ async def _answer(
     generation = Generation(service, exchange, held, _parsed_request(request, grammar, exchange.principal, history))
     if turn is not None:
         generation.preferred_replica = turn.preferred_replica(generation.model.name)
-    async with exchange.watching():
+    async with exchange.watching(), generation.reuse:
         prepared = await exchange.unless_ended(generation.prepare())
         encoder: AnswerEncoder = ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", generation))
-        if turn is not None:
+        if turn is not None and not generation.reuse.is_replayed:
             encoder = turn.recorded(encoder, generation)
         await generation.answer(encoder, prepared)
 
@@ -139,6 +140,7 @@ def _parsed_request(request: ChatRequest, grammar: RequestedGrammar | None, prin
         cache_salt=request.cache_salt,
         history=history,
         fitting=_fitting(request, principal),
+        cache=CacheControl.of(request.cache),
     )
 
 

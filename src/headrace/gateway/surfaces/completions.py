@@ -13,6 +13,7 @@ from headrace.core.counted import counted
 from headrace.core.errors import InvalidRequest
 from headrace.core.plan import wide_columns
 from headrace.core.request import PriorityClass
+from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.run import Generation, ParsedRequest
 from headrace.gateway.generation.service import Service
@@ -58,7 +59,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
             exchange.ignored.append(SESSION_HEADER)
         with fields_as_written({} if grammar is None else {"grammar": grammar.field}):
             generation = Generation(service, exchange, held, _parsed_request(request, prompts, grammar, exchange.principal.priority))
-            async with exchange.watching():
+            async with exchange.watching(), generation.reuse:
                 prepared = await exchange.unless_ended(generation.prepare())
                 answer = CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", generation), generation.hold_json)
                 await generation.answer(answer, prepared)
@@ -76,6 +77,7 @@ def _parsed_request(
         grammar=grammar,
         has_priority=request.priority is not None,
         cache_salt=request.cache_salt,
+        cache=CacheControl.of(request.cache),
         logprobs_field="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
         num_shown=request.n,
         num_kept_encodings=request.has_echo_logprobs + (request.prompt_logprobs is not None and request.n > 1),

@@ -36,6 +36,7 @@ _INSIDE = {
     "ResponseFormat": Inside.RESPONSE_FORMAT,
     "JsonSchemaFormat": Inside.JSON_SCHEMA,
     "StructuredOutputs": Inside.STRUCTURED_OUTPUTS,
+    "CacheControl": Inside.CACHE,
 }
 """Wire type of an object in a body -> the place of its rows in the field table."""
 

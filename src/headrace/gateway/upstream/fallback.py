@@ -67,6 +67,10 @@ class FallbackUpstream:
     def queue(self) -> QueueState | None:
         return self.own.queue()
 
+    @property
+    def version(self) -> str:
+        return self.own.version
+
     def replicas(self) -> list[ReplicaHealth]:
         return [*self.own.replicas(), *self.foreign.replicas()]
 

@@ -88,6 +88,10 @@ class HttpUpstream:
         known = [load.num_waiting for load in loads if load is not None and load.num_waiting is not None]
         return QueueState(min(known), 0.0) if known and len(known) == len(loads) else None
 
+    @property
+    def version(self) -> str:
+        return ""
+
     def replicas(self) -> list[ReplicaHealth]:
         """Its servers. A server counts as connected: connections are made per request."""
         return [

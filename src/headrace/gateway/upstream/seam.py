@@ -296,7 +296,8 @@ class EventStream(Protocol):
         ...
 
     async def events(self) -> list[OutputEvent]:
-        """Everything new, at most one event per sequence; empty = ended. Raises a HeadraceError: rejected, or `ReplicaLost`."""
+        """Everything new, for a sequence that is being computed as one event; empty = ended. Raises a HeadraceError: rejected, or
+        `ReplicaLost`."""
         ...
 
     def listen(self, listener: EventListener | None) -> None:
@@ -438,6 +439,11 @@ class Upstream(Protocol):
     @property
     def fingerprint(self) -> str | None:
         """OpenAI's system_fingerprint: changes with the weights."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Changes with whatever an answer depends on: weights, precision, tokenizer, template. "" while or where it is not known."""
         ...
 
     def replicas(self) -> list[ReplicaHealth]: ...

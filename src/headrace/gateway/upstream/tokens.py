@@ -74,6 +74,10 @@ class TokenUpstream:
     def queue(self) -> QueueState | None:
         return self._pool.queue()
 
+    @property
+    def version(self) -> str:
+        return self._pool.info.version if self._pool.info else ""
+
     def replicas(self) -> list[ReplicaHealth]:
         return self._pool.health()
 

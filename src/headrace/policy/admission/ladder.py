@@ -25,6 +25,8 @@ class AdmissionStep(StrEnum):
     """What was decided; the value stands in the answer's header."""
 
     SERVED = "served"
+    CACHED_ANSWER = "cached_answer"
+    """Its answer was there already (docs/caches.md); nothing was decided."""
     SMALLER_MODEL = "smaller_model"
     QUEUED = "queued"
     REFUSED = "refused"

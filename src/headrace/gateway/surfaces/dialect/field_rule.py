@@ -46,6 +46,7 @@ class Inside(StrEnum):
     RESPONSE_FORMAT = "response_format"
     JSON_SCHEMA = "response_format.json_schema"
     STRUCTURED_OUTPUTS = "structured_outputs"
+    CACHE = "cache"
 
 
 Place = Surface | Inside

@@ -29,6 +29,7 @@ STREAM_OPTIONS: tuple[Place, ...] = (Inside.STREAM_OPTIONS,)
 RESPONSE_FORMAT: tuple[Place, ...] = (Inside.RESPONSE_FORMAT,)
 JSON_SCHEMA: tuple[Place, ...] = (Inside.JSON_SCHEMA,)
 STRUCTURED_OUTPUTS: tuple[Place, ...] = (Inside.STRUCTURED_OUTPUTS,)
+CACHE: tuple[Place, ...] = (Inside.CACHE,)
 
 MAX_INERT_CHARS = 512
 """Characters of an inert field's value, and of each key and value of `metadata`."""
@@ -351,8 +352,18 @@ _LITELLM = (
     _refused("context_window_fallbacks", BOTH, "One model answers; what refuses a request says why.", []),
     _refused("context_length_exceeded_behavior", BOTH, "Prompts are never cut silently; shorten it yourself.", "error"),
     _refused("num_retries", BOTH, "Retries are the client's.", 0),
-    _refused("caching", BOTH, "Whole answers are not cached.", False),
-    _refused("cache", BOTH, "Whole answers are not cached.", {"no-cache": True}, {"no-store": True}),
+    _refused("caching", BOTH, "Use cache.", False),
+    _honoured(
+        "cache",
+        BOTH,
+        "Of the response cache ([caches.md](caches.md)), where that is on. true: use it although the answer is drawn at random. "
+        "false: neither take nor keep an answer. Or an object.",
+    ),
+    _honoured("use-cache", CACHE, "true: as `cache` true."),
+    _honoured("no-cache", CACHE, "true: compute the answer, whatever is kept."),
+    _honoured("no-store", CACHE, "true: do not keep the answer."),
+    _honoured("ttl", CACHE, "Seconds that the answer is kept, at most what the server's configuration says."),
+    _honoured("s-maxage", CACHE, "Seconds: only an answer that is at most as old is taken."),
     _refused("guardrails", BOTH, "Nothing is moderated here.", []),
     _refused("safe_prompt", CHAT, "Put your own words into a system message.", False),
     _refused("random_seed", BOTH, "Use seed."),

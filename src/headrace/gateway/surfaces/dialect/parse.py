@@ -127,7 +127,7 @@ def surface_fields(body: Mapping[str, object], surface: Surface, limits: Limits,
                 kept[name] = checked(kept[name], ignored)
         if not kept.get("tools"):
             ignored |= dict.fromkeys([name for name in ("tool_choice", "parallel_tool_calls") if name in kept])
-    for place in (Inside.STREAM_OPTIONS, Inside.STRUCTURED_OUTPUTS, Inside.RESPONSE_FORMAT):
+    for place in (Inside.STREAM_OPTIONS, Inside.STRUCTURED_OUTPUTS, Inside.RESPONSE_FORMAT, Inside.CACHE):
         if isinstance(inside := kept.get(place), dict):
             kept[place.value] = honoured_fields(inside, place, ignored, f"{place}.")
     response_format = kept.get("response_format")

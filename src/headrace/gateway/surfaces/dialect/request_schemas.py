@@ -13,6 +13,7 @@ from typing import Any
 from headrace.core.grammar import MAX_GRAMMAR_BYTES
 from headrace.core.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS, Bound
 from headrace.core.tools import FUNCTION_NAME, MAX_TOOLS
+from headrace.gateway.cache.control import MAX_CACHE_S
 from headrace.gateway.config import Limits
 from headrace.gateway.sessions.names import SESSION_ID
 from headrace.gateway.sessions.window import ContextFitting
@@ -34,12 +35,14 @@ _SCALAR: Schema = {"type": ["string", "number", "boolean", "null"]}
 _GRAMMAR: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_BYTES, "pattern": r"\S"}
 _CHOICE: Schema = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
 _JSON_SCHEMA: Schema = {"anyOf": [{"type": "object"}, {**_GRAMMAR, "contentMediaType": "application/json"}]}
+_CACHE_S: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_CACHE_S}
 _STRUCTURED: Mapping[Inside, Mapping[str, Schema]] = {
     Inside.RESPONSE_FORMAT: {"type": {"enum": list(FORMATS)}, "schema": _JSON_SCHEMA},
     Inside.JSON_SCHEMA: {"schema": _JSON_SCHEMA},
+    Inside.CACHE: {"ttl": _CACHE_S, "s-maxage": _CACHE_S},
     Inside.STRUCTURED_OUTPUTS: {"json": _JSON_SCHEMA, "regex": _GRAMMAR, "choice": _CHOICE, "grammar": _GRAMMAR},
 }
-"""What an answer must match. The schemas say the size in characters; the check counts the bytes."""
+"""What an answer must match, and times of the cache. The schemas say the size in characters; the check counts the bytes."""
 
 
 def object_schema(given: Schema, place: Place, limits: Limits) -> Schema:

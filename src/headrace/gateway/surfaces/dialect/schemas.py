@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.surfaces.dialect.tools import EarlierCall
 
 # ----------------------------------------------------------------------------------------------------------------------- requests
@@ -83,6 +84,7 @@ class SamplingFields(Struct, kw_only=True):
     prompt_logprobs: int | None = None
     priority: int | str | None = None
     cache_salt: str = ""
+    cache: bool | CacheControl | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None

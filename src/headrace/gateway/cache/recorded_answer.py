@@ -1,0 +1,163 @@
+"""A whole answer as a value: what an encoder was given, compact, so that another encoder writes the same answer again.
+
+Events are kept one by one, so that a stream is replayed in the pieces in which it came. Log-probabilities are kept as columns, with the
+texts of the token ids in them: no tokenizer is needed for a replay. Log-probabilities of prompts are not kept.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from headrace.core.finish import FinishReason
+from headrace.core.plan import LogprobColumns
+from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall
+from headrace.text.logprobs import DecodedLogprobs, TokenTexts
+
+FORM = 1
+"""The form of answers that this version writes. An answer of another form is unknown."""
+
+EVENT_BYTES = 64
+"""Memory of a recorded event without its texts and log-probabilities, about."""
+
+
+class RecordedLogprobs(Struct, array_like=True, frozen=True):
+    """`DecodedLogprobs`. vocabulary: number of the texts of its ids;  columns: (type code, bytes) in the order of `LogprobColumns`"""
+
+    vocabulary: int
+    columns: list[tuple[Literal["i", "q", "f", "d"], bytes]]
+    text_offsets: bytes
+    visible: bytes
+
+
+class RecordedEvent(Struct, array_like=True, frozen=True):
+    """`OutputEvent`, without place, error and what is of the prompt."""
+
+    index: int
+    text: str
+    num_tokens: int
+    logprobs: list[RecordedLogprobs] = []
+    finish: str | None = None
+    stop_reason: str | int | None = None
+    reasoning: str = ""
+    tool_calls: list[tuple[int, str | None, str | None, str]] = []
+    is_call_cut: bool = False
+
+
+class WholeAnswer(Struct, array_like=True, frozen=True):
+    """
+    recorded_at    Unix seconds of its end
+    model          name of the one that computed it
+    prompts        per prompt: its tokens, where they are known, and its text as echo shows it
+    usage          as `TokenUsage`
+    vocabularies   token id -> text and bytes
+    """
+
+    form: int
+    recorded_at: float
+    model: str
+    num_sequences: int
+    prompts: list[tuple[int | None, str]]
+    seed: int | None
+    ignored: list[str]
+    usage: tuple[int, ...]
+    events: list[RecordedEvent]
+    vocabularies: list[dict[int, tuple[str, bytes]]]
+
+    @property
+    def token_usage(self) -> TokenUsage:
+        return TokenUsage(*self.usage)
+
+    def output_events(self) -> Iterator[OutputEvent]:
+        """The events, made one by one."""
+        vocabularies = [RecordedTexts(texts) for texts in self.vocabularies]
+        for event in self.events:
+            yield OutputEvent(
+                event.index,
+                event.text,
+                event.num_tokens,
+                logprobs=[_decoded(part, vocabularies) for part in event.logprobs],
+                finish=None if event.finish is None else FinishReason(event.finish),
+                stop_reason=event.stop_reason,
+                reasoning=event.reasoning,
+                tool_calls=[ToolCall(*call) for call in event.tool_calls],
+                is_call_cut=event.is_call_cut,
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class RecordedTexts:
+    """Texts of the token ids of one answer. A `TokenTexts`, which is itself its key where JSON made of it is kept."""
+
+    texts: Mapping[int, tuple[str, bytes]]
+
+    def token_text(self, token_id: int) -> str:
+        return self.texts[token_id][0]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.texts[token_id][1]
+
+
+class EventRecording:
+    """The events of an answer while it comes, as values that can be kept."""
+
+    def __init__(self) -> None:
+        self.events: list[RecordedEvent] = []
+        self.vocabularies: list[dict[int, tuple[str, bytes]]] = []
+        self._texts: list[TokenTexts] = []
+
+    def add(self, event: OutputEvent) -> int:
+        """Returns the bytes that the event takes in memory, about."""
+        recorded = RecordedEvent(
+            event.index,
+            event.text,
+            event.num_tokens,
+            [self._recorded(part) for part in event.logprobs],
+            None if event.finish is None else event.finish.value,
+            event.stop_reason,
+            event.reasoning,
+            [(call.number, call.call_id, call.name, call.arguments) for call in event.tool_calls],
+            event.is_call_cut,
+        )
+        self.events.append(recorded)
+        return EVENT_BYTES + event.num_bytes
+
+    def _recorded(self, part: DecodedLogprobs) -> RecordedLogprobs:
+        number = self._vocabulary(part.texts)
+        texts, columns = self.vocabularies[number], part.columns
+        for token_id in {*columns.token_ids, *columns.top_ids} - texts.keys():
+            texts[token_id] = part.texts.token_text(token_id), part.texts.token_bytes(token_id)
+        kept: list[tuple[Any, bytes]] = [(column.typecode, column.tobytes()) for column in columns.columns()]
+        return RecordedLogprobs(number, kept, part.text_offsets.tobytes(), bytes(part.visible))
+
+    def _vocabulary(self, texts: TokenTexts) -> int:
+        """Number of the vocabulary; an answer has one, or two where another server went on before the first token."""
+        for number, known in enumerate(self._texts):
+            if known is texts:
+                return number
+        self._texts.append(texts)
+        self.vocabularies.append({})
+        return len(self._texts) - 1
+
+
+def _decoded(part: RecordedLogprobs, vocabularies: Sequence[TokenTexts]) -> DecodedLogprobs:
+    columns: list[Any] = [array(code, column) for code, column in part.columns]
+    return DecodedLogprobs(vocabularies[part.vocabulary], LogprobColumns(*columns), array("q", part.text_offsets), bytearray(part.visible))
+
+
+encode_answer = msgspec.msgpack.encode
+_decoder = msgspec.msgpack.Decoder(WholeAnswer)
+
+
+def decode_answer(value: bytes) -> WholeAnswer | None:
+    """None for what another version wrote in another form."""
+    try:
+        answer = _decoder.decode(value)
+    except msgspec.DecodeError:
+        return None
+    return answer if answer.form == FORM else None

@@ -1,0 +1,218 @@
+"""Requests with an Idempotency-Key: the first one claims the key and its answer is kept, a retry gets that answer.
+
+    no entry --claim--> running, for LEASE_S at a time, renewed --keep--> the answer, for `idempotency.ttl_s`
+        ^                    |
+        `-- free: it failed, or its gateway died and the lease ran out
+
+A claim is an entry of the store that is swapped in where there is none: of two equal requests at two gateways one computes. Without an
+answer of the store a request is refused retryably: it might be computed and billed a second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from contextlib import suppress
+from hashlib import blake2b
+
+import msgspec
+from msgspec import Struct
+
+from headrace.core.errors import InvalidRequest, Unavailable
+from headrace.gateway.cache.recorded_answer import FORM, WholeAnswer
+from headrace.gateway.http.errors import IdempotencyConflict, IdempotencyMismatch
+from headrace.gateway.stores.guarded import GuardedStore
+from headrace.gateway.stores.store import Store, StoreFailed
+from headrace.observe.cache_metrics import ReplayMetrics, ReplayOutcome
+
+log = logging.getLogger("headrace.gateway")
+
+HEADER = "Idempotency-Key"
+_KEY = re.compile(rb"[\x21-\x7e]{1,255}")
+
+LEASE_S = 10.0
+"""Seconds after its gateway's death until a claim ends."""
+
+RENEW_S = 3.0
+"""Seconds between two renewals of a claim."""
+
+BUSY_RETRY_S = 1.0
+
+
+class ReplayEntry(Struct, array_like=True, frozen=True):
+    """
+    body    digest of the path and the body of the request
+    claim   id of the request that is running; empty once it has ended
+    answer  None beside an empty claim: it was too large to be kept
+    """
+
+    form: int
+    body: bytes
+    claim: bytes = b""
+    answer: WholeAnswer | None = None
+
+
+_encode, _decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ReplayEntry)
+
+
+def replay_key(given: bytes, tenant: str) -> str:
+    """Name of the entry of a tenant's Idempotency-Key. Raises InvalidRequest."""
+    if _KEY.fullmatch(given) is None:
+        raise InvalidRequest(HEADER, "1..255 visible ASCII characters", len(given), "A UUID is a good one.")
+    name = tenant.encode()
+    digest = blake2b(len(name).to_bytes(8, "little") + name, digest_size=32, person=b"headrace-replay")
+    digest.update(given)
+    return digest.hexdigest()
+
+
+class KeyClaim:
+    """The right to compute the answer under one key, held until `Replays.keep` or `free`."""
+
+    def __init__(self, key: str, tenant: str, body: bytes) -> None:
+        self.key = key
+        self.tenant = tenant
+        self.body = body
+        self.value = _encode(ReplayEntry(FORM, body, os.urandom(12)))
+        self.renewing: asyncio.Task[None] | None = None
+        self.answer: WholeAnswer | None = None
+        self.is_ended = False
+
+
+class Replays:
+    """The claims of one gateway, and its way to the store. `close` writes what is left."""
+
+    def __init__(self, store: GuardedStore, metrics: ReplayMetrics, *, max_entry_bytes: int) -> None:
+        """store: closed by `close`"""
+        self.max_entry_bytes = max_entry_bytes
+        self._store = store
+        self._metrics = metrics
+        self._claims: dict[str, KeyClaim] = {}
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    @property
+    def claims(self) -> list[KeyClaim]:
+        """Held by requests that are running, and by answers that are being written."""
+        return list(self._claims.values())
+
+    @property
+    def num_open(self) -> int:
+        return len(self._claims)
+
+    async def find(self, key: str, *, tenant: str, body: bytes, ttl_s: float) -> WholeAnswer | KeyClaim:
+        """The first answer, or the claim where this is the first request.
+
+        Raises IdempotencyConflict while the first one runs, IdempotencyMismatch for another body, Unavailable.
+        """
+        if (writing := self._claims.get(key)) is not None:
+            return self._of_claim(writing, body)
+        claim = KeyClaim(key, tenant, body)
+        try:
+            found = await self._store.asked(lambda store: self._claimed(store, claim))
+        except StoreFailed:
+            self._metrics.count(ReplayOutcome.FAILED)
+            raise Unavailable("The store of answers does not answer; send the request again.", retry_after_s=BUSY_RETRY_S) from None
+        if found is not None:
+            return self._of_entry(found, body)
+        self._metrics.count(ReplayOutcome.FIRST)
+        self._claims[key] = claim
+        claim.renewing = asyncio.create_task(self._renew(claim))
+        return claim
+
+    def keep(self, claim: KeyClaim, answer: WholeAnswer | None, *, ttl_s: float) -> None:
+        """The answer is whole. None: it is too large to be kept, and a retry gets an error that says so. Returns at once."""
+        value = _encode(ReplayEntry(FORM, claim.body, b"", answer))
+        if len(value) > self.max_entry_bytes:
+            answer, value = None, _encode(ReplayEntry(FORM, claim.body))
+        claim.answer = answer
+        self._end(claim)
+        self._store.write(lambda store: self._replace(store, claim, value, ttl_s), len(value), lambda _: self._forget(claim))
+
+    def free(self, claim: KeyClaim) -> None:
+        """The request failed: the next one under the key is the first."""
+        if not claim.is_ended:
+            self._end(claim)
+            self._store.write(lambda store: self._release(store, claim), 0, lambda _: self._forget(claim))
+
+    def check(self) -> None:
+        """Assert that no claim is left. For a gateway without requests."""
+        assert not any(not claim.is_ended for claim in self._claims.values()), "a claim was not ended"
+
+    def _end(self, claim: KeyClaim) -> None:
+        claim.is_ended = True
+        if claim.renewing is not None:
+            claim.renewing.cancel()
+
+    def _forget(self, claim: KeyClaim) -> None:
+        if self._claims.get(claim.key) is claim:
+            del self._claims[claim.key]
+
+    def _of_claim(self, claim: KeyClaim, body: bytes) -> WholeAnswer:
+        """The answer of a claim of this gateway that has ended and is being written. Raises what `find` raises."""
+        if claim.body != body:
+            raise self._mismatch()
+        if claim.answer is None:
+            raise self._busy()
+        self._metrics.count(ReplayOutcome.REPLAYED)
+        return claim.answer
+
+    def _of_entry(self, entry: ReplayEntry, body: bytes) -> WholeAnswer:
+        if entry.body != body:
+            raise self._mismatch()
+        if entry.claim:
+            raise self._busy()
+        if entry.answer is None:
+            self._metrics.count(ReplayOutcome.TOO_LARGE)
+            raise IdempotencyConflict(f"The answer to the first request with this {HEADER} was too large to be kept.")
+        self._metrics.count(ReplayOutcome.REPLAYED)
+        return entry.answer
+
+    def _mismatch(self) -> IdempotencyMismatch:
+        self._metrics.count(ReplayOutcome.MISMATCH)
+        return IdempotencyMismatch(f"This {HEADER} was used for a request with another path or body: use a new one for each request.")
+
+    def _busy(self) -> IdempotencyConflict:
+        self._metrics.count(ReplayOutcome.RUNNING)
+        return IdempotencyConflict(
+            f"A request with this {HEADER} is running; its answer comes under the same key.", retry_after_s=BUSY_RETRY_S
+        )
+
+    # -- in the store --------------------------------------------------------------------------------------------------------------
+
+    async def _claimed(self, store: Store, claim: KeyClaim) -> ReplayEntry | None:
+        """The entry that is there; None where the claim was made instead."""
+        while True:
+            value = await store.get(claim.key)
+            if value is not None and (entry := _decoded(value)) is not None:
+                return entry
+            if await store.swap(claim.key, claim.value, expected=value, tenant=claim.tenant, ttl_s=LEASE_S):
+                return None
+
+    async def _renew(self, claim: KeyClaim) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            with suppress(StoreFailed, TimeoutError):
+                async with asyncio.timeout(RENEW_S):
+                    await self._store.store.swap(claim.key, claim.value, expected=claim.value, tenant=claim.tenant, ttl_s=LEASE_S)
+
+    async def _replace(self, store: Store, claim: KeyClaim, value: bytes, ttl_s: float) -> None:
+        """Put the answer in the claim's place, or where the claim ran out; never in the place of another request's."""
+        for expected in (claim.value, None):
+            if await store.swap(claim.key, value, expected=expected, tenant=claim.tenant, ttl_s=ttl_s):
+                return
+
+    async def _release(self, store: Store, claim: KeyClaim) -> None:
+        """Leave an entry that is over at once, unless another request has claimed the key meanwhile."""
+        await store.swap(claim.key, b"", expected=claim.value, tenant=claim.tenant, ttl_s=0.001)
+
+
+def _decoded(value: bytes) -> ReplayEntry | None:
+    """None for what another version wrote in another form."""
+    try:
+        entry = _decoder.decode(value)
+    except msgspec.DecodeError:
+        return None
+    return entry if entry.form == FORM else None

@@ -1,0 +1,59 @@
+"""A purge removes one tenant's answers, by command and through the admin socket, while a gateway runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_kit import TestBench, chat_body, eventually, open_bench
+from typer.testing import CliRunner
+
+from headrace.cli.main import app
+from headrace.gateway.cache.admin_requests import CacheRequests
+from headrace.text.folder import TextModel
+
+KEYS = [{"key": f"key-of-{name}", "tenant": name} for name in ("one", "two")]
+PATH = "/v1/chat/completions"
+
+
+async def results(bench: TestBench) -> list[str]:
+    """What the cache did for a request of each tenant, and for one under an Idempotency-Key."""
+    found = []
+    for name in ("one", "two"):
+        headers = {"authorization": f"Bearer key-of-{name}"}
+        answer = await bench.client.post(PATH, json=chat_body(temperature=0), headers=headers)
+        found.append(answer.headers["x-headrace-cache"])
+        drawn = await bench.client.post(PATH, json=chat_body(max_tokens=3), headers=headers | {"idempotency-key": "a"})
+        found.append(drawn.headers.get("idempotent-replayed", "false"))
+    service = bench.gateway.service
+    await eventually(lambda: not service.replays.num_open and not len(service.answer_cache.flights))
+    return found
+
+
+@pytest.mark.parametrize("way", ["command", "socket"])
+async def test_one_tenants_answers_are_removed(text: TextModel, tmp_path: Path, way: str) -> None:
+    async with open_bench(text, cache={"enabled": True}, api_keys=KEYS, state=str(tmp_path)) as bench:
+        assert await results(bench) == ["miss", "false"] * 2
+        assert await results(bench) == ["hit", "true"] * 2
+        if way == "command":
+            import asyncio
+
+            words = ["cache", "purge", "--tenant", "one", "--state", str(tmp_path), "--json"]
+            done = await asyncio.to_thread(CliRunner().invoke, app, words)
+            assert json.loads(done.stdout) == {"removed": 2}, done.output
+        else:
+            requests = CacheRequests(lambda: bench.gateway.service.config, lambda: 0.0)
+            assert await requests.answer("DELETE", ("cache", "one"), {}, {}, "root") == (200, {"removed": 2})
+            assert await requests.answer("GET", ("cache", "one"), {}, {}, "root") is None
+        assert await results(bench) == ["miss", "false", "hit", "true"]
+
+
+async def test_a_store_that_does_not_answer_is_said(tmp_path: Path) -> None:
+    from gateway_kit import gateway_config
+
+    config: Any = gateway_config(store={"url": f"unix://{tmp_path}/none.sock"})
+    answer = await CacheRequests(lambda: config, lambda: 0.0).answer("DELETE", ("cache", "one"), {}, {}, "root")
+    assert answer is not None
+    assert answer[0] == 503

@@ -1,0 +1,240 @@
+"""Idempotency-Key: one answer per key, whatever breaks between a request and its retry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from gateway_kit import TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, serving
+from redis_kit import RedisServer
+
+from headrace.core.errors import Unavailable
+from headrace.text.folder import TextModel
+
+PATH = "/v1/chat/completions"
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 8}
+
+
+async def ask(bench: TestBench, key: str, *, api_key: str = "", path: str = PATH, **fields: Any) -> httpx2.Response:
+    headers = {"idempotency-key": key} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+    return await bench.client.post(path, json=chat_body(**SAMPLED) | fields, headers=headers)
+
+
+def is_replay(answer: httpx2.Response) -> bool:
+    assert answer.status_code == 200, answer.text
+    return answer.headers.get("idempotent-replayed") == "true"
+
+
+def outcome(bench: TestBench, name: str) -> float:
+    return metric(bench.gateway, "headrace_idempotent_requests_total", outcome=name)
+
+
+@pytest.fixture
+async def one(text: TextModel) -> AsyncIterator[TestBench]:
+    async with open_bench(text) as bench:
+        yield bench
+        bench.gateway.service.replays.check()
+
+
+@asynccontextmanager
+async def two(text: TextModel, tmp_path: Path, url: str = "") -> AsyncIterator[tuple[TestBench, TestBench]]:
+    """Two gateways over one store."""
+    where: dict[str, Any] = {"store": {"url": url}} if url else {"state": str(tmp_path)}
+    async with open_bench(text, **where) as first, open_bench(text, **where) as second:
+        yield first, second
+
+
+@pytest.fixture(params=["file", "redis"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue("redis_url") if request.param == "redis" else ""
+
+
+async def test_a_retry_gets_the_first_answer_although_it_was_drawn_at_random(one: TestBench) -> None:
+    first = await ask(one, "a")
+    one.replica.said = "Something else entirely."
+    second = await ask(one, "a")
+    assert (is_replay(first), is_replay(second)) == (False, True)
+    assert first.json()["choices"] == second.json()["choices"]
+    assert first.json()["usage"] == second.json()["usage"]
+    assert len(one.replica.requests) == 1
+    assert (outcome(one, "first"), outcome(one, "replayed")) == (1, 1)
+    assert (await ask(one, "b")).json()["choices"] != first.json()["choices"]
+
+
+async def test_a_stream_is_replayed_in_its_pieces(one: TestBench) -> None:
+    streams = [events_of((await ask(one, "a", stream=True)).text) for _ in range(2)]
+    assert len(one.replica.requests) == 1
+    deltas = [[event["choices"] for event in stream] for stream in streams]
+    assert deltas[0] == deltas[1]
+
+
+async def test_another_body_or_path_under_the_key_is_refused(one: TestBench) -> None:
+    await ask(one, "a")
+    for changed in ({"max_tokens": 9}, {"stream": True}):
+        refused = await ask(one, "a", **changed)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "idempotency_key_reused")
+    assert outcome(one, "mismatch") == 2
+
+
+async def test_a_key_is_its_tenants_own(text: TextModel) -> None:
+    keys = [{"key": f"key-of-{name}", "tenant": name} for name in ("one", "two")]
+    async with open_bench(text, api_keys=keys) as bench:
+        answers = [await ask(bench, "a", api_key=f"key-of-{name}") for name in ("one", "two", "one")]
+        assert [is_replay(answer) for answer in answers] == [False, False, True]
+
+
+async def test_while_the_first_runs_a_retry_is_told_when_to_come_again(text: TextModel, tmp_path: Path, store_url: str) -> None:
+    async with two(text, tmp_path, store_url) as (first, second):
+        first.replica.go.clear()
+        running = asyncio.create_task(ask(first, "a"))
+        await eventually(lambda: bool(first.replica.requests))
+        for bench in (first, second):
+            busy = await ask(bench, "a")
+            assert (busy.status_code, busy.json()["error"]["code"], busy.headers["retry-after"]) == (409, "idempotency_conflict", "1")
+        first.replica.go.set()
+        assert not is_replay(await running)
+        await eventually(lambda: not first.gateway.service.replays.num_open)
+        assert is_replay(await ask(second, "a"))
+        assert not second.replica.requests
+
+
+async def test_of_many_first_requests_at_two_gateways_one_is_computed(text: TextModel, tmp_path: Path, store_url: str) -> None:
+    async with two(text, tmp_path, store_url) as benches:
+        for bench in benches:
+            bench.replica.token_delay_s = 0.02
+        answers = await asyncio.gather(*(ask(bench, "a") for _ in range(4) for bench in benches))
+        assert sorted(answer.status_code for answer in answers) == [200] + [409] * 7
+        assert sum(len(bench.replica.requests) for bench in benches) == 1
+
+
+async def test_after_a_failure_the_next_request_is_the_first(one: TestBench) -> None:
+    def fail(*_: object) -> None:
+        raise Unavailable("gone")
+
+    one.replica.on_submit = fail
+    assert (await ask(one, "a")).status_code == 503
+    one.replica.on_submit = None
+    await eventually(lambda: not one.gateway.service.replays.num_open)
+    assert not is_replay(await ask(one, "a"))
+    assert (await ask(one, "c", min_tokens=9)).status_code == 400
+    await eventually(lambda: not one.gateway.service.replays.num_open)
+    assert not is_replay(await ask(one, "c")), "a refused request binds its key to no body"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_is_finished_without_its_client_and_waits_for_the_retry(one: TestBench, stream: bool) -> None:
+    async with serving(one.gateway) as port:
+        one.replica.token_delay_s = 0.02
+        async with dial(port) as (reader, writer):
+            writer.write(post(PATH, chat_body(**SAMPLED, stream=stream), "idempotency-key: a"))
+            await eventually(lambda: bool(one.replica.requests))
+            if stream:
+                await reader.readuntil(b"data: ")
+        assert (await ask(one, "a", stream=stream)).status_code == 409
+        await eventually(lambda: not one.gateway.service.replays.num_open)
+        answer = await ask(one, "a", stream=stream)
+        assert is_replay(answer)
+        assert (len(one.replica.requests), one.replica.cancelled) == (1, [])
+        if not stream:
+            assert answer.json()["usage"]["completion_tokens"] == 8
+
+
+async def test_a_gateway_that_died_keeps_its_keys_for_a_lease(
+    text: TextModel, tmp_path: Path, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.gateway.cache.replays.LEASE_S", 0.4)
+    monkeypatch.setattr("headrace.gateway.cache.replays.RENEW_S", 0.1)
+    async with two(text, tmp_path, store_url) as (first, second):
+        first.replica.go.clear()
+        running = asyncio.create_task(ask(first, "a"))
+        await eventually(lambda: bool(first.replica.requests))
+        await asyncio.sleep(0.6)
+        assert (await ask(second, "a")).status_code == 409, "a living gateway renews its claim"
+        (claim,) = first.gateway.service.replays.claims
+        assert claim.renewing is not None
+        claim.renewing.cancel()  # what its death does
+        await asyncio.sleep(0.5)
+        taken = await ask(second, "a")
+        assert not is_replay(taken)
+        await eventually(lambda: not second.gateway.service.replays.num_open)
+        first.replica.said = "The dead one's late answer."
+        first.replica.go.set()
+        await running
+        await eventually(lambda: not first.gateway.service.replays.num_open)
+        assert (await ask(second, "a")).json()["choices"] == taken.json()["choices"], "the late answer does not take the place"
+
+
+async def test_an_answer_that_is_too_large_is_not_computed_again(text: TextModel) -> None:
+    async with open_bench(text, idempotency={"max_entry_bytes": 300}) as bench:
+        assert (await ask(bench, "a", max_tokens=100, ignore_eos=True)).status_code == 200
+        await eventually(lambda: not bench.gateway.service.replays.num_open)
+        again = await ask(bench, "a", max_tokens=100, ignore_eos=True)
+        assert (again.status_code, "retry-after" in again.headers) == (409, False)
+        assert "too large" in again.json()["error"]["message"]
+        assert len(bench.replica.requests) == 1
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "two words", "t\u00e4gl"])
+async def test_a_key_of_another_form_is_refused(one: TestBench, key: str) -> None:
+    headers = {"idempotency-key": key.encode("latin-1")}
+    refused = await one.client.post(PATH, json=chat_body(), headers=headers)  # type: ignore[arg-type]
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Idempotency-Key")
+    assert "xx" not in refused.text
+
+
+async def test_what_cannot_be_kept_is_refused_under_a_key(one: TestBench) -> None:
+    refused = await ask(one, "a", prompt_logprobs=1)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Idempotency-Key")
+    headers = {"idempotency-key": "a", "last-event-id": "0"}
+    refused = await one.client.post(PATH, json=chat_body(stream=True), headers=headers)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Idempotency-Key")
+
+
+async def test_where_it_is_off_the_header_is_named_as_without_effect(text: TextModel) -> None:
+    async with open_bench(text, idempotency={"ttl_s": 0}) as bench:
+        answers = [await ask(bench, "a") for _ in range(2)]
+        assert [answer.headers["x-headrace-ignored"] for answer in answers] == ["Idempotency-Key"] * 2
+        assert len(bench.replica.requests) == 2
+
+
+async def test_a_cached_answer_is_kept_under_the_key_too(text: TextModel) -> None:
+    async with open_bench(text, cache={"enabled": True}) as bench:
+        first = await ask(bench, "a", temperature=0)
+        hit = await ask(bench, "b", temperature=0)
+        replay = await ask(bench, "b", temperature=0)
+        assert (first.headers["x-headrace-cache"], hit.headers["x-headrace-cache"], is_replay(replay)) == ("miss", "hit", True)
+        assert first.json()["choices"] == replay.json()["choices"]
+
+
+async def test_without_the_store_a_request_with_a_key_is_refused_retryably(text: TextModel, redis_server: RedisServer) -> None:
+    async with open_bench(text, store={"url": redis_server.url}) as bench:
+        assert (await ask(bench, "a")).status_code == 200
+        redis_server.stop()
+        refused = await ask(bench, "b")
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        assert (await bench.chat()).status_code == 200, "without a key it is answered"
+        redis_server.start()
+
+        async def heals() -> bool:
+            return (await ask(bench, "b")).status_code == 200
+
+        async with asyncio.timeout(10):
+            while not await heals():
+                await asyncio.sleep(0.1)
+
+
+async def test_a_replay_and_a_hit_take_nothing_of_the_tenants_limits(text: TextModel) -> None:
+    """Three requests' tokens do not fit the tier; one computation does."""
+    tiers = {"small": {"output_tokens_per_minute": 20}}
+    keys = [{"key": "key-of-one", "tenant": "one", "tier": "small"}]
+    async with open_bench(text, tiers=tiers, api_keys=keys, cache={"enabled": True}) as bench:
+        answers = [await ask(bench, "a", api_key="key-of-one", temperature=0) for _ in range(3)]
+        answers += [await ask(bench, key, api_key="key-of-one", temperature=0) for key in "bcd"]
+        assert [answer.status_code for answer in answers] == [200] * 6
+        assert [is_replay(answer) for answer in answers] == [False, True, True, False, False, False]
+        assert len(bench.replica.requests) == 1
