@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import time
@@ -29,6 +28,8 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Remove all kept answers of a tenant: cached ones, and those under an Idempotency-Key."""
+    import asyncio
+
     from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import load_settings
     from headrace.cli.state import make_state_folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pwd
 import time
@@ -34,6 +33,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 def administered(file: Path | None, state: str | None, work: Callable[[Administration], Awaitable[T]]) -> T:
     """What `work` gives, done on the keys and tenants of a server. Raises ConfigError, InvalidRequest and StoreFailed."""
+    import asyncio  # brings ssl, which takes its time
+
     config = _settings(file, state)
 
     async def run() -> T:
@@ -48,6 +49,8 @@ def administered(file: Path | None, state: str | None, work: Callable[[Administr
 
 def used_limits(file: Path | None, state: str | None, tenant: TenantRecord) -> list[dict[str, object]]:
     """What a tenant has used of each of its limits. Raises ConfigError and StoreFailed."""
+    import asyncio
+
     from headrace.cli.state import make_state_folder
     from headrace.gateway.limits.open import open_limits
     from headrace.gateway.limits.report import limit_states, shown_limits, tenant_principal

@@ -166,8 +166,12 @@ async def test_prompts_are_kept_only_where_their_tenant_opted_in(
     text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surface: str, is_opted_in: bool
 ) -> None:
     principal = Principal(tenant="acme", options={"log_prompts": is_opted_in})
+
+    async def authenticate(*_: object) -> Principal:
+        return principal
+
     async with open_bench(text, state=str(tmp_path)) as bench:
-        monkeypatch.setattr(type(bench.gateway.active.authenticator), "principal", lambda *_: principal)
+        monkeypatch.setattr(type(bench.gateway.active.authenticator), "principal", authenticate)
         if surface == "chat":
             answer = await bench.chat(messages=[{"role": "user", "content": CANARY}], max_tokens=2)
         else:
