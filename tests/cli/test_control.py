@@ -133,14 +133,15 @@ def test_a_deployment_that_does_not_run_is_named(tmp_path: Path) -> None:
         status(tmp_path)
 
 
-def test_the_run_directory_of_the_service_is_found_by_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADRACE_RUN_DIR", str(tmp_path))
-    with pytest.raises(ServerFailed, match=f"runs in {tmp_path}"):
-        control_client.find_deployment(None)
-    with run_dir(tmp_path) as folder:
-        assert control_client.find_deployment(None) == folder
-        with pytest.raises(ServerFailed, match=f"runs in {tmp_path / 'other'}"):
-            control_client.find_deployment(tmp_path / "other")
+def test_the_run_directory_of_the_service_is_found_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket_dir() as parent:
+        monkeypatch.setenv("HEADRACE_RUN_DIR", str(parent))
+        with pytest.raises(ServerFailed, match=f"runs in {parent}"):
+            control_client.find_deployment(None)
+        with run_dir(parent) as folder:
+            assert control_client.find_deployment(None) == folder
+            with pytest.raises(ServerFailed, match=f"runs in {parent / 'other'}"):
+                control_client.find_deployment(parent / "other")
 
 
 def test_a_status_that_is_not_answered_fails_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

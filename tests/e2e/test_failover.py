@@ -19,7 +19,7 @@ from server_kit import KEY, EngineLoad, Server, serving
 
 from headrace.bundled import bundled_path
 
-COUNT = 150
+COUNT = 400
 BODIES: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 1.0, "n": 2, "stop": ["qq", "zz"]},

@@ -172,7 +172,7 @@ async def ask(port: int, steps: threading.Semaphore, watch: Watch, files: tuple[
     """One request of four tokens: the order of the first files up to its first token, and of the second ones while its third is made."""
     async with gateway_kit.dial(port) as (reader, writer):
         watch.is_quiet = True
-        await asyncio.sleep(0.05)  # a heartbeat that was sent has been read
+        await asyncio.sleep(0.4)  # a heartbeat that was sent has been read, on a busy machine too
         watch.start()
         writer.write(gateway_kit.post("/v1/chat/completions", gateway_kit.chat_body(stream=True, max_tokens=4, ignore_eos=True)))
         await reader.readuntil(b'"content":"')  # of the opening, without text
