@@ -49,7 +49,7 @@ def test_server_is_gone_when_its_command_is_ended_by_a_signal(tmp_path: Path, nu
     assert process.stdout is not None
     assert process.stdout.readline() == "http://h:1\n"
     process.send_signal(number)
-    assert process.wait(30) == 128 + number
+    assert process.wait(child.STOP_TIMEOUT_S + 30) == 128 + number
     process.stdout.close()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
