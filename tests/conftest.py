@@ -11,6 +11,8 @@ pytest-timeout interrupts the test and shows the stacks of its own threads. Adde
 SIGHUP has its default action in what tests start, however the run itself was started. HEADRACE_STATE is a temporary folder, so that no
 test reads this user's own keys.
 
+The process log that a command sets up in a test's own process ends with the test.
+
 With `--no-torch` importing torch fails, which holds the tests of `make test-control` to the control side.
 """
 
@@ -18,18 +20,21 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import shutil
 import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TextIO
 
 import psutil
 import pytest
+
+from headrace.observe.logs import LogHandler
 
 SLOW_LIMIT_S = 1500
 """Seconds that a test marked slow may take, instead of the `timeout` in pyproject.toml."""
@@ -73,6 +78,15 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: a full collection would walk all modules' objects again and again, torch's among them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    if any(isinstance(handler, LogHandler) for handler in root.handlers):
+        root.handlers[:], root.level = handlers, level
 
 
 def limit_s(item: pytest.Item) -> float:

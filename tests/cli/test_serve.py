@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import logging
 import shlex
 import socket
 import sys
@@ -110,14 +109,6 @@ def test_every_parameter_of_serve_is_used(model_folder: Path) -> None:
     assert set(inspect.signature(serve).parameters) == {"context", "config", *FLAG_PATHS, *OTHER_PATHS}
 
 
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = handlers, level
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -151,9 +142,7 @@ def test_the_announcement_says_where_how_and_why(model_folder: Path, terminal: T
 
 
 @pytest.mark.parametrize(("is_terminal", "log_format"), [(False, "auto"), (False, "text"), (True, "json")])
-def test_machines_read_it_in_the_log(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool, log_format: str, restored_logging: None
-) -> None:
+def test_machines_read_it_in_the_log(model_folder: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool, log_format: str) -> None:
     stream = Terminal() if is_terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     set_up_logging(LogFormat(log_format))
@@ -248,9 +237,7 @@ def test_what_never_gets_ready_is_announced_as_such(model_folder: Path, terminal
     assert "Not ready yet, after 0.6 s" in out
 
 
-def test_a_taken_port_is_refused_at_once_with_what_to_do(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, restored_logging: None
-) -> None:
+def test_a_taken_port_is_refused_at_once_with_what_to_do(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.fleet.supervisor.run_fleet", lambda *args, **kwargs: pytest.fail("the fleet was started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

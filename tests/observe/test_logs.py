@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pytest
@@ -15,14 +14,6 @@ import pytest
 from headrace.observe.logs import ENVIRONMENT, JsonLine, LogFormat, TextLine, relay, set_up_logging, timestamp
 
 HOSTILE = "line one\nFAKE line two \x1b[31m\u2028\u202e"
-
-
-@pytest.fixture(autouse=True)
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = handlers, level
 
 
 class Terminal(io.StringIO):
@@ -127,3 +118,15 @@ def test_a_line_nested_too_deeply_is_a_line_like_others(caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO):
         relay("[" * 60_000, "r0")
     assert caplog.records
+
+
+def test_a_line_that_cannot_be_written_shows_no_exceptions_texts(capfd: pytest.CaptureFixture[str]) -> None:
+    """The standard handler prints the chain of the exceptions being handled, a prompt in one of their texts included."""
+    broken = io.StringIO()
+    set_up_logging(LogFormat.JSON, broken)
+    broken.close()
+    try:
+        raise RuntimeError(HOSTILE)
+    except RuntimeError:
+        logging.getLogger("a").error("failed")
+    assert capfd.readouterr().err == "a line of a could not be logged: ValueError\n"

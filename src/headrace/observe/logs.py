@@ -10,6 +10,7 @@ time. All processes of a deployment log in one form: a child whose output is pip
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -36,6 +37,17 @@ class LogFormat(StrEnum):
         return LogFormat.TEXT if is_terminal else LogFormat.JSON
 
 
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes lines to a stream. When that fails, one line on stderr says so by type: the standard handler prints the whole chain of
+    exceptions being handled, whose texts may quote a prompt.
+    """
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        failure = sys.exc_info()[0]
+        with contextlib.suppress(OSError, ValueError):
+            print(f"a line of {printable(record.name)} could not be logged: {failure and failure.__name__}", file=sys.__stderr__)
+
+
 def set_up_logging(
     log_format: LogFormat | None = None, stream: TextIO | None = None, level: int = logging.INFO, *, process: str = ""
 ) -> None:
@@ -47,7 +59,7 @@ def set_up_logging(
     """
     stream = stream or sys.stderr
     chosen = (log_format or environment_format()).on(stream.isatty())
-    handler = logging.StreamHandler(stream)
+    handler = LogHandler(stream)
     handler.setFormatter(JsonLine(process) if chosen is LogFormat.JSON else TextLine(process, is_short=stream.isatty()))
     logging.basicConfig(handlers=[handler], level=level, force=True)
 
