@@ -159,7 +159,7 @@ async def test_a_tenant_is_changed_value_by_value(admin: Administration) -> None
     changed = await admin.set_tenant("acme", TenantChange(monthly_budget=0.0, options={"log_prompts": None}))
     assert (changed.monthly_budget, changed.options) == (None, {"context_fitting": "summary"})
     assert "a name that is not taken" in await refusal(admin.create_tenant("acme", TenantChange()))
-    assert "names of log_prompts, context_fitting" in await refusal(admin.set_tenant("acme", TenantChange(options={"x": 1})))
+    assert "names of log_prompts, cache, context_fitting" in await refusal(admin.set_tenant("acme", TenantChange(options={"x": 1})))
     assert "one of true, false" in await refusal(admin.set_tenant("acme", TenantChange(options={"log_prompts": 1})))
     assert "the name of a tenant" in await refusal(admin.set_tenant("unknown", TenantChange(tier="free")))
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sqlite3
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from redis_kit import RedisServer
 
 from headrace.core.errors import ConfigError
 from headrace.gateway.config import config_from
+from headrace.gateway.stores import redis, sqlite
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.open import open_store
 from headrace.gateway.stores.redis import RedisStore
@@ -24,7 +25,17 @@ from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import EntryTooLarge, StoreFailed, StoreLimits
 
-LIMITS = StoreLimits(entry=100, tenant=200, total=500)
+LIMITS = StoreLimits(entry=100, total=500, tenant_share=lambda: 0.4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _only_values_count() -> Iterator[None]:
+    """Sizes in this file are those of values. What a store takes beside them is measured in test_stored_bytes.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (redis, sqlite):
+            patch.setattr(module, "ENTRY_BYTES", 0)
+            patch.setattr(module, "KEY_COPIES", 0)
+        yield
 
 
 class ManualClock:
@@ -293,7 +304,7 @@ async def test_a_password_comes_from_a_file_and_is_never_shown(redis_server: Red
     file.touch(mode=0o600)
     for password, is_right in (("right-secret", True), ("wrong-secret", False)):
         file.write_text(password)
-        store = open_store(StoreConfig(url=redis_server.url, password_file=str(file)).checked(), 1.0, ManualClock())
+        store = open_store(StoreConfig(url=redis_server.url, password_file=str(file)).checked(), "", lambda: 1.0, ManualClock())
         if is_right:
             assert await store.get("a") is None
         else:
@@ -310,3 +321,20 @@ async def test_concurrent_puts_of_several_gateways_keep_the_bounds(redis_server:
     await stores[0].check()
     for store in stores:
         await store.close()
+
+
+async def test_streams_are_in_the_state_folder_unless_another_place_is_named(tmp_path: Path, clock: ManualClock) -> None:
+    (tmp_path / "state").mkdir()
+    places = {"entries.db": StoreConfig(), "own.db": StoreConfig(path=str(tmp_path / "own.db"))}
+    for config in places.values():
+        store = open_store(config, str(tmp_path / "state"), lambda: 1.0, clock)
+        await store.put("a", b"one", tenant="t", ttl_s=5)
+        await store.close()
+        again = open_store(config, str(tmp_path / "state"), lambda: 1.0, clock)
+        assert await again.get("a") == b"one", "the next process reads it"
+        await again.close()
+    assert sorted(path.name for path in tmp_path.glob("**/*.db")) == ["entries.db", "own.db"]
+    alone = open_store(StoreConfig(), "", lambda: 1.0, clock)
+    await alone.put("b", b"two", tenant="t", ttl_s=5)
+    await alone.close()
+    assert sorted(path.name for path in tmp_path.glob("**/*.db")) == ["entries.db", "own.db"], "without a folder it is memory"

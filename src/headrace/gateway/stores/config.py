@@ -20,9 +20,9 @@ class InsecureStore(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """Give `path` or `url`; without either, entries are kept in the memory of this process alone.
+    """Give `path` or `url`; without either, entries are in the state folder, or without one in the memory of this process alone.
 
-    path             SQLite file, which the processes of one machine share; its folder must exist
+    path             SQLite file of streams, which the processes of one machine share; its folder must exist
     url              Redis or Valkey, which gateways on several machines share; without its password, since it may be shown
     password_file    file with that password, closed to other users
     allow_insecure   a server on another machine without TLS, or without a password

@@ -1,106 +1,123 @@
-"""A store that no request waits for longer than a quarter of a second, and which is left alone for a moment after each failure.
+"""A `Store` behind a guard: what a request asks is bounded by `stores.guard`, what no request waits for runs in the background.
 
-Reads are awaited. Writes run in the background, bounded in number and bytes.
+Writes in the background are tried again where they fail, and bounded in number, bytes and time. One beyond these bounds is given up: the
+store is slower than answers come.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from itertools import chain, repeat
+from typing import TypeVar
 
+from headrace.gateway.stores.guard import NO_ANSWER, StoreGuard
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
 
-log = logging.getLogger("headrace.gateway")
-
 T = TypeVar("T")
-
-REQUEST_WAIT_S = 0.25
-"""Seconds that a request waits for the store in all."""
-
-RETRY_S = 1.0
-"""After a failure the store is asked again when this many seconds have passed; calls in between fail at once."""
+Work = Callable[[Store], Awaitable[object]]
+Ended = Callable[[StoreFailed | None], None]
 
 WRITE_S = 5.0
-"""Seconds that a write in the background may take; then it is given up."""
+"""Seconds that a write in the background is tried for, unless its caller says more; then it is given up."""
+
+WRITE_PAUSES_S = (0.1, 0.2, 0.4, 0.8)
+"""Seconds before a write that failed is tried again; the last one again and again."""
 
 MAX_WRITING_BYTES = 32 << 20
-"""Bytes of values that are being written in the background. A write beyond them is given up: the store is slower than answers come."""
+"""Bytes of values that are being written in the background at a time, for each store."""
 
 MAX_WRITES = 64
-"""Writes in the background at a time."""
+"""Writes in the background at a time; more of them wait in this process."""
 
-LOG_EVERY_S = 10.0
-"""Least seconds between two warnings about one store."""
+
+class TooMuchToWrite(StoreFailed):
+    """MAX_WRITING_BYTES are being written."""
 
 
 class GuardedStore:
-    """store: closed by `close`;  name: of what is kept, for the log"""
+    """
+    store  the bare one, closed by `close`
+    guard  of what requests wait for
+    """
 
     def __init__(self, store: Store, name: str) -> None:
+        """name: of what is kept, for the log"""
         self.store = store
-        self._name = name
+        self.guard = StoreGuard(name)
         self._writes: set[asyncio.Task[None]] = set()
         self._writing_bytes = 0
         self._turns = asyncio.Semaphore(MAX_WRITES)
-        self._retry_at = 0.0
-        self._next_log_at = 0.0
+        self._is_closing = False
 
     async def asked(self, work: Callable[[Store], Awaitable[T]]) -> T:
-        """What `work` gets from the store. Raises StoreFailed within REQUEST_WAIT_S, and EntryTooLarge."""
-        now = _now()
-        if now < self._retry_at:
-            raise StoreFailed("the store failed a moment ago")
-        try:
-            async with asyncio.timeout(REQUEST_WAIT_S):
-                return await work(self.store)
-        except EntryTooLarge:
-            raise
-        except (StoreFailed, TimeoutError) as error:
-            self._retry_at = _now() + RETRY_S
-            failed = StoreFailed("the store does not answer in time") if isinstance(error, TimeoutError) else error
-            self._warn(failed)
-            raise failed from None
+        """What `work` gets from the store, while a request waits for it. Raises what `StoreGuard.waiting` raises, and EntryTooLarge."""
+        async with self.guard.waiting():
+            return await work(self.store)
 
-    def write(self, work: Callable[[Store], Coroutine[Any, Any, object]], num_bytes: int, ended: Callable[[bool], None]) -> None:
-        """Do `work` in the background. ended: called once, with whether it was done"""
+    async def tried(self, work: Work, within_s: float) -> None:
+        """Do `work` in a task of its own, such as the renewal of a claim. A failure is only logged: it is tried again."""
+        try:
+            async with asyncio.timeout(within_s):
+                await work(self.store)
+        except (StoreFailed, TimeoutError) as error:
+            self.guard.warn(_as_failure(error))
+
+    def write(self, work: Work, num_bytes: int, ended: Ended, *, within_s: float | None = None) -> None:
+        """Do `work` in the background, again where it fails; None: within WRITE_S. ended: called once, with why it was not done, or None"""
         if self._writing_bytes + num_bytes > MAX_WRITING_BYTES:
-            self._warn(StoreFailed(f"more than {MAX_WRITING_BYTES} bytes wait to be written"))
-            ended(False)
+            ended(self._not_written(TooMuchToWrite(f"more than {MAX_WRITING_BYTES} bytes wait to be written")))
             return
         self._writing_bytes += num_bytes
-        write = asyncio.create_task(self._written(work, num_bytes, ended))
+        write = asyncio.create_task(self._written(work, num_bytes, ended, WRITE_S if within_s is None else within_s))
         self._writes.add(write)
         write.add_done_callback(self._writes.discard)
 
+    @property
+    def num_writing(self) -> int:
+        """Writes that have not ended."""
+        return len(self._writes)
+
     async def close(self) -> None:
-        """Finish what is being written, as far as WRITE_S allows."""
+        """Finish what is being written, as far as WRITE_S allows; what fails is not tried again."""
+        self._is_closing = True
         if self._writes:
             await asyncio.wait(self._writes, timeout=WRITE_S)
         for write in list(self._writes):
             write.cancel()
         await self.store.close()
 
-    async def _written(self, work: Callable[[Store], Awaitable[object]], num_bytes: int, ended: Callable[[bool], None]) -> None:
-        is_done = False
+    async def _written(self, work: Work, num_bytes: int, ended: Ended, within_s: float) -> None:
+        failure: StoreFailed | None = StoreFailed("the gateway ended first")
         try:
-            async with self._turns, asyncio.timeout(WRITE_S):
-                await work(self.store)
-            is_done = True
+            async with asyncio.timeout(within_s):
+                for pause_s in chain(WRITE_PAUSES_S, repeat(WRITE_PAUSES_S[-1])):
+                    if await self._is_written(work):
+                        break
+                    await asyncio.sleep(pause_s)
+            failure = None
         except (StoreFailed, TimeoutError) as error:
-            self._warn(error)
+            failure = self._not_written(_as_failure(error))
         finally:
             self._writing_bytes -= num_bytes
-            ended(is_done)
+            ended(failure)
 
-    def _warn(self, error: BaseException) -> None:
-        now = _now()
-        if now >= self._next_log_at:
-            self._next_log_at = now + LOG_EVERY_S
-            reason = "it does not answer in time" if isinstance(error, TimeoutError) else error
-            log.warning("the store of %s: %s (at most one such line in %g s; /metrics counts all)", self._name, reason, LOG_EVERY_S)
+    async def _is_written(self, work: Work) -> bool:
+        """False: it failed, and may succeed later. Raises StoreFailed where it is not tried again."""
+        async with self._turns:
+            try:
+                await work(self.store)
+            except StoreFailed as error:
+                if self._is_closing or isinstance(error, EntryTooLarge):
+                    raise
+                self.guard.warn(f"something was not written yet: {error}")
+                return False
+        return True
+
+    def _not_written(self, failure: StoreFailed) -> StoreFailed:
+        self.guard.warn(f"something was not written: {failure}")
+        return failure
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+def _as_failure(error: StoreFailed | TimeoutError) -> StoreFailed:
+    return error if isinstance(error, StoreFailed) else StoreFailed(NO_ANSWER)

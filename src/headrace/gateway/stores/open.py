@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace.core.clock import Clock
@@ -12,13 +13,21 @@ from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import Store, StoreLimits
 from headrace.wire.private_files import read_token
 
+STREAMS_FILE = "entries.db"
 
-def open_store(config: StoreConfig, tenant_share: float, unix_time: Clock) -> Store:
-    """The store of streams. tenant_share: part of the store that one tenant may fill. Raises ConfigError."""
-    limits = StoreLimits(entry=config.max_entry_bytes, tenant=int(config.max_bytes * tenant_share), total=config.max_bytes)
+
+def open_store(config: StoreConfig, state: str, tenant_share: Callable[[], float], unix_time: Clock) -> Store:
+    """The store of streams: at `config.url`, in `config.path`, in STREAMS_FILE of the folder `state`, or else in this process's memory.
+
+    tenant_share  part of the store that one tenant may fill
+
+    Raises ConfigError.
+    """
+    limits = StoreLimits(entry=config.max_entry_bytes, total=config.max_bytes, tenant_share=tenant_share)
     if config.url:
         return RedisStore.open(config.url, limits, password=_password(config))
-    return SqliteStore(config.path or IN_MEMORY, limits, unix_time)
+    in_state = str(Path(state) / STREAMS_FILE) if state else IN_MEMORY
+    return SqliteStore(config.path or in_state, limits, unix_time)
 
 
 def open_part(part: str, config: StoreConfig, state: str, limits: StoreLimits, unix_time: Clock) -> Store:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from headrace.core.errors import ConfigError
@@ -18,11 +20,14 @@ MAX_CONNECTIONS = 8
 
 CONNECT_S = 1.0
 ANSWER_S = 2.0
-"""Seconds for a connection, and for the answer to a call. Requests wait less (`kept_streams.STORE_S`)."""
+"""Seconds for a connection, and for the answer to a call. Requests wait less (`stores.guard`)."""
+
+CLOSE_S = 1.0
+"""Seconds that `RedisCalls.close` waits for calls that were given up."""
 
 
 def open_redis(url: str, *, password: str | None = None) -> Any:
-    """The package's asynchronous client, which connects with the first call; end it with `close_redis`.
+    """The package's asynchronous client, which connects with the first call; `RedisCalls.close` ends it.
 
     Raises ConfigError where the `redis` package is not installed, or the address makes no sense.
     """
@@ -41,16 +46,47 @@ def open_redis(url: str, *, password: str | None = None) -> Any:
     return Redis(connection_pool=pool)
 
 
-async def close_redis(client: Any) -> None:
-    await client.aclose()
-    await client.connection_pool.disconnect()
+class RedisCalls:
+    """The calls of one client. A caller that is cancelled goes on at once, whatever becomes of its call.
 
+    While it connects, the package may take a cancellation for a timeout of its own and try again, which takes six seconds where the server
+    hangs. So each call is a task of its own.
+    """
 
-async def answer(call: Awaitable[T]) -> T:
-    """What a call gives. Raises StoreFailed for whatever goes wrong. The package's messages name the address and no password."""
-    from redis.exceptions import RedisError
+    def __init__(self, client: Any) -> None:
+        """client: what `open_redis` made; ended by `close`"""
+        self._client = client
+        self._given_up: set[asyncio.Future[Any]] = set()
 
-    try:
-        return await call
-    except (RedisError, OSError) as error:
-        raise StoreFailed(f"redis: {error}") from None
+    async def answer(self, call: Awaitable[T]) -> T:
+        """What a call gives. Raises StoreFailed for whatever goes wrong. The package's messages name the address and no password."""
+        task = asyncio.ensure_future(call)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._give_up(task)
+            raise
+        except Exception as error:  # beside RedisError and OSError: uvloop's RuntimeError where a connection has just closed
+            raise StoreFailed(f"redis: {error}") from None
+
+    async def close(self) -> None:
+        """A server that hangs keeps no gateway from ending: a connection that cannot be closed in time is dropped."""
+        with suppress(Exception):
+            await self._client.connection_pool.disconnect()  # ends what waits for an answer
+        for task in list(self._given_up):
+            task.cancel()
+        if self._given_up:
+            await asyncio.wait(self._given_up, timeout=CLOSE_S)
+        with suppress(Exception):
+            await self._client.aclose()
+            await self._client.connection_pool.disconnect()
+
+    def _give_up(self, task: asyncio.Future[Any]) -> None:
+        def forget(_: object) -> None:
+            self._given_up.discard(task)
+            if not task.cancelled():
+                task.exception()  # taken, since asyncio would log it
+
+        self._given_up.add(task)
+        task.add_done_callback(forget)
+        task.cancel()

@@ -1,22 +1,28 @@
 """A SQLite file and the thread that works with it, so that no call waits for the disk on the event loop.
 
-What has queued up while the thread worked becomes one transaction. Processes of one machine may share the file.
+Calls that have queued up while the thread worked become one transaction, unless all of them only read: then each is one of its own, so
+that a slow or failed read fails alone. Processes of one machine may share the file.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import queue
 import sqlite3
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from headrace.core.errors import ConfigError
 from headrace.gateway.stores.store import StoreFailed
+
+log = logging.getLogger("headrace.gateway")
 
 T = TypeVar("T")
 
@@ -30,8 +36,9 @@ BUSY_MS = 200
 CLOSE_S = 2.0
 """Seconds that `close` waits for what was asked for; the rest is lost."""
 
-OPEN_TRIES, OPEN_RETRY_S = 20, 0.05
-"""How often, and after how many seconds, a file is tried again that another process is just opening."""
+OPEN_TRIES, OPEN_RETRY_S = 240, 0.05
+"""How often, and after how many seconds, a file is tried again that another process is just opening. With BUSY_MS it is a minute: a table
+that is added to a large file (`SqliteForm.added`) takes about five seconds per million records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,40 +47,53 @@ class SqliteForm:
 
     version      of the statements; a file of another version is refused
     statements   make the tables in an empty file
+    added        by table: what makes it in a file that was made before the table was part of the version; earlier programs go on with it
     synchronous  "OFF": a commit survives this process, not a power cut. "NORMAL": the file stays whole after one, the last commits may be
                  lost. "FULL": a commit is on the disk when its caller goes on
     """
 
     version: int
     statements: tuple[str, ...]
+    added: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     synchronous: Literal["OFF", "NORMAL", "FULL"]
+
+
+def _nothing() -> None:
+    pass
 
 
 class SqliteThread:
     """Made by `open`. connection: for the work that `call` is given, which runs in the thread"""
 
-    def __init__(self, connection: sqlite3.Connection, begin_write: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        *,
+        begin_write: Callable[[], None] = _nothing,
+        end_write: Callable[[], None] = _nothing,
+        write_failed: Callable[[], None] = _nothing,
+    ) -> None:
+        """
+        connection             of `open_sqlite`; the thread closes it
+        begin_write, end_write  first and last work of each transaction that may write
+        write_failed           called where such a transaction was rolled back
+        """
         self.connection = connection
-        self._begin_write = begin_write
+        self._begin_write, self._end_write, self._write_failed = begin_write, end_write, write_failed
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sqlite", daemon=True)
         self._thread.start()
 
     @classmethod
-    def open(cls, path: str, form: SqliteForm, *, where: str, begin_write: Callable[[], None] = lambda: None) -> SqliteThread:
-        """
-        path         a file, made where it is not there yet, closed to other users; or IN_MEMORY
-        where        the option that names the file, for errors
-        begin_write  first work of each transaction that may write
-
-        Raises ConfigError.
-        """
-        return cls(open_sqlite(path, form, where=where), begin_write)
+    def open(cls, path: str, form: SqliteForm, *, where: str, begin_write: Callable[[], None] = _nothing) -> SqliteThread:
+        """Parameters and errors as those of `open_sqlite` and of the thread itself."""
+        return cls(open_sqlite(path, form, where=where), begin_write=begin_write)
 
     async def call(self, work: Callable[[], T], *, is_read: bool = False) -> T:
         """What `work` returns, done in the thread within a transaction. is_read: it writes nothing
 
-        Raises StoreFailed where the transaction fails; then nothing of it was done.
+        Raises StoreFailed where the transaction fails, or where `work` raises anything else; then nothing of it was done. `work` may
+        run twice: where another call of its transaction fails, that one is rolled back, and each of its calls is done alone.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
@@ -97,25 +117,50 @@ class SqliteThread:
             self._do([call for call in batch if call is not None])
         self.connection.close()
 
-    def _do(self, calls: list[_Call]) -> None:
-        """All calls in one transaction; where it fails, all of them have failed."""
-        answers: list[Any] = []
-        try:
-            if all(call.is_read for call in calls):
-                self.connection.execute("BEGIN")  # waits for no other process
-            else:
-                self.connection.execute("BEGIN IMMEDIATE")
-                self._begin_write()
-            answers = [None if call.answer.cancelled() else call.work() for call in calls]
-            self.connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self.connection.in_transaction:
-                self.connection.execute("ROLLBACK")
+    def _do(self, calls: Sequence[_Call]) -> None:
+        if all(call.is_read for call in calls):
             for call in calls:
-                call.end(None, StoreFailed(f"the store's file: {error}"))
+                self._transact([call])
+        else:
+            self._transact(calls)
+
+    def _transact(self, calls: Sequence[_Call]) -> None:
+        """All calls in one transaction. Where the file fails it, all of them have failed; where one call's work does, that call alone."""
+        is_read = all(call.is_read for call in calls)
+        try:
+            self._begin(is_read=is_read)
+            answers = [None if call.answer.cancelled() else call.work() for call in calls]
+            if not is_read:
+                self._end_write()
+            self.connection.execute("COMMIT")
+        except Exception as error:  # this thread's outermost loop: a bug in one call's work must not end the store
+            self._roll_back()
+            if not is_read:
+                self._write_failed()
+            if len(calls) > 1 and not isinstance(error, sqlite3.OperationalError):
+                for call in calls:
+                    self._transact([call])
+                return
+            if not isinstance(error, sqlite3.Error):
+                log.exception("the store's file: a call failed")
+            failed = f"the store's file: {error if isinstance(error, sqlite3.Error) else type(error).__name__}"
+            for call in calls:
+                call.end(None, StoreFailed(failed))
             return
         for call, answer in zip(calls, answers, strict=True):
             call.end(answer)
+
+    def _begin(self, *, is_read: bool) -> None:
+        if is_read:
+            self.connection.execute("BEGIN")  # waits for no other process
+        else:
+            self.connection.execute("BEGIN IMMEDIATE")
+            self._begin_write()
+
+    def _roll_back(self) -> None:
+        with suppress(sqlite3.Error):
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +174,7 @@ class _Call:
 
     def end(self, answer: object, error: StoreFailed | None = None) -> None:
         """From the thread: the caller gets the answer, or the error."""
-        if not self.loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed, so nothing waits for the answer
             self.loop.call_soon_threadsafe(self._end, answer, error)
 
     def _end(self, answer: object, error: StoreFailed | None) -> None:
@@ -142,13 +187,36 @@ class _Call:
 
 
 def open_sqlite(path: str, form: SqliteForm, *, where: str) -> sqlite3.Connection:
-    """A connection for use in any thread, one at a time. Parameters and errors as `SqliteThread.open`."""
+    """A connection for use in any thread, one at a time.
+
+    path   a file, made where it is not there yet, closed to other users; or IN_MEMORY
+    where  the option that names the file, for errors
+
+    Raises ConfigError.
+    """
     try:
         if path != IN_MEMORY:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # its companion files get the same mode
+            _make_private(path)
         return _connected(path, form)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(where, f"{path} cannot be used as a store: {error}") from None
+
+
+def _make_private(path: str) -> None:
+    """Make an empty file for this user alone where there is none; its companion files get the same mode.
+
+    A file that is there is never opened here: closing any descriptor of it would drop the locks that this process's other connections hold
+    (https://sqlite.org/howtocorrupt.html, 2.2), and the next process that closes the file would delete the log they write to.
+    """
+    if os.path.exists(path):
+        return
+    descriptor, made = tempfile.mkstemp(prefix=os.path.basename(path), dir=os.path.dirname(path) or ".")  # mode 0600
+    os.close(descriptor)
+    try:
+        with suppress(FileExistsError):  # another process was faster
+            os.link(made, path)
+    finally:
+        os.unlink(made)
 
 
 def _connected(path: str, form: SqliteForm) -> sqlite3.Connection:
@@ -174,6 +242,16 @@ def _set_up(connection: sqlite3.Connection, form: SqliteForm) -> None:
         for statement in form.statements:
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {form.version}")
+    if version in (0, form.version):
+        for table, statements in form.added.items():
+            if not has_table(connection, table):
+                for statement in statements:
+                    connection.execute(statement)
     connection.execute("COMMIT")
     if version not in (0, form.version):
         raise sqlite3.DatabaseError(f"it has form {version}, and this version reads form {form.version}")
+
+
+def has_table(connection: sqlite3.Connection, name: str) -> bool:
+    """Raises sqlite3.Error."""
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (name,)).fetchone() is not None

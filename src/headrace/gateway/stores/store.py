@@ -7,6 +7,7 @@ share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,20 +24,29 @@ class EntryTooLarge(StoreFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """Upper bounds in bytes, inclusive, of values without their keys: one entry, the entries of a tenant, all entries.
+    """Upper bounds in bytes, inclusive. entry: of one value; tenant, total: of the entries of a tenant, of all, with all that a store takes
+    for an entry beside its value.
 
     Where a tenant's bound or the whole would be exceeded, the oldest entries of the tenant, or of all, are removed.
+    tenant_share: part of `total` that one tenant may fill, asked for at each write
     """
 
     entry: int
-    tenant: int
     total: int
+    tenant_share: Callable[[], float]
 
-    def check(self, num_bytes: int) -> None:
-        """Raises EntryTooLarge."""
-        most = min(self.entry, self.tenant, self.total)
-        if num_bytes > most:
-            raise EntryTooLarge(f"An entry has {num_bytes} bytes; at most {most} are kept (store.max_entry_bytes, store.max_bytes).")
+    @property
+    def tenant(self) -> int:
+        return int(self.total * self.tenant_share())
+
+    def check(self, num_bytes: int, stored_bytes: int) -> None:
+        """Raises EntryTooLarge. num_bytes: of the value; stored_bytes: with what the store takes beside it"""
+        most = min(self.tenant, self.total)
+        if num_bytes > self.entry or stored_bytes > most:
+            limits = "store.max_entry_bytes, store.max_bytes"
+            raise EntryTooLarge(
+                f"An entry has {num_bytes} bytes, {stored_bytes} as stored; at most {self.entry} and {most} are kept ({limits})."
+            )
 
 
 class Store(Protocol):

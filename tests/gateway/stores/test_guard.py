@@ -1,0 +1,220 @@
+"""How long a request waits for all stores together, and that a store which does not answer is left alone, and a call to it given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+from gateway_kit import eventually
+from redis_kit import RedisServer
+
+from headrace.gateway.stores import guard
+from headrace.gateway.stores.guard import MAX_UNANSWERED, StoreGuard, one_request
+from headrace.gateway.stores.guarded import GuardedStore
+from headrace.gateway.stores.redis import RedisStore
+from headrace.gateway.stores.redis_client import RedisCalls
+from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed, StoreLimits
+
+WAIT_S, SLACK_S = 0.4, 0.6
+"""What a request may wait here, and how late a busy machine may notice the end."""
+
+LIMITS = StoreLimits(entry=100, total=500, tenant_share=lambda: 0.4)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch, patience: None) -> None:
+    monkeypatch.setattr(guard, "REQUEST_WAIT_S", WAIT_S)
+    monkeypatch.setattr(guard, "RETRY_S", 0.3)
+
+
+async def asked(one: StoreGuard, work: Callable[[], Awaitable[object]]) -> str:
+    """ "" for an answer, or why there is none."""
+    try:
+        async with one.waiting():
+            await work()
+    except StoreFailed as error:
+        return str(error)
+    return ""
+
+
+async def never() -> None:
+    await asyncio.sleep(3600)
+
+
+async def at_once() -> None:
+    return
+
+
+async def fails() -> None:
+    raise StoreFailed("READONLY")
+
+
+async def test_one_request_waits_for_all_stores_together_as_long_as_for_one() -> None:
+    guards = [StoreGuard(name) for name in ("keys", "limits", "answers", "sessions", "streams")]
+    began = time.monotonic()
+    with one_request() as wait:
+        assert await asked(guards[0], lambda: asyncio.sleep(0.05)) == ""
+        assert "in time" in await asked(guards[1], never)
+        for other in guards[2:]:
+            assert "as long as it may" in await asked(other, at_once)
+    assert WAIT_S <= wait.waited_s <= time.monotonic() - began
+    assert wait.waited_s < WAIT_S + SLACK_S
+    assert await asked(guards[1], at_once) == "", "the next request has its own time"
+
+
+async def test_a_store_without_answers_is_left_alone_and_asked_again_later() -> None:
+    one = StoreGuard("limits")
+    reasons = await asyncio.gather(*(asked(one, never) for _ in range(MAX_UNANSWERED)))
+    assert all("in time" in reason for reason in reasons)
+    began = time.monotonic()
+    assert "a moment ago" in await asked(one, at_once)
+    assert time.monotonic() - began < 0.1
+    await asyncio.sleep(0.35)
+    assert "in time" in await asked(one, never)
+    assert "a moment ago" in await asked(one, at_once), "one more is enough"
+    await asyncio.sleep(0.35)
+    assert await asked(one, at_once) == ""
+    assert "in time" in await asked(one, never)
+    assert await asked(one, at_once) == "", "the count began anew"
+
+
+async def test_a_store_that_answers_with_errors_is_asked_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    one = StoreGuard("limits")
+    for _ in range(3 * MAX_UNANSWERED):
+        assert await asked(one, fails) == "READONLY"
+    assert await asked(one, at_once) == ""
+    with pytest.raises(EntryTooLarge):
+        async with one.waiting():
+            raise EntryTooLarge("too large")
+    assert [record.getMessage() for record in caplog.records] == ["the store of limits: READONLY (at most one such line in 10 s)"]
+
+
+async def test_a_poll_that_succeeds_ends_the_time_alone() -> None:
+    one = StoreGuard("keys")
+    await asyncio.gather(*(asked(one, never) for _ in range(MAX_UNANSWERED)))
+    one.answered()
+    assert await asked(one, at_once) == ""
+
+
+async def test_what_no_request_waits_for_is_no_part_of_its_wait() -> None:
+    ended: list[StoreFailed | None] = []
+
+    class Slow:
+        async def put(self) -> None:
+            await asyncio.sleep(0.3)
+
+        async def close(self) -> None:
+            return
+
+    store = GuardedStore(Slow(), "answers")  # type: ignore[arg-type]
+    with one_request() as wait:
+        store.write(lambda bare: bare.put(), 10, ended.append)  # type: ignore[call-arg]
+        assert store.num_writing == 1
+        await store.tried(lambda bare: bare.put(), 5.0)  # type: ignore[call-arg]
+        assert wait.waited_s == 0.0
+    await store.close()
+    assert ended == [None]
+
+
+async def test_a_call_that_is_given_up_ends_at_once_while_the_server_hangs(redis_server: RedisServer) -> None:
+    """The package may take a cancellation for a timeout of its own and try again: seen to take six seconds."""
+    for _ in range(6):
+        store = RedisStore.open(redis_server.url, LIMITS)  # its calls connect
+        redis_server.hang()
+        calls = [asyncio.create_task(store.get("a")) for _ in range(12)]
+        await asyncio.sleep(0.001)
+        began = time.monotonic()
+        for call in calls:
+            call.cancel()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert time.monotonic() - began < 0.5
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+        redis_server.go_on()
+        async with asyncio.timeout(10):
+            assert await store.get("a") is None
+        await store.close()
+
+
+async def test_requests_wait_no_longer_for_a_server_that_hangs(redis_server: RedisServer) -> None:
+    store = GuardedStore(RedisStore.open(redis_server.url, LIMITS), "answers")
+    assert await store.asked(lambda bare: bare.get("a")) is None
+    redis_server.hang()
+    waits = []
+
+    async def request(number: int) -> None:
+        await asyncio.sleep(number * 0.005)
+        began = time.monotonic()
+        with one_request():
+            for _ in range(3):
+                with pytest.raises(StoreFailed):
+                    await store.asked(_get)
+        waits.append(time.monotonic() - began)
+
+    await asyncio.gather(*(request(number) for number in range(100)))
+    assert max(waits) < WAIT_S + SLACK_S
+    redis_server.go_on()
+    async with asyncio.timeout(5):
+        while await _is_down(store):
+            await asyncio.sleep(0.05)
+    await store.close()
+
+
+def _get(bare: Store) -> Awaitable[bytes | None]:
+    return bare.get("a")
+
+
+async def _is_down(store: GuardedStore) -> bool:
+    try:
+        await store.asked(_get)
+    except StoreFailed:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the handler is closed"), AttributeError("write"), EOFError(), OSError("reset")])
+async def test_whatever_the_package_raises_is_a_failure_of_the_store(error: Exception) -> None:
+    """uvloop's RuntimeError for a connection that has just closed ended the beats of a gateway for good."""
+
+    async def call() -> None:
+        raise error
+
+    with pytest.raises(StoreFailed, match="redis: "):
+        await RedisCalls(None).answer(call())
+
+
+class Failing:
+    """A store whose first calls fail."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.left = num_failures
+        self.done = 0
+
+    async def call(self) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            raise StoreFailed("READONLY")
+        self.done += 1
+
+    async def close(self) -> None:
+        return
+
+
+async def test_a_write_that_fails_is_tried_again_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a claim is given back, and an answer kept, where the store was gone for a moment."""
+    monkeypatch.setattr("headrace.gateway.stores.guarded.WRITE_PAUSES_S", (0.01, 0.02))
+    ended: list[StoreFailed | None] = []
+    bare = Failing(5)
+    store = GuardedStore(bare, "answers")  # type: ignore[arg-type]
+    store.write(lambda _: bare.call(), 10, ended.append)
+    await eventually(lambda: ended == [None])
+    bare.left = 1000
+    store.write(lambda _: bare.call(), 10, ended.append, within_s=0.05)
+    await eventually(lambda: len(ended) == 2)
+    assert ended[1] is not None
+    began = time.monotonic()
+    store.write(lambda _: bare.call(), 10, ended.append)
+    await store.close()
+    assert time.monotonic() - began < 1.0, "at the end nothing is tried again"
+    assert (len(ended), bare.done) == (3, 1)
