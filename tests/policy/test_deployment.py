@@ -185,6 +185,31 @@ def test_what_failed_is_replaced_by_a_rollout_at_once() -> None:
     assert run(deployment) == [StartReplica("tiny"), StartReplica("tiny")]
 
 
+def test_scaling_down_during_a_rollout_keeps_the_replica_that_serves_until_its_successor_does(pair: Deployment) -> None:
+    pair.seen("tiny-1", is_ready=False)
+    pair.roll_out("tiny", RolloutOptions())
+    assert run(pair) == [StartReplica("tiny", replaces="tiny-1")]
+    pair.scale({"tiny": 1})
+    assert run(pair) == [RetireReplica("tiny-1")], "tiny-0 alone is ready, tiny-2 starts"
+    pair.ended("tiny-1")
+    serve(pair, "tiny-2")
+    assert run(pair) == [RetireReplica("tiny-0")]
+    pair.ended("tiny-0")
+    assert run(pair) == [EndRollout("tiny")]
+
+
+def test_a_rollout_without_surge_ends_when_the_model_is_scaled_down_to_the_replica_that_serves(pair: Deployment) -> None:
+    pair.roll_out("tiny", RolloutOptions(max_surge=0))
+    assert run(pair) == [RetireReplica("tiny-0")]
+    pair.scale({"tiny": 1})
+    assert run(pair) == [EndRollout("tiny", kept="tiny-1")]
+    pair.ended("tiny-0")
+    assert pair.is_converged("tiny")
+    pair.scale({"tiny": 2})
+    assert run(pair) == [StartReplica("tiny")]
+    assert pair.replicas["tiny-2"].revision > pair.replicas["tiny-1"].revision, "what starts next has the new options"
+
+
 MODELS = ("a", "b")
 
 
@@ -221,7 +246,8 @@ class DeploymentMachine(RuleBasedStateMachine):
                 target_or_none = self.deployment.targets.get(victim.model)
                 rollout = target_or_none.rollout if target_or_none is not None else None
                 others = [each for each in self.processes(victim.model) if each.is_ready and each is not victim]
-                if rollout is not None and victim.is_ready and not rollout.allow_outage:
+                should_be_any = target_or_none is not None and target_or_none.num_replicas > 0
+                if rollout is not None and victim.is_ready and not rollout.allow_outage and should_be_any:
                     assert others, "a rollout never takes the last one that serves"
                 self.deployment.retire(action.name)
                 if victim.phase is ReplicaPhase.FAILED:

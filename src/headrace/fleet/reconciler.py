@@ -19,7 +19,7 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.desired import DesiredState
 from headrace.fleet.files import MachineShare, gateway_content, write_engine_file
-from headrace.fleet.gateway_file import GatewayFile, why_unavailable
+from headrace.fleet.gateway_file import GatewayFile, TextRefused, why_unavailable
 from headrace.fleet.gateways import GatewayGroup, GatewaysView
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher
@@ -247,6 +247,9 @@ class Reconciler:
                 self._follow_drain(replica, process, now)
             elif process.failure is not None:
                 self._note_failure(replica, process)
+            elif self.view.is_refused(replica.model, name):
+                process.give_up(TextRefused(name, self.view.why_not_ready(replica.model, name).rstrip(".")))
+                self._note_failure(replica, process)
             else:
                 self._note_readiness(replica, process, now)
 
@@ -310,6 +313,11 @@ class Reconciler:
 
     def _end_rollout(self, action: EndRollout) -> None:
         self.deployment.end_rollout(action)
+        if action.kept:
+            reason = f"{action.kept} is the only replica of {action.model} now and --max-surge 0 would leave none"
+            self.failures[action.model] = f"{reason}. Use --max-surge 1 if memory allows two copies, or say --allow-outage."
+            self._say(action.model, f"{action.model}: the rollout has ended before {action.kept} was replaced: {reason}", logging.ERROR)
+            return
         if not action.failed:
             self._say(action.model, f"{action.model}: every replica was replaced")
             return

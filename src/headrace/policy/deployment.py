@@ -81,10 +81,12 @@ class RetireReplica:
 
 @dataclass(frozen=True, slots=True)
 class EndRollout:
-    """failed: name of the successor that cannot be started; "" when every replica was replaced."""
+    """failed: name of the successor that cannot be started; kept: name of the last replica that serves, which cannot be replaced without an
+    outage since the model was scaled down to it. Both "" when every replica was replaced."""
 
     model: str
     failed: str = ""
+    kept: str = ""
 
 
 DeploymentAction = StartReplica | RetireReplica | EndRollout
@@ -259,13 +261,15 @@ class Deployment:
         free = target.num_replicas + options.max_surge - num_processes
         missing = target.num_replicas - len(live)
         if missing < -options.max_surge:  # scaled down meanwhile
-            yield from _retired(live, -missing, first=old)
+            chosen = _retired(live, -missing, first=old)
+            may_leave_none = options.allow_outage or target.num_replicas == 0
+            yield from chosen if may_leave_none else _without_the_last_ready(chosen, live)
         elif missing > 0:
             yield from [StartReplica(model)] * min(missing, free)
         elif any(replica.phase is ReplicaPhase.STARTING for replica in current):
             return
         elif old:
-            yield from self._replace_one(model, options, old, current, has_surge=missing < 0, can_start=free > 0)
+            yield from self._replace_one(target, options, old, current, has_surge=missing < 0, can_start=free > 0)
         elif missing < 0:
             yield from _retired(live, -missing)
         elif num_processes == len(live):
@@ -273,7 +277,7 @@ class Deployment:
 
     def _replace_one(
         self,
-        model: str,
+        target: ModelTarget,
         options: RolloutOptions,
         old: list[PlannedReplica],
         current: list[PlannedReplica],
@@ -287,9 +291,11 @@ class Deployment:
                 yield RetireReplica(victim.name)
         elif options.max_surge:
             if can_start:
-                yield StartReplica(model, replaces=victim.name)
+                yield StartReplica(victim.model, replaces=victim.name)
         elif options.allow_outage or victim.phase is not ReplicaPhase.SERVING or self._serving_beside(victim):
             yield RetireReplica(victim.name)
+        elif target.num_replicas < 2:
+            yield EndRollout(victim.model, kept=victim.name)
 
     def _next_revision(self, model: str) -> int:
         self._revisions[model] += 1
@@ -314,6 +320,15 @@ def _retired(live: Iterable[PlannedReplica], count: int, *, first: Iterable[Plan
     preferred = {replica.name for replica in first}
     ordered = sorted(live, key=lambda replica: (replica.name not in preferred, *_rank(replica), -replica.number))
     yield from (RetireReplica(replica.name) for replica in ordered[: max(0, count)])
+
+
+def _without_the_last_ready(chosen: Iterable[RetireReplica], live: Iterable[PlannedReplica]) -> Iterator[RetireReplica]:
+    """`chosen` without the replica that would leave none of `live` ready: it stays until its successor serves."""
+    ready = {replica.name for replica in live if replica.is_ready}
+    for action in chosen:
+        if ready != {action.name}:
+            ready.discard(action.name)
+            yield action
 
 
 def _first_to_retire(replicas: Iterable[PlannedReplica]) -> PlannedReplica:
