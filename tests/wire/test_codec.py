@@ -24,7 +24,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind, ReasoningSpan
 from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
-from headrace.core.load import STEP_BOUNDS_S, EngineCounters, FailureKind, LoadSnapshot
+from headrace.core.load import STEP_BOUNDS_S, ClassLoad, EngineCounters, FailureKind, LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import LogprobColumns, TokenLogprobs
 from headrace.core.request import NO_TIER, EngineRequest, PriorityClass, TierTerms
@@ -222,6 +222,7 @@ def test_finish_survives_the_wire(index: int, keep: int, reason: FinishReason) -
         max_num_seqs=counts,
         step_fixed_s=finite,
         step_token_s=finite,
+        classes=st.just(()) | st.tuples(*[st.builds(ClassLoad, counts, counts, counts)] * 3),
         counters=st.builds(
             EngineCounters,
             prompt_tokens=counts,
@@ -245,6 +246,12 @@ def test_a_load_of_an_earlier_version_reads_as_a_speed_that_is_not_known() -> No
     earlier = pb.Load(num_running=2, counters=pb.Counters(step_buckets=[0] * (len(STEP_BOUNDS_S) + 1)))
     load = decode_load(pb.Load.FromString(earlier.SerializeToString()))
     assert (load.num_running, load.num_queued_tokens, load.max_num_seqs, load.step_fixed_s, load.step_token_s) == (2, 0, 0, 0.0, 0.0)
+
+
+def test_a_load_of_other_classes_than_ours_is_malformed() -> None:
+    other = pb.Load(classes=[pb.ClassLoad()] * 2, counters=pb.Counters(step_buckets=[0] * (len(STEP_BOUNDS_S) + 1)))
+    with pytest.raises(MalformedFrame, match="2 classes, not 3"):
+        decode_load(other)
 
 
 def test_model_facts_survive_the_wire_with_the_types_of_their_defaults() -> None:

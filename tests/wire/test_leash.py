@@ -78,7 +78,8 @@ def test_answers_carry_the_id_of_their_request(ends: tuple[Leash, socket.socket]
     leash.refused(LeashRequest(LeashRequestKind.RELOAD, 5), "port: cannot change")
     assert heard(supervisor) == {"event": "refused", "id": 5, "reason": "port: cannot change"}
     leash.status(LeashRequest(LeashRequestKind.STATUS, 6), STATUSES)
-    ready, draining = {"ready": True, "reason": "", "open": 3}, {"ready": False, "reason": "draining", "open": 0}
+    ready = {"ready": True, "reason": "", "open": 3, "refused": False}
+    draining = {"ready": False, "reason": "draining", "open": 0, "refused": False}
     assert heard(supervisor) == {"event": "status", "id": 6, "models": {"fox": {"fox-0": ready, "fox-1": draining}, "far": {}}}
 
 

@@ -50,7 +50,7 @@ async def test_an_engine_that_is_heard_and_does_not_read_gets_no_new_work_until_
         stream = replica.submit(running)
         reading = asyncio.create_task(read_all(stream))
         await until(lambda: engine.engine.snapshot().num_running == 1)
-        await until(lambda: not replica.num_sent_since_snapshot)
+        await until(lambda: not replica.sent_since_snapshot())
         link.set(CUT, Direction.TO_SERVER)
         lost = replica.submit(request("lost"))
         await until(lambda: replica.state is ConnectionState.NOT_READING)
@@ -73,7 +73,7 @@ async def test_an_engine_that_reads_nothing_for_a_lease_is_given_up(monkeypatch:
     async with linked() as (link, _, replica):
         stream = replica.submit(request("long", max_tokens=2000))
         reading = asyncio.create_task(read_all(stream))
-        await until(lambda: not replica.num_sent_since_snapshot)
+        await until(lambda: not replica.sent_since_snapshot())
         link.set(CUT, Direction.TO_SERVER)
         with pytest.raises(Unavailable, match="the engine has read nothing for"):
             await reading

@@ -7,6 +7,8 @@
     |  `- RequestTooLarge          a body, a prompt or an answer is over a cap -> 413
     |     `- BodyTooLarge          more body bytes than the cap -> 413
     |- Unauthorized                no valid key -> 401
+    |  `- KeyRevoked               the key of an open request was revoked -> 401
+    |- UnusableKey                 a valid key whose tier is not configured here -> 403
     |- HeadRefused                 the request line or a header is refused; says why without what the client sent
     |  |- Forbidden                a Host or Origin that this listener does not answer to -> 403
     |  |- RouteNotFound            no such path -> 404
@@ -37,8 +39,9 @@
     |  `- DeadlineBeforeStart      the deadline passed before any token was computed -> 504
     |- EngineFatal                 the device or the engine's own state is lost: the process ends and is started anew
     |  `- LeaseError               leases of KV blocks were used wrongly
-    |- StoreFailed                 the store of streams cannot be reached, is full or broken
-    |  `- EntryTooLarge            one entry is over a limit of the store
+    |- StoreFailed                 a store cannot be reached, is full or broken
+    |  |- EntryTooLarge            one entry is over a limit of the store
+    |  `- TooMuchToWrite           entries come faster than the store writes them
     |- SinkFailed                  usage records cannot be sent to where they are kept
     |  `- ClickHouseRefused        ClickHouse answered with an error
     |- ConnectionLost              wire: a session with an engine is over
@@ -54,6 +57,7 @@
     |  |- UnknownKey               start: a key that its section does not have
     |  |- InsecureStore            start: a store on another machine without encryption or authentication
     |  |- NeedsExactlyOne          start: a section with both or none of two keys
+    |  |- TextRefused              a replica whose model has a tokenizer or chat template that no gateway can use
     |  `- NeedsExperimental        start: a value that needs `experimental`
     |- CheckpointError             start: a model's file and the reason
     |- CannotBind                  start: the gateway's address is taken
@@ -116,6 +120,10 @@ class RequestTooLarge(InvalidRequest):
 
 class Unauthorized(HeadraceError):
     """No key, or not one of ours. Never says which."""
+
+
+class UnusableKey(HeadraceError):
+    """A valid key whose tier, or whose tenant's, the configuration does not have. The log names it."""
 
 
 class Overloaded(HeadraceError):

@@ -5,6 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import add, sub
+from typing import NamedTuple
+
+from headrace.core.request import PriorityClass
 
 STEP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Upper bounds of the step duration histogram, in seconds, inclusive. A last bucket holds longer steps."""
@@ -63,6 +67,35 @@ class EngineCounters:
         return replace(self, step_buckets=list(self.step_buckets), finished=dict(self.finished), failures=dict(self.failures))
 
 
+class ClassLoad(NamedTuple):
+    """The part of a load that one priority class has; the numbers are as in `LoadSnapshot`."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_tokens: int = 0
+
+
+ClassLoads = tuple[ClassLoad, ...]
+"""One for each PriorityClass, in its order."""
+
+NO_CLASS_LOADS: ClassLoads = (ClassLoad(),) * len(PriorityClass)
+
+
+def summed(classes: ClassLoads) -> ClassLoad:
+    """The sums over these classes."""
+    return ClassLoad(*map(sum, zip(*classes, strict=True)))
+
+
+def plus(classes: ClassLoads, others: ClassLoads) -> ClassLoads:
+    """The sums of two loads, class by class."""
+    return tuple(ClassLoad(*map(add, one, other)) for one, other in zip(classes, others, strict=True))
+
+
+def minus(classes: ClassLoads, others: ClassLoads) -> ClassLoads:
+    """As `plus`, the differences."""
+    return tuple(ClassLoad(*map(sub, one, other)) for one, other in zip(classes, others, strict=True))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSnapshot:
     """A replica at one moment.
@@ -74,6 +107,8 @@ class LoadSnapshot:
     step_age_s         seconds the running step has taken so far; None when idle
     step_predicted_s   duration that the loop predicted for the running step
     step_fixed_s, step_token_s  a step of N tokens takes step_fixed_s + N * step_token_s, as fitted to recent steps; both 0: not known
+    classes            the parts of num_running, num_waiting and num_queued_tokens that each priority class has; empty: not known, from an
+                       engine of an earlier version
     loop_age_s         seconds since the loop last turned or woke (idle loops wake regularly)
     """
 
@@ -91,3 +126,4 @@ class LoadSnapshot:
     max_num_seqs: int = 0
     step_fixed_s: float = 0.0
     step_token_s: float = 0.0
+    classes: ClassLoads = ()

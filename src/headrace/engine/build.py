@@ -42,6 +42,7 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = ""
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=info.max_model_len,
             max_waiting=config.max_waiting,
+            max_waiting_bytes=config.max_waiting_bytes,
             max_waiting_per_tenant=config.max_waiting_per_tenant,
             eos_token_ids=info.eos_token_ids,
             queue_policy=config.queue_policy,

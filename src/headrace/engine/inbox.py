@@ -1,6 +1,7 @@
 """Messages from other threads to the loop, in order, and how much submitted work is in them that the loop has not taken yet.
 
-Only Submits are counted, not cancels, finishes or preparers' answers: gateways read how much work waits.
+Only Submits are counted, not cancels, finishes or preparers' answers: gateways read how much work waits. A step can take seconds, and the
+loop takes nothing meanwhile; what is submitted during a step is bounded by bytes, as the waiting queue is.
 """
 
 from __future__ import annotations
@@ -10,15 +11,27 @@ import threading
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from headrace.core.errors import HeadraceError
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId
+from headrace.core.load import NO_CLASS_LOADS, ClassLoad, ClassLoads, minus, plus
 from headrace.core.request import EngineRequest
+from headrace.core.waiting_bytes import check_bytes, submitted_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
     request: EngineRequest
     arrived: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """In the place of a Submit for which the inbox has no room: the loop sends the refusal, in order with its other updates."""
+
+    request_id: RequestId
+    epoch: int
+    error: HeadraceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +65,42 @@ class Wake:
     """Ends the loop's sleep and has no other effect."""
 
 
-Message = Submit | Cancel | Finish | Satisfied | PrerequisiteFailed | Wake
+Message = Submit | Refuse | Cancel | Finish | Satisfied | PrerequisiteFailed | Wake
 
 
 class SubmittedWork(NamedTuple):
-    """A sum over Submits. num_tokens: of prompts, and of outputs of earlier attempts; a prompt counts once however many sequences it has"""
+    """A sum over Submits.
 
-    num_sequences: int = 0
-    num_tokens: int = 0
+    classes    sequences that wait, and tokens queued: of prompts, and of outputs of earlier attempts. A prompt counts once, however many
+               sequences it has
+    num_bytes  of memory that the requests hold while they wait
+    """
 
-    def with_submit(self, request: EngineRequest) -> SubmittedWork:
-        num_tokens = len(request.prompt_ids) + len(request.output_ids)
-        return SubmittedWork(self.num_sequences + request.params.n, self.num_tokens + num_tokens)
+    classes: ClassLoads = NO_CLASS_LOADS
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, request: EngineRequest) -> SubmittedWork:
+        classes = list(NO_CLASS_LOADS)
+        classes[request.priority] = ClassLoad(0, request.params.n, len(request.prompt_ids) + len(request.output_ids))
+        return cls(tuple(classes), submitted_bytes(request))
+
+    def plus(self, other: SubmittedWork) -> SubmittedWork:
+        return SubmittedWork(plus(self.classes, other.classes), self.num_bytes + other.num_bytes)
 
     def since(self, earlier: SubmittedWork) -> SubmittedWork:
-        return SubmittedWork(self.num_sequences - earlier.num_sequences, self.num_tokens - earlier.num_tokens)
+        return SubmittedWork(minus(self.classes, earlier.classes), self.num_bytes - earlier.num_bytes)
 
 
 class Inbox:
     """`put` from any thread, `take` on the loop's.
 
-    taken  sum over the Submits taken so far; only the loop's thread changes it
+    max_bytes  of requests in it; one more is refused
+    taken      sum over the Submits taken so far; only the loop's thread changes it
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._put = SubmittedWork()
@@ -83,10 +108,18 @@ class Inbox:
 
     def put(self, message: Message) -> None:
         """Never blocks for longer than another `put` takes."""
-        if isinstance(message, Submit):
-            with self._lock:  # before it can be taken: never more is taken than was put
-                self._put = self._put.with_submit(message.request)
-        self._messages.put(message)
+        self._messages.put(self._counted(message) if isinstance(message, Submit) else message)
+
+    def _counted(self, submit: Submit) -> Submit | Refuse:
+        """The Submit, counted before it can be taken: never more is taken than was put. A refusal of it where there is no room."""
+        request, work = submit.request, SubmittedWork.of(submit.request)
+        with self._lock:
+            try:
+                check_bytes(self._put.since(self.taken).num_bytes, work.num_bytes, self.max_bytes)
+            except HeadraceError as error:
+                return Refuse(request.request_id, request.epoch, error)
+            self._put = self._put.plus(work)
+        return submit
 
     def put_since(self, taken: SubmittedWork) -> SubmittedWork:
         """What was submitted so far, beyond what was `taken` at an earlier moment."""
@@ -99,5 +132,5 @@ class Inbox:
         except queue.Empty:
             return None
         if isinstance(message, Submit):
-            self.taken = self.taken.with_submit(message.request)
+            self.taken = self.taken.plus(SubmittedWork.of(message.request))
         return message

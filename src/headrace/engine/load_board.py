@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headrace.core.clock import Clock
-from headrace.core.load import LoadSnapshot
+from headrace.core.load import LoadSnapshot, plus, summed
 from headrace.engine.inbox import Inbox, SubmittedWork
 from headrace.engine.steps import StepQueue
 from headrace.policy.schedule.scheduler import Scheduler
@@ -54,6 +54,7 @@ class LoadBoard:
             max_num_seqs=scheduler.config.max_num_seqs,
             step_fixed_s=costs.fixed_s,
             step_token_s=costs.token_s,
+            classes=scheduler.class_loads,
         )
         self._published = _Published(load, self._inbox.taken, self._clock())
 
@@ -61,12 +62,14 @@ class LoadBoard:
         """The published load with the ages of now; sequences submitted since it was published count as waiting. From one other thread."""
         now = self._clock()
         published, step = self._published, self._steps.running
-        submitted = self._inbox.put_since(published.taken)
+        submitted = self._inbox.put_since(published.taken).classes
+        added = summed(submitted)
         return replace(
             published.load,
-            num_waiting=published.load.num_waiting + submitted.num_sequences,
-            num_queued_tokens=published.load.num_queued_tokens + submitted.num_tokens,
+            num_waiting=published.load.num_waiting + added.num_waiting,
+            num_queued_tokens=published.load.num_queued_tokens + added.num_queued_tokens,
             step_age_s=None if step is None else now - step.started,
             step_predicted_s=0.0 if step is None else step.predicted_s,
             loop_age_s=now - published.at,
+            classes=plus(published.load.classes, submitted),
         )

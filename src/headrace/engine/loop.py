@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from headrace.core.clock import Clock
-from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, SequenceFailed, Unavailable
+from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, SequenceFailed
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.load import FailureKind, LoadSnapshot
@@ -26,7 +26,7 @@ from headrace.core.plan_codec import dump_plans
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.failures import Failures
-from headrace.engine.inbox import Cancel, Finish, Inbox, Message, PrerequisiteFailed, Satisfied, Submit, Wake
+from headrace.engine.inbox import Cancel, Finish, Inbox, Message, PrerequisiteFailed, Refuse, Satisfied, Submit, Wake
 from headrace.engine.load_board import LoadBoard
 from headrace.engine.preparation import NothingToPrepare, Preparations, Preparer
 from headrace.engine.recovery import Recovery
@@ -42,9 +42,6 @@ CHECK_INTERVAL_S = 60.0
 
 MAX_PLAN_FAILURES = 3
 """After this many plans in a row that could not be made, the engine ends."""
-
-OVERDUE_RETRY_S = 5.0
-"""When a request that waited too long for a prerequisite may be sent again, as its client reads it."""
 
 Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
 
@@ -72,7 +69,7 @@ class Engine:
         self._outbox = outbox
         self._clock = clock
         self._depth = depth
-        self._inbox = Inbox()
+        self._inbox = Inbox(scheduler.config.max_waiting_bytes)
         self._steps = StepQueue(runner, clock)
         self._load = LoadBoard(scheduler, self._inbox, self._steps, clock)
         self._plan_failures = 0
@@ -202,6 +199,8 @@ class Engine:
         match message:
             case Submit(request, arrived):
                 self._admit(request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len), arrived)
+            case Refuse(request_id, epoch, error):
+                self._emit([Rejected(request_id=request_id, epoch=epoch, error=error)])
             case Cancel(request_id):
                 self.scheduler.cancel(request_id, self._clock())
             case Finish(request_id, index, keep_tokens, reason):
@@ -242,8 +241,8 @@ class Engine:
             self._emit([Rejected(request_id=message.request.request_id, epoch=message.request.epoch, error=known)])
         elif isinstance(message, Cancel | Finish):
             self.scheduler.cancel(message.request_id, self._clock())
-        elif isinstance(message, Wake):
-            raise EngineFatal("a wake-up raised") from error
+        elif isinstance(message, Wake | Refuse):
+            raise EngineFatal(f"a message that changes nothing raised ({type(message).__name__.lower()})") from error
         else:
             self.scheduler.cancel_admission(message.admission, self._clock())
 
@@ -260,8 +259,7 @@ class Engine:
                 raise EngineFatal(f"planning failed {self._plan_failures} times in a row: {error!r:.200}") from error
             return None
         self._plan_failures = 0
-        for request, late in self.scheduler.take_overdue():
-            refusal = Unavailable(late, retry_after_s=OVERDUE_RETRY_S)
+        for request, refusal in self.scheduler.take_refused():
             self._emit([Rejected(request_id=request.request_id, epoch=request.epoch, error=refusal)])
         return plan
 

@@ -23,7 +23,7 @@ from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.numerics import Numerics
-from headrace.core.request import EngineRequest
+from headrace.core.request import EngineRequest, PriorityClass
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_model_info
 from headrace.wire.dial import Dialer
@@ -158,15 +158,10 @@ class ReplicaClient:
         """Requests submitted here that have not ended."""
         return len(self._streams)
 
-    @property
-    def num_sent_since_snapshot(self) -> int:
-        """Requests sent that the last snapshot cannot know of yet."""
-        return self._session.num_unseen if self._session else 0
-
-    @property
-    def num_sent_tokens_since_snapshot(self) -> int:
-        """Their prompt tokens, and the output tokens after which they go on."""
-        return self._session.num_unseen_tokens if self._session else 0
+    def sent_since_snapshot(self, lowest: PriorityClass = PriorityClass.BATCH) -> list[int]:
+        """Requests sent that the last snapshot cannot know of yet, of class `lowest` or a higher one: of each the prompt tokens, and the
+        output tokens after which it goes on."""
+        return self._session.unseen_tokens_of(lowest) if self._session else []
 
     async def wait_connected(self, timeout_s: float) -> ReplicaInfo:
         """The hello, as soon as there is a connection. Raises Unavailable with the last reason after `timeout_s`."""

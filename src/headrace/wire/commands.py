@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.errors import RequestTooLarge
 from headrace.core.finish import FinishReason
-from headrace.core.request import EngineRequest
+from headrace.core.request import EngineRequest, PriorityClass
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_cancel, encode_finish, encode_submit
 from headrace.wire.codec.request import set_remaining
@@ -29,6 +29,7 @@ class _Submit:
     command: pb.Command
     num_bytes: int
     num_tokens: int
+    priority: PriorityClass
     deadline_at: float | None
     finishes: list[pb.Command] = field(default_factory=list)
 
@@ -48,6 +49,10 @@ class UnwrittenCommands:
     def num_submits(self) -> int:
         return len(self._submits)
 
+    def tokens_of(self, lowest: PriorityClass) -> list[int]:
+        """The tokens to compute of each waiting Submit of this class or a higher one."""
+        return [waiting.num_tokens for waiting in self._submits.values() if waiting.priority <= lowest]
+
     @property
     def handles(self) -> list[Handle]:
         """The handles of the waiting Submits."""
@@ -63,7 +68,7 @@ class UnwrittenCommands:
         if num_bytes > MAX_SUBMIT_BYTES:
             raise RequestTooLarge("prompt", f"at most {MAX_SUBMIT_BYTES} bytes on the wire", num_bytes, "Shorten the prompt.")
         num_tokens = len(request.prompt_ids) + len(request.output_ids)
-        self._submits[handle] = _Submit(command, num_bytes, num_tokens, request.deadline_at)
+        self._submits[handle] = _Submit(command, num_bytes, num_tokens, request.priority, request.deadline_at)
         self.num_prefill_tokens += num_tokens
 
     def cancel(self, handle: Handle) -> None:

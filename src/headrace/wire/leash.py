@@ -6,7 +6,9 @@
     child       {"event": "reloaded", "id": N}                        done: it holds for every later request
                 {"event": "refused", "id": N, "reason": R}            nothing was changed
     supervisor  {"event": "status", "id": N}
-    child       {"event": "status", "id": N, "models": {MODEL: {REPLICA: {"ready": B, "reason": R, "open": COUNT}}}}
+    child       {"event": "status", "id": N, "models": {MODEL: {REPLICA: STATUS}}}
+
+STATUS is `{"ready": B, "reason": R, "open": COUNT, "refused": B}`, see `ReplicaStatus`.
 
 When the supervisor's end closes, by `kill -9` of the supervisor too, the child exits at once: no orphan keeps a port or a GPU. A gateway
 answers requests (`gateway.control.requests`), an engine none. `LeashRequests` is the supervisor's side of them.
@@ -52,11 +54,17 @@ class LeashRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A replica as one gateway sees it. reason: why it is not ready, else empty. num_open: requests of this gateway at it"""
+    """A replica as one gateway sees it.
+
+    reason      why it is not ready, else empty
+    num_open    requests of this gateway at it
+    is_refused  its model's tokenizer or chat template cannot be used: this gateway will not connect to it, whatever its engine does
+    """
 
     is_ready: bool
     reason: str
     num_open: int
+    is_refused: bool = False
 
 
 ModelStatuses = Mapping[str, Mapping[str, ReplicaStatus]]
@@ -115,10 +123,7 @@ class Leash:
         self._say({"event": "refused", "id": request.id, "reason": reason})
 
     def status(self, request: LeashRequest, models: ModelStatuses) -> None:
-        said = {
-            model: {name: {"ready": status.is_ready, "reason": status.reason, "open": status.num_open} for name, status in replicas.items()}
-            for model, replicas in models.items()
-        }
+        said = {model: {name: _said(status) for name, status in replicas.items()} for model, replicas in models.items()}
         self._say({"event": "status", "id": request.id, "models": said})
 
     def _say(self, message: Mapping[str, object]) -> None:
@@ -153,6 +158,10 @@ class Leash:
             self._unhandled.append(request)
 
 
+def _said(status: ReplicaStatus) -> Mapping[str, object]:
+    return {"ready": status.is_ready, "reason": status.reason, "open": status.num_open, "refused": status.is_refused}
+
+
 class LeashRequests:
     """The supervisor's requests to one child and their answers. Lives on one event loop.
 
@@ -177,7 +186,7 @@ class LeashRequests:
         """What the child knows of its replicas. Raises Unavailable when it ends before it answers."""
         answer = await self._ask(LeashRequestKind.STATUS)
         return {
-            model: {name: ReplicaStatus(said["ready"], said["reason"], said["open"]) for name, said in replicas.items()}
+            model: {name: ReplicaStatus(said["ready"], said["reason"], said["open"], said["refused"]) for name, said in replicas.items()}
             for model, replicas in answer["models"].items()
         }
 

@@ -21,9 +21,10 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.core.finish import FinishReason
 from headrace.core.load import LoadSnapshot
-from headrace.core.request import NO_TIER, EngineRequest
+from headrace.core.request import NO_TIER, EngineRequest, PriorityClass
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_load, decode_rejected
+from headrace.wire.codec.enums import PRIORITY_CLASS
 from headrace.wire.codec.update import UpdateRows, update_of
 from headrace.wire.commands import UnwrittenCommands
 from headrace.wire.delivery import SLICE_S, DeliveryQueue
@@ -77,7 +78,7 @@ class Session:
         self._commands = UnwrittenCommands()
         self._has_commands = asyncio.Event()
         self._next_handle = 1
-        self._unseen: deque[tuple[Handle, int]] = deque()  # with the number of tokens whose KV it has to compute
+        self._unseen: deque[tuple[Handle, int, PriorityClass]] = deque()  # with the number of tokens whose KV it has to compute
         self._num_submits_seen = 0
         self._counts_pings = self._knows_tiers = False
         self._num_pings = self._num_pings_written = self._num_pings_seen = 0
@@ -95,12 +96,17 @@ class Session:
 
     @property
     def num_unseen_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self._unseen) + self._commands.num_prefill_tokens
+        return sum(num_tokens for _, num_tokens, _ in self._unseen) + self._commands.num_prefill_tokens
+
+    def unseen_tokens_of(self, lowest: PriorityClass) -> list[int]:
+        """As `num_unseen`, the tokens to compute of each Submit of this class or a higher one."""
+        written = [num_tokens for _, num_tokens, priority in self._unseen if priority <= lowest]
+        return written + self._commands.tokens_of(lowest)
 
     @property
     def unseen_handles(self) -> list[Handle]:
         """Handles of the Submits that no load snapshot has counted yet."""
-        return [*(handle for handle, _ in self._unseen), *self._commands.handles]
+        return [*(handle for handle, _, _ in self._unseen), *self._commands.handles]
 
     def send_submit(self, request: EngineRequest) -> Handle:
         """An engine of an older version gets the request without its tier, and shares its steps by tenant alone.
@@ -177,7 +183,7 @@ class Session:
             while self._commands or self._num_pings > self._num_pings_written:
                 frame = self._commands.take(self._clock())
                 submits = (command.submit for command in frame.commands if command.HasField("submit"))
-                self._unseen.extend((Handle(submit.handle), len(submit.prompt_ids) + len(submit.output_ids)) for submit in submits)
+                self._unseen.extend(_unseen_of(submit) for submit in submits)
                 if self._num_pings > self._num_pings_written:
                     frame.ping = self._num_pings_written = self._num_pings
                 await call.write(frame)
@@ -274,3 +280,7 @@ class Session:
         if await nothing_listens(self._dialer.target):
             return NotListening(f"{code.name.lower()}: {details}")
         return ConnectionLost(await self._dialer.find_tls_fault() or f"{code.name.lower()}: {details}")
+
+
+def _unseen_of(submit: pb.Submit) -> tuple[Handle, int, PriorityClass]:
+    return Handle(submit.handle), len(submit.prompt_ids) + len(submit.output_ids), PRIORITY_CLASS[submit.priority]

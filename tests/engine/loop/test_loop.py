@@ -16,6 +16,7 @@ from headrace.core.errors import EngineFatal
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
+from headrace.core.load import summed
 from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import load_plans
 from headrace.engine import loop
@@ -370,6 +371,7 @@ def test_waiting_is_how_many_sequences_wait_whatever_else_is_in_the_inbox() -> N
     for _ in range(50):
         driven.engine.cancel(RequestId("b"))
     assert driven.engine.snapshot().num_waiting == 0
+    assert summed(driven.engine.snapshot().classes).num_waiting == 0
     driven.submit(request("refused", [10_000], n=2))
     assert driven.engine.snapshot().num_waiting == 2
     driven.run()

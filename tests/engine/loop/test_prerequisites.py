@@ -187,7 +187,7 @@ FULL_QUEUE = {"max_waiting": 2, "max_num_seqs": 1}
 @pytest.mark.parametrize(
     ("config", "refused", "error"),
     [
-        (FULL_QUEUE, request("late", [9]), Overloaded),
+        (FULL_QUEUE, request("late", [9], tenant="t"), Overloaded),
         ({"max_waiting": 4}, request("late", [9], n=5), RequestTooLarge),
         ({"num_blocks": 5}, request("late", [9], max_tokens=60), RequestTooLarge),
         ({"max_waiting_per_tenant": 2, "max_num_seqs": 1}, request("late", [9], tenant="t"), Overloaded),

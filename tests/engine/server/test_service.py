@@ -12,10 +12,12 @@ import grpc.aio
 import pytest
 from wire_kit import PATIENCE_S, Served, connected, read_all, read_updates, request, served, until
 
-from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
+from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
+from headrace.core.load import ClassLoad, summed
 from headrace.core.numerics import may_resume, numerics_digest
+from headrace.core.request import PriorityClass
 from headrace.core.update import SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_answer
@@ -248,6 +250,38 @@ async def test_the_engine_refuses_by_field_and_its_neighbours_go_on() -> None:
             assert len((await read_all(stream))[0]) == 8
 
 
+async def test_a_queue_full_of_bytes_refuses_the_next_prompt_with_a_time_to_come_back() -> None:
+    config = EngineConfig(model="fake", max_num_seqs=1, max_waiting_bytes=2**16, max_num_batched_tokens=4096)
+    options = FakeOptions(step_seconds=0.02, vocab_size=100, max_model_len=4096)
+    async with served(options, config) as engine, connected(engine) as replica:
+        neighbour = replica.submit(request("ok", max_tokens=30))
+        await neighbour.__anext__()
+        waiting = [replica.submit(request(f"w{i}", (7,) * 1000, max_tokens=2)) for i in range(2)]
+        with pytest.raises(Overloaded, match="max_waiting_bytes 65536") as refused:
+            await read_all(waiting[-1])
+        assert refused.value.retry_after_s > 0
+        with pytest.raises(RequestTooLarge, match="max_waiting_bytes"):
+            await read_all(replica.submit(request("big", (7,) * 2000, max_tokens=2)))
+        assert len((await read_all(neighbour))[0]) == 29
+        assert len((await read_all(waiting[0]))[0]) == 2
+
+
+async def test_a_gateway_reads_how_much_of_the_load_each_class_has() -> None:
+    config = EngineConfig(model="fake", max_num_seqs=1, max_num_batched_tokens=512)
+    async with served(FakeOptions(step_seconds=0.02), config) as engine, connected(engine) as replica:
+        running = replica.submit(request("runs", max_tokens=200, priority=PriorityClass.PREMIUM))
+        await running.__anext__()
+        for number in range(5):
+            replica.submit(request(f"b{number}", (7,) * 10, max_tokens=2, priority=PriorityClass.BATCH))
+        assert replica.sent_since_snapshot(PriorityClass.STANDARD) == []
+        expected = (ClassLoad(1), ClassLoad(), ClassLoad(0, 5, 50))
+        await until(lambda: replica.snapshot is not None and replica.snapshot.load.classes == expected)
+        assert replica.snapshot is not None
+        load = replica.snapshot.load
+        assert summed(load.classes) == (load.num_running, load.num_waiting, load.num_queued_tokens)
+        await engine.service.stop()
+
+
 async def test_a_passed_deadline_ends_the_request() -> None:
     async with served(SLOW) as engine, connected(engine) as replica:
         updates = await read_updates(replica.submit(request("r", max_tokens=ENDLESS, deadline_at=time.monotonic() + 0.2)))
@@ -304,8 +338,8 @@ async def test_what_was_sent_since_the_snapshot_is_counted_until_one_includes_it
         await until(lambda: replica.snapshot is not None)
         for i in range(3):
             replica.submit(request(f"r{i}", (1, 2, 3, 4), max_tokens=50))
-        assert (replica.num_sent_since_snapshot, replica.num_sent_tokens_since_snapshot) == (3, 12)
-        await until(lambda: replica.num_sent_since_snapshot == 0)
+        assert replica.sent_since_snapshot() == [4, 4, 4]
+        await until(lambda: not replica.sent_since_snapshot())
         assert replica.snapshot is not None
         assert replica.snapshot.load.num_running + replica.snapshot.load.num_waiting == 3
 

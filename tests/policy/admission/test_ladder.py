@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.load import EngineCounters, LoadSnapshot
+from headrace.core.load import ClassLoad, EngineCounters, LoadSnapshot, summed
 from headrace.core.request import PriorityClass
-from headrace.policy.admission.config import WAIT_FACTORS, AdmissionRules
+from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.admission.ladder import (
     MAX_RETRY_S,
     MIN_RETRY_S,
     AdmissionStep,
     QueueState,
+    TenantTurn,
     decide,
     queue_state,
+    served_before,
 )
 from headrace.policy.routing.predicted_time import RequestSize, SentSince
 
@@ -29,6 +33,20 @@ def step(
     queue: QueueState | None, smaller: QueueState | None = None, *, has_smaller: bool = False, priority: PriorityClass = STANDARD
 ) -> AdmissionStep:
     return decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES).step
+
+
+@given(own=st.integers(1, 50), others=st.lists(st.integers(1, 50), max_size=5), depth=st.integers(0, 2000), wait_s=st.floats(0, 1000))
+def test_a_tenant_waits_for_its_turns_and_at_most_for_the_whole_queue(own: int, others: list[int], depth: int, wait_s: float) -> None:
+    """With t tenants in turns, the last of its k requests is served after at most k * t of them."""
+    turn = TenantTurn(own, own + sum(others), 1 + len(others))
+    found = QueueState(depth, wait_s, num_slots=8).at_turn(turn)
+    assert found.depth <= depth
+    assert found.wait_s <= wait_s
+    if not others or own >= max(max(others), 3):
+        assert found == QueueState(depth, wait_s, num_slots=8), "the largest finds the whole queue"
+    if others and own * (1 + len(others)) <= 2:
+        assert (found.depth, found.wait_s) == (0, 0.0), "a sequence of another tenant makes room at once"
+    assert QueueState(depth, wait_s).at_turn(turn) == QueueState(depth, wait_s), "an engine that knows no tenants"
 
 
 def test_a_short_queue_is_joined_as_if_there_were_no_rules() -> None:
@@ -52,10 +70,10 @@ def test_a_premium_request_takes_the_smaller_model_before_it_is_refused() -> Non
     assert step(LONG, LONG, has_smaller=True, priority=PREMIUM) is AdmissionStep.REFUSED
 
 
-def test_each_class_joins_up_to_its_own_wait() -> None:
-    for priority, factor in WAIT_FACTORS.items():
-        assert step(QueueState(0, 8.0 * factor), priority=priority) is AdmissionStep.SERVED
-        assert step(QueueState(0, 8.0 * factor + 0.01), priority=priority) is AdmissionStep.REFUSED
+def test_every_class_joins_up_to_the_same_wait() -> None:
+    for priority in PriorityClass:
+        assert step(QueueState(0, 8.0), priority=priority) is AdmissionStep.SERVED
+        assert step(QueueState(0, 8.01), priority=priority) is AdmissionStep.REFUSED
 
 
 def test_a_goal_for_the_first_token_shortens_the_wait_and_never_lengthens_it() -> None:
@@ -63,8 +81,9 @@ def test_a_goal_for_the_first_token_shortens_the_wait_and_never_lengthens_it() -
         return decide(QueueState(0, 3.0), None, has_smaller=False, priority=STANDARD, rules=RULES, ttft_goal_s=goal_s).step
 
     assert with_goal(2.0) is AdmissionStep.REFUSED
-    assert with_goal(4.0) is AdmissionStep.SERVED
-    assert RULES.wait_bound_s(STANDARD, 100.0) == RULES.max_wait_s
+    assert with_goal(4.0) is AdmissionStep.REFUSED, "its own prompt would take the rest of the goal"
+    assert with_goal(6.0) is AdmissionStep.SERVED
+    assert RULES.wait_bound_s(100.0) == RULES.max_wait_s
 
 
 @given(states, states, st.booleans(), st.sampled_from(PriorityClass), st.none() | st.floats(0.1, 100))
@@ -72,7 +91,7 @@ def test_a_refusal_is_the_last_resort_and_says_when_to_come_back(
     queue: QueueState | None, smaller: QueueState | None, has_smaller: bool, priority: PriorityClass, goal_s: float | None
 ) -> None:
     verdict = decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES, ttft_goal_s=goal_s)
-    bound_s = RULES.wait_bound_s(priority, goal_s)
+    bound_s = RULES.wait_bound_s(goal_s)
     if verdict.step is AdmissionStep.REFUSED:
         assert queue is not None
         assert queue.wait_s > bound_s
@@ -84,15 +103,6 @@ def test_a_refusal_is_the_last_resort_and_says_when_to_come_back(
         assert queue.depth > RULES.queue_depth
     if verdict.step is AdmissionStep.SMALLER_MODEL:
         assert has_smaller
-
-
-@given(states, st.none() | st.floats(0.1, 100))
-def test_a_higher_class_is_never_refused_where_a_lower_one_is_not(queue: QueueState | None, goal_s: float | None) -> None:
-    refused = [
-        decide(queue, None, has_smaller=False, priority=priority, rules=RULES, ttft_goal_s=goal_s).step is AdmissionStep.REFUSED
-        for priority in (PREMIUM, STANDARD, BATCH)
-    ]
-    assert refused == sorted(refused)
 
 
 def load(**changes: float) -> LoadSnapshot:
@@ -115,3 +125,38 @@ def test_the_wait_is_what_was_there_before_and_not_the_requests_own_prompt() -> 
     assert queue_state(load(step_fixed_s=0.0, step_token_s=0.0, num_queued_tokens=3000), SentSince(), size, block_size=16).wait_s == 0.0
     full = queue_state(load(num_running=8, num_waiting=8), SentSince(), size, block_size=16)
     assert full.wait_s > 64 * 0.018, "each slot becomes free once in the time of an output"
+
+
+class_loads = st.lists(st.builds(ClassLoad, st.integers(0, 8), st.integers(0, 500), st.integers(0, 10**6)), min_size=3, max_size=3)
+
+
+def wait_of(priority: PriorityClass, classes: list[ClassLoad], **changes: float) -> QueueState:
+    whole = summed(tuple(classes))
+    seen = load(num_running=whole.num_running, num_waiting=whole.num_waiting, num_queued_tokens=whole.num_queued_tokens, **changes)
+    size = RequestSize(0, 64)
+    return queue_state(served_before(replace(seen, classes=tuple(classes)), priority), SentSince(), size, block_size=16)
+
+
+def test_a_premium_request_waits_for_no_batch_request() -> None:
+    idle, flood = ClassLoad(), ClassLoad(8, 500, 200_000)
+    assert wait_of(PREMIUM, [idle, idle, flood]) == QueueState(0, 0.0)
+    assert wait_of(STANDARD, [idle, idle, flood]) == QueueState(0, 0.0)
+    assert wait_of(BATCH, [idle, idle, flood]).wait_s > 200.0
+    assert wait_of(PREMIUM, [flood, idle, idle]).wait_s == wait_of(BATCH, [flood, idle, idle]).wait_s > 200.0
+
+
+@given(class_loads, st.none() | st.floats(0.1, 100))
+def test_a_higher_class_is_never_refused_where_a_lower_one_is_not(classes: list[ClassLoad], goal_s: float | None) -> None:
+    verdicts = [
+        decide(wait_of(priority, classes), None, has_smaller=False, priority=priority, rules=RULES, ttft_goal_s=goal_s)
+        for priority in PriorityClass
+    ]
+    refused = [verdict.step is AdmissionStep.REFUSED for verdict in verdicts]
+    assert refused == sorted(refused)
+    retries = [verdict.retry_after_s for verdict in verdicts if verdict.step is AdmissionStep.REFUSED]
+    assert retries == sorted(retries), "a lower class is asked to stay away for longer"
+
+
+def test_a_load_without_classes_is_taken_whole() -> None:
+    seen = load(num_waiting=7, num_queued_tokens=9000)
+    assert served_before(seen, PREMIUM) is seen

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_oracle import expected_tokens
 
+from headrace.core.errors import Overloaded
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import PriorityClass
@@ -29,6 +30,8 @@ class EngineMachine(RuleBasedStateMachine):
         static=st.booleans(),
         costly=st.sampled_from([0, 1, 4, 100]),
         per_tenant=st.sampled_from([None, 2, 6]),
+        most_waiting=st.sampled_from([3, 8, 1024]),
+        most_bytes=st.sampled_from([4_000, 12_000, 10**6]),
     )
     def build(
         self,
@@ -41,6 +44,8 @@ class EngineMachine(RuleBasedStateMachine):
         static: bool,
         costly: int,
         per_tenant: int | None,
+        most_waiting: int,
+        most_bytes: int,
     ) -> None:
         self.driven = DrivenEngine(
             depth=depth,
@@ -55,8 +60,11 @@ class EngineMachine(RuleBasedStateMachine):
             static_batching=static,
             costly_context=costly,
             max_waiting_per_tenant=per_tenant,
+            max_waiting=most_waiting,
+            max_waiting_bytes=most_bytes,
             prerequisite_timeout_s=20.0,
         )
+        self.most_bytes = most_bytes
         self.driven.runner.fail_when = [POISON]
         self.prompts: dict[tuple[str, int], list[int]] = {}
 
@@ -134,6 +142,10 @@ class EngineMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         if hasattr(self, "driven"):
             self.driven.scheduler.check()
+            waiting = [seq for seq in self.driven.scheduler.sequences.alive() if seq.num_queued]
+            for priority in PriorityClass:
+                new = sum(seq.num_waiting_bytes for seq in waiting if seq.request.priority == priority and not seq.incarnation)
+                assert new <= self.most_bytes, "requests were let in beyond the bound; only preempted sequences may exceed it"
 
     def teardown(self) -> None:
         if not hasattr(self, "driven"):
@@ -145,6 +157,8 @@ class EngineMachine(RuleBasedStateMachine):
             tokens = self.driven.tokens[key]
             assert tokens == expected_tokens(prompt, len(tokens), VOCAB, key[1])
             assert key in self.driven.finish or key[0] in self.driven.errors
+            if isinstance(self.driven.errors.get(key[0]), Overloaded):
+                assert not tokens, "a request that has begun is never refused"
             if POISON in prompt:
                 assert not tokens
             if self.driven.finish.get(key) is FinishReason.ERROR:

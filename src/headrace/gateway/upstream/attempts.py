@@ -22,6 +22,7 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.gateway.upstream.replica_circuit import ConnectionKey, ReplicaAttempt
 from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
 from headrace.gateway.upstream.seam import ReplicaLost
+from headrace.policy.admission.joining import Joining
 from headrace.wire.stream import NO_NUMERICS, PlainRowHandler
 
 LOST = "The engine that worked on this request was lost; it can be sent again."
@@ -80,18 +81,21 @@ class CallAttempts:
         max_output_tokens: int,
         has_fallback: bool = False,
         preferred_replica: str = "",
+        joining: Joining | None = None,
     ) -> None:
         """
         make_request       epoch -> the call with all its sequences
         max_output_tokens  per sequence; ids beyond it are not kept
         has_fallback       while nothing was read, the call can be answered elsewhere: it does not wait for a replica
         preferred_replica  name of the one that the call should go to, unless another is much faster; empty: any
+        joining            left with the first submission
         """
         self._pool = pool
         self._make_request = make_request
         self._max_output_tokens = max_output_tokens
         self._has_fallback = has_fallback
         self._preferred_replica = preferred_replica
+        self._joining = joining
         self._open = set(range(num_sequences))
         self._groups = [SequenceGroup(tuple(range(num_sequences)))]
         self._reads: dict[asyncio.Task[list[SequenceUpdate]], SequenceGroup] = {}
@@ -288,6 +292,8 @@ class CallAttempts:
             except Unavailable:
                 continue
             group.attempt = self._pool.note_sent(replica)
+            if self._joining is not None:
+                self._joining.leave()
             self.epoch += 1
             self.num_resumes += group.wait_until is not None and not group.is_earlier
             group.replica, group.request_id, group.num_read = replica, request.request_id, self._num_read

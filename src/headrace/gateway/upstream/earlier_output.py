@@ -36,6 +36,7 @@ class EarlierCallOutput(Struct, array_like=True, frozen=True):
 
     prompt_digest  of the prompt's ids: a template may say today's date
     numerics       of the replica that computed the output
+    num_counted_tokens  of the output, which the requests so far have counted as theirs; 0: another version did not write it
     """
 
     seed: int
@@ -43,6 +44,7 @@ class EarlierCallOutput(Struct, array_like=True, frozen=True):
     numerics: dict[str, str]
     num_cached_tokens: int | None
     sequences: tuple[EarlierSequence, ...]
+    num_counted_tokens: int = 0
 
     def up_to(self, places: Sequence[int]) -> EarlierCallOutput:
         """Each sequence cut at a place (`OutputEvent.place`): what was read behind it is forgotten."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
+from headrace.core.request import PriorityClass
 from headrace.core.update import StageSeconds
 from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.upstream.seam import (
@@ -33,7 +34,9 @@ from headrace.gateway.upstream.seam import (
     TokenUsage,
 )
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
+from headrace.gateway.upstream.unreadable import UnreadableModel
 from headrace.observe.limited_log import LimitedLog
+from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ TOO_LONG = (ContextLengthExceeded, RequestTooLarge)
 class FallbackUpstream:
     """One model at both. An `Upstream`."""
 
-    def __init__(self, own: TokenUpstream, foreign: HttpUpstream, clock: Clock) -> None:
+    def __init__(self, own: TokenUpstream | UnreadableModel, foreign: HttpUpstream, clock: Clock) -> None:
         self.own = own
         self.foreign = foreign
         self._log = LimitedLog(log, clock)
@@ -64,8 +67,8 @@ class FallbackUpstream:
     def fingerprint(self) -> str | None:
         return self.own.fingerprint
 
-    def queue(self) -> QueueState | None:
-        return self.own.queue()
+    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
+        return self.own.queue(priority, joining)
 
     @property
     def version(self) -> str:
@@ -82,7 +85,7 @@ class FallbackUpstream:
             return await self.own.prepare(request, principal)
         try:
             own = await self.own.prepare(request, principal)
-        except Unavailable:  # no replica has connected yet
+        except Unavailable:  # no replica has connected yet, or its text cannot be read
             return await self.foreign.prepare(request, principal)
         except TOO_LONG as error:
             if not self._takes_longer:
@@ -123,6 +126,10 @@ class FallbackPrepared:
     @property
     def prompt_tokens(self) -> int | None:
         return self._own.prompt_tokens
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self._own.max_prompt_tokens
 
     @property
     def max_output_tokens(self) -> int | None:

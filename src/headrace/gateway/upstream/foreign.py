@@ -21,11 +21,13 @@ from typing import Any
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
 from headrace.core.plan import LogprobColumns
+from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import StageSeconds
 from headrace.gateway.foreign_config import ForeignConfig, named
 from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.upstream.foreign_body import foreign_body
+from headrace.gateway.upstream.foreign_bound import most_prompt_tokens
 from headrace.gateway.upstream.foreign_events import EventReader
 from headrace.gateway.upstream.foreign_route import ForeignRoute
 from headrace.gateway.upstream.foreign_server import BROKE, NOT_NOW, AttemptFailed, AttemptResult, ForeignRequest, ForeignServer
@@ -43,6 +45,7 @@ from headrace.gateway.upstream.seam import (
     TokenUsage,
 )
 from headrace.observe.upstream_metrics import UpstreamReading
+from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
 from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.routing.choice import Random
@@ -81,8 +84,8 @@ class HttpUpstream:
     def fingerprint(self) -> str | None:
         return None
 
-    def queue(self) -> QueueState | None:
-        """The shortest queue of a server that takes requests; None unless each of them reports its load."""
+    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
+        """The shortest queue of a server that takes requests; None unless each of them reports its load, which knows no classes."""
         now = self._clock()
         loads = [server.reported(now) for server in self.servers if not server.reason()]
         known = [load.num_waiting for load in loads if load is not None and load.num_waiting is not None]
@@ -122,9 +125,10 @@ class HttpUpstream:
         return ForeignRoute(self.servers, max_tokens=max_tokens, budget=self._budget, clock=self._clock, random=self._random)
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> HttpPrepared:
-        request = _within(request, principal.ceiling)
+        max_prompt_tokens = most_prompt_tokens(request.prompt, self.max_model_len)
+        request = _within(request, principal.ceiling, max_prompt_tokens)
         params = SamplingParams(**request.sampling).checked()
-        return HttpPrepared(self, request, params, foreign_body(request, params), principal.salt)
+        return HttpPrepared(self, request, params, foreign_body(request, params), principal.salt, max_prompt_tokens)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")
@@ -133,8 +137,8 @@ class HttpUpstream:
         raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")
 
 
-def _within(request: GenerationRequest, ceiling: RequestCeiling) -> GenerationRequest:
-    """The request with a `max_tokens` within the caller's limits, as far as they are known without the prompt's tokens.
+def _within(request: GenerationRequest, ceiling: RequestCeiling, max_prompt_tokens: int) -> GenerationRequest:
+    """The request with a `max_tokens` within the caller's limits, whatever the prompt's tokens turn out to be.
 
     Raises ContextLengthExceeded where the client's own `max_tokens` leaves no token for a prompt.
     """
@@ -146,7 +150,8 @@ def _within(request: GenerationRequest, ceiling: RequestCeiling) -> GenerationRe
             raise error.of_tier(ceiling.tier)
         return request
     num_prompts = 1 if isinstance(request.prompt, Conversation) else len(request.prompt.prompts)
-    bounds = [ceiling.max_tokens(0, num_prompts * (request.sampling.get("n") or 1)), context_tokens and max(1, context_tokens - 1)]
+    num_sequences = num_prompts * (request.sampling.get("n") or 1)
+    bounds = [ceiling.max_tokens(max_prompt_tokens, num_sequences), context_tokens and max(1, context_tokens - 1)]
     given = [bound for bound in bounds if bound is not None]
     return replace(request, sampling={**request.sampling, "max_tokens": min(given)}) if given else request
 
@@ -171,6 +176,7 @@ class HttpPrepared:
     _params: SamplingParams
     _fields: dict[str, Any]
     _salt: bytes
+    max_prompt_tokens: int
 
     @property
     def ignored(self) -> Sequence[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -19,16 +19,17 @@ from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.numerics import Numerics, why_not_resume
-from headrace.core.request import EngineRequest
+from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.gateway.upstream.replica_circuit import EJECTED, ReplicaAttempt, ReplicaCircuit
 from headrace.gateway.upstream.replica_health import verdict
 from headrace.gateway.upstream.replica_watch import ReplicaWatch, WatchedConnection
 from headrace.gateway.upstream.seam import ReplicaHealth
-from headrace.policy.admission.ladder import QueueState, queue_state
+from headrace.policy.admission.joining import JoiningRequests
+from headrace.policy.admission.ladder import QueueState, queue_state, served_before
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
 from headrace.policy.routing.ejection import ejected
-from headrace.policy.routing.predicted_time import RequestSize, SentSince
+from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince
 from headrace.policy.routing.retry_budget import RetryBudget
 from headrace.policy.routing.slow_start import started, started_share
 from headrace.wire.client import ConnectionState, ReplicaInfo
@@ -47,6 +48,9 @@ RETIRED = "retired"
 
 CLOSE_CHECK_S = 0.05
 """Seconds between two looks whether the last request of a retired replica has left."""
+
+UNKNOWN_PROMPT_TOKENS = 128
+"""Length expected of a prompt before any of the model's replicas has finished a request."""
 
 UNKNOWN_OUTPUT_TOKENS = 128
 """Length expected of an answer before any of the model's replicas has finished one."""
@@ -71,10 +75,7 @@ class Connection(WatchedConnection, Protocol):
     def has_tried(self) -> bool: ...
     @property
     def info(self) -> ReplicaInfo | None: ...
-    @property
-    def num_sent_since_snapshot(self) -> int: ...
-    @property
-    def num_sent_tokens_since_snapshot(self) -> int: ...
+    def sent_since_snapshot(self, lowest: PriorityClass = PriorityClass.BATCH) -> list[int]: ...
     def start(self) -> None: ...
     async def close(self) -> None: ...
     def submit(self, request: EngineRequest) -> UpdateStream: ...
@@ -248,12 +249,21 @@ class ReplicaPool:
             raise self.why_unavailable()
         return chosen
 
-    def queue(self) -> QueueState | None:
-        """The shortest queue of a ready replica; None where none is ready, or none has reported its load."""
-        seen = [_candidate(replica) for replica, reason in self.verdicts() if not reason]
-        size = RequestSize(0, self._expected_output_tokens(None))
-        block_size = self.info.block_size if self.info else 16
-        states = [queue_state(each.snapshot, each.sent, size, block_size=block_size) for each in seen if each.snapshot is not None]
+    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
+        """The shortest queue that a request of this class finds at a ready replica; None where none is ready, or none has reported its
+        load. Engines whose queue policy knows no classes serve all that waits before it.
+
+        joining  requests that the replicas will be sent, in equal parts
+        """
+        info, size = self.info, RequestSize(0, self._expected_output_tokens(None))
+        lowest = priority if info is not None and info.queue_policy == "priority" else PriorityClass.BATCH
+        seen = [_candidate(replica, lowest) for replica, reason in self.verdicts() if not reason]
+        num_joining = joining.num_requests(lowest)
+        joined = self._joined(num_joining, len(seen)) if num_joining and seen else NOTHING_SENT
+        loads = [(served_before(each.snapshot, lowest), each.sent.plus(joined)) for each in seen if each.snapshot is not None]
+        states = [queue_state(load, sent, size, block_size=info.block_size if info else 16) for load, sent in loads]
+        if info is not None and info.queue_policy in ("priority", "fair"):
+            states = [replace(state, num_slots=load.max_num_seqs) for state, (load, _) in zip(states, loads, strict=True)]
         return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
 
     def note_sent(self, replica: Replica) -> ReplicaAttempt:
@@ -296,6 +306,14 @@ class ReplicaPool:
         mean = sum(each.generation_tokens for each in counters) // num_finished if num_finished else UNKNOWN_OUTPUT_TOKENS
         return max(1, mean if max_output_tokens is None else min(mean, max_output_tokens))
 
+    def _joined(self, num_requests: int, num_replicas: int) -> SentSince:
+        """One replica's part of requests that join, whose prompts are taken to be of the mean length."""
+        counters = [seen.load.counters for replica in self.replicas if (seen := replica.connection.snapshot) is not None]
+        num_finished = sum(sum(each.finished.values()) for each in counters)
+        mean = sum(each.prompt_tokens for each in counters) // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
+        num_each = -(-num_requests // num_replicas)
+        return SentSince(num_each, num_each * mean)
+
     def why_not_resume(self, numerics: Numerics | None) -> str:
         """Why no connected replica may continue a stream, with a reason for each; empty: one may.
 
@@ -335,8 +353,9 @@ def _health(replica: Replica, reason: str, now: float) -> ReplicaHealth:
     )
 
 
-def _candidate(replica: Replica) -> Candidate:
+def _candidate(replica: Replica, lowest: PriorityClass = PriorityClass.BATCH) -> Candidate:
+    """lowest: class of the requests sent since the snapshot that are counted, with the classes above it"""
     connection = replica.connection
     seen = connection.snapshot
-    sent = SentSince(connection.num_sent_since_snapshot, connection.num_sent_tokens_since_snapshot)
-    return Candidate(replica.name, seen.load if seen else None, sent)
+    sent = connection.sent_since_snapshot(lowest)
+    return Candidate(replica.name, seen.load if seen else None, SentSince(len(sent), sum(sent)))

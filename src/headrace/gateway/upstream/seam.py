@@ -21,6 +21,7 @@ from headrace.core.plan import LogprobColumns
 from headrace.core.request import NO_TIER, PriorityClass, TierTerms
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
 from headrace.core.update import StageSeconds
+from headrace.policy.admission.joining import Joining, JoiningRequests
 from headrace.policy.admission.ladder import QueueState
 from headrace.policy.limits.ceiling import UNBOUNDED, RequestCeiling
 from headrace.text.logprobs import DecodedLogprobs
@@ -99,6 +100,7 @@ class GenerationRequest:
     has_priority the client named a priority class; which one counts is in `PrincipalFacts`
     earlier      what an earlier stream of the same request has given; the answer goes on there
     preferred_replica  name of one whose prefix cache has the prompt's beginning; empty: none is known
+    joining      left when the request is sent to a replica; None: it was not admitted by a queue
     """
 
     request_id: RequestId
@@ -109,6 +111,7 @@ class GenerationRequest:
     has_priority: bool = False
     earlier: EarlierOutput | None = None
     preferred_replica: str = ""
+    joining: Joining | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +265,7 @@ class TokenUsage(NamedTuple):
 
     reasoning_tokens  those of `completion_tokens` whose text is reasoning that was separated from the answer
     earlier_tokens    those of `completion_tokens` that an earlier request has produced and counted, whose stream this one continues
+    earlier_prompt_tokens  those of `prompt_tokens` that it has counted
     """
 
     prompt_tokens: int
@@ -269,6 +273,21 @@ class TokenUsage(NamedTuple):
     cached_tokens: int
     reasoning_tokens: int = 0
     earlier_tokens: int = 0
+    earlier_prompt_tokens: int = 0
+
+    @property
+    def charged(self) -> TokenUsage:
+        """What this request is charged for: the usage without what an earlier request has counted."""
+        prompt_tokens = self.prompt_tokens - self.earlier_prompt_tokens
+        return TokenUsage(prompt_tokens, self.completion_tokens - self.earlier_tokens, min(self.cached_tokens, prompt_tokens))
+
+
+NO_USAGE = TokenUsage(0, 0, 0)
+
+
+def added(one: TokenUsage, other: TokenUsage) -> TokenUsage:
+    """What two requests used together."""
+    return TokenUsage(*(sum(pair) for pair in zip(one, other, strict=True)))
 
 
 class EventListener(Protocol):
@@ -363,6 +382,7 @@ class Prepared(Protocol):
     """A request that its upstream can take, before anything runs. Admission decides on these numbers.
 
     prompt_tokens      of all prompts; None where only the server that answers can count them
+    max_prompt_tokens  the same number, or the most that it can be
     max_output_tokens  worst case over all sequences; None as above
     num_sequences      over all prompts
     seed               seed of the answer's random numbers; None where it is not known
@@ -375,6 +395,8 @@ class Prepared(Protocol):
 
     @property
     def prompt_tokens(self) -> int | None: ...
+    @property
+    def max_prompt_tokens(self) -> int: ...
     @property
     def max_output_tokens(self) -> int | None: ...
     @property
@@ -427,8 +449,8 @@ class ReplicaHealth:
 class Upstream(Protocol):
     """Where the requests of one model go."""
 
-    def queue(self) -> QueueState | None:
-        """The queue that a new request would join; None where it is not known."""
+    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
+        """What a new request of this class would wait for, `joining` included; None where it is not known."""
         ...
 
     @property

@@ -10,6 +10,7 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.upstream.seam import Upstream
 from headrace.observe.metrics import ReplicaReading
+from headrace.policy.admission.joining import JoiningRequests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,6 +20,7 @@ class ServedModel:
     created  when this gateway began to serve it, in Unix seconds
     smaller  name of the model that answers while this one is busy; "" for none
     users    the requests that asked for it and have not ended
+    joining  the requests that it was admitted to answer and that no replica was sent yet
     """
 
     name: str
@@ -27,6 +29,7 @@ class ServedModel:
     created: int
     users: UseCount = field(default_factory=UseCount)
     smaller: str = ""
+    joining: JoiningRequests = field(default_factory=JoiningRequests)
 
     @property
     def names(self) -> tuple[str, ...]:

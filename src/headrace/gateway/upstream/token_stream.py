@@ -29,6 +29,7 @@ from headrace.gateway.upstream.earlier_output import (
 from headrace.gateway.upstream.output_stage import OutputParsing, OutputStage
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import EventListener, OutputEvent, PrincipalFacts, ReplicaLost, TokenUsage
+from headrace.policy.admission.joining import Joining
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
 from headrace.wire.stream import PlainRow
@@ -45,7 +46,7 @@ class Call:
     deadline_at        when the answer ends, on this process's clock
     earlier            output of an earlier stream, after which the sequences go on
     answer_id          of the earlier stream's call: tool calls are named by it; None: by this one's `request_id`
-    preferred_replica  as in `seam.GenerationRequest`
+    preferred_replica, joining  as in `seam.GenerationRequest`
     """
 
     request_id: RequestId
@@ -59,6 +60,7 @@ class Call:
     earlier: EarlierCallOutput | None = None
     answer_id: RequestId | None = None
     preferred_replica: str = ""
+    joining: Joining | None = None
 
     def engine_request(self, epoch: int) -> EngineRequest:
         return EngineRequest(
@@ -94,13 +96,14 @@ class TokenStream:
             max_output_tokens=call.max_output_tokens,
             has_fallback=has_fallback,
             preferred_replica=call.preferred_replica,
+            joining=call.joining,
         )
         kept_ids = call.parsing.marker_ids if call.parsing is not None else frozenset()
         self._assemblers = [OutputAssembler(tokenizer, call.params, kept_ids=kept_ids) for _ in range(n)]
         self._stages = [_stage(call, tokenizer, index) for index in range(n)]
         self._listener: EventListener | None = None
         self._ends: list[tuple[FinishReason | None, int | None]] = [(None, None)] * n
-        self._num_earlier_tokens = 0
+        self._num_earlier_tokens = call.earlier.num_counted_tokens if call.earlier is not None else 0
         self._earlier = EarlierUpdates(call.earlier, call.request_id) if call.earlier is not None else None
         self._recomputed: dict[int, RecomputedLogprobs] = {}
 
@@ -127,8 +130,10 @@ class TokenStream:
     def usage(self) -> TokenUsage:
         completion = sum(assembler.num_tokens for assembler in self._assemblers)
         reasoning = sum(stage.num_reasoning_tokens for stage in self._stages if stage is not None)
-        earlier = self._num_earlier_tokens if self._earlier is None else completion
-        return TokenUsage(len(self.call.prompt_ids), completion, self._assemblers[0].num_cached_tokens or 0, reasoning, earlier)
+        earlier = completion if self._earlier is not None else min(completion, self._num_earlier_tokens)
+        num_prompt = len(self.call.prompt_ids)
+        earlier_prompt = num_prompt if self.call.earlier is not None else 0
+        return TokenUsage(num_prompt, completion, self._assemblers[0].num_cached_tokens or 0, reasoning, earlier, earlier_prompt)
 
     def replica(self, index: int) -> str | None:
         return self.attempts.replica(index - self._first_index)
@@ -150,6 +155,7 @@ class TokenStream:
             dict(self.attempts.numerics),
             self._assemblers[0].num_cached_tokens,
             tuple(sequences),
+            max(self._num_earlier_tokens, self.usage().completion_tokens),
         )
         return state_of(call)
 
@@ -162,7 +168,7 @@ class TokenStream:
         """Everything earlier was replayed: what was read after its last event, then the sequences that have not ended go on."""
         assert self.call.earlier is not None
         events = self._read([earlier.take(index) for index in range(self.call.params.n)])
-        self._num_earlier_tokens = sum(assembler.num_tokens for assembler in self._assemblers)
+        self._num_earlier_tokens = max(self._num_earlier_tokens, sum(assembler.num_tokens for assembler in self._assemblers))
         self._earlier = None
         if self.call.params.logprobs is not None:
             self._read_pending_again()

@@ -14,6 +14,7 @@ from headrace.core.errors import Unavailable
 from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
+from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams, with_default_max_tokens
 from headrace.gateway.http.errors import ContextLengthExceeded, StreamConflict, context_overflow
 from headrace.gateway.text_workers.model_text import ModelText
@@ -34,6 +35,7 @@ from headrace.gateway.upstream.seam import (
 )
 from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.gateway.upstream.token_stream import Call, TokenStream
+from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
 from headrace.text.output.model_formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
@@ -71,8 +73,8 @@ class TokenUpstream:
         digest = self._pool.info.digests.get("model", "") if self._pool.info else ""
         return f"fp_{digest[:12]}" if digest else None
 
-    def queue(self) -> QueueState | None:
-        return self._pool.queue()
+    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
+        return self._pool.queue(priority, joining)
 
     @property
     def version(self) -> str:
@@ -193,6 +195,10 @@ class TokenPrepared:
         return sum(len(call.prompt_ids) for call in self.calls)
 
     @property
+    def max_prompt_tokens(self) -> int:
+        return self.prompt_tokens
+
+    @property
     def max_output_tokens(self) -> int:
         return sum(call.max_output_tokens * call.params.n for call in self.calls)
 
@@ -289,6 +295,7 @@ def _call(
         grammar=grammar,
         parsing=parsing,
         preferred_replica=request.preferred_replica,
+        joining=request.joining,
     )
     call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
     return call

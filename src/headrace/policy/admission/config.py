@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.core.request import PriorityClass
-
-WAIT_FACTORS: Mapping[PriorityClass, float] = {PriorityClass.PREMIUM: 2.0, PriorityClass.STANDARD: 1.0, PriorityClass.BATCH: 0.5}
-"""Priority class -> multiple of the longest wait that its requests join. The predicted wait is of the whole queue, whatever its classes:
-standard requests stop joining at 1, so that beyond it at least half of the queue is premium work, which a premium request does wait for."""
+GOAL_SHARE = 0.5
+"""Part of a tier's `ttft_ms` that a request may be predicted to wait. The rest is for its own prompt and for what the prediction misses:
+with all of the goal, overload keeps the wait at the goal, and most requests that are served miss it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRules:
     """
     queue_depth  a model with more waiting sequences than this at every replica is busy: requests below premium go to its smaller model
-    max_wait_s   longest predicted wait in seconds that a standard request joins; one more is refused. WAIT_FACTORS has the other classes
+    max_wait_s   longest predicted wait in seconds that a request joins; with a longer one it is refused
     """
 
     queue_depth: int = 10
     max_wait_s: float = 60.0
 
-    def wait_bound_s(self, priority: PriorityClass, ttft_goal_s: float | None) -> float:
-        """ttft_goal_s: of the tier: waiting longer than it misses it"""
-        return WAIT_FACTORS[priority] * min(self.max_wait_s, ttft_goal_s or self.max_wait_s)
+    def wait_bound_s(self, ttft_goal_s: float | None) -> float:
+        """ttft_goal_s: of the tier, for the time to the first token. Classes have no bounds of their own: a lower one waits for more."""
+        return self.max_wait_s if ttft_goal_s is None else min(self.max_wait_s, GOAL_SHARE * ttft_goal_s)

@@ -3,15 +3,19 @@
     served -> smaller model -> queued -> refused
 
 A cached answer comes before all of them, and limits of the tenant do (`policy.limits`). Depths and waits are those of the
-replica with the shortest wait, as its last load report and what this gateway sent since say. docs/tenancy.md, "Busy models".
+replica with the shortest wait, as its last load report and what this gateway sent since say, and of the work that is served before the
+request: that of its class and the higher ones (`served_before`), and of that what comes before its tenant's turn
+(`QueueState.at_turn`). docs/tenancy.md, "Busy models".
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
-from headrace.core.load import LoadSnapshot
+from headrace.core.load import LoadSnapshot, summed
 from headrace.core.request import PriorityClass
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.routing.predicted_time import RequestSize, SentSince, speed_of, wait_s
@@ -34,14 +38,43 @@ class AdmissionStep(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """The queue of one model.
+    """The queue of one model, as a request of some class finds it.
 
-    depth   sequences that wait at the replica with the shortest wait
-    wait_s  predicted seconds until that replica begins a new request
+    depth      sequences that are served before it and wait, at the replica with the shortest wait
+    wait_s     predicted seconds until that replica begins a new request
+    num_slots  sequences that the replica runs at once, where engines serve tenants in turns; 0: they know no tenants
     """
 
     depth: int
     wait_s: float
+    num_slots: int = 0
+
+    def at_turn(self, turn: TenantTurn) -> QueueState:
+        """The queue as a tenant's newest request finds it where engines serve tenants in turns: while one of its requests is served, so is
+        one of each other tenant. A turn within a quarter of the slots is taken not to wait: the engine has a sequence of a tenant with
+        four times as many make room, unless all of them did so before (docs/fairness.md)."""
+        if not self.num_slots or turn.num_tenants < 2:
+            return self
+        num_before = turn.num_own * turn.num_tenants
+        if num_before <= self.num_slots / 4:
+            return replace(self, depth=0, wait_s=0.0)
+        part = min(1.0, num_before / turn.num_open)
+        return replace(self, depth=math.ceil(self.depth * part), wait_s=self.wait_s * part)
+
+
+class TenantTurn(NamedTuple):
+    """Open requests as one gateway knows them; weights are left out, and requests count alike.
+
+    num_own  of the tenant, its newest included;  num_open  of all tenants;  num_tenants  that have one
+    """
+
+    num_own: int
+    num_open: int
+    num_tenants: int
+
+
+ALONE = TenantTurn(1, 1, 1)
+"""The turn of a tenant that finds the whole queue before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +99,7 @@ def decide(
     queue, smaller  of the model and of the smaller one; None: not known, as of foreign servers, and taken as short
     has_smaller     there is a smaller model that the caller may use
     """
-    bound_s = rules.wait_bound_s(priority, ttft_goal_s)
+    bound_s = rules.wait_bound_s(ttft_goal_s)
     if not _is_busy(queue, rules, bound_s):
         return AdmissionVerdict(AdmissionStep.SERVED)
     assert queue is not None
@@ -77,6 +110,18 @@ def decide(
     if may_wait:
         return AdmissionVerdict(AdmissionStep.QUEUED)
     return AdmissionVerdict(AdmissionStep.REFUSED, min(MAX_RETRY_S, max(MIN_RETRY_S, queue.wait_s - bound_s)))
+
+
+def served_before(load: LoadSnapshot, lowest: PriorityClass) -> LoadSnapshot:
+    """The load without what is served after a request of this class: running sequences of lower classes make room for it, waiting ones
+    stay behind it. The load itself where the engine does not say what each class has.
+
+    Lower classes that have aged are served before it now and then (docs/fairness.md); what they take is not predicted.
+    """
+    if not load.classes:
+        return load
+    before = summed(load.classes[: lowest + 1])
+    return replace(load, num_running=before.num_running, num_waiting=before.num_waiting, num_queued_tokens=before.num_queued_tokens)
 
 
 def queue_state(load: LoadSnapshot, sent: SentSince, size: RequestSize, *, block_size: int) -> QueueState:

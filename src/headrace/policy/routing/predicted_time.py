@@ -38,6 +38,9 @@ class SentSince:
     num_requests: int = 0
     num_tokens: int = 0
 
+    def plus(self, other: SentSince) -> SentSince:
+        return SentSince(self.num_requests + other.num_requests, self.num_tokens + other.num_tokens)
+
 
 NOTHING_SENT = SentSince()
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
+from headrace.core.request import PriorityClass
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.goals import LEAST_PREFILL_DIVISOR, tightest_tpot_s, tokens_within
@@ -73,8 +74,8 @@ class Planner:
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
         self._charge_at = 0
         """The step from which decoding rows are counted again."""
-        self.num_prompt_tokens_left = 0
-        """Tokens of running prompts that the last step left to later ones."""
+        self.prompt_tokens_left = [0] * len(PriorityClass)
+        """Tokens of running prompts that the last step left to later ones, by priority class."""
 
     def fill(self, step: StepBuilder) -> None:
         """Add rows for running sequences and for those that can be admitted. When this raises, the step holds the rows added so far."""
@@ -83,7 +84,7 @@ class Planner:
         for seq in drafted:
             self._plan_drafted(seq, step)
         self._plan_prefills(prefilling, step)
-        self.num_prompt_tokens_left = _num_tokens_left({*prefilling, *step.rows.seqs[step.rows.num_decodes :]})
+        self.prompt_tokens_left = _tokens_left({*prefilling, *step.rows.seqs[step.rows.num_decodes :]})
         self.charge(step)
 
     def fill_within_held_blocks(self, sequences: list[Sequence], step: StepBuilder) -> list[Sequence]:
@@ -370,6 +371,10 @@ class Planner:
         return 0 if seq.needs_prompt_logprobs else self.kv.num_hit_tokens(seq)
 
 
-def _num_tokens_left(sequences: Iterable[Sequence]) -> int:
-    """Tokens left to plan of the running prompts among `sequences`. A single token left is a decoding row's next one."""
-    return sum([left for seq in sequences if seq.state is RUNNING and (left := seq.num_uncomputed) > 1])
+def _tokens_left(sequences: Iterable[Sequence]) -> list[int]:
+    """Tokens left to plan of the running prompts among `sequences`, by priority class. A single token left is a decoding row's next one."""
+    found = [0] * len(PriorityClass)
+    for seq in sequences:
+        if seq.state is RUNNING and (left := seq.num_uncomputed) > 1:
+            found[seq.request.priority] += left
+    return found

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from operator import add
 
+from headrace.core.errors import HeadraceError
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId
-from headrace.core.load import EngineCounters
+from headrace.core.load import ClassLoad, ClassLoads, EngineCounters
 from headrace.core.plan import UNKNOWN_COSTS, Plan, Result, StepCosts, TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
@@ -72,7 +74,13 @@ class Scheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Tokens known and not planned: of waiting sequences, and of prompts that the last plan left unfinished."""
-        return self.sequences.num_waiting_tokens + self._planner.num_prompt_tokens_left
+        return sum(self.sequences.waiting.num_tokens) + sum(self._planner.prompt_tokens_left)
+
+    @property
+    def class_loads(self) -> ClassLoads:
+        waiting = self.sequences.waiting
+        queued = map(add, waiting.num_tokens, self._planner.prompt_tokens_left)
+        return tuple(map(ClassLoad, self.sequences.num_running_of, waiting.num_sequences, queued))
 
     @property
     def has_work(self) -> bool:
@@ -111,9 +119,9 @@ class Scheduler:
         """A request that still waits for a prerequisite is refused after all. Returns it; None where it is not waiting."""
         return self.sequences.withdraw(admission, now)
 
-    def take_overdue(self) -> list[tuple[EngineRequest, str]]:
-        """Requests that the last plan ended because they waited too long for a prerequisite, and why. There is no update about them."""
-        return self.sequences.take_overdue()
+    def take_refused(self) -> list[tuple[EngineRequest, HeadraceError]]:
+        """Requests that were let in and refused since the last call, and why. There is no update about them."""
+        return self.sequences.take_refused()
 
     def take_ended(self) -> list[AdmissionId]:
         return self.sequences.take_ended()

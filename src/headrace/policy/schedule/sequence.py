@@ -105,7 +105,7 @@ class Sequence:
     stage_unstalled  the stage that follows STALLED
     num_charged  positions that the queue policy has counted as service, or that others computed
     has_aged     it was admitted while a higher class waited, so it makes no room for one
-    num_queued   tokens it counts for in `SequenceTable.num_waiting_tokens`
+    num_queued, num_waiting_bytes  what it counts for in `waiting.WaitingWork`; 0 while it does not wait
     key          its place in the queue policy's order, smaller first; set at the first push
     """
 
@@ -138,6 +138,7 @@ class Sequence:
     admission: AdmissionId = NO_ADMISSION
     has_aged: bool = False
     num_queued: int = 0
+    num_waiting_bytes: int = 0
     key: float = 0.0
     num_cached: int = 0
     stage: Stage = QUEUE

@@ -13,22 +13,29 @@ import math
 from array import array
 from collections.abc import Mapping
 
-from headrace.core.errors import Overloaded, RequestTooLarge
+from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId, SeqId
 from headrace.core.load import EngineCounters
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import SequenceUpdate
+from headrace.core.waiting_bytes import RETRY_S
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.queues import Queue, make_queue
 from headrace.policy.schedule.deadlines import Deadlines, Limit
+from headrace.policy.schedule.displacement import displaced
 from headrace.policy.schedule.prerequisites import FORK, HOST_KV, NO_PREREQUISITES, NO_TIME_LIMIT
 from headrace.policy.schedule.sequence import BLOCKED, DONE, NO_ADMISSION, NO_SLOT, RUNNING, WAITING, Appended, SeqState, Sequence
 from headrace.policy.schedule.step_rows import RunningColumns
-from headrace.policy.schedule.tenants import WaitingTenants
 from headrace.policy.schedule.updates import NOTHING, RowOutput, sequence_update, token_updates
+from headrace.policy.schedule.waiting import WaitingWork
+
+OVERDUE_RETRY_S = 5.0
+"""When a request that waited too long for a prerequisite may be sent again, as its client reads it."""
+
+DISPLACED = "the engine's waiting queue is full, and this tenant had more than its part of it; send the request again later"
 
 
 class SequenceTable:
@@ -40,6 +47,8 @@ class SequenceTable:
         self.tier = tier
         self.queue: Queue = make_queue(config.queue_policy)
         self._running: dict[SeqId, Sequence] = {}
+        self.num_running_of = [0] * len(PriorityClass)
+        """Running sequences of each priority class."""
         self.num_goals = 0
         """Running sequences with a goal for each further token."""
         self.last_premium = -math.inf
@@ -47,14 +56,12 @@ class SequenceTable:
         self.generation = 0
         """Raised whenever a sequence starts to run or stops."""
         self.counters = EngineCounters()
-        self.num_waiting_tokens = 0
-        """Tokens to compute for the sequences that wait, as if the prefix cache held none of them."""
+        self.waiting = WaitingWork(config)
         self._blocked: dict[SeqId, Sequence] = {}
         self._families: dict[RequestId, list[Sequence]] = {}
         self._prepared: dict[AdmissionId, list[Sequence]] = {}
         self._ended_admissions: list[AdmissionId] = []
-        self._overdue: list[tuple[EngineRequest, str]] = []
-        self._tenants = WaitingTenants(config.max_waiting_per_tenant)
+        self._refused: list[tuple[EngineRequest, HeadraceError]] = []
         self._deadlines = Deadlines()
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._ended_slots: list[int] = []
@@ -66,7 +73,7 @@ class SequenceTable:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.queue) + len(self._blocked)
+        return sum(self.waiting.num_sequences)
 
     @property
     def running(self) -> list[Sequence]:
@@ -101,15 +108,15 @@ class SequenceTable:
     def check_admission(self, request: EngineRequest) -> None:
         """Whether `add` may be called with a checked request now; changes nothing.
 
+        Where the queue is full, `add` may refuse requests that wait: see `displacement`.
+
         Raises: Overloaded when the waiting queue is full, RequestTooLarge for what never fits, ValueError for a request id still in use.
         """
-        n = request.params.n
-        if n > self.config.max_waiting:
-            raise RequestTooLarge("n", f"n <= max_waiting ({self.config.max_waiting})", n, "Send several requests.")
+        self.waiting.refuse_too_large(request)
         self._refuse_what_never_fits(request)
-        if self.num_waiting + n > self.config.max_waiting:
-            raise Overloaded(f"the engine's waiting queue is full ({self.num_waiting} of {self.config.max_waiting})", retry_after_s=1.0)
-        self._tenants.refuse_beyond(request)
+        self.waiting.refuse_beyond_part(request)
+        if not self._displaced(request):
+            self.waiting.refuse_while_full(request)
         if request.request_id in self._families:
             raise ValueError(f"request id {request.request_id} is in use")
 
@@ -127,6 +134,8 @@ class SequenceTable:
         admission      the number by which `satisfied`, `failed` and `take_ended` name this request
         """
         assert request.request_id not in self._families, "check_admission was not asked"
+        for family in self._displaced(request):
+            self._refuse(family, Overloaded(DISPLACED, retry_after_s=RETRY_S), now)
         family = [self._make_sequence(request, index, now, prerequisites) for index in request.indices]
         self._families[request.request_id] = family
         if request.priority is PriorityClass.PREMIUM:
@@ -145,17 +154,22 @@ class SequenceTable:
                 seq.admission = admission
         self.counters.prompt_tokens += len(request.prompt_ids)
 
+    def _displaced(self, request: EngineRequest) -> list[list[Sequence]]:
+        return displaced(request, self.waiting, self._families.values(), self.config)
+
+    def _refuse(self, family: list[Sequence], error: HeadraceError, now: float) -> None:
+        """End a request that nothing was computed for: it is for `take_refused`."""
+        self._refused.append((family[0].request, error))
+        self._end_unsaid(family, now)
+
+    def _end_unsaid(self, family: list[Sequence], now: float) -> None:
+        """End a request without an update about any of its sequences."""
+        for seq in list(family):
+            self._end(seq, FinishReason.CANCELLED, now, is_emitted=True)
+
     def _begin_wait(self, seq: Sequence) -> None:
         """It waits from now on, for prerequisites or in the queue. A sibling that will share a prompt (n > 1) has one token to compute."""
-        self._tenants.add(seq)
-        seq.num_queued = 1 if FORK in seq.missing else len(seq.tokens)
-        self.num_waiting_tokens += seq.num_queued
-
-    def _end_wait(self, seq: Sequence) -> None:
-        """It runs or ends. Calling it twice changes nothing."""
-        self._tenants.remove(seq)
-        self.num_waiting_tokens -= seq.num_queued
-        seq.num_queued = 0
+        self.waiting.add(seq, 1 if FORK in seq.missing else len(seq.tokens))
 
     def _watch_deadlines(self, seq: Sequence, now: float) -> None:
         if seq.request.deadline_at is not None:
@@ -169,7 +183,7 @@ class SequenceTable:
         for seq in family:
             self.queue.remove(seq)
             self._blocked.pop(seq.seq_id, None)
-            self._end_wait(seq)
+            self.waiting.remove(seq)
             seq.end()
         del self._families[family[0].request.request_id]
 
@@ -247,7 +261,8 @@ class SequenceTable:
     def start(self, seq: Sequence, now: float) -> None:
         """Move a waiting sequence into a slot. The caller asked `has_free_slot` first."""
         self.queue.admit(seq, now)
-        self._end_wait(seq)
+        self.waiting.remove(seq)
+        self.num_running_of[seq.request.priority] += 1
         self.num_goals += seq.request.tier.tpot_ms is not None
         seq.start(self._free_slots.pop(), now)
         self._running[seq.seq_id] = seq
@@ -298,8 +313,7 @@ class SequenceTable:
         family = list(self._prepared.get(admission, ()))
         if not family or not all(seq.missing for seq in family):
             return None
-        for seq in family:
-            self._end(seq, FinishReason.CANCELLED, now, is_emitted=True)
+        self._end_unsaid(family, now)
         return family[0].request
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason, now: float) -> None:
@@ -313,21 +327,21 @@ class SequenceTable:
         self._end(seq, FinishReason.ERROR, now, error=message)
 
     def expire(self, now: float) -> None:
-        """End sequences that are past their deadline, or waited too long for a prerequisite: these are for `take_overdue`."""
+        """End sequences that are past their deadline, or waited too long for a prerequisite: these are for `take_refused`."""
         for seq, kind, what in self._deadlines.take_due(now):
             if kind is Limit.ANSWER:
                 self._end(seq, FinishReason.DEADLINE, now)
             elif what in seq.missing:
                 late = f"what this request needs first ({what}) was not ready within {seq.missing[what]:g} s"
                 if (request := self.withdraw(seq.admission, now)) is not None:
-                    self._overdue.append((request, f"{late}; it can be sent again"))
+                    self._refused.append((request, Unavailable(f"{late}; it can be sent again", retry_after_s=OVERDUE_RETRY_S)))
                 else:
                     self.fail(seq, late, now)
 
-    def take_overdue(self) -> list[tuple[EngineRequest, str]]:
-        """Requests that were ended since the last call because they waited too long, and why. There is no update about them."""
-        overdue, self._overdue = self._overdue, []
-        return overdue
+    def take_refused(self) -> list[tuple[EngineRequest, HeadraceError]]:
+        """Requests that were let in and refused since the last call, and why. There is no update about them."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
@@ -364,11 +378,12 @@ class SequenceTable:
         if seq.state is RUNNING:
             if seq.slot != NO_SLOT:
                 del self._running[seq.seq_id]
+                self.num_running_of[seq.request.priority] -= 1
                 self.num_goals -= seq.request.tier.tpot_ms is not None
                 self.generation += 1
                 self._give_slot_back(seq)
             return
-        self._end_wait(seq)
+        self.waiting.remove(seq)
         if seq.state is WAITING:
             self.queue.remove(seq)
         else:
@@ -444,13 +459,12 @@ class SequenceTable:
         assert sorted([*slots, *self._free_slots]) == list(range(self.config.max_num_seqs)), "a slot was lost"
         states = {state: [seq for seq in alive if seq.state is state] for state in SeqState}
         assert not states[DONE], "a done sequence was not forgotten"
-        assert len(states[RUNNING]) == self.num_running
+        assert len(states[RUNNING]) == self.num_running == sum(self.num_running_of)
+        assert all(self.num_running_of[seq.request.priority] > 0 for seq in states[RUNNING]), "running sequences are miscounted by class"
         assert len(states[WAITING]) == len(self.queue)
         assert self.num_goals == sum(seq.request.tier.tpot_ms is not None for seq in states[RUNNING]), "goals are miscounted"
         assert len(states[BLOCKED]) == len(self._blocked)
         prepared = {id(family) for family in self._prepared.values()}
         assert prepared <= {id(family) for family in self._families.values()}, "an admission outlived its request"
-        waiting = [*states[WAITING], *states[BLOCKED]]
-        assert self.num_waiting_tokens == sum(seq.num_queued for seq in waiting), "waiting tokens are miscounted"
         assert not any(seq.num_queued for seq in states[RUNNING]), "a running sequence counts as waiting"
-        self._tenants.check(waiting)
+        self.waiting.check([*states[WAITING], *states[BLOCKED]])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.core.load import STEP_BOUNDS_S, EngineCounters, LoadSnapshot
+from headrace.core.load import STEP_BOUNDS_S, ClassLoad, EngineCounters, LoadSnapshot
+from headrace.core.request import PriorityClass
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.handles import MalformedFrame
 
@@ -23,6 +24,7 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
         max_num_seqs=snapshot.max_num_seqs,
         step_fixed_s=snapshot.step_fixed_s,
         step_token_s=snapshot.step_token_s,
+        classes=[pb.ClassLoad(**each._asdict()) for each in snapshot.classes],
         counters=pb.Counters(
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
@@ -39,10 +41,12 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
 
 
 def decode_load(message: pb.Load) -> LoadSnapshot:
-    """Raises MalformedFrame when the step histogram has other buckets than ours."""
+    """Raises MalformedFrame when the step histogram has other buckets than ours, or there are other classes."""
     counters = message.counters
     if len(counters.step_buckets) != len(STEP_BOUNDS_S) + 1:
         raise MalformedFrame(f"load: {len(counters.step_buckets)} step buckets, not {len(STEP_BOUNDS_S) + 1}")
+    if len(message.classes) not in (0, len(PriorityClass)):
+        raise MalformedFrame(f"load: {len(message.classes)} classes, not {len(PriorityClass)}")
     return LoadSnapshot(
         num_running=message.num_running,
         num_waiting=message.num_waiting,
@@ -57,6 +61,7 @@ def decode_load(message: pb.Load) -> LoadSnapshot:
         max_num_seqs=message.max_num_seqs,
         step_fixed_s=message.step_fixed_s,
         step_token_s=message.step_token_s,
+        classes=tuple(ClassLoad(each.num_running, each.num_waiting, each.num_queued_tokens) for each in message.classes),
         counters=EngineCounters(
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,

@@ -1,0 +1,86 @@
+"""Which waiting requests leave a full queue for one of a tenant that has less than its part of it.
+
+Without this, one tenant that sends more than the queue holds would have all of it, and the order of service (`policy.queues`) would never
+see another tenant's request. Lower classes take no room from higher ones (`WaitingWork`). docs/fairness.md, "How much may wait", has the
+rule. A request that has begun, here or at another engine, never leaves: its client may have read a part of its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from headrace.core.request import EngineRequest
+from headrace.core.waiting_bytes import submitted_bytes
+from headrace.policy.config import SchedulerConfig
+from headrace.policy.schedule.sequence import RUNNING, Sequence
+from headrace.policy.schedule.waiting import QueuePart, QueuePartKey, WaitingWork, weight_of
+
+Family = list[Sequence]
+"""The sequences of one request."""
+
+
+def displaced(request: EngineRequest, work: WaitingWork, families: Iterable[Family], config: SchedulerConfig) -> list[Family]:
+    """The requests that leave so that `request` may wait, each whole. Empty: it may not.
+
+    families  of every request in the engine, the oldest first; looked at only where a part is larger than its tenant's due
+    """
+    num_sequences, num_bytes = work.counted_with(request)
+    num_sequences, num_bytes = num_sequences + request.params.n, num_bytes + submitted_bytes(request)
+    is_full = num_sequences > config.max_waiting or num_bytes > config.max_waiting_bytes
+    if not is_full or config.queue_policy not in ("priority", "fair"):  # the others know no tenants
+        return []
+    parts = {key: replace(part) for key, part in work.parts.items()}
+    due = _due(request, parts.get(QueuePartKey.of(request), QueuePart()), config)
+    candidates: dict[QueuePartKey, list[Family]] | None = None
+    chosen: list[Family] = []
+    while num_sequences > config.max_waiting or num_bytes > config.max_waiting_bytes:
+        above = _above(parts, request, due, config)
+        if candidates is None:
+            candidates = _by_part(families) if above else {}
+        key = next((key for key in above if candidates.get(key)), None)
+        if key is None:
+            return []
+        family = candidates[key].pop()
+        chosen.append(family)
+        held = sum(seq.num_waiting_bytes for seq in family)
+        parts[key].num_sequences -= len(family)
+        parts[key].num_bytes -= held
+        num_sequences, num_bytes = num_sequences - len(family), num_bytes - held
+    return chosen
+
+
+def _due(request: EngineRequest, own: QueuePart, config: SchedulerConfig) -> float:
+    """The share of the queue that the request's tenant would have."""
+    wanted = QueuePart(own.num_sequences + request.params.n, own.num_bytes + submitted_bytes(request), weight_of(request))
+    return _share(wanted, config)
+
+
+def _above(parts: Mapping[QueuePartKey, QueuePart], request: EngineRequest, due: float, config: SchedulerConfig) -> list[QueuePartKey]:
+    """The parts of the request's class that are larger than `due`, the largest first."""
+    has_classes = config.queue_policy == "priority"
+    same_class = [(key, _share(part, config)) for key, part in parts.items() if key.priority == request.priority or not has_classes]
+    larger = [(share, key) for key, share in same_class if share > due and key[1:] != QueuePartKey.of(request)[1:]]
+    return [key for _, key in sorted(larger, reverse=True)]
+
+
+def _share(part: QueuePart, config: SchedulerConfig) -> float:
+    """How much of the queue a part takes, by count or by bytes, whichever is more, divided by its weight."""
+    return max(part.num_sequences / config.max_waiting, part.num_bytes / config.max_waiting_bytes) / part.weight
+
+
+def _by_part(families: Iterable[Family]) -> dict[QueuePartKey, list[Family]]:
+    """The requests that may leave; each part's list ends with the newest."""
+    found: dict[QueuePartKey, list[Family]] = {}
+    for family in _that_may_leave(families):
+        found.setdefault(QueuePartKey.of(family[0].request), []).append(family)
+    return found
+
+
+def _that_may_leave(families: Iterable[Family]) -> Iterator[Family]:
+    """The requests that nothing was computed for yet, here or at another replica."""
+    for family in families:
+        request = family[0].request
+        is_new = len(family) == request.params.n and not request.output_ids and not request.numerics_digest
+        if is_new and all(seq.num_queued and seq.incarnation == 0 and seq.state is not RUNNING for seq in family):
+            yield family

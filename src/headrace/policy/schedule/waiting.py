@@ -1,0 +1,145 @@
+"""What waits in one engine, counted: sequences, tokens and bytes, and the bounds of the waiting queue.
+
+Every sequence that does not run (new, blocked or preempted) is counted from the moment it begins to wait until it runs or ends. No sequence
+is searched for when a request comes. Which one is served next is the queue policy's business (`policy.queues`), and which request leaves a
+full queue for another tenant's that of `displacement`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headrace.core.errors import Overloaded, RequestTooLarge
+from headrace.core.request import EngineRequest, PriorityClass
+from headrace.core.waiting_bytes import RETRY_S, check_bytes, request_bytes, sequence_bytes, submitted_bytes
+from headrace.policy.config import SchedulerConfig
+from headrace.policy.schedule.sequence import Sequence
+
+
+class QueuePartKey(NamedTuple):
+    """Whose part of the queue: a tenant of a tier has one in each class."""
+
+    priority: PriorityClass
+    tier: str
+    tenant: str
+
+    @classmethod
+    def of(cls, request: EngineRequest) -> QueuePartKey:
+        return cls(request.priority, request.tier.name, request.tenant)
+
+
+@dataclass(slots=True)
+class QueuePart:
+    """What waits of one tenant in one class. weight: of its tier times its own, as its last request said"""
+
+    num_sequences: int = 0
+    num_bytes: int = 0
+    weight: float = field(default=1.0, compare=False)
+
+
+def weight_of(request: EngineRequest) -> float:
+    """Share of its tenant among all tenants of its class."""
+    return request.tier.weight * request.weight
+
+
+class WaitingWork:
+    """The sums over the sequences that wait, one for each priority class.
+
+    num_sequences  of them
+    num_tokens     that they have to compute, as if the prefix cache held none; a sibling that will share a prompt (n > 1) has one
+    num_bytes      of memory that they hold. A request's own bytes are its first sequence's
+    parts          sequences and bytes by tenant and class
+
+    A class has its bounds to itself and the higher ones: a queue full of batch requests refuses no premium one. Where the queue policy
+    knows no classes, the bounds are those of all that waits.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._tenants: Counter[str] = Counter()
+        self.parts: dict[QueuePartKey, QueuePart] = {}
+        self.num_sequences, self.num_tokens, self.num_bytes = ([0] * len(PriorityClass) for _ in range(3))
+
+    def refuse_too_large(self, request: EngineRequest) -> None:
+        """Raises RequestTooLarge for a request that could not wait even alone."""
+        config, n = self._config, request.params.n
+        if n > config.max_waiting:
+            raise RequestTooLarge("n", f"n <= max_waiting ({config.max_waiting})", n, "Send several requests.")
+        per_tenant = config.max_waiting_per_tenant
+        if per_tenant is not None and n > per_tenant:
+            raise RequestTooLarge("n", f"n <= max_waiting_per_tenant ({per_tenant})", n, "Send several requests.")
+        check_bytes(0, submitted_bytes(request), config.max_waiting_bytes)
+
+    def refuse_beyond_part(self, request: EngineRequest) -> None:
+        """Raises Overloaded for a request that would take what waits of its tenant beyond `max_waiting_per_tenant`."""
+        of_tenant, per_tenant = self._tenants[request.tenant], self._config.max_waiting_per_tenant
+        if per_tenant is not None and of_tenant + request.params.n > per_tenant:
+            part = f"{of_tenant} of max_waiting_per_tenant {per_tenant}"
+            raise Overloaded(f"this tenant's part of the waiting queue is full ({part})", retry_after_s=RETRY_S)
+
+    def refuse_while_full(self, request: EngineRequest) -> None:
+        """Raises Overloaded for a request that would take what waits beyond a bound."""
+        (num_sequences, num_bytes), most = self.counted_with(request), self._config.max_waiting
+        if num_sequences + request.params.n > most:
+            raise Overloaded(f"the engine's waiting queue is full ({num_sequences} of {most})", retry_after_s=RETRY_S)
+        check_bytes(num_bytes, submitted_bytes(request), self._config.max_waiting_bytes)
+
+    def counted_with(self, request: EngineRequest) -> tuple[int, int]:
+        """Sequences and bytes that wait in the request's class and the higher ones, or of all where the policy knows no classes."""
+        counted = slice(request.priority + 1 if self._config.queue_policy == "priority" else None)
+        return sum(self.num_sequences[counted]), sum(self.num_bytes[counted])
+
+    def add(self, seq: Sequence, num_tokens: int) -> None:
+        """A sequence begins to wait. num_tokens: that it has to compute, at least one"""
+        seq.num_queued = num_tokens
+        seq.num_waiting_bytes = sequence_bytes(len(seq.tokens)) + (request_bytes(seq.request) if seq.is_first else 0)
+        priority = seq.request.priority
+        self.num_sequences[priority] += 1
+        self.num_tokens[priority] += seq.num_queued
+        self.num_bytes[priority] += seq.num_waiting_bytes
+        self._tenants[seq.request.tenant] += 1
+        part = self.parts.setdefault(QueuePartKey.of(seq.request), QueuePart())
+        part.num_sequences += 1
+        part.num_bytes += seq.num_waiting_bytes
+        part.weight = weight_of(seq.request)
+
+    def remove(self, seq: Sequence) -> None:
+        """A sequence runs or ends. Removing it twice changes nothing."""
+        if not seq.num_queued:
+            return
+        priority = seq.request.priority
+        self.num_sequences[priority] -= 1
+        self.num_tokens[priority] -= seq.num_queued
+        self.num_bytes[priority] -= seq.num_waiting_bytes
+        self._tenants[seq.request.tenant] -= 1
+        if not self._tenants[seq.request.tenant]:
+            del self._tenants[seq.request.tenant]
+        part = self.parts[key := QueuePartKey.of(seq.request)]
+        part.num_sequences -= 1
+        part.num_bytes -= seq.num_waiting_bytes
+        if not part.num_sequences:
+            del self.parts[key]
+        seq.num_queued = seq.num_waiting_bytes = 0
+
+    def check(self, waiting: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless exactly the sequences of `waiting` are counted."""
+        among = list(waiting)
+        for priority in PriorityClass:
+            same = [seq for seq in among if seq.request.priority == priority]
+            assert self.num_sequences[priority] == len(same), "waiting sequences are miscounted"
+            assert self.num_tokens[priority] == sum(seq.num_queued for seq in same), "waiting tokens are miscounted"
+            assert self.num_bytes[priority] == sum(seq.num_waiting_bytes for seq in same), "bytes of waiting sequences are miscounted"
+        assert self._tenants == Counter(seq.request.tenant for seq in among), "a tenant's waiting sequences are miscounted"
+        parts: dict[QueuePartKey, QueuePart] = {}
+        for seq in among:
+            part = parts.setdefault(QueuePartKey.of(seq.request), QueuePart())
+            part.num_sequences, part.num_bytes = part.num_sequences + 1, part.num_bytes + seq.num_waiting_bytes
+        assert self.parts == parts, "a tenant's part of the queue is miscounted"
+        for seq in among:
+            assert seq.num_queued > 0, "a waiting sequence is not counted"
+            own = seq.num_waiting_bytes - (request_bytes(seq.request) if seq.is_first else 0)
+            not_counted = sequence_bytes(len(seq.tokens)) - own  # tokens that were in flight when it was preempted
+            assert not_counted == 0 or (seq.incarnation and not_counted > 0), "a waiting sequence's bytes are not what it holds"
