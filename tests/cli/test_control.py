@@ -30,6 +30,9 @@ class Scripted:
         self.folder = folder
         Scripted.asked = []
 
+    def is_running(self) -> bool:
+        return False
+
     def status(self) -> Mapping[str, Any]:
         return self.state
 
@@ -107,7 +110,10 @@ def test_the_status_names_what_runs_and_why_something_does_not(scripted: type[Sc
     scripted.state = {
         "command": "rollout tiny",
         "gateways": [{"name": "gateway", "pid": 11, "serving": True, "starts": 1}],
-        "models": [{**model, "replicas": [ready, failed]}, {"name": "far", "served": "elsewhere"}],
+        "models": [
+            {**model, "replicas": [ready, failed]},
+            {"name": "far", "served": "elsewhere", "failure": "tokenizer.json: is missing."},
+        ],
         "leaving": [leaving],
     }
     status()
@@ -120,6 +126,7 @@ def test_the_status_names_what_runs_and_why_something_does_not(scripted: type[Sc
         "  tiny-2: failed (revision 1, no process, 0 open, 1 start): no memory.",
         "",
         "far: its engines were not started here",
+        "  tokenizer.json: is missing.",
         "",
         "of models that were removed:",
         "  old-0: draining (revision 1, pid 14, ? open, 1 start)",

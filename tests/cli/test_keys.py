@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from headrace.cli.config import load
+from headrace.bundled import DEFAULT_MODEL
+from headrace.cli.config import load, load_settings
+from headrace.cli.directory import read_limits
 from headrace.cli.exits import UsageRefused, exit_code_of
 from headrace.cli.main import app
 from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest
+from headrace.gateway.access.key_records import TenantRecord
+from headrace.gateway.limits.admin_requests import LimitRequests
 from headrace.gateway.limits.open import open_limits
 from headrace.gateway.limits.report import tenant_principal
 from headrace.gateway.limits.rules import rules_of
@@ -95,12 +99,15 @@ def test_a_tenants_limits_are_shown_with_what_is_used_and_left() -> None:
     """The book is the server's: a process that has the same state folder has taken something."""
     done("tenants", "create", "acme", "--tier", "free", "--budget", "2.5")
     limits = {one["limit"]: one for one in printed("tenants", "show", "acme")["limits"]}
-    assert limits["requests_per_minute"] == {"limit": "requests_per_minute", "number": 60, "used": 0, "left": 60, "reset_s": 0.0}
+    expected = {"of": "tenant", "limit": "requests_per_minute", "number": 60, "used": 0, "left": 60, "reset_s": 0.0}
+    assert limits["requests_per_minute"] == expected
     assert (limits["monthly_budget"]["number"], limits["monthly_budget"]["left"]) == (2.5, 2.5)
+
+    record = TenantRecord(name="acme", tier="free", created_at=0.0, id=printed("tenants", "show", "acme")["id"], monthly_budget=2.5)
+    principal = tenant_principal(record, BUILT_IN_TIERS["free"])
 
     async def take() -> None:
         store = open_limits(StoreConfig(), os.environ["HEADRACE_STATE"], clock=time.monotonic, unix_time=time.time)
-        principal = tenant_principal("acme", "free", BUILT_IN_TIERS["free"], monthly_budget=2.5)
         await store.take(None, [rule.claim(1_500_000_000 if rule.is_quota else 4) for rule in rules_of(principal)])
         await store.close()
 
@@ -111,12 +118,59 @@ def test_a_tenants_limits_are_shown_with_what_is_used_and_left() -> None:
     assert "requests_per_minute  60" in done("tenants", "show", "acme")
 
 
+def test_limits_of_keys_and_users_are_shown_with_their_tenant_and_by_themselves(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    models, tiers = "models: [{upstreams: [{url: http://h/v1}], name: far}]", "{requests_per_minute: 9, user_requests_per_minute: 3}"
+    file.write_text(f"{models}\ntiers: {{small: {tiers}}}\n")
+    config = ("--config", str(file))
+    made = printed("keys", "create", "--tenant", "acme", "--tier", "small", "--user", "ann", "--budget", "2", *config)
+    gone = printed("keys", "create", "--tenant", "acme", "--tier", "small", "--user", "bob", *config)
+    done("keys", "revoke", gone["id"], *config)
+    expected = [
+        ("tenant", "requests_per_minute", 9),
+        ("user ann", "user_requests_per_minute", 3),
+        (f"key {made['id']}", "key_monthly_budget", 2.0),
+    ]
+    for command in (("tenants", "show", "acme"), ("keys", "show", made["id"])):
+        shown = printed(*command, *config)["limits"]
+        assert [(row["of"], row["limit"], row["number"]) for row in shown] == expected
+        assert all((row["used"], row["left"]) == (0, row["number"]) for row in shown)
+    assert f"key {made['id']}  key_monthly_budget" in done("keys", "show", made["id"], *config)
+
+
+async def test_limits_are_shown_over_the_admin_socket() -> None:
+    made = await asyncio.to_thread(printed, "keys", "create", "--tenant", "acme", "--tier", "free", "--budget", "2")
+    config = load_settings(None, os.environ, {"state": None}, default_model=DEFAULT_MODEL)
+    requests = LimitRequests(lambda work: read_limits(config, work, actor="test"))
+
+    async def get(*path: str) -> Any:
+        return await requests.answer("GET", path, {}, {}, "test")
+
+    for path in (("tenants", "acme", "limits"), ("keys", made["id"], "limits")):
+        status, rows = await get(*path)
+        assert (status, [row["limit"] for row in rows]) == (200, ["requests_per_minute", "key_monthly_budget"])
+    status, refused_with = await get("tenants", "absent", "limits")
+    assert (status, "headrace tenants list" in refused_with["error"]) == (400, True)
+    assert await get("tenants", "acme") is None
+
+
+def test_a_tenant_may_turn_the_cache_on_off_and_back_to_the_gateways_default() -> None:
+    done("tenants", "create", "acme", "--option", "cache=true")
+    assert printed("tenants", "show", "acme")["options"] == {"cache": True}
+    done("tenants", "set", "acme", "--option", "cache=false")
+    assert printed("tenants", "show", "acme")["options"] == {"cache": False}
+    done("tenants", "set", "acme", "--option", "cache=")
+    assert printed("tenants", "show", "acme")["options"] == {}
+    assert "one of true, false" in str(refused("tenants", "set", "acme", "--option", "cache=on"))
+
+
 def test_a_tenant_is_created_changed_and_removed() -> None:
     done("tenants", "create", "acme", "--tier", "free", "--option", "log_prompts=true")
     done("tenants", "set", "acme", "--budget", "5", "--option", "context_fitting=summary", "--option", "log_prompts=")
     assert printed("tenants", "list") == [
         {
             "name": "acme",
+            "id": printed("tenants", "show", "acme")["id"],
             "tier": "free",
             "budget": 5.0,
             "options": {"context_fitting": "summary"},

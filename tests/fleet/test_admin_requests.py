@@ -15,8 +15,12 @@ import pytest
 from wire_kit import socket_dir
 
 from headrace.cli.control_client import _UnixConnection
+from headrace.core.errors import ConfigError
 from headrace.fleet.admin import SOCKET_NAME, TOKEN_NAME, admin_socket
+from headrace.fleet.audit import CommandAudit
 from headrace.fleet.control import FleetControl
+from headrace.fleet.hangup import reloading_when_asked
+from headrace.fleet.progress import Hear, no_operator
 from headrace.gateway.access.admin_requests import REQUESTS, KeyRequests
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.sqlite_keys import SqliteKeys
@@ -62,7 +66,7 @@ async def door() -> AsyncIterator[Door]:
 async def test_a_key_and_its_tenant_from_creation_to_the_end(door: Door) -> None:
     status, made = await door.ask("POST", "/keys", {"tenant": "acme", "tier": "free", "user": "bob", "models": ["m"], "budget": 2.5})
     assert status == 200
-    assert made.keys() == {"id", "key"}
+    assert (made.keys(), made["tenant"]) == ({"id", "key", "tenant"}, "acme")
     [listed] = (await door.ask("GET", "/keys?tenant=acme"))[1]
     assert (listed["id"], listed["user"], listed["models"], listed["budget"]) == (made["id"], "bob", ["m"], 2.5)
     assert (await door.ask("GET", "/keys?tenant=other"))[1] == []
@@ -99,6 +103,86 @@ async def test_a_refusal_names_the_field(door: Door, method: str, path: str, bod
     status, answer = await door.ask(method, path, body)
     assert status == 400
     assert reason in answer["error"]
+
+
+class SpokenControl(FleetControl):
+    """Commands that do nothing, and say what a deployment may say."""
+
+    def __init__(self, audit: CommandAudit) -> None:
+        self.audit = audit
+
+    async def idle(self) -> None:
+        return
+
+    async def scale(self, model: str, replicas: int, hear: Hear = no_operator) -> list[str]:
+        if replicas > 9:
+            raise ConfigError(model, "is refused")
+        return ["one replica cannot be started"] if replicas == 9 else []
+
+    async def drain_all(self, within_s: float) -> list[str]:
+        await asyncio.sleep(60)
+        return []
+
+    async def reload(self, hear: Hear = no_operator) -> list[str]:
+        return []
+
+
+async def test_commands_to_a_deployment_leave_audit_records() -> None:
+    with socket_dir() as folder:
+
+        def administration(actor: str) -> Administration:
+            store = SqliteKeys.open(str(folder / "keys.db"))
+            return Administration(store, tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
+
+        async def write(actor: str, action: str, subject: str, detail: Mapping[str, object]) -> None:
+            admin = administration(actor)
+            await admin.record(action, subject, detail)
+            await admin.close()
+
+        control = SpokenControl(CommandAudit(write))
+        async with admin_socket(folder, control, [KeyRequests(administration)]):
+            door = Door(folder)
+            version = await directory_version(folder)
+            for replicas in (2, 9, 10):
+                await door.ask("POST", "/scale", {"model": "m", "replicas": replicas})
+            asked = asyncio.Event()
+            async with reloading_when_asked(asked, control):
+                asked.set()
+                async with asyncio.timeout(10):
+                    while (await door.ask("GET", "/audit"))[1][0]["action"] != "deployment.reload":
+                        await asyncio.sleep(0.02)
+            draining = asyncio.create_task(door.ask("POST", "/drain", {"within_s": 5.0}))
+            async with asyncio.timeout(10):
+                while len(records := (await door.ask("GET", "/audit"))[1]) < 4:
+                    await asyncio.sleep(0.02)
+            found = [(record["action"], record["subject"], record["detail"]) for record in records]
+            assert found == [
+                ("deployment.drain", "deployment", {"within_s": 5.0}),
+                ("deployment.reload", "deployment", {}),
+                ("deployment.scale", "m", {"model": "m", "replicas": 9, "failures": ["one replica cannot be started"]}),
+                ("deployment.scale", "m", {"model": "m", "replicas": 2}),
+            ]
+            user = f"{getpass.getuser()}, through the admin socket"
+            assert [record["actor"] for record in records] == [user, "SIGHUP", user, user]
+            assert await directory_version(folder) == version, "no gateway reads its keys again"
+        await draining
+
+
+async def directory_version(folder: Path) -> int:
+    store = SqliteKeys.open(str(folder / "keys.db"))
+    try:
+        return (await store.state()).version
+    finally:
+        await store.close()
+
+
+async def test_a_command_whose_audit_record_cannot_be_written_says_so() -> None:
+    async def fails(actor: str, action: str, subject: str, detail: Mapping[str, object]) -> None:
+        raise StoreFailed("redis: no connection")
+
+    heard: list[str] = []
+    await CommandAudit(fails).record("bob", "scale", {"model": "m"}, heard.append)
+    assert heard == ["the audit record cannot be written: redis: no connection"]
 
 
 async def test_nothing_is_answered_without_the_token(door: Door) -> None:

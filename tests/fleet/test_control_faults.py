@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from scripted_site import FleetExit, Script, scripted_site
-from wire_kit import until
+from wire_kit import PATIENCE_S, until
 
 from headrace.fleet import config, control, gateways, hang_watch
 from headrace.fleet.command_slot import CommandSlot, ControlBusy
@@ -44,6 +44,41 @@ async def test_a_refused_rollout_leaves_the_reason_why_the_one_before_failed() -
         script.refusal = ""
         assert (await site.do("rollout"))[-1] == {"event": "done"}
         assert await site.phases() == {"tiny-3": "serving"}, "tiny-2 was in the refused plan"
+
+
+async def test_a_model_whose_tokenizer_gateways_cannot_use_fails_alone_and_a_reload_tries_it_again() -> None:
+    script = Script(unreadable={"bad": "tokenizer.json: is missing."})
+    async with scripted_site(script, models={"tiny": 1, "bad": 1}, workers=2) as site:
+        async with asyncio.timeout(PATIENCE_S):
+            while await site.phases("bad") != {"bad-0": "failed"}:
+                await asyncio.sleep(0.02)
+        await until(lambda: site.listed("bad", "gateway-0") == [])
+        assert await site.phases() == {"tiny-0": "serving"}
+        [written] = [model for model in site.process("gateway-0").config["models"] if model["name"] == "bad"]
+        assert written["unavailable"] == "Its tokenizer or chat template cannot be used."
+        assert site.process("bad-0").exited.done(), "its engine is of no use"
+        reason = "bad: bad-{} cannot be started: tokenizer.json: is missing."
+        [shown] = [model for model in (await site.status())["models"] if model["name"] == "bad"]
+        assert shown["failure"] == reason.format(0)
+        assert (await site.do("reload"))[-1] == {"event": "failed", "reason": reason.format(1)}
+        assert (await site.do("rollout", model="tiny"))[-1] == {"event": "done"}, "other models change as ever"
+        script.unreadable.clear()
+        assert (await site.do("reload"))[-1] == {"event": "done"}
+        assert await site.phases("bad") == {"bad-2": "serving"}
+
+
+async def test_a_tokenizer_that_one_gateway_alone_cannot_use_costs_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was started again while the model's files were being copied, say: the other one serves."""
+    async with scripted_site(workers=2) as site:
+        await site.all_serving()
+        second = site.process("gateway-1")
+        monkeypatch.setattr(second, "_script", Script(unreadable={"tiny": "tokenizer.json: is missing."}))
+        assert (await site.do("scale", model="tiny", replicas=1))[-1] == {"event": "done"}
+        [model] = (await site.status())["models"]
+        assert [(each["phase"], each["ready"], each["reason"]) for each in model["replicas"]] == [
+            ("serving", False, "tokenizer.json: is missing.")
+        ]
+        assert not site.process("tiny-0").exited.done()
 
 
 async def test_an_engine_that_hangs_at_its_start_leaves_the_site_to_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,44 @@ async def test_metrics_may_be_opened(text: TextModel) -> None:
     async with open_bench(text, api_keys=KEYS, open_metrics=True) as bench:
         assert (await bench.client.get("/metrics")).status_code == 200
         assert (await bench.client.get("/v1/models")).status_code == 401
+
+
+OPS = "sk-scraper-0123456789abcdef"
+OPS_KEYS = [*KEYS, {"key": OPS, "tenant": "ops"}]
+
+
+async def tenants_on_page(bench: TestBench, key: str) -> tuple[set[str], bool]:
+    """The tenants with series on the page that this key reads (empty: no key), and whether tiers have some; two tenants are used first."""
+    for used in (KEY, OTHER):
+        answer = await bench.client.post("/v1/chat/completions", json=chat_body(), headers={"authorization": f"Bearer {used}"})
+        assert answer.status_code == 200
+    page = await bench.client.get("/metrics", headers={"authorization": f"Bearer {key}"} if key else {})
+    assert "headrace_requests_total" in page.text
+    samples = [line for line in page.text.splitlines() if not line.startswith("#")]
+    return set(re.findall(r'tenant="([^"]*)"', "\n".join(samples))), any(line.startswith("headrace_tier_") for line in samples)
+
+
+@pytest.mark.parametrize(("key", "tenants", "has_tiers"), [(KEY, {"alice"}, False), (OTHER, {"bob"}, False), (OPS, {"alice", "bob"}, True)])
+async def test_a_key_reads_its_own_tenants_metrics_and_a_scrapers_key_all(
+    text: TextModel, key: str, tenants: set[str], has_tiers: bool
+) -> None:
+    async with open_bench(text, api_keys=OPS_KEYS, metrics_tenants=["ops"]) as bench:
+        assert await tenants_on_page(bench, key) == (tenants, has_tiers)
+
+
+@pytest.mark.parametrize(("shows", "tenants"), [(False, set()), (True, {"alice", "bob"})])
+async def test_open_metrics_show_tenants_only_by_their_own_option(text: TextModel, shows: bool, tenants: set[str]) -> None:
+    async with open_bench(text, api_keys=KEYS, open_metrics=True, open_tenant_metrics=shows) as bench:
+        assert await tenants_on_page(bench, "") == (tenants, shows)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [({"open_tenant_metrics": True}, "open_tenant_metrics"), ({"open_metrics": True, "metrics_tenants": ["ops"]}, "metrics_tenants")],
+)
+def test_an_option_of_metrics_that_would_change_nothing_is_refused(options: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: has no effect"):
+        config_from({"models": [{"name": "m", "folder": "/m", "replicas": [{"name": "r", "address": "unix:/s"}]}], **options})
 
 
 async def test_unknown_paths_tell_nothing_without_a_key(keyed: TestBench) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,15 +27,12 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Remove all kept answers of a tenant: cached ones, and those under an Idempotency-Key."""
-    import asyncio
-
     from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import load_settings
-    from headrace.cli.state import make_state_folder
+    from headrace.cli.directory import administered
     from headrace.core.counted import counted
     from headrace.gateway.cache.open import purge_answers
 
-    settings = load_settings(config, os.environ, {"state": state}, default_model=None if config else DEFAULT_MODEL)
-    make_state_folder(Path(settings.state))
-    num_removed = asyncio.run(purge_answers(settings.whole_gateway(), tenant, time.time))
+    settings = load_settings(config, os.environ, {"state": state}, default_model=None if config else DEFAULT_MODEL).whole_gateway()
+    num_removed = administered(config, state, lambda admin: purge_answers(settings, tenant, admin, time.time))
     print(json.dumps({"removed": num_removed}) if as_json else f"{counted(num_removed, 'answer')} of {tenant} removed")

@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.admin_flags import AdminFiles, AdminUrl
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from headrace.cli.control_client import AdminClient
     from headrace.cli.exits import CommandExitCode
 
 RunDir = Annotated[
     Path | None, typer.Option("--run-dir", metavar="DIR", help="Which deployment: its run directory. Default: the only one of this user.")
 ]
 AllowOutage = Annotated[bool, typer.Option("--allow-outage", help="Go on where no replica of the model serves in between.")]
+
 
 END_POLL_S = 0.1
 END_GRACE_S = 30.0
@@ -28,18 +32,18 @@ END_GRACE_S = 30.0
 
 def status(
     run_dir: RunDir = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show a running deployment: its gateways, models and replicas."""
-    from headrace.cli.control_client import AdminClient, find_deployment
-
-    found = AdminClient(find_deployment(run_dir)).status()
+    found = _client(run_dir, admin, tls_dir).status()
     print(json.dumps(found, indent=1) if as_json else "\n".join(_shown(found)))
 
 
-def reload(run_dir: RunDir = None) -> None:
+def reload(run_dir: RunDir = None, admin: AdminUrl = None, tls_dir: AdminFiles = None) -> None:
     """Read the configuration file of a running deployment again, print what changed, and apply it."""
-    raise typer.Exit(_command(run_dir, "reload", {}))
+    raise typer.Exit(_command(_client(run_dir, admin, tls_dir), "reload", {}))
 
 
 def rollout(
@@ -49,14 +53,20 @@ def rollout(
     ] = 1,
     allow_outage: AllowOutage = False,
     run_dir: RunDir = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
 ) -> None:
     """Replace the replicas of a model by new processes, one at a time, while requests run."""
-    raise typer.Exit(_command(run_dir, "rollout", {"model": model, "max_surge": max_surge, "allow_outage": allow_outage}))
+    raise typer.Exit(
+        _command(_client(run_dir, admin, tls_dir), "rollout", {"model": model, "max_surge": max_surge, "allow_outage": allow_outage})
+    )
 
 
 def scale(
     wanted: Annotated[str, typer.Argument(metavar="MODEL=N", help="A model and how many replicas it should have.")],
     run_dir: RunDir = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
 ) -> None:
     """Run more or fewer replicas of a model, until the next reload."""
     from headrace.cli.exits import UsageRefused
@@ -64,7 +74,7 @@ def scale(
     model, _, number = wanted.rpartition("=")
     if not (model and number.isascii() and number.isdigit()):
         raise UsageRefused(f"MODEL=N: {wanted!r} is not a model's name and a number. Write headrace scale tiny=2.")
-    raise typer.Exit(_command(run_dir, "scale", {"model": model, "replicas": int(number)}))
+    raise typer.Exit(_command(_client(run_dir, admin, tls_dir), "scale", {"model": model, "replicas": int(number)}))
 
 
 def drain(
@@ -73,6 +83,8 @@ def drain(
     everything: Annotated[bool, typer.Option("--all", help="The whole deployment, which then ends.")] = False,
     allow_outage: AllowOutage = False,
     run_dir: RunDir = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
 ) -> None:
     """Retire a replica, or the whole deployment, within a time: no new work, and what has not finished moves to another replica."""
     from headrace.cli.exits import UsageRefused
@@ -81,22 +93,31 @@ def drain(
         raise UsageRefused("REPLICA and --all: give one of them")
     if not math.isfinite(within):
         raise UsageRefused(f"--within: {within} is not a number of seconds")
-    code = _command(run_dir, "drain", {"replica": replica, "within_s": within, "allow_outage": allow_outage}, ends_within_s=within)
+    code = _command(
+        _client(run_dir, admin, tls_dir),
+        "drain",
+        {"replica": replica, "within_s": within, "allow_outage": allow_outage},
+        ends_within_s=within,
+    )
     raise typer.Exit(code)
 
 
-def _command(run_dir: Path | None, name: str, body: Mapping[str, object], *, ends_within_s: float = 0.0) -> CommandExitCode:
+def _client(run_dir: Path | None, admin: str | None, tls_dir: Path | None) -> AdminClient:
+    from headrace.cli.control_client import open_client
+
+    return open_client(run_dir, admin, tls_dir)
+
+
+def _command(client: AdminClient, name: str, body: Mapping[str, object], *, ends_within_s: float = 0.0) -> CommandExitCode:
     """Send a command and print what it says. ends_within_s: of a command for the whole deployment, its seconds until the end"""
-    from headrace.cli.control_client import AdminClient, find_deployment
     from headrace.cli.exits import CommandExitCode
 
-    client = AdminClient(find_deployment(run_dir))
     for said in client.command(name, body):
         match said["event"]:
             case "progress":
                 print(said["text"], flush=True)
             case "done":
-                return _ended(client.folder, ends_within_s) if "replica" in body and body["replica"] is None else CommandExitCode.OK
+                return _ended(client, ends_within_s) if "replica" in body and body["replica"] is None else CommandExitCode.OK
             case "refused":
                 print(f"headrace: nothing was changed: {said['reason']}", file=sys.stderr)
                 return CommandExitCode.CONFIG
@@ -105,14 +126,13 @@ def _command(run_dir: Path | None, name: str, body: Mapping[str, object], *, end
     return CommandExitCode.FAILED
 
 
-def _ended(folder: Path, within_s: float) -> CommandExitCode:
+def _ended(client: AdminClient, within_s: float) -> CommandExitCode:
     """Wait for the end of a deployment that drains."""
     from headrace.cli.exits import CommandExitCode
-    from headrace.fleet.files import is_running
 
     print(f"the deployment drains for up to {within_s:g} s", flush=True)
     deadline = time.monotonic() + within_s + END_GRACE_S
-    while is_running(folder):
+    while client.is_running():
         if time.monotonic() > deadline:
             print("headrace: it still runs; its log says more", file=sys.stderr)
             return CommandExitCode.FAILED
@@ -135,7 +155,8 @@ def _shown(found: Mapping[str, Any]) -> list[str]:
 
 def _shown_model(model: Mapping[str, Any]) -> list[str]:
     if model["served"] == "elsewhere":
-        return [f"{model['name']}: its engines were not started here"]
+        lines = [f"{model['name']}: its engines were not started here"]
+        return [*lines, f"  {model['failure']}"] if model["failure"] else lines
     ready = sum(replica["ready"] for replica in model["replicas"])
     rollout = ", a rollout is under way" if model["rollout"] else ""
     lines = [f"{model['name']}: {ready} of {model['wanted']} replicas ready, revision {model['revision']}{rollout}"]

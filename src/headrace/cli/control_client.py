@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode, urlsplit
 
-from headrace.cli.exits import ServerFailed
+from headrace.cli.exits import ServerFailed, UsageRefused
 from headrace.core.errors import ConfigError
+from headrace.core.hosts import is_loopback
 from headrace.fleet.admin import SOCKET_NAME, TOKEN_NAME
 from headrace.fleet.files import is_running, running_deployments
+from headrace.wire.private_files import read_token
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -50,22 +56,37 @@ class AdminClient:
 
     def __init__(self, folder: Path) -> None:
         """folder: the deployment's own. Raises ServerFailed where its token cannot be read"""
-        self.folder = folder
+        self._folder = folder
         try:
             token = (folder / TOKEN_NAME).read_text(encoding="ascii")
         except OSError as error:
             raise ServerFailed(
                 f"{folder / TOKEN_NAME} cannot be read ({error.strerror}): the deployment is starting or has ended"
             ) from None
-        self._headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+        self._headers = _headers(token)
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return f"in {self._folder}"
+
+    def is_running(self) -> bool:
+        return is_running(self._folder)
 
     def status(self) -> dict[str, Any]:
         with self._response("GET", "/status", timeout_s=STATUS_TIMEOUT_S) as response:
-            try:
-                found: dict[str, Any] = json.loads(response.read())
-            except (OSError, HTTPException, ValueError) as error:
-                raise ServerFailed(f"the deployment in {self.folder} does not answer ({error})") from None
+            found: dict[str, Any] = self._read(response)
         return found
+
+    def request(self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object] | None) -> Any:
+        """The JSON that answers a request about keys. Raises ServerFailed with the reason where the deployment refuses it."""
+        target = "/" + "/".join(quote(part, safe="") for part in path) + (f"?{urlencode(query)}" if query else "")
+        sent = None if body is None else json.dumps(body)
+        with self._response(method, target, sent, timeout_s=STATUS_TIMEOUT_S, refusals=(400, 503)) as response:
+            found = self._read(response)
+            if response.status != 200:
+                raise ServerFailed(f"the deployment {self.place} refuses: {found['error']}")
+            return found
 
     def command(self, name: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
         """Every line of the answer as it comes; the last one says how the command ended."""
@@ -77,20 +98,96 @@ class AdminClient:
         if not is_ended:
             raise ServerFailed("the deployment ended before the command did")
 
+    def _connection(self, timeout_s: float | None) -> HTTPConnection:
+        return _UnixConnection(self._folder / SOCKET_NAME, timeout_s)
+
+    def _why(self, error: Exception) -> str:
+        return str(error)
+
+    def _read(self, response: HTTPResponse) -> Any:
+        try:
+            return json.loads(response.read())
+        except (OSError, HTTPException, ValueError) as error:
+            raise ServerFailed(f"the deployment {self.place} does not answer ({error})") from None
+
     @contextmanager
-    def _response(self, method: str, path: str, body: str | None = None, *, timeout_s: float | None = None) -> Iterator[HTTPResponse]:
-        """timeout_s: for each wait for an answer; None: as long as it takes"""
-        with closing(_UnixConnection(self.folder / SOCKET_NAME, timeout_s)) as connection:
+    def _response(
+        self, method: str, path: str, body: str | None = None, *, timeout_s: float | None = None, refusals: Collection[int] = ()
+    ) -> Iterator[HTTPResponse]:
+        """
+        timeout_s  for each wait for an answer; None: as long as it takes
+        refusals   statuses beside 200 that are an answer
+        """
+        with closing(self._connection(timeout_s)) as connection:
             try:
                 connection.request(method, path, body, self._headers)
                 response = connection.getresponse()
             except (OSError, HTTPException) as error:
-                raise ServerFailed(f"the deployment in {self.folder} does not answer ({error})") from None
+                raise ServerFailed(f"the deployment {self.place} does not answer ({self._why(error)})") from None
             with response:
-                if response.status != 200:
+                if response.status not in (200, *refusals):
                     said = response.read(400).decode(errors="replace")
-                    raise ServerFailed(f"the deployment in {self.folder} answered {response.status}: {said}")
+                    raise ServerFailed(f"the deployment {self.place} answered {response.status}: {said}")
                 yield response
+
+
+class RemoteAdminClient(AdminClient):
+    """Talks to a deployment over TCP."""
+
+    def __init__(self, url: str, files: Path) -> None:
+        """files: a folder with the token, and beyond loopback this end's certificates. Raises ConfigError and UsageRefused"""
+        import ssl
+
+        from headrace.fleet.admin_listen import operator_context
+        from headrace.wire.tls.files import TOKEN_NAME as TOKEN_FILE
+        from headrace.wire.tls.files import files_in
+
+        self._url = url
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port or parts.path.strip("/"):
+            raise UsageRefused(f"--admin: {url!r} is not https://HOST:PORT.")
+        if parts.scheme == "http" and not is_loopback(parts.hostname):
+            raise UsageRefused(f"--admin: {url!r} would send the token unencrypted to another machine. Write https.")
+        self._host, self._port = parts.hostname, parts.port
+        self._files = files_in(files)
+        self._context: ssl.SSLContext | None = operator_context(self._files) if parts.scheme == "https" else None
+        self._headers = _headers(read_token("--tls-dir", str(files / TOKEN_FILE)))
+
+    @property
+    def place(self) -> str:
+        return f"at {self._url}"
+
+    def is_running(self) -> bool:
+        try:
+            socket.create_connection((self._host, self._port), CONNECT_TIMEOUT_S).close()
+        except OSError:
+            return False
+        return True
+
+    def _connection(self, timeout_s: float | None) -> HTTPConnection:
+        return _TcpConnection(self._host, self._port, self._context, timeout_s)
+
+    def _why(self, error: Exception) -> str:
+        from headrace.wire.tls.faults import handshake_fault
+
+        return handshake_fault(error, own="this command", peer="the deployment", ca=self._files.ca) or str(error)
+
+
+def open_client(run_dir: Path | None, admin: str | None, tls_dir: Path | None) -> AdminClient:
+    """The deployment that a command is for. Raises as `find_deployment` and the clients."""
+    if admin is None:
+        if tls_dir is not None:
+            raise UsageRefused("--tls-dir: is for --admin URL.")
+        return AdminClient(find_deployment(run_dir))
+    if run_dir is not None:
+        raise UsageRefused("--run-dir and --admin: give one of them.")
+    if tls_dir is None:
+        raise UsageRefused("--tls-dir: name the folder with the token and this end's certificates.")
+    return RemoteAdminClient(admin, tls_dir)
+
+
+def _headers(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}", "content-type": "application/json"}
 
 
 def _lines(response: HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -112,4 +209,19 @@ class _UnixConnection(HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(CONNECT_TIMEOUT_S)
         self.sock.connect(str(self._path))
+        self.sock.settimeout(self._timeout_s)
+
+
+class _TcpConnection(HTTPConnection):
+    """Unlike `http.client`'s own it waits for an answer as long as the command takes."""
+
+    def __init__(self, host: str, port: int, context: SSLContext | None, timeout_s: float | None) -> None:
+        super().__init__(host, port)
+        self._context = context
+        self._timeout_s = timeout_s
+
+    def connect(self) -> None:
+        self.sock = socket.create_connection((self.host, self.port), CONNECT_TIMEOUT_S)
+        if self._context is not None:
+            self.sock = self._context.wrap_socket(self.sock, server_hostname=self.host)
         self.sock.settimeout(self._timeout_s)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import pwd
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-
-from headrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.cli.config import ServeConfig
     from headrace.gateway.access.administration import Administration
-    from headrace.gateway.access.key_records import TenantRecord
+    from headrace.gateway.limits.report import LimitReport
 
 T = TypeVar("T")
 
@@ -29,6 +28,44 @@ StateFolder = Annotated[
     typer.Option("--state", metavar="DIR", help="The server's state folder. Default: HEADRACE_STATE, else ~/.local/state/headrace."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDirectory:
+    """The keys that a command is about: those of a state folder or a configuration's Redis, or with `admin` those of a deployment.
+
+    admin, tls_dir  its URL, and the folder of this end's files
+    """
+
+    file: Path | None
+    state: str | None
+    admin: str | None
+    tls_dir: Path | None
+
+    def ask(self, method: str, *path: str, query: Mapping[str, str] | None = None, body: Mapping[str, object] | None = None) -> Any:
+        """The JSON data that answers one of `access.admin_requests.REQUESTS`.
+
+        Raises: ConfigError, InvalidRequest and StoreFailed; ServerFailed and UsageRefused for a deployment.
+        """
+        from headrace.cli.exits import UsageRefused
+        from headrace.gateway.access.admin_requests import answer_request
+
+        if self.admin is None and self.tls_dir is None:
+            return administered(self.file, self.state, lambda admin: answer_request(admin, method, path, query, body))
+        if self.file is not None or self.state is not None:
+            raise UsageRefused("--admin: the deployment has its own file and state; leave out --config and --state.")
+        from headrace.cli.control_client import open_client
+
+        return open_client(None, self.admin, self.tls_dir).request(method, path, query or {}, body)
+
+    def limits(self, kind: str, name: str) -> Any:
+        """What is used of the limits of one of `kind`, keys or tenants. Raises as `ask`."""
+        import asyncio
+
+        if self.admin is not None or self.tls_dir is not None:
+            return self.ask("GET", kind, name, "limits")
+        config = _settings(self.file, self.state)
+        return asyncio.run(read_limits(config, lambda report: report.of(kind, name), actor="headrace"))
 
 
 def administered(file: Path | None, state: str | None, work: Callable[[Administration], Awaitable[T]]) -> T:
@@ -47,30 +84,25 @@ def administered(file: Path | None, state: str | None, work: Callable[[Administr
     return asyncio.run(run())
 
 
-def used_limits(file: Path | None, state: str | None, tenant: TenantRecord) -> list[dict[str, object]]:
-    """What a tenant has used of each of its limits. Raises ConfigError and StoreFailed."""
-    import asyncio
-
+async def read_limits(
+    config: ServeConfig, work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]], *, actor: str
+) -> list[dict[str, object]]:
+    """What `work` makes of a report on the limits of a configuration's tenants. Raises as `LimitReport`."""
     from headrace.cli.state import make_state_folder
     from headrace.gateway.limits.open import open_limits
-    from headrace.gateway.limits.report import limit_states, shown_limits, tenant_principal
+    from headrace.gateway.limits.report import LimitReport
     from headrace.policy.limits.tier import all_tiers
 
-    config = _settings(file, state)
-    tier = all_tiers(config.tiers).get(tenant.tier)
-    if tier is None:
-        raise ConfigError(f"tiers.{tenant.tier}", f"is not there, and the tenant {tenant.name} has it", "Give --config FILE of the server.")
-    principal = tenant_principal(tenant.name, tenant.tier, tier, monthly_budget=tenant.monthly_budget)
-
-    async def run() -> list[dict[str, object]]:
-        make_state_folder(Path(config.state))
+    make_state_folder(Path(config.state))
+    admin = open_administration(config, actor=actor)
+    try:
         store = open_limits(config.gateway.store, config.state, clock=time.monotonic, unix_time=time.time)
         try:
-            return shown_limits(await limit_states(store, principal))
+            return await work(LimitReport(admin, store, all_tiers(config.tiers), time.time))
         finally:
             await store.close()
-
-    return asyncio.run(run())
+    finally:
+        await admin.close()
 
 
 def _settings(file: Path | None, state: str | None) -> ServeConfig:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.admin_flags import AdminFiles, AdminUrl
 from headrace.cli.directory import AsJson, ConfigFile, StateFolder
-
-if TYPE_CHECKING:
-    from headrace.gateway.access.administration import IssuedKey
 
 keys_app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -32,22 +29,24 @@ def create(
     requests_per_minute: Annotated[int | None, typer.Option("--requests-per-minute", help="Of this key alone.")] = None,
     config: ConfigFile = None,
     state: StateFolder = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
     as_json: AsJson = False,
 ) -> None:
     """Create an API key and print it. It is shown once: only its digest is kept."""
-    from headrace.cli.directory import administered
+    from headrace.cli.directory import KeyDirectory
     from headrace.cli.durations import seconds_of
-    from headrace.gateway.access.administration import NewKey
-    from headrace.gateway.access.principal import KeyLimits
 
-    limits = KeyLimits(
-        monthly_budget=budget,
-        requests_per_minute=requests_per_minute,
-        models=tuple(name.strip() for name in models.split(",")) if models else (),
-    )
-    expires_s = None if expires is None else seconds_of(expires, "--expires")
-    wanted = NewKey(tenant=tenant, tier=tier, user=user, expires_s=expires_s, limits=limits)
-    _print_issued(administered(config, state, lambda admin: admin.create_key(wanted)), as_json)
+    wanted = {
+        "tenant": tenant,
+        "tier": tier,
+        "user": user,
+        "expires_s": None if expires is None else seconds_of(expires, "--expires"),
+        "budget": budget,
+        "requests_per_minute": requests_per_minute,
+        "models": [name.strip() for name in models.split(",")] if models else [],
+    }
+    _print_issued(KeyDirectory(config, state, admin, tls_dir).ask("POST", "keys", body=wanted), as_json)
 
 
 @keys_app.command("list")
@@ -55,23 +54,31 @@ def list_keys(
     tenant: Annotated[str | None, typer.Option("--tenant", help="Only of this tenant.")] = None,
     config: ConfigFile = None,
     state: StateFolder = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
     as_json: AsJson = False,
 ) -> None:
     """List all keys, revoked and expired ones too."""
-    from headrace.cli.directory import administered
-    from headrace.gateway.access.shown_records import shown_key
+    from headrace.cli.directory import KeyDirectory
 
-    found = [shown_key(key, time.time()) for key in administered(config, state, lambda admin: admin.keys(tenant))]
+    found = KeyDirectory(config, state, admin, tls_dir).ask("GET", "keys", query={} if tenant is None else {"tenant": tenant})
     print_rows(found, ("id", "first_chars", "tenant", "user", "tier", "state", "expires_at"), as_json)
 
 
 @keys_app.command()
-def show(key_id: KeyId, config: ConfigFile = None, state: StateFolder = None, as_json: AsJson = False) -> None:
-    """Show what a key may do."""
-    from headrace.cli.directory import administered
-    from headrace.gateway.access.shown_records import shown_key
+def show(
+    key_id: KeyId,
+    config: ConfigFile = None,
+    state: StateFolder = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a key may do, and what is used of every limit that its requests are held to."""
+    from headrace.cli.directory import KeyDirectory
 
-    print_one(shown_key(administered(config, state, lambda admin: admin.key(key_id)), time.time()), as_json)
+    directory = KeyDirectory(config, state, admin, tls_dir)
+    print_with_limits(directory.ask("GET", "keys", key_id), directory.limits("keys", key_id), as_json)
 
 
 @keys_app.command()
@@ -82,46 +89,49 @@ def rotate(
     ] = "0s",
     config: ConfigFile = None,
     state: StateFolder = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
     as_json: AsJson = False,
 ) -> None:
     """Replace a key by a new one of the same id, limits and budget, and print it."""
-    from headrace.cli.directory import administered
+    from headrace.cli.directory import KeyDirectory
     from headrace.cli.durations import seconds_of
 
-    grace_s = seconds_of(grace, "--grace")
-    _print_issued(administered(config, state, lambda admin: admin.rotate_key(key_id, grace_s=grace_s)), as_json)
+    body = {"grace_s": seconds_of(grace, "--grace")}
+    _print_issued(KeyDirectory(config, state, admin, tls_dir).ask("POST", "keys", key_id, "rotate", body=body), as_json)
 
 
 @keys_app.command()
-def revoke(key_id: KeyId, config: ConfigFile = None, state: StateFolder = None) -> None:
+def revoke(key_id: KeyId, config: ConfigFile = None, state: StateFolder = None, admin: AdminUrl = None, tls_dir: AdminFiles = None) -> None:
     """End a key on every gateway, within two seconds."""
-    from headrace.cli.directory import administered
+    from headrace.cli.directory import KeyDirectory
 
-    administered(config, state, lambda admin: admin.revoke_key(key_id))
+    KeyDirectory(config, state, admin, tls_dir).ask("DELETE", "keys", key_id)
     print(f"{key_id} is revoked")
 
 
 @keys_app.command()
 def audit(
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1_000_000, help="Newest records to show.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="Newest records to show.")] = 100,
     config: ConfigFile = None,
     state: StateFolder = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the changes to keys and tenants, newest first: when, by which user, what."""
-    from headrace.cli.directory import administered
-    from headrace.gateway.access.shown_records import shown_audit
+    from headrace.cli.directory import KeyDirectory
 
-    found = [shown_audit(record) for record in administered(config, state, lambda admin: admin.audit(limit))]
+    found = KeyDirectory(config, state, admin, tls_dir).ask("GET", "audit", query={"limit": str(limit)})
     print_rows(found, ("time", "actor", "action", "subject", "detail"), as_json)
 
 
-def _print_issued(issued: IssuedKey, as_json: bool) -> None:
+def _print_issued(issued: Mapping[str, str], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"id": issued.record.id, "key": issued.key}))
+        print(json.dumps({"id": issued["id"], "key": issued["key"]}))
         return
-    print(issued.key)
-    print(f"{issued.record.id}, tenant {issued.record.tenant}. The key is shown this once.", file=sys.stderr)
+    print(issued["key"])
+    print(f"{issued['id']}, tenant {issued['tenant']}. The key is shown this once.", file=sys.stderr)
 
 
 def print_one(record: Mapping[str, Any], as_json: bool) -> None:
@@ -130,6 +140,16 @@ def print_one(record: Mapping[str, Any], as_json: bool) -> None:
         return
     for name, value in record.items():
         print(f"{name + ':':21}{_shown(name, value)}")
+
+
+def print_with_limits(record: Mapping[str, Any], limits: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_one({**record, "limits": limits}, as_json)
+        return
+    print_one(record, as_json)
+    if limits:
+        print()
+        print_rows(limits, ("of", "limit", "number", "used", "left", "reset_s"), as_json)
 
 
 def print_rows(records: Sequence[Mapping[str, Any]], columns: Sequence[str], as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.directory import AsJson, ConfigFile, StateFolder
-from headrace.cli.keys import print_one, print_rows
+from headrace.cli.keys import print_rows, print_with_limits
 
 if TYPE_CHECKING:
     from headrace.gateway.access.administration import TenantChange
@@ -21,7 +21,11 @@ TierName = Annotated[str | None, typer.Option("--tier", help="The tenant's rules
 Budget = Annotated[float | None, typer.Option("--budget", help="Money per UTC month in the place of the tier's; 0: the tier's again.")]
 Options = Annotated[
     list[str] | None,
-    typer.Option("--option", metavar="NAME=VALUE", help="log_prompts=true, context_fitting=summary; NAME= for the default; repeatable."),
+    typer.Option(
+        "--option",
+        metavar="NAME=VALUE",
+        help="log_prompts=true, cache=false, context_fitting=summary; NAME= for the default; repeatable.",
+    ),
 ]
 
 
@@ -74,19 +78,11 @@ def list_tenants(config: ConfigFile = None, state: StateFolder = None, as_json: 
 
 @tenants_app.command()
 def show(name: Name, config: ConfigFile = None, state: StateFolder = None, as_json: AsJson = False) -> None:
-    """Show a tenant, and what it has used of its limits."""
-    from headrace.cli.directory import administered, used_limits
-    from headrace.gateway.access.shown_records import shown_tenant
+    """Show a tenant, and what it, its users and its keys have used of their limits."""
+    from headrace.cli.directory import KeyDirectory
 
-    tenant = administered(config, state, lambda admin: admin.tenant(name))
-    limits = used_limits(config, state, tenant)
-    if as_json:
-        print_one(shown_tenant(tenant) | {"limits": limits}, as_json)
-        return
-    print_one(shown_tenant(tenant), as_json)
-    if limits:
-        print()
-        print_rows(limits, ("limit", "number", "used", "left", "reset_s"), as_json)
+    directory = KeyDirectory(config, state, None, None)
+    print_with_limits(directory.ask("GET", "tenants", name), directory.limits("tenants", name), as_json)
 
 
 @tenants_app.command()

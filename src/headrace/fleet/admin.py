@@ -1,7 +1,8 @@
 """The admin socket: HTTP with JSON over a Unix socket in the deployment's own directory. docs/control.md lists the requests.
 
-Only the user that runs the deployment can open it, and each request carries the token from the file beside it. What a command does is
-`fleet.control`; `cli.control_client` is the other end.
+Only the user that runs the deployment can open it, and each request carries the token from the file beside it. The same requests are
+answered over TCP where the configuration says so, with another token (`fleet.admin_listen`). What a command does is `fleet.control`;
+`cli.control_client` is the other end.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import pwd
 import secrets
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.strict_decode import decode
+from headrace.fleet.admin_listen import AdminAddress
 from headrace.fleet.admin_requests import DrainBody, ReloadBody, RolloutBody, ScaleBody
 from headrace.fleet.command_slot import ControlBusy
 from headrace.fleet.control import FleetControl
@@ -57,23 +60,58 @@ class AdminRequests(Protocol):
 
 
 @asynccontextmanager
-async def admin_socket(folder: Path, control: FleetControl, requests: Sequence[AdminRequests] = ()) -> AsyncIterator[None]:
-    """Answer on the socket in `folder` until the block ends. requests: asked in turn. Raises ConfigError where it cannot be made."""
+async def admin_socket(
+    folder: Path, control: FleetControl, requests: Sequence[AdminRequests] = (), address: AdminAddress | None = None
+) -> AsyncIterator[None]:
+    """Answer on the socket in `folder`, and at an address, until the block ends. Raises ConfigError where either cannot be had.
+
+    requests  asked in turn
+    """
+    path = folder / SOCKET_NAME
+    local = _AdminDoor(control, _write_token(folder / TOKEN_NAME), requests)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(_answering(local, partial(_listen_at_socket, path=path)))
+        if address is not None:
+            remote = _AdminDoor(control, address.token, requests)
+            await stack.enter_async_context(_answering(remote, partial(_listen_at_address, address=address)))
+        yield
+
+
+async def _listen_at_socket(runner: web.AppRunner, path: Path) -> None:
+    """Raises ConfigError."""
     from aiohttp import web
 
-    door = _AdminDoor(control, _write_token(folder / TOKEN_NAME), requests)
-    app = web.Application(client_max_size=MAX_BODY_BYTES)
-    app.add_routes([web.get("/status", door.status), *(web.post(f"/{name}", door.command) for name in door.commands)])
-    app.router.add_route("*", "/{path:.*}", door.request)
-    runner = web.AppRunner(app, access_log=None, handle_signals=False)
-    await runner.setup()
-    path = folder / SOCKET_NAME
     try:
         await web.UnixSite(runner, path).start()
         path.chmod(0o600)
     except OSError as error:
         raise ConfigError("run_dir", f"{path} cannot be made ({error.strerror})") from error
+
+
+async def _listen_at_address(runner: web.AppRunner, address: AdminAddress) -> None:
+    """Raises ConfigError."""
+    from aiohttp import web
+
     try:
+        await web.TCPSite(runner, address.host, address.port, ssl_context=address.context).start()
+    except OSError as error:
+        raise ConfigError("admin.listen", f"{address.host}:{address.port} cannot be listened on ({error.strerror})") from error
+    scheme = "http" if address.context is None else "https"
+    log.info("admin requests are answered at %s://%s:%d", scheme, address.host, runner.addresses[0][1])
+
+
+@asynccontextmanager
+async def _answering(door: _AdminDoor, listen: Callable[[web.AppRunner], Awaitable[None]]) -> AsyncIterator[None]:
+    """Raises ConfigError as `listen`."""
+    from aiohttp import web
+
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.add_routes([web.get("/status", door.status), *(web.post(f"/{name}", door.command) for name in door.commands)])
+    app.router.add_route("*", "/{path:.*}", door.request)
+    runner = web.AppRunner(app, access_log=None, handle_signals=False)
+    await runner.setup()
+    try:
+        await listen(runner)
         yield
     finally:
         await door.close()
@@ -133,7 +171,8 @@ class _AdminDoor:
         def hear(text: str) -> None:
             lines.put_nowait({"event": "progress", "text": text})
 
-        task = asyncio.create_task(self.commands[request.path.removeprefix("/")](body, hear), name=f"command {request.path}")
+        actor = f"{_user_at(request)}, through the admin socket"
+        task = asyncio.create_task(self._audited(request.path.removeprefix("/"), body, actor, hear), name=f"command {request.path}")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         task.add_done_callback(lambda done: lines.put_nowait(_end_of(done)))
@@ -148,11 +187,21 @@ class _AdminDoor:
                     break
         return response
 
+    async def _audited(self, name: str, body: Mapping[str, object], actor: str, hear: Hear) -> list[str]:
+        """Do a command and record it; the end of the whole deployment is recorded first, because it ends this task too."""
+        ends_all = name == "drain" and body.get("replica") is None
+        if ends_all:
+            await self._control.audit.record(actor, name, body, hear)
+        failures = await self.commands[name](body, hear)
+        if not ends_all:
+            await self._control.audit.record(actor, name, body, hear, failures)
+        return failures
+
     def _authenticate(self, request: web.Request) -> None:
         from aiohttp import web
 
         if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self._expected):
-            raise web.HTTPUnauthorized(text=f"The token in {TOKEN_NAME} is missing or wrong.")
+            raise web.HTTPUnauthorized(text="The token is missing or wrong.")
 
     async def _reload(self, body: Mapping[str, object], hear: Hear) -> list[str]:
         decode(ReloadBody, body)
@@ -188,15 +237,23 @@ async def _body(request: web.Request) -> Mapping[str, object]:
 
 
 def _user_at(request: web.Request) -> str:
-    """The user of the process at the other end of the socket."""
+    """The user of the process at the other end of the socket; over TCP its certificate's name and its address."""
     connected = None if request.transport is None else request.transport.get_extra_info("socket")
-    if connected is None:
+    if request.transport is None or connected is None:
         return "unknown"
+    if connected.family != socket.AF_UNIX:
+        return f"{_certificate_name(request.transport)} at {request.remote}"
     _, uid, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"user {uid}"
+
+
+def _certificate_name(transport: asyncio.BaseTransport) -> str:
+    """The common name of the other end's certificate."""
+    subject = (transport.get_extra_info("peercert") or {}).get("subject", ())
+    return next((str(value) for part in subject for name, value in part if name == "commonName"), "somewhere")
 
 
 def _end_of(task: asyncio.Task[list[str]]) -> dict[str, object]:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from headrace.core.errors import ConfigError
+from headrace.fleet.audit import CommandAudit
 from headrace.fleet.command_slot import CommandSlot
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig
 from headrace.fleet.config_change import check_can_become, with_site_keys
@@ -47,11 +48,19 @@ class FleetControl:
     """The commands. Each returns what failed, a line per model; empty when all is as it was asked. `hear` gets the lines of progress
     about the models of a command, for its operator alone."""
 
-    def __init__(self, reconciler: Reconciler, source: ConfigSource | None, drain_all: Callable[[float], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        reconciler: Reconciler,
+        source: ConfigSource | None,
+        drain_all: Callable[[float], Awaitable[None]],
+        audit: CommandAudit | None = None,
+    ) -> None:
         """
         source     None: there is no file to read again
         drain_all  ends the whole deployment, with this many seconds for running requests
+        audit      of the commands, written by callers, which know the actor; None: no records are kept
         """
+        self.audit = audit or CommandAudit()
         self._reconciler = reconciler
         self._source = source
         self._drain_all = drain_all
@@ -193,7 +202,7 @@ class FleetControl:
         reconciler = self._reconciler
         target = reconciler.deployment.targets.get(model)
         if target is None:
-            return {"name": model, "served": "elsewhere"}
+            return {"name": model, "served": "elsewhere", "failure": reconciler.view.why_refused(model)}
         rollout = None if target.rollout is None else {"max_surge": target.rollout.max_surge, "allow_outage": target.rollout.allow_outage}
         return {
             "name": model,

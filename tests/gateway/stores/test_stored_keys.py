@@ -12,20 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_kit import MODEL, TestBench, chat_body, open_bench
+from gateway_kit import MODEL, TestBench, chat_body, eventually, open_bench
+from identity_kit import administration
 from redis_kit import RedisServer
 
 from headrace.core.errors import Unauthorized, Unavailable
+from headrace.core.request import PriorityClass
 from headrace.gateway.access.administration import Administration, NewKey, TenantChange
 from headrace.gateway.access.auth import Authenticator
-from headrace.gateway.access.key_records import StoredKey
+from headrace.gateway.access.key_lookups import MAX_FIRST_LOOKUPS
+from headrace.gateway.access.key_records import StoredKey, TenantRecord
 from headrace.gateway.access.key_store import DirectoryState, KeyStore
 from headrace.gateway.access.open_keys import open_keys
 from headrace.gateway.access.principal import KeyLimits
+from headrace.gateway.access.redis_keys import RedisKeys
 from headrace.gateway.access.sqlite_keys import SqliteKeys
-from headrace.gateway.access.stored_keys import MAX_ABSENT, OUTAGE_S, STORE_S, StoredKeys
-from headrace.gateway.config import digest_of
+from headrace.gateway.access.stored_keys import MAX_ABSENT, OUTAGE_S, OUTDATED_S, StoredKeys
+from headrace.gateway.config import ApiKey, digest_of
+from headrace.gateway.ledger.usage_query import UsageQuery
 from headrace.gateway.stores.config import StoreConfig
+from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.gateway.stores.store import StoreFailed
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.policy.limits.tier import BUILT_IN_TIERS
@@ -36,12 +42,6 @@ FOLLOWS_S = 2.0 + 3.0
 CANARY = "canary"
 PUBLIC = {endpoint.path for endpoint in ENDPOINTS if endpoint.is_public}
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
-
-
-def administration(state: Path, url: str = "") -> Administration:
-    store = open_keys(str(state), StoreConfig(url=url))
-    assert store is not None
-    return Administration(store, tiers=BUILT_IN_TIERS, unix_time=time.time, actor="test")
 
 
 @pytest.fixture
@@ -109,6 +109,44 @@ async def test_two_gateways_follow_every_change(text: TextModel, tmp_path: Path,
     await admin.close()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("more", [{}, {"idempotency-key": "k"}], ids=["plain", "idempotent"])
+async def test_an_open_request_of_a_revoked_key_ends_and_is_charged(
+    text: TextModel, tmp_path: Path, admin: Administration, stream: bool, more: dict[str, str]
+) -> None:
+    issued, other = [await admin.create_key(NewKey(tenant=name)) for name in ("acme", "globex")]
+    async with open_bench(text, state=str(tmp_path), prices={MODEL: {"output": 1.0}}) as bench:
+        await becomes(bench, issued.key, 200)
+        bench.replica.token_delay_s = 0.3
+
+        async def ask(key: str) -> Any:
+            body = chat_body(stream=stream, max_tokens=100, ignore_eos=True)
+            return await bench.client.post("/v1/chat/completions", json=body, headers=bearer(key) | more)
+
+        asked = [asyncio.create_task(ask(issued.key)) for _ in range(1 if more else 3)]
+        kept = asyncio.create_task(ask(other.key))
+        await eventually(lambda: len(bench.replica.requests) == len(asked) + 1)
+        await asyncio.sleep(0.5)  # each has said something
+        await admin.revoke_key(issued.record.id)
+        async with asyncio.timeout(FOLLOWS_S):
+            answers = await asyncio.gather(*asked)
+        for answer in answers:
+            assert answer.status_code == (200 if stream else 401)
+            assert '"code":"invalid_api_key"' in answer.text
+        assert not kept.done()
+        bench.replica.token_delay_s = 0.0
+        assert (await kept).status_code == 200
+        ledger = bench.gateway.service.ledger
+        assert ledger is not None
+        async with asyncio.timeout(FOLLOWS_S):
+            while not (rows := await ledger.rows(UsageQuery(by=["tenant"], tenant="acme"))):
+                await asyncio.sleep(0.05)
+        assert rows[0]["requests"] == len(asked)
+        assert int(str(rows[0]["completion_tokens"])) >= len(asked)
+        keys = bench.gateway.service.stored_keys
+        await eventually(lambda: keys is not None and not keys.uses._ends)
+
+
 async def test_what_a_key_may_is_its_own_or_its_tenants(text: TextModel, tmp_path: Path, admin: Administration) -> None:
     limits = KeyLimits(monthly_budget=2.0, requests_per_minute=5, models=(MODEL,))
     issued = await admin.create_key(NewKey(tenant="acme", tier="free", user="bob", limits=limits))
@@ -135,7 +173,7 @@ async def test_what_a_key_may_is_its_own_or_its_tenants(text: TextModel, tmp_pat
 
 
 async def test_a_tier_that_the_configuration_lost_refuses_and_lets_nothing_pass(
-    text: TextModel, tmp_path: Path, admin: Administration
+    text: TextModel, tmp_path: Path, admin: Administration, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_keys(str(tmp_path), StoreConfig())
     assert store is not None
@@ -143,8 +181,41 @@ async def test_a_tier_that_the_configuration_lost_refuses_and_lets_nothing_pass(
     issued = await gold.create_key(NewKey(tenant="acme", tier="gold"))
     await gold.close()
     async with open_bench(text, state=str(tmp_path)) as bench:
-        assert await status(bench, issued.key) == 503
+        answers = [await bench.client.get("/v1/models", headers=bearer(issued.key)) for _ in range(20)]
+        assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {(403, "unusable_key")}
+        assert "gold" not in answers[0].text
+        assert len([line for line in caplog.messages if "gold" in line]) == 1, "one line in ten seconds, whatever comes"
         assert await status(bench, None) == 401
+
+
+async def test_a_tenants_record_holds_for_its_keys_of_the_configuration(text: TextModel, tmp_path: Path, admin: Administration) -> None:
+    configured = {"plain": {}, "fast": {"priority": "premium"}, "own": {"tier": "batch"}}
+    keys = [{"key": f"sk-{name}-0123456789", "tenant": "acme", **more} for name, more in configured.items()]
+    async with open_bench(text, state=str(tmp_path), api_keys=keys, prices={MODEL: {"output": 1000.0}}) as bench:
+
+        async def principal(name: str) -> Any:
+            return await bench.gateway.active.authenticator.principal([(b"authorization", f"Bearer sk-{name}-0123456789".encode())])
+
+        async def until(tier_name: str) -> None:
+            async with asyncio.timeout(FOLLOWS_S):
+                while (await principal("plain")).tier_name != tier_name:
+                    await asyncio.sleep(0.02)
+
+        assert (await principal("fast")).priority is PriorityClass.PREMIUM
+        record = await admin.create_tenant("acme", TenantChange(tier="free", monthly_budget=1e-6, options={"log_prompts": True}))
+        await until("free")
+        caller = await principal("plain")
+        assert (caller.tenant_key, caller.logs_prompts, caller.tier.monthly_budget) == (record.id, True, 1e-6)
+        assert [(await principal(name)).tier_name for name in ("fast", "own")] == ["free", "batch"]
+        headers = bearer("sk-plain-0123456789")
+        assert (await bench.client.post("/v1/chat/completions", json=chat_body(), headers=headers)).status_code == 429
+        await admin.set_tenant("acme", TenantChange(tier="standard"))
+        await until("standard")
+        assert (await principal("fast")).priority is PriorityClass.PREMIUM
+        await admin.remove_tenant("acme")
+        async with asyncio.timeout(FOLLOWS_S):
+            while (await principal("plain")).tenant_id:
+                await asyncio.sleep(0.02)
 
 
 # -- S3: default-deny, whatever the key and however the request looks -------------------------------------------------------------------
@@ -283,6 +354,10 @@ class BrokenStore(SqliteKeys):
         await self._break()
         return await super().find(sha256)
 
+    async def tenant(self, name: str) -> TenantRecord | None:
+        await self._break()
+        return await super().tenant(name)
+
     async def _break(self) -> None:
         if self.mode == "fails":
             raise StoreFailed("broken")
@@ -304,6 +379,15 @@ def broken(state: Path) -> BrokenStore:
     return opened
 
 
+async def found(keys: StoredKeys, key: str) -> bool:
+    """False: it cannot be known."""
+    try:
+        return await keys.find(digest_of(key.encode())) is not None
+    except Unavailable:
+        return False
+
+
+@pytest.mark.usefixtures("shipped_patience")
 @pytest.mark.parametrize("mode", ["fails", "hangs"])
 async def test_without_its_store_a_key_that_was_seen_goes_on_for_a_while_and_no_other_passes(
     tmp_path: Path, admin: Administration, mode: str
@@ -318,7 +402,7 @@ async def test_without_its_store_a_key_that_was_seen_goes_on_for_a_while_and_no_
             began = time.monotonic()
             with pytest.raises(Unavailable) as raised:
                 await keys.find(digest_of(key.encode()))
-            assert time.monotonic() - began < STORE_S + 1.0, "the wait is bounded; a second is for a busy machine"
+            assert time.monotonic() - began < REQUEST_WAIT_S + 1.0, "the wait is bounded; a second is for a busy machine"
             assert raised.value.retry_after_s
         clock.now += OUTAGE_S - 1
         assert await keys.find(digest_of(seen.encode())) is not None
@@ -327,7 +411,23 @@ async def test_without_its_store_a_key_that_was_seen_goes_on_for_a_while_and_no_
             await keys.find(digest_of(seen.encode()))
         assert await keys.has_keys(), "a server that wants keys does not open"
         store.mode = "works"
-        assert await keys.find(digest_of(unseen.encode())) is not None, "it heals by itself"
+        async with asyncio.timeout(FOLLOWS_S):  # it heals by itself
+            while not await found(keys, unseen):
+                await asyncio.sleep(0.05)
+
+
+async def test_a_configured_key_is_good_without_the_store_and_has_its_tenants_last_record(tmp_path: Path, admin: Administration) -> None:
+    digest = digest_of(b"sk-acme-0123456789").hex()
+    store, headers = broken(tmp_path), [(b"authorization", b"Bearer sk-acme-0123456789")]
+    record = await admin.create_tenant("acme", TenantChange(options={"log_prompts": True}))
+    async with StoredKeys(store, clock=time.monotonic, unix_time=time.time) as keys:
+        authenticator = Authenticator([ApiKey(sha256=digest, tenant="acme")], {}, keys)
+        store.mode = "fails"
+        assert (await authenticator.principal(headers)).tenant_id == ""
+        store.mode = "works"
+        assert (await authenticator.principal(headers)).tenant_id == record.id
+        store.mode = "fails"
+        assert (await authenticator.principal(headers)).tenant_id == record.id
 
 
 async def test_a_server_that_never_reached_its_store_is_closed(tmp_path: Path) -> None:
@@ -356,6 +456,113 @@ async def test_wrong_keys_are_remembered_briefly_and_within_a_bound(tmp_path: Pa
         assert len(keys._absent) <= MAX_ABSENT
 
 
+class PooledStore(BrokenStore):
+    """A store with eight connections, each of which takes `answer_s` for a look-up; None: it hangs for keys other than `known`."""
+
+    known = ""
+    answer_s: float | None = 0.02
+    max_at_once = num_at_once = 0
+
+    async def find(self, sha256: str) -> tuple[int, StoredKey | None]:
+        self.connections = getattr(self, "connections", None) or asyncio.Semaphore(8)
+        async with self.connections:
+            self.num_at_once += 1
+            self.max_at_once = max(self.max_at_once, self.num_at_once)
+            try:
+                if self.answer_s is None and sha256 != self.known:
+                    await asyncio.sleep(60)
+                await asyncio.sleep(self.answer_s or 0.0)
+                return await super().find(sha256)
+            finally:
+                self.num_at_once -= 1
+
+
+def pooled(state: Path) -> PooledStore:
+    opened = PooledStore.open(str(state / "keys.db"))
+    assert isinstance(opened, PooledStore)
+    return opened
+
+
+async def test_many_requests_of_one_key_share_a_look_up_also_after_a_change(tmp_path: Path, admin: Administration) -> None:
+    digest = digest_of((await admin.create_key(NewKey(tenant="acme"))).key.encode())
+    store = pooled(tmp_path)
+    async with StoredKeys(store, clock=time.monotonic, unix_time=time.time) as keys:
+        found = await asyncio.gather(*(keys.find(digest) for _ in range(500)))
+        assert all(found)
+        assert store.num_finds == 1
+        await admin.set_tenant("acme", TenantChange(monthly_budget=5.0))
+        await keys._read_state()
+        found = await asyncio.gather(*(keys.find(digest) for _ in range(500)))
+        assert {each and each.tenant.monthly_budget for each in found} == {5.0}
+        assert store.num_finds == 2
+
+
+async def test_a_key_that_was_found_stays_good_for_the_rest_of_two_seconds_after_a_change(tmp_path: Path, admin: Administration) -> None:
+    digest = digest_of((await admin.create_key(NewKey(tenant="acme"))).key.encode())
+    clock, store = ManualClock(), broken(tmp_path)
+    async with StoredKeys(store, clock=clock, unix_time=time.time) as keys:
+        assert await keys.find(digest) is not None
+        await admin.set_tenant("acme", TenantChange(monthly_budget=5.0))
+        await keys._read_state()
+        store.mode = "fails"
+        assert await keys.find(digest) is not None
+        clock.now += OUTDATED_S
+        with pytest.raises(Unavailable):
+            await keys.find(digest)
+
+
+async def test_a_key_that_was_revoked_has_no_such_time_while_the_store_answers(tmp_path: Path, admin: Administration) -> None:
+    issued = await admin.create_key(NewKey(tenant="acme"))
+    async with StoredKeys(broken(tmp_path), clock=ManualClock(), unix_time=time.time) as keys:
+        assert await keys.find(digest_of(issued.key.encode())) is not None
+        await admin.revoke_key(issued.record.id)
+        await keys._read_state()
+        assert await keys.find(digest_of(issued.key.encode())) is None
+
+
+@pytest.mark.usefixtures("shipped_patience")
+async def test_a_flood_of_invented_keys_leaves_connections_for_keys_that_are_known(tmp_path: Path, admin: Administration) -> None:
+    digest = digest_of((await admin.create_key(NewKey(tenant="acme"))).key.encode())
+    store = pooled(tmp_path)
+    store.known = digest.hex()
+    async with StoredKeys(store, clock=time.monotonic, unix_time=time.time) as keys:
+        assert await keys.find(digest) is not None
+        store.answer_s = None
+        flood = [asyncio.create_task(keys.find(secrets.token_bytes(32))) for _ in range(1000)]
+        await asyncio.sleep(0.01)
+        assert store.max_at_once == MAX_FIRST_LOOKUPS
+        await admin.set_tenant("acme", TenantChange(monthly_budget=5.0))
+        await keys._read_state()
+        found = await keys.find(digest)
+        assert found is not None
+        assert found.tenant.monthly_budget == 5.0, "it was looked up, and not good for the rest of two seconds"
+        assert all(isinstance(ended, Unavailable) for ended in await asyncio.gather(*flood, return_exceptions=True))
+
+
+async def test_a_request_that_stops_waiting_closes_no_connection_of_redis(
+    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.gateway.stores.guard.REQUEST_WAIT_S", 0.0001)
+    monkeypatch.setattr("headrace.gateway.stores.guard.MAX_UNANSWERED", 1000)
+    admin = administration(tmp_path, redis_server.url)
+    digest = digest_of((await admin.create_key(NewKey(tenant="acme"))).key.encode())
+    await admin.close()
+    store = open_keys("", StoreConfig(url=redis_server.url))
+    assert isinstance(store, RedisKeys)
+    async with StoredKeys(store, clock=time.monotonic, unix_time=time.time) as keys:
+        before = (await store._client.info("stats"))["total_connections_received"]
+        for number in range(20):
+            with pytest.raises(Unavailable):
+                await keys.find(number.to_bytes(32))
+            await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable):
+            await keys.find(digest)
+        await asyncio.sleep(0.2)
+        assert await keys.find(digest) is not None, "the look-up went on, and its answer is remembered"
+        assert (await store._client.info("stats"))["total_connections_received"] <= before + 8
+
+
+@pytest.mark.usefixtures("shipped_patience")
 async def test_no_key_passes_while_redis_comes_and_goes(text: TextModel, tmp_path: Path, redis_server: RedisServer) -> None:
     """Of thousands of calls with forged keys none passes, whatever happens to the server; every wait is short; it heals."""
     admin = administration(tmp_path, redis_server.url)
@@ -378,7 +585,7 @@ async def test_no_key_passes_while_redis_comes_and_goes(text: TextModel, tmp_pat
             await asyncio.gather(*(forge(0.4) for _ in range(8)))
             assert await status(bench, issued.key) in (200, 401, 503)
         assert answers.keys() == {401, 503}
-        assert sorted(waits)[len(waits) // 2] < STORE_S + 0.2
+        assert sorted(waits)[len(waits) // 2] < REQUEST_WAIT_S + 0.2
         # The restarted server has lost all keys: the gateway wants one all the same.
         await becomes(bench, issued.key, 401)
         assert await status(bench, None) == 401
@@ -437,6 +644,47 @@ async def test_a_tenant_of_a_stored_key_may_hold_a_part_of_the_memory(text: Text
     async with open_bench(text, state=str(tmp_path)) as bench:
         limits = bench.gateway.service.memory.answers
         assert limits.limits.tenant == limits.limits.total // 4, "as does a start"
+
+
+SECTIONS = ("store", "sessions", "cache", "idempotency")
+ONE_TENTH = bytes((1 << 20) // 10 - 2000)
+
+
+async def num_kept(bench: TestBench, tenant: str) -> list[int]:
+    """How many of eight entries, a tenth of the store each, every store of the gateway keeps for a tenant."""
+    service: Any = bench.gateway.service
+    found = []
+    for owner in (service.kept_streams, service.sessions, service.answer_cache, service.replays):
+        store = owner._store.store
+        for number in range(8):
+            await store.put(f"{tenant}-{number}", ONE_TENTH, tenant=tenant, ttl_s=60)
+        found.append(sum([await store.get(f"{tenant}-{number}") is not None for number in range(8)]))
+    return found
+
+
+async def test_a_tenant_of_a_stored_key_may_fill_a_part_of_each_store(text: TextModel, tmp_path: Path, admin: Administration) -> None:
+    sections: dict[str, Any] = {section: {"max_bytes": 1 << 20} for section in SECTIONS}
+    async with open_bench(text, state=str(tmp_path), **sections) as bench:
+        assert await num_kept(bench, "default") == [8, 8, 8, 8], "the only tenant of an open server may fill all"
+        issued = await admin.create_key(NewKey(tenant="acme"))
+        await becomes(bench, issued.key, 200)
+        assert await num_kept(bench, "acme") == [2, 2, 2, 2]
+        await bench.reloader.reload(lambda: bench.reloader.config)
+        assert await num_kept(bench, "beta") == [2, 2, 2, 2], "and a reload keeps that"
+    async with open_bench(text, state=str(tmp_path), limits={"max_tenant_share": 0.5}, **sections) as bench:
+        assert await num_kept(bench, "gamma") == [5, 5, 5, 5], "as far as the configuration says nothing else"
+
+
+@pytest.mark.parametrize(("option", "is_on", "result"), [(True, False, "hit"), (False, True, "off")])
+async def test_a_tenants_option_turns_the_cache_on_or_off(
+    text: TextModel, tmp_path: Path, admin: Administration, option: bool, is_on: bool, result: str
+) -> None:
+    await admin.create_tenant("acme", TenantChange(options={"cache": option}))
+    issued = await admin.create_key(NewKey(tenant="acme"))
+    async with open_bench(text, state=str(tmp_path), cache={"enabled": is_on}) as bench:
+        for _ in range(2):
+            answer = await bench.client.post("/v1/chat/completions", json=chat_body(temperature=0), headers=bearer(issued.key))
+        assert answer.headers["x-headrace-cache"] == result
 
 
 async def test_a_store_is_closed_with_its_gateway(text: TextModel, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.core.strict_decode import decode
@@ -78,20 +79,36 @@ class KeyRequests:
         self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
     ) -> tuple[int, object] | None:
         """Status and JSON; None: no request of these. path: its parts"""
-        shape = (method, path[0] if path else "", *("NAME" if index == 0 else part for index, part in enumerate(path[1:])))
-        handler = REQUESTS.get(shape)
-        if handler is None:
+        if _handler(method, path) is None:
             return None
         try:
             admin = self._open(f"{actor}, through the admin socket")
             try:
-                return 200, await handler(_Call(admin, path[1] if len(path) > 1 else "", query, body))
+                return 200, await answer_request(admin, method, path, query, body)
             finally:
                 await admin.close()
         except (InvalidRequest, ConfigError) as error:
             return 400, {"error": str(error)}
         except StoreFailed as error:
             return 503, {"error": str(error)}
+
+
+async def answer_request(
+    admin: Administration,
+    method: str,
+    path: Sequence[str],
+    query: Mapping[str, str] | None = None,
+    body: Mapping[str, object] | None = None,
+) -> Any:
+    """What one of REQUESTS gives, as JSON data. Raises InvalidRequest, ConfigError and StoreFailed."""
+    handler = _handler(method, path)
+    assert handler is not None, f"{method} {path} is in the table"
+    return await handler(_Call(admin, path[1] if len(path) > 1 else "", query or {}, body or {}))
+
+
+def _handler(method: str, path: Sequence[str]) -> Callable[[_Call], Awaitable[object]] | None:
+    shape = (method, path[0] if path else "", *("NAME" if index == 0 else part for index, part in enumerate(path[1:])))
+    return REQUESTS.get(shape)
 
 
 async def _keys(call: _Call) -> object:
@@ -144,7 +161,7 @@ async def _audit(call: _Call) -> object:
 
 
 def _issued(issued: IssuedKey) -> object:
-    return {"id": issued.record.id, "key": issued.key}
+    return {"id": issued.record.id, "key": issued.key, "tenant": issued.record.tenant}
 
 
 REQUESTS: Mapping[tuple[str, ...], Callable[[_Call], Awaitable[object]]] = {

@@ -98,7 +98,7 @@ class Administration:
             tenant = await self._store.tenant(wanted.tenant)
             made: tuple[TenantRecord, ...] = ()
             if tenant is None:
-                tenant = TenantRecord(name=wanted.tenant, tier=wanted.tier or DEFAULT_TIER, created_at=now)
+                tenant = _new_tenant(wanted.tenant, wanted.tier or DEFAULT_TIER, now)
                 made = (tenant,)
             own_tier = wanted.tier or ""
             record = KeyRecord(
@@ -169,8 +169,7 @@ class Administration:
         async def decide() -> tuple[TenantRecord, _Decision]:
             if await self._store.tenant(name) is not None:
                 raise InvalidRequest("tenant", "a name that is not taken", name, "`headrace tenants set` changes it.")
-            empty = TenantRecord(name=name, tier=DEFAULT_TIER, created_at=self._unix_time())
-            record = _changed(empty, change)
+            record = _changed(_new_tenant(name, DEFAULT_TIER, self._unix_time()), change)
             return record, _Decision("tenant.create", name, _differences(change, record), tenants=(record,))
 
         return await self._change(decide)
@@ -185,17 +184,19 @@ class Administration:
         return await self._change(decide)
 
     async def remove_tenant(self, name: str, *, revoke_keys: bool = False) -> None:
-        """Forget a tenant. Keys of it that are still active are revoked where `revoke_keys` says so, else the tenant is kept."""
+        """Forget a tenant. Keys of it that are still active are revoked where `revoke_keys` says so, else the tenant is kept.
+
+        What stores hold of it lies under its id, which no later tenant of that name has.
+        """
 
         async def decide() -> tuple[None, _Decision]:
-            await self.tenant(name)
-            now = self._unix_time()
+            tenant, now = await self.tenant(name), self._unix_time()
             active = [record for record in await self.keys(name) if record.is_active(now)]
             if active and not revoke_keys:
                 remedy = "Revoke them first, or with --revoke-keys (revoke_keys)."
                 raise InvalidRequest("tenant", "a tenant without active keys", f"{name}: {len(active)} of them", remedy)
             revoked = tuple(replace(record, revoked_at=now) for record in active)
-            detail = {"revoked": [record.id for record in revoked]}
+            detail = {"id": tenant.id, "revoked": [record.id for record in revoked]}
             return None, _Decision("tenant.remove", name, detail, keys=revoked, removed_tenants=(name,))
 
         await self._change(decide)
@@ -206,12 +207,25 @@ class Administration:
             raise InvalidRequest("tenant", "the name of a tenant", name, "`headrace tenants list` shows them.")
         return record
 
+    async def tenant_keys(self, name: str) -> tuple[str, ...]:
+        """What stores may hold data of a tenant under: its name, for keys of a configuration, and the id of its record."""
+        record = await self._store.tenant(name)
+        return (name, record.id) if record is not None and record.id else (name,)
+
     async def tenants(self) -> list[TenantRecord]:
         return await self._store.tenants()
 
     async def audit(self, limit: int) -> list[AuditRecord]:
         """The newest changes, newest first."""
         return await self._store.audit(limit)
+
+    async def record(self, action: str, subject: str, detail: Mapping[str, object]) -> None:
+        """Leave an audit record of a change that is not one of keys and tenants. Gateways read nothing again because of it."""
+
+        async def decide() -> tuple[None, _Decision]:
+            return None, _Decision(action, subject, detail)
+
+        await self._change(decide)
 
     async def close(self) -> None:
         await self._store.close()
@@ -225,9 +239,10 @@ class Administration:
             if decision is None:
                 return result
             now = self._unix_time()
+            # A version is another one than a lost directory had.
             change = DirectoryChange(
                 expected=state.version,
-                version=max(state.version + 1, int(1000 * now)),  # another one than a lost directory had
+                version=max(state.version + 1, int(1000 * now)) if decision.changes_records else state.version,
                 audit=AuditRecord(time=now, actor=self._actor, action=decision.action, subject=decision.subject, detail=decision.detail),
                 keys=decision.keys,
                 removed_digests=decision.removed_digests,
@@ -277,10 +292,20 @@ class _Decision:
     tenants: tuple[TenantRecord, ...] = ()
     removed_tenants: tuple[str, ...] = ()
 
+    @property
+    def changes_records(self) -> bool:
+        """Whether it changes keys or tenants."""
+        return bool(self.keys or self.removed_digests or self.tenants or self.removed_tenants)
+
 
 def digest(key: str) -> str:
     """As keys are stored: SHA-256 in hex."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _new_tenant(name: str, tier: str, now: float) -> TenantRecord:
+    """Its id has a colon, which no tenant's name in the store has."""
+    return TenantRecord(name=name, tier=tier, created_at=now, id=f"{name}:{secrets.token_hex(8)}")
 
 
 def _check_budget(field: str, budget: float | None, *, least_is_zero: bool) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.core.errors import HeadraceError, Overloaded
 from headrace.core.request import PriorityClass
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 from headrace.policy.admission.config import AdmissionRules
-from headrace.policy.admission.ladder import AdmissionStep, decide
+from headrace.policy.admission.ladder import ALONE, AdmissionStep, QueueState, TenantTurn, decide
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
 """Headers of every generating answer, a refusal too: the model that answers, and an `AdmissionStep`."""
@@ -20,20 +22,21 @@ class ModelBusy(Overloaded):
 
 
 def admitted_model(
-    asked: ServedModel, models: ModelTable, principal: Principal, priority: PriorityClass, rules: AdmissionRules
+    asked: ServedModel, models: ModelTable, principal: Principal, priority: PriorityClass, rules: AdmissionRules, turn: TenantTurn = ALONE
 ) -> tuple[ServedModel, AdmissionStep]:
     """The model that answers, and why.
 
     models    that the caller may use
     priority  of the request, which may be lower than its key's
+    turn      of its tenant among the tenants of this gateway
 
     Raises ModelBusy.
     """
     smaller = _smaller(asked, models)
     goal_ms = principal.tier.ttft_ms
     verdict = decide(
-        asked.upstream.queue(),
-        None if smaller is None else smaller.upstream.queue(),
+        _queue(asked, priority, turn),
+        None if smaller is None else _queue(smaller, priority, turn),
         has_smaller=smaller is not None,
         priority=priority,
         rules=rules,
@@ -47,8 +50,18 @@ def admitted_model(
     return asked, verdict.step
 
 
+def _queue(model: ServedModel, priority: PriorityClass, turn: TenantTurn) -> QueueState | None:
+    queue = model.upstream.queue(priority, model.joining)
+    return None if queue is None else queue.at_turn(turn)
+
+
 def headers_of(model: ServedModel, step: AdmissionStep) -> AdmittedHeaders:
     return ((MODEL_HEADER, model.name.encode()), (REASON_HEADER, step.encode()))
+
+
+def refused_headers(headers: Sequence[tuple[bytes, bytes]]) -> AdmittedHeaders:
+    """The headers of an answer that refuses: a request that was admitted, and refused by its engine after that, was not served."""
+    return tuple((name, AdmissionStep.REFUSED.encode() if name == REASON_HEADER else value) for name, value in headers)
 
 
 def _smaller(model: ServedModel, models: ModelTable) -> ServedModel | None:

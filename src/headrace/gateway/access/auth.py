@@ -1,26 +1,31 @@
 """Authentication: the principal that an API key belongs to. Once there is a key, every path that is not marked public wants one.
 
 `gateway.app` decides by the path that the router matched, never by a URL rebuilt from headers. Keys are those of the configuration, then
-those of the store (`access.stored_keys`). They exist here only as SHA-256 digests, and lookups are blinded (`access.blinding`).
+those of the store (`access.stored_keys`); a tenant's record in the store holds for both. Keys exist here only as SHA-256 digests, and
+lookups are blinded (`access.blinding`).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from headrace.core.errors import Unauthorized
+from headrace.core.errors import Unauthorized, UnusableKey
 from headrace.gateway.access.blinding import Blinding
-from headrace.gateway.access.key_records import StoredKey
+from headrace.gateway.access.key_records import StoredKey, TenantRecord
 from headrace.gateway.access.principal import ANONYMOUS, Principal
-from headrace.gateway.access.stored_keys import StoredKeys, unavailable
+from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.config import ApiKey, digest_of
 from headrace.policy.limits.tier import DEFAULT_TIER, Tier, all_tiers
 
 log = logging.getLogger(__name__)
 
 MAX_KEY_BYTES = 512
+LOG_EVERY_S = 10.0
+"""Least seconds between two log lines about one key that cannot be used: under load each request would give one."""
+
 _MESSAGE = "This server wants a valid API key: send it as 'Authorization: Bearer KEY'."
 
 
@@ -36,42 +41,65 @@ class Authenticator:
         self._blind = Blinding()
         self._stored = stored
         self._tiers = all_tiers(tiers)
-        self._configured = {self._blind(bytes.fromhex(key.sha256)): self._of_configured(key) for key in api_keys}
+        self._configured = {self._blind(bytes.fromhex(key.sha256)): key for key in api_keys}
+        self._logged_at: dict[str, float] = {}
         self._anonymous = replace(ANONYMOUS, tier=self._tiers[DEFAULT_TIER])
 
     async def principal(self, headers: Sequence[tuple[bytes, bytes]]) -> Principal:
         """The caller of a request with these headers.
 
-        Raises Unauthorized, whose message never says what was wrong, and Unavailable where the store of keys is needed and does not answer.
+        Raises Unauthorized, whose message never says what was wrong, UnusableKey, and Unavailable where the store of keys is needed and
+        does not answer.
         """
         if not self._configured and (self._stored is None or not await self._stored.has_keys()):
             return self._anonymous
         key = key_in(headers)
         digest = digest_of(key)
         if (configured := self._configured.get(self._blind(digest))) is not None:
-            return configured
+            return self._of_configured(configured, None if self._stored is None else await self._stored.tenant(configured.tenant))
         found = None if self._stored is None else await self._stored.find(digest)
         if found is None:
             raise Unauthorized(_MESSAGE)
         return self._of_stored(found)
 
-    def _of_configured(self, key: ApiKey) -> Principal:
-        name = key.tier or DEFAULT_TIER
-        tier = self._tiers[name] if key.tier else replace(self._tiers[name], class_=key.priority)
-        return Principal(tenant=key.tenant, user=key.user, tier_name=name, tier=tier, weight=key.weight, key_id=f"key-{key.sha256[:12]}")
+    def _of_configured(self, key: ApiKey, tenant: TenantRecord | None) -> Principal:
+        """tenant: its record, which gives what the key does not name; None: there is none"""
+        key_id = f"key-{key.sha256[:12]}"
+        name = key.tier or (DEFAULT_TIER if tenant is None else tenant.tier)
+        tier = self._tier(key_id, name)
+        if name == DEFAULT_TIER and not key.tier:
+            tier = replace(tier, class_=key.priority)
+        principal = Principal(tenant=key.tenant, user=key.user, tier_name=name, tier=tier, weight=key.weight, key_id=key_id)
+        return principal if tenant is None else _with_record(principal, tenant)
 
     def _of_stored(self, found: StoredKey) -> Principal:
-        key, tenant = found.key, found.tenant
-        name = key.tier or tenant.tier
+        key, name = found.key, found.key.tier or found.tenant.tier
+        principal = Principal(
+            tenant=key.tenant, user=key.user, tier_name=name, tier=self._tier(key.id, name), key_id=key.id, limits=key.limits
+        )
+        return _with_record(principal, found.tenant)
+
+    def _tier(self, key_id: str, name: str) -> Tier:
+        """Raises UnusableKey where the configuration has no tier of the name."""
         tier = self._tiers.get(name)
         if tier is None:
-            log.error("key %s is refused: its tier %s is not in the configuration", key.id, name)
-            raise unavailable()
-        if tenant.monthly_budget is not None:
-            tier = replace(tier, monthly_budget=tenant.monthly_budget)
-        return Principal(
-            tenant=key.tenant, user=key.user, tier_name=name, tier=tier, key_id=key.id, limits=key.limits, options=tenant.options
-        )
+            self._log_unusable(key_id, name)
+            raise UnusableKey("This API key cannot be used on this server; its operator finds the reason in the log.")
+        return tier
+
+    def _log_unusable(self, key_id: str, tier_name: str) -> None:
+        now = time.monotonic()
+        if now - self._logged_at.get(key_id, float("-inf")) >= LOG_EVERY_S:
+            self._logged_at[key_id] = now
+            log.error("key %s is refused: its tier %s is not in the configuration", key_id, tier_name)
+
+
+def _with_record(principal: Principal, tenant: TenantRecord) -> Principal:
+    """The caller with its tenant's id, options and budget."""
+    tier = principal.tier
+    if tenant.monthly_budget is not None:
+        tier = replace(tier, monthly_budget=tenant.monthly_budget)
+    return replace(principal, tenant_id=tenant.id, tenant_since=tenant.created_at, tier=tier, options=tenant.options)
 
 
 def key_in(headers: Sequence[tuple[bytes, bytes]]) -> bytes:

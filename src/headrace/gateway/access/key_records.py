@@ -50,6 +50,7 @@ class KeyRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantRecord:
     """
+    id              drawn when the tenant was created: a later tenant of the same name has another one. "" in records of earlier versions
     tier            name of the tier, of which each key may have another
     monthly_budget  in the place of the tier's; None: the tier's
     options         what the tenant chose for itself (`access.tenant_options`)
@@ -58,6 +59,7 @@ class TenantRecord:
     name: str
     tier: str
     created_at: float
+    id: str = ""
     monthly_budget: float | None = None
     options: Mapping[str, object] = field(default_factory=dict)
 
@@ -67,8 +69,8 @@ class AuditRecord:
     """One change, kept for good.
 
     actor    the user of the operating system that made it, and whether by command or through the admin socket
-    action   "key.create", "tenant.set", ...
-    subject  a key's id or a tenant's name
+    action   "key.create", "tenant.set", "cache.purge", "deployment.scale", ...
+    subject  a key's id, a tenant's name, a model, a replica, or "deployment"
     detail   the values that were set
     """
 

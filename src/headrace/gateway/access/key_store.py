@@ -25,7 +25,8 @@ class DirectoryState:
 class DirectoryChange:
     """Records to write as one.
 
-    expected         version of the directory that the change was decided on;  version: the one it has afterwards
+    expected         version of the directory that the change was decided on
+    version          the one it has afterwards, the same where there is only the audit record to write
     removed_digests  that lead to no key any more
     """
 

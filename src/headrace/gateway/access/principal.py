@@ -26,7 +26,9 @@ class KeyLimits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
     """
-    tenant     what limits, caches, sessions and bills are separated by
+    tenant     name of the tenant, by which metrics, usage records and the request log are separated
+    tenant_id  drawn when the tenant was created; "" where no record of it is in the store
+    tenant_since  Unix seconds at which it was created: usage from before is that of an earlier tenant of the same name
     tier_name  of the tenant's tier, whose rules `tier` has
     key_id     public name of the key; "" where the server is open
     weight     share of the tenant among the tenants of its tier
@@ -36,6 +38,8 @@ class Principal:
     """
 
     tenant: str
+    tenant_id: str = ""
+    tenant_since: float = 0.0
     tier_name: str = DEFAULT_TIER
     tier: Tier = field(default_factory=Tier)
     key_id: str = ""
@@ -43,6 +47,11 @@ class Principal:
     weight: float = 1.0
     limits: KeyLimits = field(default_factory=KeyLimits)
     options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def tenant_key(self) -> str:
+        """What limits, caches, sessions and prefixes in the KV cache are separated by: a later tenant of the same name has another one."""
+        return self.tenant_id or self.tenant
 
     @property
     def priority(self) -> PriorityClass:

@@ -32,6 +32,7 @@ def state_of(key: KeyRecord, now: float) -> str:
 def shown_tenant(tenant: TenantRecord) -> dict[str, object]:
     return {
         "name": tenant.name,
+        "id": tenant.id,
         "tier": tenant.tier,
         "budget": tenant.monthly_budget,
         "options": dict(tenant.options),

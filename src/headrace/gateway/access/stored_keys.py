@@ -1,38 +1,43 @@
 """What this gateway knows of stored keys: answers of the store, for as long as the directory does not change.
 
-The directory's version is read every POLL_S. A new version forgets every answer, so that a key that was revoked, rotated or changed
-stops on every gateway within two seconds. While the store does not answer, keys that were found stay good for OUTAGE_S; a key that was not
-found is refused with 503 and never passes.
+The directory's version is read every POLL_S. After a new version each key is looked up again (`access.key_lookups`), so that a key that
+was revoked, rotated or changed stops on every gateway within two seconds; where that look-up fails, what was found before the change holds
+for the rest of them. While the store does not answer, keys that were found stay good for OUTAGE_S; a key that was not found is refused with
+503 and never passes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.steady_time import SteadyUnixTime
 from headrace.gateway.access.blinding import Blinding
-from headrace.gateway.access.key_records import StoredKey
+from headrace.gateway.access.configured_tenants import ConfiguredTenants
+from headrace.gateway.access.key_lookups import KeyLookups, unavailable
+from headrace.gateway.access.key_records import StoredKey, TenantRecord
 from headrace.gateway.access.key_store import DirectoryState, KeyStore
+from headrace.gateway.access.key_uses import KeyUses
+from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
+K = TypeVar("K")
 
 POLL_S = 0.5
 """Seconds between two reads of the directory's version."""
 
 ANSWER_S = 1.0
-"""Seconds that such a read may take. With POLL_S it is less than the two seconds that a change has."""
+"""Seconds that such a read, and the look-up of a key, may take."""
 
-STORE_S = 0.25
-"""Seconds that a request waits for the store."""
+OUTDATED_S = 0.4
+"""Seconds after a change was seen for which keys that were found before it stay valid where they cannot be looked up again. With POLL_S and
+ANSWER_S it is less than the two seconds that a change has."""
 
 OUTAGE_S = 30.0
 """Seconds after the last answer of the store in which keys that it had found stay valid."""
@@ -46,12 +51,26 @@ ABSENT_S = 2.0
 MAX_FOUND, MAX_ABSENT = 16_384, 16_384
 """Keys that are remembered as found, and as absent. Beyond them the oldest are forgotten, and the store is asked again."""
 
-LOG_EVERY_S = 10.0
-"""Least seconds between two log lines about a store that does not answer."""
+NUM_CHECKS = 2
+"""How often open requests are checked after a change: a request whose key was just being looked up may be open from then on only."""
+
+MAX_CHANGES = 64
+"""Changes of which the time is remembered. Keys that were found before an older one are looked up before they are valid again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A key as it was in the directory of `version`."""
+
+    key: StoredKey
+    version: int
 
 
 class StoredKeys:
-    """Lives on one event loop, for as long as its `async with` block."""
+    """Lives on one event loop, for as long as its `async with` block.
+
+    uses  the open requests; within two seconds one is ended whose key was revoked
+    """
 
     def __init__(self, store: KeyStore, *, clock: Clock, unix_time: Clock) -> None:
         self._on_first_key: Callable[[], None] = lambda: None
@@ -61,9 +80,15 @@ class StoredKeys:
         self._blind = Blinding()
         self._state: DirectoryState | None = None
         self._answered_at = float("-inf")
-        self._logged_at = float("-inf")
-        self._found: dict[bytes, StoredKey] = {}
+        self._guard = StoreGuard("keys")
+        self._is_closing = asyncio.Event()
+        self._found: dict[bytes, _Found] = {}
         self._absent: dict[bytes, float] = {}
+        self._outdated_at: dict[int, float] = {}
+        self._lookups = KeyLookups(self._ask, self._guard)
+        self._tenants = ConfiguredTenants(store, self._guard)
+        self.uses = KeyUses()
+        self._checks_left = 0
         self._reading: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
 
@@ -74,11 +99,13 @@ class StoredKeys:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        self._is_closing.set()
         for task in (self._polling, self._reading):
             if task is not None:
                 task.cancel()
-                with suppress(asyncio.CancelledError, Unavailable):
+                with suppress(asyncio.CancelledError, StoreFailed):
                     await task
+        await self._lookups.close()
         await self._store.close()
 
     @property
@@ -109,80 +136,108 @@ class StoredKeys:
     async def find(self, digest: bytes) -> StoredKey | None:
         """The key with this SHA-256 digest if it may be used now. Raises Unavailable where the store is needed and does not answer."""
         blinded, sha256 = self._blind(digest), digest.hex()
-        found = self._found.get(blinded)
-        if found is None or not self._is_recent:
-            if self._absent.get(blinded, float("-inf")) > self._clock():
-                return None
-            found = await self._ask(blinded, sha256)
+        known = self._found.get(blinded)
+        if known is not None and known.version == self._version and self._is_recent:
+            found: StoredKey | None = known.key
+        elif self._absent.get(blinded, float("-inf")) > self._clock():
+            return None
+        else:
+            found = await self._looked_up(blinded, sha256, known)
         return found if found is not None and found.key.is_valid(sha256, self._now()) else None
+
+    async def tenant(self, name: str) -> TenantRecord | None:
+        """The record of the tenant of a configured key, if there is one and the store has answered for it."""
+        return await self._tenants.record(name)
 
     @property
     def _is_recent(self) -> bool:
         return self._clock() - self._answered_at <= OUTAGE_S
 
+    @property
+    def _version(self) -> int | None:
+        return None if self._state is None else self._state.version
+
+    async def _looked_up(self, blinded: bytes, sha256: str, known: _Found | None) -> StoredKey | None:
+        """known: what was found before. Raises Unavailable."""
+        try:
+            return await self._lookups.find(blinded, sha256, was_found=known is not None)
+        except Unavailable:
+            if known is not None and self._is_recent and self._clock() < self._outdated_at.get(known.version, float("-inf")) + OUTDATED_S:
+                return known.key
+            raise
+
     async def _ask(self, blinded: bytes, sha256: str) -> StoredKey | None:
+        """Raises StoreFailed."""
         version, found = await self._answer(self._store.find(sha256))
         if self._state is not None and version < self._state.version:
             return found  # read before a change that is known by now: not remembered
         self._saw(DirectoryState(version, found is not None or self.has_seen_keys))
         if found is not None:
-            _remember(self._found, blinded, found, MAX_FOUND)
+            _remember(self._found, blinded, _Found(found, version), MAX_FOUND)
         else:
+            self._found.pop(blinded, None)
             _remember(self._absent, blinded, self._clock() + ABSENT_S, MAX_ABSENT)
         return found
 
     async def _poll(self) -> None:
-        while True:
+        while not self._is_closing.is_set():
             await asyncio.sleep(POLL_S)
-            with suppress(Unavailable):
+            with suppress(Unavailable, StoreFailed):
                 await self._read_state()
+                await self._read_tenants()
+                await self._end_revoked()
+
+    async def _read_tenants(self) -> None:
+        """Raises StoreFailed."""
+        if self._state is not None:
+            await self._answer(self._tenants.read_again(self._state.version))
+
+    async def _end_revoked(self) -> None:
+        """Raises StoreFailed."""
+        if self._checks_left:
+            await self.uses.end_revoked(lambda key_id: self._answer(self._store.key(key_id)))
+            self._checks_left -= 1
 
     async def _read_state(self) -> None:
-        """Read the directory's version, once for all that ask at a time. Raises Unavailable, after STORE_S at the latest."""
+        """Read the directory's version, once for all that ask at a time. Raises Unavailable."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_once(), name="keys' version")
             self._reading.add_done_callback(_retrieve)
         try:
-            async with asyncio.timeout(STORE_S):
+            async with self._guard.waiting():
                 await asyncio.shield(self._reading)
-        except TimeoutError:
+        except StoreFailed:
             raise unavailable() from None
 
     async def _read_once(self) -> None:
-        self._saw(await self._answer(self._store.state(), ANSWER_S))
+        """Raises StoreFailed."""
+        self._saw(await self._answer(self._store.state()))
 
     def _saw(self, state: DirectoryState) -> None:
-        if self._state is None or state.version != self._state.version:
-            self._found.clear()
+        if self._state is not None and state.version != self._state.version:
+            _remember(self._outdated_at, self._state.version, self._clock(), MAX_CHANGES)
             self._absent.clear()
+            self._lookups.forget()
+            self._checks_left = NUM_CHECKS
         had_keys = self.has_seen_keys
         self._state = DirectoryState(state.version, state.has_keys or had_keys)
         if self.has_seen_keys and not had_keys:
             self._on_first_key()
 
-    async def _answer(self, call: Awaitable[T], timeout_s: float = STORE_S) -> T:
-        """What the store says. Raises Unavailable after `timeout_s`, or where it fails."""
+    async def _answer(self, call: Awaitable[T]) -> T:
+        """What the store says, which may take longer than a request waits. Raises StoreFailed."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(ANSWER_S):
                 answer = await call
-        except (StoreFailed, TimeoutError) as error:
-            self._log(str(error) or f"nothing within {timeout_s:g} s")
-            raise unavailable() from error
+        except TimeoutError:
+            raise StoreFailed(f"nothing within {ANSWER_S:g} s") from None
         self._answered_at = self._clock()
+        self._guard.answered()
         return answer
 
-    def _log(self, reason: str) -> None:
-        now = self._clock()
-        if now - self._logged_at >= LOG_EVERY_S:
-            self._logged_at = now
-            log.warning("the store of keys does not answer: %s", reason)
 
-
-def unavailable() -> Unavailable:
-    return Unavailable("API keys cannot be checked at the moment; try again.", retry_after_s=1.0)
-
-
-def _remember(table: dict[bytes, T], key: bytes, value: T, most: int) -> None:
+def _remember(table: dict[K, T], key: K, value: T, most: int) -> None:
+    table.pop(key, None)
     while len(table) >= most:
         del table[next(iter(table))]
     table[key] = value

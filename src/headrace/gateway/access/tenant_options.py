@@ -8,10 +8,11 @@ from headrace.core.errors import InvalidRequest
 
 ALLOWED: Mapping[str, tuple[object, ...]] = {
     "log_prompts": (True, False),
+    "cache": (True, False),
     "context_fitting": ("refuse", "sliding_window", "summary"),
 }
-"""Option -> its values. log_prompts: usage records hold prompts; context_fitting: what happens to a conversation that is
-longer than its model's context, where the request does not say."""
+"""Option -> its values. log_prompts: usage records hold prompts; cache: whether answers are cached, whatever `cache.enabled` says;
+context_fitting: what happens to a conversation that is longer than its model's context, where the request does not say."""
 
 
 def checked_options(options: Mapping[str, object]) -> dict[str, object]:

@@ -1,0 +1,40 @@
+"""Audit records of the commands that change a running deployment: reload, rollout, scale, drain.
+
+A command that was refused has changed nothing and leaves none. What keeps the records is the caller's (`cli.serve` gives the store of keys
+and tenants, whose changes are recorded there too).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from headrace.core.errors import HeadraceError
+from headrace.fleet.progress import Hear
+
+log = logging.getLogger(__name__)
+
+WriteAudit = Callable[[str, str, str, Mapping[str, object]], Awaitable[None]]
+"""Writes one record: actor, action, subject, detail. Raises HeadraceError."""
+
+
+async def not_kept(actor: str, action: str, subject: str, detail: Mapping[str, object]) -> None:
+    """A `WriteAudit` of a deployment that keeps no records."""
+
+
+class CommandAudit:
+    def __init__(self, write: WriteAudit = not_kept) -> None:
+        self._write = write
+
+    async def record(self, actor: str, name: str, asked: Mapping[str, object], hear: Hear, failures: list[str] | None = None) -> None:
+        """Record a command of this name. A record that cannot be written is logged, and its operator hears of it.
+
+        asked     what the command was given
+        failures  what of it failed
+        """
+        subject = str(asked.get("replica") or asked.get("model") or "deployment")
+        try:
+            await self._write(actor, f"deployment.{name}", subject, {**asked, "failures": failures} if failures else asked)
+        except HeadraceError as error:
+            log.error("the audit record of %s by %s cannot be written: %s", name, actor, error)
+            hear(f"the audit record cannot be written: {error}")

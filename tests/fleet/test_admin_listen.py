@@ -1,0 +1,252 @@
+"""The admin requests over TCP: which commands reach them, and what is refused. The supervisor is real, its processes are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_site import ScriptedSite, scripted_site
+from tls_kit import TOKEN, authority, write_certificates
+
+from headrace.cli import control, keys
+from headrace.cli.control_client import AdminClient, RemoteAdminClient, _TcpConnection, open_client
+from headrace.cli.directory import KeyDirectory
+from headrace.cli.exits import ServerFailed, UsageRefused
+from headrace.core.errors import ConfigError
+from headrace.fleet.admin import TOKEN_NAME, AdminRequests
+from headrace.fleet.admin_listen import AdminListen
+from headrace.fleet.authority import SiteAuthority
+from headrace.fleet.config import FleetConfig, ModelSpec
+from headrace.fleet.config_change import check_can_become
+from headrace.gateway.access.admin_requests import KeyRequests
+from headrace.gateway.access.administration import Administration
+from headrace.gateway.access.sqlite_keys import SqliteKeys
+from headrace.policy.limits.tier import BUILT_IN_TIERS
+from headrace.wire.tls.files import TlsFiles, TlsRole, files_in
+
+NAMES = {TlsRole.ENGINE: ("127.0.0.1",), TlsRole.GATEWAY: ()}
+"""What a certificate is for, by its role."""
+
+
+def folder_of(parent: Path, name: str, role: TlsRole, made_by: SiteAuthority, token: str = TOKEN) -> Path:
+    """A folder as `headrace tls init` makes it."""
+    folder = parent / name
+    folder.mkdir(mode=0o700)
+    write_certificates(folder, made_by, role, *NAMES[role])
+    (folder / "token").write_text(token)
+    (folder / "token").chmod(0o600)
+    return folder
+
+
+def listen_in(folder: Path, port: int = 0, tls: TlsFiles | None = None) -> AdminListen:
+    return AdminListen(listen=f"127.0.0.1:{port}", token_file=str(folder / "token"), tls=tls)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Site:
+    """A deployment whose admin requests are answered at `url` over TLS, and what an operator has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority, self.port = authority(), free_port()
+        self.server = folder_of(folder, "server", TlsRole.ENGINE, self.authority)
+        self.operator = folder_of(folder, "operator", TlsRole.GATEWAY, self.authority)
+        self.url = f"https://127.0.0.1:{self.port}"
+
+    @asynccontextmanager
+    async def running(self, requests: Sequence[AdminRequests] = ()) -> AsyncIterator[ScriptedSite]:
+        async with scripted_site(requests=requests, admin=listen_in(self.server, self.port, files_in(self.server))) as site:
+            yield site
+
+    async def status(self, files: Path) -> Any:
+        return await asyncio.to_thread(lambda: RemoteAdminClient(self.url, files).status())
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+async def test_commands_work_from_another_machine(made: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    async with made.running() as site:
+        client = await asyncio.to_thread(open_client, None, made.url, made.operator)
+        assert [each["name"] for each in (await made.status(made.operator))["models"]] == ["tiny"]
+        said = await asyncio.to_thread(lambda: list(client.command("scale", {"model": "tiny", "replicas": 2})))
+        assert said[-1] == {"event": "done"}
+        await asyncio.to_thread(lambda: control.status(admin=made.url, tls_dir=made.operator))
+        assert "tiny: 2 of 2 replicas ready" in capsys.readouterr().out
+        assert client.is_running()
+        assert set((await site.phases()).values()) == {"serving"}, "the socket in the run directory answers as ever"
+    assert not client.is_running()
+
+
+async def test_keys_are_created_and_revoked_from_another_machine(made: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def administration(actor: str) -> Administration:
+        return Administration(SqliteKeys.open(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
+
+    place: dict[str, Any] = {"admin": made.url, "tls_dir": made.operator}
+    async with made.running([KeyRequests(administration)]):
+        await asyncio.to_thread(lambda: keys.create(tenant="acme", budget=5.0, as_json=True, **place))
+        issued = json.loads(capsys.readouterr().out)
+        assert (await asyncio.to_thread(KeyDirectory(None, None, *place.values()).ask, "GET", "keys", issued["id"]))["budget"] == 5.0
+        await asyncio.to_thread(lambda: keys.revoke(issued["id"], **place))
+        capsys.readouterr()
+        await asyncio.to_thread(lambda: keys.list_keys(tenant="acme", as_json=True, **place))
+        assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["revoked"]
+        await asyncio.to_thread(lambda: keys.audit(limit=1, as_json=True, **place))
+        [record] = json.loads(capsys.readouterr().out)
+        assert re.fullmatch(r".+ at 127\.0\.0\.1, through the admin socket", record["actor"])
+        with pytest.raises(ServerFailed, match=r"refuses: .*key-none"):
+            await asyncio.to_thread(lambda: keys.show("key-none", **place))
+        with pytest.raises(UsageRefused, match="leave out --config and --state"):
+            await asyncio.to_thread(lambda: keys.show(issued["id"], state=str(tmp_path), **place))
+
+
+async def test_another_token_is_refused_that_of_the_unix_socket_too(made: Site, tmp_path: Path) -> None:
+    wrong = folder_of(tmp_path, "wrong", TlsRole.GATEWAY, made.authority, token="not-the-token-of-it")
+    async with made.running() as site:
+        with pytest.raises(ServerFailed, match="answered 401: The token is missing or wrong"):
+            await made.status(wrong)
+        (wrong / "token").write_text((site.run_dir / TOKEN_NAME).read_text())
+        with pytest.raises(ServerFailed, match="answered 401"):
+            await made.status(wrong)
+        (site.run_dir / TOKEN_NAME).write_text(TOKEN)
+        with pytest.raises(ServerFailed, match="answered 401"):
+            await asyncio.to_thread(AdminClient(site.run_dir).status)
+
+
+async def test_a_certificate_of_another_authority_or_role_and_none_at_all_are_refused(made: Site, tmp_path: Path) -> None:
+    strange = folder_of(tmp_path, "strange", TlsRole.GATEWAY, authority())
+    (strange / "ca.crt").write_bytes((made.operator / "ca.crt").read_bytes())
+    none = ssl.create_default_context(cafile=str(made.operator / "ca.crt"))
+    as_server = ssl.create_default_context(cafile=str(made.operator / "ca.crt"))
+    as_server.load_cert_chain(made.server / "tls.crt", made.server / "tls.key")
+    foreign = ssl.create_default_context(cafile=str(made.operator / "ca.crt"))
+    foreign.load_cert_chain(strange / "tls.crt", strange / "tls.key")
+    async with made.running():
+        for context in (none, as_server, foreign):
+            with pytest.raises((ssl.SSLError, ConnectionError, HTTPException)):
+                await asyncio.to_thread(get_status, made.port, context)
+        assert await asyncio.to_thread(get_status, made.port, own_context(made.operator)) == 200
+
+
+async def test_an_operator_hears_why_the_handshake_failed(made: Site, tmp_path: Path) -> None:
+    other = folder_of(tmp_path, "other", TlsRole.GATEWAY, authority())
+    async with made.running():
+        with pytest.raises(ServerFailed, match=r"the deployment's certificate was not signed by the authority in .*other/ca.crt"):
+            await made.status(other)
+
+
+async def test_plain_http_gets_no_answer_from_a_port_with_tls(made: Site) -> None:
+    async with made.running():
+        with pytest.raises((OSError, HTTPException)):
+            await asyncio.to_thread(get_status, made.port, None)
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(made: Site) -> None:
+    async with made.running():
+        before = await asyncio.to_thread(shown_certificate, made)
+        write_certificates(made.server, made.authority, TlsRole.ENGINE, *NAMES[TlsRole.ENGINE])
+        after = await asyncio.to_thread(shown_certificate, made)
+        assert before != after
+        assert after == ssl.PEM_cert_to_DER_cert((made.server / "tls.crt").read_text())
+        with pytest.raises((ssl.SSLError, ConnectionError, HTTPException)):  # a client's certificate is wanted as before
+            await asyncio.to_thread(get_status, made.port, ssl.create_default_context(cafile=str(made.operator / "ca.crt")))
+
+
+async def test_loopback_may_do_without_certificates_and_not_without_the_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headrace.fleet.admin")
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+    async with scripted_site(admin=listen_in(tmp_path)):
+        [url] = re.findall(r"answered at (http://\S+)", caplog.text)
+        status = await asyncio.to_thread(RemoteAdminClient(url, tmp_path).status)
+        assert [each["name"] for each in status["models"]] == ["tiny"]
+        (tmp_path / "token").write_text(TOKEN + "x")
+        with pytest.raises(ServerFailed, match="answered 401"):
+            await asyncio.to_thread(RemoteAdminClient(url, tmp_path).status)
+
+
+@pytest.mark.parametrize(
+    ("listen", "words"),
+    [
+        ("0.0.0.0:7100", "admin.listen: '0.0.0.0' is not a loopback address, and no certificates are given"),
+        ("host:7100", "is not a loopback address"),
+        ("unix:/run/admin", "admin.listen: 'unix:/run/admin' is not HOST:PORT"),
+        ("7100", "admin.listen: '7100' is neither"),
+    ],
+)
+def test_an_address_that_others_reach_wants_certificates(listen: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        AdminListen(listen=listen, token_file="/token").checked()
+
+
+def test_a_token_is_never_optional_and_never_short(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"admin\.token_file: is empty"):
+        AdminListen(listen="127.0.0.1:0", token_file="").checked()
+    (tmp_path / "token").write_text("short")
+    (tmp_path / "token").chmod(0o600)
+    with pytest.raises(ConfigError, match="5 characters are too few"):
+        listen_in(tmp_path).opened()
+
+
+def test_a_reload_cannot_move_it(tmp_path: Path) -> None:
+    config = FleetConfig(models=(ModelSpec(name="m", folder=tmp_path),))
+    with pytest.raises(ConfigError, match="admin: cannot change while the deployment runs"):
+        check_can_become(config, replace(config, admin=listen_in(tmp_path)), served=())
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "url", "files", "words"),
+    [
+        (None, "http://far:7100", Path("/files"), "would send the token unencrypted"),
+        (None, "https://far", Path("/files"), "is not https://HOST:PORT"),
+        (None, "https://far:7100", None, "--tls-dir"),
+        (Path("/run"), "https://far:7100", Path("/files"), "--run-dir and --admin"),
+        (None, None, Path("/files"), "--tls-dir: is for --admin"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(run_dir: Path | None, url: str | None, files: Path | None, words: str) -> None:
+    with pytest.raises(UsageRefused, match=re.escape(words)):
+        open_client(run_dir, url, files)
+
+
+def own_context(files: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(files / "ca.crt"))
+    context.load_cert_chain(files / "tls.crt", files / "tls.key")
+    return context
+
+
+def get_status(port: int, context: ssl.SSLContext | None) -> int:
+    connection = _TcpConnection("127.0.0.1", port, context, 10.0)
+    try:
+        connection.request("GET", "/status", headers={"authorization": f"Bearer {TOKEN}"})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def shown_certificate(made: Site) -> bytes:
+    with (
+        socket.create_connection(("127.0.0.1", made.port)) as plain,
+        own_context(made.operator).wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+    ):
+        found = connection.getpeercert(binary_form=True)
+        assert found is not None
+        return found
