@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,10 @@ import httpx2
 import pytest
 from gateway_kit import MODEL, FakeReplica, TestBench, open_bench, snapshot
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, Overloaded
+from headrace.core.ids import RequestId
+from headrace.core.load import ClassLoad
+from headrace.core.request import PriorityClass
 from headrace.gateway.config import config_from
 from headrace.text.folder import TextModel
 
@@ -74,6 +78,96 @@ async def test_a_queue_longer_than_the_wait_is_refused_before_a_prompt_is_read(t
         assert not bench.replicas["big"].requests
 
 
+async def test_each_class_waits_for_itself_and_the_classes_above_it(text: TextModel) -> None:
+    """A flood of batch requests refuses itself, with the time that it takes, and neither standard nor premium ones."""
+    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+        big = bench.replicas["big"]
+        assert big.info is not None
+        big.info = replace(big.info, model=replace(big.info.model, queue_policy="priority"))
+        flood = ClassLoad(num_waiting=500, num_queued_tokens=20_000)
+        speed = {"step_fixed_s": 0.01, "step_token_s": 0.001}
+        load_of(big, num_waiting=500, num_queued_tokens=20_000, classes=(ClassLoad(), ClassLoad(), flood), **speed)
+        assert (await asked(bench, "key-premium-0"))[::3] == (200, "served")
+        assert (await asked(bench, "key-standard"))[::3] == (200, "served")
+        refused = await post(bench, "key-batch-000")
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 15
+        load_of(big, classes=(ClassLoad(),) * 3, **speed)
+        big.sent = {PriorityClass.STANDARD: [20_000]}
+        assert (await asked(bench, "key-premium-0"))[::3] == (200, "served")
+        assert (await asked(bench, "key-standard"))[0] == 429, "what this gateway sent since the report counts by class, too"
+
+
+async def test_a_tenant_with_few_requests_is_not_refused_for_the_flood_of_another(text: TextModel) -> None:
+    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+        big = bench.replicas["big"]
+        assert big.info is not None
+        big.info = replace(big.info, model=replace(big.info.model, queue_policy="fair"))
+        load_of(big, num_waiting=500, num_queued_tokens=20_000, step_fixed_s=0.01, step_token_s=0.001)
+        open_requests = bench.gateway.service.open_requests
+        with ExitStack() as flood:
+            for number in range(100):
+                flood.enter_context(open_requests.admit(RequestId(f"flood-{number}"), "second", lambda _: None))
+            assert (await asked(bench, "key-batch-000"))[0] == 200
+            assert (await asked(bench, "key-standard"))[0] == 429
+
+
+async def test_one_tenant_has_its_part_of_the_open_requests(text: TextModel) -> None:
+    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, limits={"max_requests": 8}) as bench:
+        open_requests = bench.gateway.service.open_requests
+        with ExitStack() as flood:
+            for number in range(2):
+                flood.enter_context(open_requests.admit(RequestId(f"flood-{number}"), "second", lambda _: None))
+            refused = await post(bench, "key-standard")
+            assert refused.status_code == 429
+            assert "2 requests of this tenant" in refused.text
+            assert (await asked(bench, "key-batch-000"))[0] == 200
+        assert (await asked(bench, "key-standard"))[0] == 200
+
+
+async def test_an_engine_whose_order_knows_no_classes_has_one_queue_for_all(text: TextModel) -> None:
+    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+        big = bench.replicas["big"]
+        assert big.info is not None
+        big.info = replace(big.info, model=replace(big.info.model, queue_policy="fcfs"))
+        flood = ClassLoad(num_waiting=500, num_queued_tokens=20_000)
+        load_of(
+            big,
+            num_waiting=500,
+            num_queued_tokens=20_000,
+            classes=(ClassLoad(), ClassLoad(), flood),
+            step_fixed_s=0.01,
+            step_token_s=0.001,
+        )
+        assert {(await asked(bench, key["key"]))[0] for key in KEYS} == {429}
+
+
+async def test_requests_that_no_replica_was_sent_yet_are_part_of_the_queue(text: TextModel) -> None:
+    """Else all that arrive while the event loop is busy would be admitted by the same short queue."""
+    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+        load_of(bench.replicas["big"], step_fixed_s=0.01, step_token_s=0.001)
+        joining = bench.gateway.service.models.get(MODEL).joining
+        others = [joining.join(PriorityClass.STANDARD) for _ in range(300)]
+        assert (await asked(bench, "key-standard"))[0] == 429
+        for other in others:
+            other.leave()
+            other.leave()
+        assert joining.num_requests(PriorityClass.BATCH) == 0, "leaving twice changes nothing"
+        seen: list[int] = []
+        bench.replicas["big"].on_submit = lambda request, stream: seen.append(joining.num_requests(PriorityClass.BATCH))
+        assert (await asked(bench, "key-standard"))[0] == 200
+        assert seen == [1], "it was counted until it was sent"
+        assert joining.num_requests(PriorityClass.BATCH) == 0
+
+
+async def test_a_request_that_is_refused_later_joins_no_longer(text: TextModel) -> None:
+    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS) as bench:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "word " * 2000}]}
+        response = await bench.client.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer key-standard"})
+        assert response.status_code == 400
+        assert bench.gateway.service.models.get(MODEL).joining.num_requests(PriorityClass.BATCH) == 0
+
+
 async def test_a_tiers_goal_bounds_its_wait(text: TextModel) -> None:
     keys = [{"key": "key-hurried-0", "tenant": "hurried", "tier": "hurried"}, {"key": "key-patient-0", "tenant": "patient"}]
     async with open_bench(text, models=two_models(smaller=""), api_keys=keys, tiers={"hurried": {"ttft_ms": 500.0}}) as bench:
@@ -87,6 +181,23 @@ async def test_a_smaller_model_that_the_key_may_not_use_is_not_used(text: TextMo
     async with open_bench(text, models=two_models(), api_keys=keys, tiers={"one": {"models": [MODEL]}}) as bench:
         load_of(bench.replicas["big"], num_running=4, num_waiting=11)
         assert await asked(bench, "key-standard") == (200, MODEL, MODEL, "queued")
+
+
+@pytest.mark.parametrize(("num_waiting", "step"), [(0, "served"), (11, "queued")])
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_a_request_that_its_engine_refuses_says_so_whatever_was_decided_before(
+    text: TextModel, num_waiting: int, step: str, is_streaming: bool
+) -> None:
+    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS) as bench:
+        big = bench.replicas["big"]
+        load_of(big, num_running=4, num_waiting=num_waiting)
+        assert (await asked(bench, "key-standard"))[3] == step
+        big.on_submit = lambda request, stream: stream.reject(Overloaded("The queue is full.", retry_after_s=1))
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "stream": is_streaming}
+        response = await bench.client.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer key-standard"})
+        assert response.status_code == 429
+        assert response.headers.get_list("x-headrace-reason") == ["refused"]
+        assert response.headers["x-headrace-model"] == MODEL
 
 
 @pytest.mark.parametrize("smaller", [MODEL, "nowhere"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -14,14 +15,15 @@ from typing import Any
 import httpx2
 import pytest
 from gateway_kit import SAID, TestBench, chat_body, eventually, open_bench
+from limits_kit import used
 from redis_kit import RedisServer
 
+from headrace.gateway.access.principal import KeyLimits, Principal
 from headrace.gateway.control.models import Sources
-from headrace.gateway.limits import admission
 from headrace.gateway.limits.rules import rules_of
-from headrace.policy.limits.book import Claim
 from headrace.policy.limits.counters import DAY_MS
 from headrace.policy.limits.price import NANOS
+from headrace.policy.limits.tier import Tier
 from headrace.text.folder import TextModel
 
 KEY, OTHER = "hr-limits-key-one", "hr-limits-key-two"
@@ -41,12 +43,6 @@ class Clocks:
     def wait(self, seconds: float) -> None:
         self.steady_s += seconds
         self.unix_s += seconds
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loaded machine may take more than 250 ms for what is no trouble."""
-    monkeypatch.setattr(admission, "STORE_S", 20.0)
 
 
 @pytest.fixture
@@ -70,16 +66,6 @@ def opened(text: TextModel, clocks: Clocks) -> Opened:
 
 async def ask(bench: TestBench, key: str = KEY, **fields: Any) -> httpx2.Response:
     return await bench.client.post("/v1/chat/completions", json=chat_body(**fields), headers={"authorization": f"Bearer {key}"})
-
-
-async def used(bench: TestBench, limit: str) -> int:
-    """What counts of a limit of acme's, once everything is charged."""
-    limiter = bench.gateway.service.limiter
-    await eventually(lambda: not limiter._uncharged)
-    principal = await bench.gateway.active.authenticator.principal([(b"authorization", f"Bearer {KEY}".encode())])
-    claims: list[Claim] = [rule.claim(None) for rule in rules_of(principal) if rule.name == limit]
-    (reading,) = (await limiter._store.take(None, claims)).readings
-    return reading.current
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:
@@ -110,6 +96,28 @@ async def test_requests_beyond_the_minute_are_refused_until_there_is_room(opened
         assert (await ask(bench)).status_code == 200
 
 
+async def test_refusals_are_counted_and_logged_by_limit(opened: Opened, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    numbers = {"requests_per_minute": 2, "user_requests_per_minute": 1, "daily_tokens": 300}
+    async with opened(numbers, request_log=str(log), open_metrics=True, open_tenant_metrics=True) as bench:
+        assert (await ask(bench, max_tokens=400)).status_code == 429
+        assert (await ask(bench)).status_code == 429
+        assert (await ask(bench)).status_code == 429
+        page = (await bench.client.get("/metrics")).text
+    for limit, count in {"daily_tokens": 1, "user_requests_per_minute": 2}.items():
+        assert f'headrace_tenant_limited_total{{limit="{limit}",tenant="acme"}} {count}.0' in page
+        assert f'headrace_tier_limited_total{{limit="{limit}",tier="small"}} {count}.0' in page
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line.get("limit") for line in lines] == ["daily_tokens", "user_requests_per_minute", "user_requests_per_minute"]
+
+
+def test_the_limits_of_a_key_have_labels_of_their_own() -> None:
+    caller = Principal(
+        tenant="acme", key_id="key-1", tier=Tier(requests_per_minute=1), limits=KeyLimits(requests_per_minute=1, monthly_budget=2.0)
+    )
+    assert [rule.label for rule in rules_of(caller)] == ["requests_per_minute", "key_requests_per_minute", "key_monthly_budget"]
+
+
 async def test_a_refused_request_is_not_read(opened: Opened) -> None:
     async with opened({"requests_per_minute": 1}) as bench:
         assert (await ask(bench)).status_code == 200
@@ -131,7 +139,7 @@ async def test_open_requests_are_counted_and_freed(opened: Opened) -> None:
         assert [response.status_code for response in await asyncio.gather(*running)] == [200, 200]
         for _ in range(5):
             assert (await ask(bench)).status_code == 200, "a request that has ended is not open for the next one"
-        assert await used(bench, "max_concurrent_requests") == 0
+        assert await used(bench, "max_concurrent_requests", KEY) == 0
 
 
 async def test_the_engines_counts_are_charged(opened: Opened) -> None:
@@ -140,10 +148,10 @@ async def test_the_engines_counts_are_charged(opened: Opened) -> None:
         usage = (await ask(bench, max_tokens=8)).json()["usage"]
         assert usage["completion_tokens"] == 8
         prompt = usage["prompt_tokens"]
-        assert await used(bench, "input_tokens_per_minute") == prompt
-        assert await used(bench, "output_tokens_per_minute") == 8
-        assert await used(bench, "daily_tokens") == prompt + 8
-        assert await used(bench, "monthly_budget") == (100 * prompt + 1000 * 8) * NANOS // 1_000_000
+        assert await used(bench, "input_tokens_per_minute", KEY) == prompt
+        assert await used(bench, "output_tokens_per_minute", KEY) == 8
+        assert await used(bench, "daily_tokens", KEY) == prompt + 8
+        assert await used(bench, "monthly_budget", KEY) == (100 * prompt + 1000 * 8) * NANOS // 1_000_000
 
 
 async def test_the_most_that_a_request_may_use_is_reserved(opened: Opened) -> None:
@@ -214,8 +222,44 @@ async def test_an_aborted_stream_is_charged_for_what_the_engine_made(opened: Ope
             await asyncio.sleep(0.1)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        assert await used(bench, "max_concurrent_requests") == 0
-        assert 0 < await used(bench, "output_tokens_per_minute") < 400
+        assert await used(bench, "max_concurrent_requests", KEY) == 0
+        assert 0 < await used(bench, "output_tokens_per_minute", KEY) < 400
+
+
+LONG = [{"role": "user", "content": f"Turn {number}: The quick brown fox jumps over the lazy dog."} for number in range(60)]
+
+
+async def test_a_summary_is_charged_with_its_request_as_the_usage_log_has_it(opened: Opened, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with opened({"daily_tokens": 100_000, "input_tokens_per_minute": 100_000}, request_log=str(log)) as bench:
+        answer = await ask(bench, messages=LONG, context_fitting="summary", max_tokens=20)
+        assert answer.status_code == 200, answer.text
+        assert len(bench.replica.requests) > 1
+        charged, charged_input = await used(bench, "daily_tokens", KEY), await used(bench, "input_tokens_per_minute", KEY)
+    record = json.loads(log.read_text().splitlines()[0])
+    assert record["prompt_tokens"] > answer.json()["usage"]["prompt_tokens"]
+    assert charged_input == record["prompt_tokens"]
+    assert charged == record["prompt_tokens"] + record["completion_tokens"]
+
+
+async def test_a_summary_that_exceeds_a_limit_is_refused_before_it_runs(opened: Opened) -> None:
+    async with opened({"daily_tokens": 100}) as bench:
+        refused = await ask(bench, messages=LONG, context_fitting="summary", max_tokens=20)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "insufficient_quota")
+        assert not bench.replica.requests
+        assert await used(bench, "daily_tokens", KEY) == 0
+
+
+async def test_what_was_summarised_is_charged_where_the_answer_is_refused(opened: Opened, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with opened({"output_tokens_per_minute": 450}, request_log=str(log)) as bench:
+        refused = await ask(bench, messages=LONG, context_fitting="summary", n=20, max_tokens=20)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded"), refused.text
+        assert bench.replica.requests
+        charged = await used(bench, "output_tokens_per_minute", KEY)
+    record = json.loads(log.read_text().splitlines()[0])
+    assert 0 < charged == record["completion_tokens"]
+    assert record["prompt_tokens"] == sum(len(request.prompt_ids) for request in bench.replica.requests)
 
 
 async def test_a_request_that_no_engine_takes_costs_no_tokens(opened: Opened) -> None:
@@ -226,7 +270,7 @@ async def test_a_request_that_no_engine_takes_costs_no_tokens(opened: Opened) ->
 
         bench.replica.on_submit = broken
         assert (await ask(bench, max_tokens=9)).status_code == 500
-        assert (await used(bench, "daily_tokens"), await used(bench, "requests_per_minute")) == (0, 1)
+        assert (await used(bench, "daily_tokens", KEY), await used(bench, "requests_per_minute", KEY)) == (0, 1)
 
 
 async def test_callers_without_limits_ask_no_store(text: TextModel) -> None:
@@ -247,13 +291,13 @@ async def _record(taken: list[object], *given: object) -> None:
 async def test_a_clock_that_jumps_opens_no_window_when_it_is_back(opened: Opened, clocks: Clocks, jump_s: float) -> None:
     async with opened({"requests_per_minute": 3, "daily_tokens": 60}) as bench:
         assert (await ask(bench, max_tokens=9)).status_code == 200
-        before = await used(bench, "daily_tokens")
+        before = await used(bench, "daily_tokens", KEY)
         clocks.unix_s += jump_s
         in_jump = await ask(bench, max_tokens=9)
         assert in_jump.status_code == 200
         assert in_jump.headers["x-ratelimit-remaining-requests"] == "1", "minutes follow the other clock"
         clocks.unix_s -= jump_s
-        assert await used(bench, "daily_tokens") == before * (1 if abs(jump_s) > 43_200 else 2)
+        assert await used(bench, "daily_tokens", KEY) == before * (1 if abs(jump_s) > 43_200 else 2)
         assert (await ask(bench, max_tokens=9)).status_code in (200, 429)
         assert (await ask(bench, max_tokens=1)).status_code == 429
         bench.gateway.service.limiter.check()
@@ -289,13 +333,11 @@ async def healed(bench: TestBench) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.usefixtures("shipped_patience")
 @pytest.mark.parametrize("trouble", ["stopped", "hangs", "READONLY", "OOM"])
-async def test_a_store_that_fails_refuses_and_heals(
-    two: tuple[TestBench, TestBench, RedisServer], trouble: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_store_that_fails_refuses_and_heals(two: tuple[TestBench, TestBench, RedisServer], trouble: str) -> None:
     bench, _, server = two
     assert (await ask(bench)).status_code == 200
-    monkeypatch.setattr(admission, "STORE_S", 0.25)
     client = bench.gateway.service.limiter._store._client  # type: ignore[attr-defined]
     if trouble == "stopped":
         server.stop()
@@ -369,8 +411,8 @@ async def test_the_next_process_charges_what_a_dead_one_left(opened: Opened, clo
             assert (await ask(survivor, max_tokens=5)).status_code == 429
             clocks.wait(0.2)
             await watcher._renew()
-            assert await used(survivor, "max_concurrent_requests") == 0
-            assert await used(survivor, "output_tokens_per_minute") == 256, "nothing was saved but the first tail"
+            assert await used(survivor, "max_concurrent_requests", KEY) == 0
+            assert await used(survivor, "output_tokens_per_minute", KEY) == 256, "nothing was saved but the first tail"
             assert (await ask(survivor, max_tokens=5)).status_code == 200
         bench.replica.go.set()
         assert (await running).status_code == 200
@@ -384,3 +426,36 @@ async def test_a_changed_tier_holds_for_the_next_request(opened: Opened) -> None
         tier = replace(config.tiers["small"], requests_per_minute=5)
         await bench.reloader.reload(lambda: replace(config, tiers={"small": tier}))
         assert (await ask(bench)).status_code == 200
+
+
+WORK = [
+    ("POST", "/tokenize", {"prompt": "hello"}),
+    ("POST", "/v1/detokenize", {"tokens": [1]}),
+    ("GET", "/v1/sessions/s", None),
+    ("DELETE", "/v1/sessions/s", None),
+    ("GET", "/v1/usage", None),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), WORK)
+@pytest.mark.parametrize("limit", ["requests_per_minute", "user_requests_per_minute"])
+async def test_work_that_generates_nothing_counts_as_a_request(
+    opened: Opened, tmp_path: Path, limit: str, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    async with opened({limit: 3, "max_concurrent_requests": 1, "monthly_tokens": 1000}, state=str(tmp_path)) as bench:
+        headers = {"authorization": f"Bearer {KEY}"}
+        for _ in range(2):
+            answer = await bench.client.request(method, path, json=body, headers=headers)
+            assert answer.status_code in (200, 404)
+            await eventually(lambda: not bench.gateway.service.limiter._uncharged)
+        assert (await ask(bench)).status_code == 200
+        await eventually(lambda: not bench.gateway.service.limiter._uncharged)
+        refused = await bench.client.request(method, path, json=body, headers=headers)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
+        assert limit in error_of(refused)["message"]
+        assert "retry-after" in refused.headers
+        assert (await ask(bench, OTHER)).status_code == 200, "the tenant alone is refused"
+        for unlimited in ("/v1/models", "/version", "/metrics"):
+            assert (await bench.client.get(unlimited, headers=headers)).status_code == 200
+        await eventually(lambda: not bench.gateway.service.limiter._uncharged)
+        bench.gateway.service.limiter.check()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +20,7 @@ from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.limits.sqlite import SqliteLimits
 from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
+from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.book import Claim, DictRows, Holder, LimitBook
 from headrace.policy.limits.counters import DAY_MS, Amounts, Moment, Unit, Window
 
@@ -121,6 +126,32 @@ def test_the_sqlite_store_does_what_the_book_does(acts: list[Act]) -> None:
     asyncio.run(run())
 
 
+class AnyOfBoth:
+    """Two processes' stores of one file: each call goes to the one that `places` says next."""
+
+    def __init__(self, stores: Sequence[LimitStore], places: Iterator[int]) -> None:
+        self._stores, self._places = stores, places
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stores[next(self._places)], name)
+
+
+@given(ACTS, st.lists(st.integers(0, 1), min_size=1))
+@settings(max_examples=25, deadline=None)
+def test_two_processes_on_one_file_do_together_what_the_book_does(acts: list[Act], places: list[int]) -> None:
+    async def run(folder: str) -> None:
+        twin = Twin()
+        stores = [SqliteLimits(f"{folder}/limits.db", clock=twin.clock, unix_time=twin.unix_time) for _ in range(2)]
+        try:
+            await compare(acts, twin, cast("LimitStore", AnyOfBoth(stores, cycle(places))), lambda _: None)
+        finally:
+            for store in stores:
+                await store.close()
+
+    with TemporaryDirectory() as folder:
+        asyncio.run(run(folder))
+
+
 @given(ACTS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_redis_store_does_what_the_book_does(redis_server: RedisServer, acts: list[Act]) -> None:
@@ -194,3 +225,40 @@ async def test_a_book_is_read_again_by_the_next_process(open_store: Open) -> Non
     await first.close()
     assert await open_store().renew("b", 1, {}) == {"a": 4, "b": 1}
     assert await open_store().expire("a", 4) == 1
+
+
+async def test_what_a_failed_transaction_took_is_not_counted(tmp_path: Path) -> None:
+    twin = Twin()
+    store = SqliteLimits(str(tmp_path / "limits.db"), clock=twin.clock, unix_time=twin.unix_time)
+    try:
+        await store.take(holder("r1", "a"), [TOKENS])
+        other = sqlite3.connect(tmp_path / "limits.db", isolation_level=None)
+        other.execute("CREATE TRIGGER full BEFORE INSERT ON reservations BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+        with pytest.raises(StoreFailed, match="disk full"):
+            await store.take(holder("r2", "a"), [TOKENS])
+        other.execute("DROP TRIGGER full")
+        other.close()
+        assert [reading.current for reading in (await store.take(holder("r3", "a"), [TOKENS])).readings] == [30]
+        await store.charge("a", {"r2": Amounts(tokens=99), "r3": Amounts(tokens=1)})
+        assert [reading.current for reading in (await store.take(None, [TOKENS._replace(amount=None)])).readings] == [31]
+    finally:
+        await store.close()
+
+
+async def test_a_request_of_a_known_client_costs_few_statements(tmp_path: Path) -> None:
+    """Each statement waits for the interpreter's lock. A process that is alone with its file reads nothing again."""
+    twin, statements = Twin(), list[str]()
+    store = SqliteLimits(str(tmp_path / "limits.db"), clock=twin.clock, unix_time=twin.unix_time)
+    try:
+        await store.renew("a", 1, {})
+        await store.take(holder("r1", "a"), [TOKENS])
+        store._thread.connection.set_trace_callback(statements.append)
+        await store.take(holder("r2", "a"), [TOKENS])
+        await store.charge("a", {"r2": Amounts(tokens=3)})
+        store._thread.connection.set_trace_callback(None)
+    finally:
+        await store.close()
+    assert [statement.split()[0] for statement in statements] == [
+        *("BEGIN", "PRAGMA", "INSERT", "INSERT", "COMMIT"),
+        *("BEGIN", "PRAGMA", "INSERT", "DELETE", "COMMIT"),
+    ]

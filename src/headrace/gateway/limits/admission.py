@@ -6,7 +6,6 @@ the prompt is tokenized, and `count` at the end of a stream.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -22,9 +21,6 @@ from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.limits.counters import Amounts, Unit
 from headrace.policy.limits.price import FREE, Price
 
-STORE_S = 0.25
-"""Seconds that a request waits for the store of limits in all."""
-
 FIRST_TAIL_TOKENS = 256
 """Output tokens of each sequence that are charged if the gateway dies before it has saved any: more than an engine gives in a second."""
 
@@ -36,6 +32,17 @@ class TakesLimits(Protocol):
     """The limiter, as an admission sees it."""
 
     async def take(self, admission: Admission, claims: Sequence[Claim]) -> TakeResult: ...
+
+
+class CountedRequest(Protocol):
+    """A prepared request, as an admission sees it. max_output_tokens: None where nothing bounds it here; 1 is taken then"""
+
+    @property
+    def max_prompt_tokens(self) -> int: ...
+    @property
+    def max_output_tokens(self) -> int | None: ...
+    @property
+    def num_sequences(self) -> int: ...
 
 
 class Admission:
@@ -50,12 +57,12 @@ class Admission:
         "_is_open_on_failure",
         "_last_completion",
         "_limiter",
+        "_max_prompt_tokens",
         "_num_sequences",
         "_price",
         "_reserved",
         "_states",
         "_usage",
-        "_waited_s",
         "is_held",
         "principal",
         "request_id",
@@ -76,9 +83,9 @@ class Admission:
         self._price: Price = FREE
         self._usage: Callable[[], TokenUsage] | None = None
         self._num_sequences = 1
+        self._max_prompt_tokens = 0
         self._last_completion = 0
         self._states: dict[str, LimitState] = {}
-        self._waited_s = 0.0
 
     def ceiling(self, price: Price) -> RequestCeiling:
         """What an answer without `max_tokens` may use of a model with this price."""
@@ -91,19 +98,19 @@ class Admission:
             self.is_held = any(rule.unit is Unit.OPEN for rule in rules)
             await self._take(rules, [rule.claim(1 if rule.unit in BEFORE_PARSING else None) for rule in rules])
 
-    async def reserve(self, price: Price, *, prompt_tokens: int | None, max_output_tokens: int | None, num_sequences: int) -> None:
-        """Take the most that a prepared request may use. None: only the server that answers can count it; 1 is taken then.
+    async def reserve(self, price: Price, prepared: CountedRequest) -> None:
+        """Take the most that a prepared request may use, besides what was taken before.
 
         Raises RateLimitExceeded, QuotaExhausted, or Unavailable where the store fails.
         """
-        self._price, self._num_sequences = price, num_sequences
+        num_sequences, max_output_tokens = prepared.num_sequences, prepared.max_output_tokens or 1
+        self._price, self._num_sequences, self._max_prompt_tokens = price, num_sequences, prepared.max_prompt_tokens
         rules = [rule for rule in self.rules if rule.unit not in BEFORE_PARSING]
         if not rules:
             return
-        wanted = amounts_of(price, prompt_tokens=prompt_tokens or 1, completion_tokens=max_output_tokens or 1)
-        first = amounts_of(
-            price, prompt_tokens=prompt_tokens or 1, completion_tokens=min(max_output_tokens or 1, FIRST_TAIL_TOKENS * num_sequences)
-        )
+        first_tokens = min(max_output_tokens, FIRST_TAIL_TOKENS * num_sequences)
+        wanted = amounts_of(price, prompt_tokens=prepared.max_prompt_tokens, completion_tokens=max_output_tokens)
+        first = amounts_of(price, prompt_tokens=prepared.max_prompt_tokens, completion_tokens=first_tokens)
         self.is_held = True
         self.saved = _sum(self.used, first)
         await self._take(rules, [rule.claim(wanted[rule.unit]) for rule in rules])
@@ -116,7 +123,7 @@ class Admission:
     def count(self, usage: TokenUsage | None) -> None:
         """A stream has ended, and has used this much of the model it was reserved for. None: it never began."""
         if usage is not None:
-            self.used = _sum(self.used, _of_usage(self._price, usage))
+            self.used = _sum(self.used, self._of_usage(usage))
         self._usage, self.saved = None, self.used
 
     def save(self) -> Amounts:
@@ -127,38 +134,36 @@ class Admission:
         new = usage.completion_tokens - self._last_completion
         self._last_completion = usage.completion_tokens
         tail = new if usage.completion_tokens else FIRST_TAIL_TOKENS * self._num_sequences
-        counted = _sum(self.used, _of_usage(self._price, usage))
-        with_tail = _sum(self.used, _of_usage(self._price, usage._replace(completion_tokens=usage.completion_tokens + tail)))
+        counted = _sum(self.used, self._of_usage(usage))
+        with_tail = _sum(self.used, self._of_usage(usage._replace(completion_tokens=usage.completion_tokens + tail)))
         bounded = [max(now, min(later, most)) for now, later, most in zip(counted, with_tail, self._reserved, strict=True)]
         self.saved = Amounts(*bounded)
         return self.saved
 
+    def _of_usage(self, usage: TokenUsage) -> Amounts:
+        """What a stream used. Prompt and output of an earlier stream, which it continues, were charged with that one.
+
+        A prompt that nothing has counted is charged as it was reserved: its server counts it at the end, and the client may have left.
+        """
+        charged = usage.charged
+        return amounts_of(
+            self._price,
+            prompt_tokens=charged.prompt_tokens if usage.prompt_tokens else self._max_prompt_tokens,
+            completion_tokens=charged.completion_tokens,
+            cached_tokens=charged.cached_tokens,
+        )
+
     async def _take(self, rules: Sequence[LimitRule], claims: Sequence[Claim]) -> None:
-        clock = asyncio.get_running_loop().time
-        began = clock()
         try:
-            async with asyncio.timeout(STORE_S - self._waited_s):
-                result = await self._limiter.take(self, claims)
-        except (StoreFailed, TimeoutError):
+            result = await self._limiter.take(self, claims)
+        except StoreFailed:
             if not self._is_open_on_failure:
                 raise Unavailable(UNAVAILABLE, retry_after_s=1.0) from None
             return
-        finally:
-            self._waited_s = min(STORE_S, self._waited_s + clock() - began)
         self._states.update((state.rule.counter, state) for state in states(rules, claims, result))
         self._exchange.more_headers = [*without_limit_headers(self._exchange.more_headers), *headers(list(self._states.values()))]
         if not result.is_admitted:
             raise refusal(rules, claims, result)
-
-
-def _of_usage(price: Price, usage: TokenUsage) -> Amounts:
-    """What a stream used. Output of an earlier stream, which it continues, was charged with that one."""
-    return amounts_of(
-        price,
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens - usage.earlier_tokens,
-        cached_tokens=usage.cached_tokens,
-    )
 
 
 def _sum(one: Amounts, other: Amounts) -> Amounts:

@@ -21,6 +21,7 @@ from headrace.gateway.config import FAIL_OPEN
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.admission import NOTHING, Admission
 from headrace.gateway.limits.store import LimitStore
+from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.book import Claim, Holder, TakeResult
 from headrace.policy.limits.counters import Amounts
@@ -40,9 +41,6 @@ MAX_CHARGES = 500
 MAX_GIVEN_UP = 10_000
 """Charges that may wait before a request that used nothing is no longer named: while the store fails, each refused request leaves one. The
 book finds by itself what is not named."""
-
-LOG_EVERY_S = 10.0
-"""Least seconds between two warnings about the store."""
 
 
 class _Ended(NamedTuple):
@@ -66,7 +64,7 @@ class Limiter:
         self._has_uncharged = asyncio.Event()
         self._charging = asyncio.Lock()
         self._is_closing = asyncio.Event()
-        self._warned_at: float | None = None
+        self._guard = StoreGuard("limits")
 
     @classmethod
     @asynccontextmanager
@@ -98,12 +96,13 @@ class Limiter:
 
     async def take(self, admission: Admission, claims: Sequence[Claim]) -> TakeResult:
         """Raises StoreFailed. A client's request that has ended is charged before its next one takes anything."""
-        if any(ended.tenant == admission.principal.tenant for ended in self._uncharged.values()):
-            await self._charge()
-        if not admission.is_held:
-            return await self._store.take(None, claims)
-        holder = Holder(id=admission.request_id, gateway=self.gateway, beat=self._beat, saved=admission.saved)
-        return await self._store.take(holder, claims)
+        holder = None
+        if admission.is_held:
+            holder = Holder(id=admission.request_id, gateway=self.gateway, beat=self._beat, saved=admission.saved)
+        async with self._guard.waiting():
+            if any(ended.tenant == admission.principal.tenant_key for ended in self._uncharged.values()):
+                await self._charge()
+            return await self._store.take(holder, claims)
 
     def check(self) -> None:
         """Nothing is open or uncharged: for a gateway without requests."""
@@ -113,7 +112,7 @@ class Limiter:
     def _close(self, admission: Admission) -> None:
         del self._admissions[admission.request_id]
         if admission.is_held and (admission.used != NOTHING or len(self._uncharged) < MAX_GIVEN_UP):
-            self._uncharged[admission.request_id] = _Ended(admission.principal.tenant, admission.used)
+            self._uncharged[admission.request_id] = _Ended(admission.principal.tenant_key, admission.used)
             self._has_uncharged.set()
 
     async def _charge(self) -> None:
@@ -134,15 +133,16 @@ class Limiter:
             try:
                 await self._charge()
             except StoreFailed as error:
-                self._warn(error)
+                self._guard.warn(error)
                 await self._pause()
 
     async def _beats(self) -> None:
         while not self._is_closing.is_set():
             try:
                 await self._renew()
+                self._guard.answered()
             except StoreFailed as error:
-                self._warn(error)
+                self._guard.warn(error)
             await self._pause()
 
     async def _pause(self) -> None:
@@ -176,9 +176,3 @@ class Limiter:
                 await self._renew()
                 await self._store.expire(self.gateway, self._beat)
         await self._store.close()
-
-    def _warn(self, error: StoreFailed) -> None:
-        now = self._clock()
-        if self._warned_at is None or now - self._warned_at >= LOG_EVERY_S:
-            self._warned_at = now
-            log.warning("the store of limits failed: %s", error)

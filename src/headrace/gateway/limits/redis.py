@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.gateway.stores.redis_client import PREFIX, answer, close_redis, open_redis
+from headrace.gateway.stores.redis_client import PREFIX, RedisCalls, open_redis
 from headrace.policy.limits.book import LATE_MS, MAX_LATE_REMOVED, UNNAMED_BEATS, Claim, ClaimReading, Holder, TakeResult
 from headrace.policy.limits.counters import DAY_MS, KEPT_BUCKETS, MINUTE_MS, Amounts, Moment
 
@@ -200,6 +200,7 @@ class RedisLimits:
     def __init__(self, client: Any, *, now: Moment | None = None) -> None:
         """client: the package's asynchronous one; now: instead of the server's time, for tests"""
         self._client = client
+        self._calls = RedisCalls(client)
         self.now = now
         self._take, self._charge, self._renew, self._expire = [client.register_script(script) for script in (TAKE, CHARGE, RENEW, EXPIRE)]
 
@@ -211,22 +212,22 @@ class RedisLimits:
     async def take(self, holder: Holder | None, claims: Sequence[Claim]) -> TakeResult:
         held = ("", "", 0, "") if holder is None else (holder.id, holder.gateway, holder.beat, _joined(holder.saved))
         wanted = [word for claim in claims for word in _words(claim)]
-        is_admitted, steady_ms, unix_ms, *counts = map(int, await answer(self._take(args=[*self._times(), *held, *wanted])))
+        is_admitted, steady_ms, unix_ms, *counts = map(int, await self._calls.answer(self._take(args=[*self._times(), *held, *wanted])))
         readings = tuple(map(ClaimReading, counts[::2], counts[1::2]))
         return TakeResult(bool(is_admitted), Moment(steady_ms, unix_ms), readings)
 
     async def charge(self, gateway: str, used: Mapping[str, Amounts]) -> None:
-        await answer(self._charge(args=[gateway, *_pairs(used)]))
+        await self._calls.answer(self._charge(args=[gateway, *_pairs(used)]))
 
     async def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts]) -> dict[str, int]:
-        found = await answer(self._renew(args=[self._times()[0], gateway, beat, *_pairs(saved)]))
+        found = await self._calls.answer(self._renew(args=[self._times()[0], gateway, beat, *_pairs(saved)]))
         return {name.decode(): int(value) for name, value in zip(found[::2], found[1::2], strict=True)}
 
     async def expire(self, gateway: str, beat: int) -> int:
-        return int(await answer(self._expire(args=[self._times()[0], gateway, beat])))
+        return int(await self._calls.answer(self._expire(args=[self._times()[0], gateway, beat])))
 
     async def close(self) -> None:
-        await close_redis(self._client)
+        await self._calls.close()
 
     def _times(self) -> tuple[int | str, int | str]:
         return ("", "") if self.now is None else self.now

@@ -1,10 +1,14 @@
-"""What a tenant has used of its limits, for people. Read from the book, whether servers run or not."""
+"""What tenants, users and keys have used of their limits, for people. Read from the book, whether servers run or not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from headrace.core.clock import Clock
+from headrace.core.errors import ConfigError
+from headrace.gateway.access.administration import Administration
+from headrace.gateway.access.key_records import KeyRecord, TenantRecord
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.limits.rules import LimitRule, rules_of
 from headrace.gateway.limits.store import LimitStore
@@ -13,32 +17,85 @@ from headrace.policy.limits.counters import Unit
 from headrace.policy.limits.price import NANOS
 from headrace.policy.limits.tier import Tier
 
+MAX_KEYS = 1000
+"""Keys of a tenant whose limits are shown: the rest is left out."""
 
-def tenant_principal(name: str, tier_name: str, tier: Tier, *, monthly_budget: float | None) -> Principal:
-    """A caller whose limits are those of the tenant, without any key's or user's. monthly_budget: in the place of the tier's; None: that"""
+
+def tenant_principal(tenant: TenantRecord, tier: Tier) -> Principal:
+    """A caller whose limits are those of the tenant, without any key's or user's. tier: the tenant's, as it is configured"""
     own = replace(tier, user_requests_per_minute=None)
-    return Principal(tenant=name, tier_name=tier_name, tier=own if monthly_budget is None else replace(own, monthly_budget=monthly_budget))
+    if tenant.monthly_budget is not None:
+        own = replace(own, monthly_budget=tenant.monthly_budget)
+    return Principal(tenant=tenant.name, tenant_id=tenant.id, tier_name=tenant.tier, tier=own)
 
 
-async def limit_states(store: LimitStore, principal: Principal) -> list[LimitState]:
-    """Every limit of a caller as it is now; nothing is taken. Raises StoreFailed."""
-    rules = rules_of(principal)
-    claims = [rule.claim(None) for rule in rules]
-    return states(rules, claims, await store.take(None, claims)) if rules else []
+def key_principal(key: KeyRecord, tenant: TenantRecord, tier: Tier) -> Principal:
+    """A caller with this key. tier: the key's own, or the tenant's"""
+    shared = tenant_principal(tenant, tier)
+    own = replace(shared.tier, user_requests_per_minute=tier.user_requests_per_minute)
+    return replace(shared, tier=own, user=key.user, key_id=key.id, limits=key.limits)
 
 
-def shown_limits(found: Sequence[LimitState]) -> list[dict[str, object]]:
-    """As plain data: requests, tokens, or money in the currency of `prices`; what is reserved counts as used."""
-    return [
-        {
-            "limit": state.rule.name,
-            "number": _in_units(state.rule, state.rule.number),
-            "used": _in_units(state.rule, state.used),
-            "left": _in_units(state.rule, state.remaining),
-            "reset_s": state.reset_ms / 1000,
-        }
-        for state in found
-    ]
+class LimitReport:
+    """Made for one look at the limits. All methods raise InvalidRequest for an unknown name, ConfigError and StoreFailed."""
+
+    def __init__(self, admin: Administration, store: LimitStore, tiers: Mapping[str, Tier], unix_time: Clock) -> None:
+        self._admin, self._store, self._tiers, self._unix_time = admin, store, tiers, unix_time
+
+    async def of(self, kind: str, name: str) -> list[dict[str, object]]:
+        """kind: keys or tenants"""
+        return await (self.of_key(name) if kind == "keys" else self.of_tenant(name))
+
+    async def of_key(self, key_id: str) -> list[dict[str, object]]:
+        """Every limit that a request with the key is held to; none where the key is revoked or expired."""
+        key = await self._admin.key(key_id)
+        return await self._shown([await self._key_principal(key)] if key.is_active(self._unix_time()) else [])
+
+    async def of_tenant(self, name: str) -> list[dict[str, object]]:
+        """The tenant's limits, then those of its users and active keys, of MAX_KEYS keys at most."""
+        tenant = await self._admin.tenant(name)
+        now = self._unix_time()
+        active = [key for key in await self._admin.keys(name) if key.is_active(now)]
+        callers = [await self._key_principal(key, tenant) for key in active[:MAX_KEYS]]
+        return await self._shown([tenant_principal(tenant, self._tier(tenant.tier, name)), *callers])
+
+    async def _key_principal(self, key: KeyRecord, tenant: TenantRecord | None = None) -> Principal:
+        tenant = tenant or await self._admin.tenant(key.tenant)
+        return key_principal(key, tenant, self._tier(key.tier or tenant.tier, key.tenant))
+
+    def _tier(self, name: str, tenant: str) -> Tier:
+        if name not in self._tiers:
+            raise ConfigError(f"tiers.{name}", f"is not there, and the tenant {tenant} has it", "Give --config FILE of the server.")
+        return self._tiers[name]
+
+    async def _shown(self, callers: Sequence[Principal]) -> list[dict[str, object]]:
+        """Each counter once, for the first caller that has it."""
+        rows: dict[str, tuple[str, LimitRule]] = {}
+        for caller in callers:
+            for rule in rules_of(caller):
+                rows.setdefault(rule.counter, (_owner(caller, rule), rule))
+        rules = [rule for _, rule in rows.values()]
+        claims = [rule.claim(None) for rule in rules]
+        found = states(rules, claims, await self._store.take(None, claims)) if rules else []
+        return [_row(of, state) for (of, _), state in zip(rows.values(), found, strict=True)]
+
+
+def _owner(caller: Principal, rule: LimitRule) -> str:
+    if rule.counter.startswith("tenant:"):
+        return "tenant"
+    return f"key {caller.key_id}" if rule.counter.startswith("key:") else f"user {caller.user or '-'}"
+
+
+def _row(of: str, state: LimitState) -> dict[str, object]:
+    """Requests, tokens, or money in the currency of `prices`; what is reserved counts as used."""
+    return {
+        "of": of,
+        "limit": state.rule.label,
+        "number": _in_units(state.rule, state.rule.number),
+        "used": _in_units(state.rule, state.used),
+        "left": _in_units(state.rule, state.remaining),
+        "reset_s": state.reset_ms / 1000,
+    }
 
 
 def _in_units(rule: LimitRule, value: int) -> float | int:

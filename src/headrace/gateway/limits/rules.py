@@ -32,6 +32,8 @@ KEY_LIMITS = (
 )
 """Field of `KeyLimits`, window, unit: of one key."""
 
+OF_KEY = " of this key"
+
 BEFORE_PARSING = (Unit.REQUESTS, Unit.OPEN)
 """Units that are known before a body is read."""
 
@@ -45,6 +47,11 @@ class LimitRule:
     window: Window
     unit: Unit
     number: int
+
+    @property
+    def label(self) -> str:
+        """Its name for metrics and logs, of which there are as many as `TIER_LIMITS` and `KEY_LIMITS` have rows, and one for users."""
+        return f"key_{self.name.removesuffix(OF_KEY)}" if self.name.endswith(OF_KEY) else self.name
 
     @property
     def is_quota(self) -> bool:
@@ -61,13 +68,13 @@ def rules_of(principal: Principal) -> tuple[LimitRule, ...]:
 
 
 def _rules(principal: Principal) -> Iterator[LimitRule]:
-    tenant = f"tenant:{principal.tenant}"
+    tenant = f"tenant:{principal.tenant_key}"
     yield from _scope_rules(principal.tier, TIER_LIMITS, tenant, "")
     if principal.tier.user_requests_per_minute is not None:
         number = principal.tier.user_requests_per_minute
-        counter = f"user:{principal.tenant}:{principal.user}:requests_per_minute"
+        counter = f"user:{principal.tenant_key}:{principal.user}:requests_per_minute"
         yield LimitRule("user_requests_per_minute", counter, Window.MINUTE, Unit.REQUESTS, number)
-    yield from _scope_rules(principal.limits, KEY_LIMITS, f"key:{principal.key_id}", " of this key")
+    yield from _scope_rules(principal.limits, KEY_LIMITS, f"key:{principal.key_id}", OF_KEY)
 
 
 def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], scope: str, suffix: str) -> Iterator[LimitRule]:

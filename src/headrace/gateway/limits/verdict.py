@@ -48,7 +48,7 @@ def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeRes
     wait_s, rule, amount, used = max(over, key=lambda one: one[0])
     message = f"{_sentence(rule, amount, used)} {_remedy(rule, amount, wait_s)}"
     kind = QuotaExhausted if rule.is_quota else RateLimitExceeded
-    return kind(message, limit=rule.name, retry_after_s=wait_s)
+    return kind(message, limit=rule.label, retry_after_s=wait_s)
 
 
 def headers(found: Sequence[LimitState]) -> list[tuple[bytes, bytes]]:

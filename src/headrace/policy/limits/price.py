@@ -9,6 +9,14 @@ from headrace.core.errors import ConfigError
 NANOS = 1_000_000_000
 """Nano-units of a currency's unit: money is counted in them. A token at 0.05 per million is 50 of them."""
 
+PICOS_PER_NANO = 1000
+
+PICOS_OF_PRICE = 1_000_000
+"""Pico-units per token that a price of 1 per million tokens is."""
+
+PRICE_DECIMALS = 6
+"""Decimals of a price per million tokens. The last one is a pico-unit per token, so a price is a whole number of these."""
+
 MAX_PRICE = 1e6
 """Most per million tokens, in the currency's unit: sums of a month stay below what a 64-bit integer holds."""
 
@@ -27,14 +35,21 @@ class Price:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_PRICE:
                 raise ConfigError(f"{where}.{name}", f"{value} is outside 0..{MAX_PRICE:g} per million tokens")
+            if value is not None and round(value, PRICE_DECIMALS) != value:
+                raise ConfigError(f"{where}.{name}", f"{value} has more than {PRICE_DECIMALS} decimals", "Round it.")
         return self
 
     def cost_nanos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
         """Cost in NANOS, rounded up. cached_tokens: those of `prompt_tokens` that were found in a cache"""
         cached = self.input if self.cached_input is None else self.cached_input
-        per_token = NANOS // 1_000_000
-        cost = (prompt_tokens - cached_tokens) * self.input + cached_tokens * cached + completion_tokens * self.output
-        return -int(-cost * per_token // 1)
+        parts = ((prompt_tokens - cached_tokens, self.input), (cached_tokens, cached), (completion_tokens, self.output))
+        picos = sum(num_tokens * picos_per_token(price) for num_tokens, price in parts)
+        return -(-picos // PICOS_PER_NANO)
+
+
+def picos_per_token(price: float) -> int:
+    """A price per million tokens as pico-units (a thousandth of a nano-unit) per token: whole, so that costs are exact."""
+    return round(price * PICOS_OF_PRICE)
 
 
 FREE = Price()

@@ -1,0 +1,90 @@
+"""Requests to a server whose tokenizer is not known are held to limits by their bytes, and charged by what it counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+import pytest
+from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, far_models, head, listening, said
+from gateway_kit import TestBench, eventually, open_bench
+
+from headrace.gateway.upstream.foreign_bound import TEMPLATE_TOKENS, most_prompt_tokens
+from headrace.gateway.upstream.seam import Conversation, PlainPrompts
+from headrace.text.folder import TextModel
+
+KEY = "hr-foreign-limits-key"
+COUNTED = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 3})
+BOUND = len(json.dumps(HELLO, separators=(",", ":"))) + TEMPLATE_TOKENS
+
+
+@asynccontextmanager
+async def opened(text: TextModel, server: ScriptedServer, **numbers: Any) -> AsyncIterator[TestBench]:
+    keys = [{"key": KEY, "tenant": "acme", "tier": "small"}]
+    async with (
+        listening(server) as ports,
+        open_bench(text, models=far_models(*ports), api_keys=keys, tiers={"small": numbers}) as bench,
+    ):
+        bench.client.headers["authorization"] = f"Bearer {KEY}"
+        yield bench
+
+
+async def ask(bench: TestBench, **fields: Any) -> httpx2.Response:
+    return await bench.client.post("/v1/chat/completions", json={"model": FAR, "messages": HELLO, **fields})
+
+
+async def remaining(bench: TestBench) -> int:
+    """Tokens left of the limit, once everything is charged: after this refused request, which reads it."""
+    limiter = bench.gateway.service.limiter
+    await eventually(lambda: not limiter._uncharged)
+    return int((await ask(bench, max_tokens=1_000_000)).headers["x-ratelimit-remaining-tokens"])
+
+
+async def test_the_most_that_a_prompt_can_be_is_reserved_and_the_servers_count_charged(text: TextModel) -> None:
+    async with opened(text, ScriptedServer(head(), said("Hi"), said("", "stop"), COUNTED, DONE), daily_tokens=1000) as bench:
+        first = await ask(bench, max_tokens=20)
+        assert first.status_code == 200, first.text
+        assert int(first.headers["x-ratelimit-remaining-tokens"]) == 1000 - BOUND - 20
+        assert await remaining(bench) == 1000 - 9 - 3
+
+
+async def test_a_prompt_that_may_exceed_the_limit_is_refused_and_asks_no_server(text: TextModel) -> None:
+    server = ScriptedServer(head(), said("Hi", "stop"), COUNTED, DONE)
+    async with opened(text, server, input_tokens_per_minute=BOUND - 1) as bench:
+        refused = await ask(bench, max_tokens=5)
+        assert refused.status_code == 429
+        assert f"this request needs {BOUND}" in refused.json()["error"]["message"]
+        assert not server.bodies
+
+
+async def test_an_answer_without_max_tokens_leaves_room_for_any_prompt(text: TextModel) -> None:
+    server = ScriptedServer(head(), said("Hi", "stop"), COUNTED, DONE)
+    async with opened(text, server, daily_tokens=500) as bench:
+        answer = await ask(bench)
+        assert answer.status_code == 200, answer.text
+        assert server.bodies[0]["max_tokens"] == 500 - BOUND
+
+
+@pytest.mark.parametrize("pieces", [(said("Hi", "stop"), DONE), (said("Hi"),)])
+async def test_a_prompt_that_no_server_counts_is_charged_as_reserved(text: TextModel, pieces: tuple[bytes, ...]) -> None:
+    """The second server breaks off behind the first piece."""
+    async with opened(text, ScriptedServer(head(), *pieces), daily_tokens=1000) as bench:
+        await ask(bench, max_tokens=20)
+        assert await remaining(bench) == 1000 - BOUND - 1
+
+
+def test_no_text_has_more_tokens_than_its_bound(text: TextModel) -> None:
+    texts = ["", "a", "\u00e9\u4e2d\U0001f9ea" * 50, "\x00\ud7ff\n\t ", "plain words " * 20, '"\\' * 30]
+    for given in texts:
+        num_tokens = len(text.tokenizer.encode(given, add_special_tokens=True))
+        assert most_prompt_tokens(PlainPrompts(prompts=[given]), None) >= num_tokens
+        messages = [{"role": "system", "content": given}, {"role": "user", "content": given}]
+        assert most_prompt_tokens(Conversation(messages=messages), None) >= 2 * num_tokens + TEMPLATE_TOKENS
+
+
+def test_token_ids_and_a_servers_context_bound_a_prompt() -> None:
+    assert most_prompt_tokens(PlainPrompts(prompts=[[1, 2, 3], "four"]), None) == 3 + 6
+    assert most_prompt_tokens(PlainPrompts(prompts=["x" * 900, "four"]), 100) == 100 + 6
