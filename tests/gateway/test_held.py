@@ -137,7 +137,7 @@ KEYS = ({"key": "k" * 16, "tenant": "a"}, {"key": "l" * 16, "tenant": "b"})
 
 def budget_of(**limits: Any) -> RequestMemory:
     config = config_from({"models": [{"name": "m", "folder": "f", "replicas": [{"name": "r", "address": "unix:/a"}]}], **limits})
-    return memory.memory_budget(config, machine_bytes=16 << 30)
+    return memory.memory_budget(config, 16 << 30, memory.TenantShare(config)())
 
 
 def fill(stack: ExitStack, budget: RequestMemory, tenant: str, *, of: str) -> None:
@@ -162,7 +162,10 @@ def test_without_keys_there_is_one_tenant_who_may_take_all() -> None:
     budget = budget_of()
     assert budget.prompts.limits.tenant == budget.prompts.limits.total == 1 << 30
     assert budget.answers.limits.tenant == budget.answers.limits.total == 40 << 20
-    assert memory.memory_budget(config_from({"models": [{"name": "m", "upstreams": [{"url": "http://h/v1"}]}]}), 1).prompts.left == 40 << 20
+    assert (
+        memory.memory_budget(config_from({"models": [{"name": "m", "upstreams": [{"url": "http://h/v1"}]}]}), 1, 1.0).prompts.left
+        == 40 << 20
+    )
 
 
 def test_a_share_that_isolates_nobody_is_refused_by_name() -> None:

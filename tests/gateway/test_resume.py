@@ -19,9 +19,10 @@ from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.generation.event_log import HEADER, NO_EVENT
-from headrace.gateway.generation.kept_streams import STORE_S, KeptStream
+from headrace.gateway.generation.kept_streams import KeptStream
 from headrace.gateway.siblings import Siblings
-from headrace.gateway.stores.store import StoreFailed
+from headrace.gateway.stores.guard import REQUEST_WAIT_S
+from headrace.gateway.stores.store import Store, StoreFailed
 from headrace.gateway.worker import GatewayWorker
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
@@ -112,7 +113,6 @@ async def test_a_newer_connection_at_another_worker_takes_a_stream_from_an_older
     text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_WAY_S", 1000.0)
-    monkeypatch.setattr("headrace.gateway.generation.kept_streams.STORE_S", 10.0)
     monkeypatch.setattr("headrace.gateway.generation.kept_streams.SIBLINGS_S", 5.0)
     keys = [{"key": "key-of-one", "tenant": "a"}, {"key": "key-of-two", "tenant": "b"}]
     with socket_dir() as folder:
@@ -156,8 +156,7 @@ async def test_a_stream_is_forgotten_after_its_time(text: TextModel, tmp_path: P
         assert (unknown.status, unknown.headers["retry-after"]) == (404, "1"), "another gateway may still keep it"
 
 
-async def test_of_two_resumes_at_once_one_wins(text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.gateway.generation.kept_streams.STORE_S", 10.0)
+async def test_of_two_resumes_at_once_one_wins(text: TextModel, tmp_path: Path) -> None:
     async with two_gateways(text, tmp_path) as (first, second):
         for bench in (first, second):
             bench.replica.token_delay_s = 0.02
@@ -184,7 +183,6 @@ async def test_while_a_stream_goes_on_at_another_gateway_it_is_taken(text: TextM
 async def test_a_newer_connection_takes_a_stream_from_an_older_one(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The older one, at the same gateway, may have broken without a sign until its socket gives up."""
     monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_WAY_S", 0.05)
-    monkeypatch.setattr("headrace.gateway.generation.kept_streams.STORE_S", 10.0)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
         sent: list[bytes] = []
@@ -271,6 +269,12 @@ async def test_the_store_holds_no_text_and_no_prompt(text: TextModel, tmp_path: 
         assert b"quick brown" not in stored
 
 
+def _store(bench: TestBench) -> Store:
+    guarded = bench.gateway.service.kept_streams._store
+    assert guarded is not None
+    return guarded.store
+
+
 class BadStore:
     """Down, or slow beyond all patience."""
 
@@ -288,12 +292,13 @@ class BadStore:
         return
 
 
+@pytest.mark.usefixtures("shipped_patience")
 @pytest.mark.parametrize("is_slow", [False, True])
 async def test_a_bad_store_costs_resuming_and_no_answer(
     text: TextModel, monkeypatch: pytest.MonkeyPatch, is_slow: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("headrace.gateway.compose.open_store", lambda *_: BadStore(is_slow=is_slow))
-    monkeypatch.setattr("headrace.gateway.generation.kept_streams.WRITE_S", 0.2)
+    monkeypatch.setattr("headrace.gateway.stores.guarded.WRITE_S", 0.2)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
         began = time.monotonic()
@@ -303,25 +308,25 @@ async def test_a_bad_store_costs_resuming_and_no_answer(
         began = time.monotonic()
         failed = await go_on(bench, events[3].id)
         assert (failed.status, failed.error["code"]) == (503, "unavailable")
-        assert time.monotonic() - began < STORE_S + 0.2
+        assert time.monotonic() - began < REQUEST_WAIT_S + 0.2
         await kept(bench)
         assert metric(bench.gateway, "headrace_streams_kept_total", outcome="failed") == 1
         assert metric(bench.gateway, "headrace_streams_continued_total", outcome="failed") == 1
-    assert "not kept" in caplog.text
+    assert "the store of streams: " in caplog.text
 
 
+@pytest.mark.usefixtures("shipped_patience")
 async def test_a_claim_that_comes_too_late_is_given_back(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_BACK_PAUSES_S", (0.05,) * 20)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
         events = await left(bench)
-        store = bench.gateway.service.kept_streams._store
-        assert store is not None
+        store = _store(bench)
         late: list[asyncio.Task[bool]] = []
 
         async def swap_late(*given: Any, **more: Any) -> bool:
             async def swap() -> bool:
-                await asyncio.sleep(STORE_S + 0.15)
+                await asyncio.sleep(REQUEST_WAIT_S + 0.15)
                 return await real(*given, **more)
 
             late.append(asyncio.create_task(swap()))
@@ -339,13 +344,13 @@ async def test_a_claim_that_comes_too_late_is_given_back(text: TextModel, monkey
         assert answer_of([*events, *continued.events])["done"]
 
 
+@pytest.mark.usefixtures("shipped_patience")
 async def test_a_claim_that_is_given_back_leaves_the_claim_of_another_request(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_BACK_PAUSES_S", (0.05,) * 4)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
         events = await left(bench)
-        store = bench.gateway.service.kept_streams._store
-        assert store is not None
+        store = _store(bench)
         with monkeypatch.context() as patched:
             patched.setattr(store, "swap", BadStore(is_slow=True).swap)
             assert (await go_on(bench, events[-1].id)).status == 503
@@ -361,8 +366,8 @@ async def test_a_claim_that_is_given_back_leaves_the_claim_of_another_request(te
 
 async def test_what_waits_to_be_written_is_bounded(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.gateway.compose.open_store", lambda *_: BadStore(is_slow=True))
-    monkeypatch.setattr("headrace.gateway.generation.kept_streams.WRITE_S", 0.2)
-    monkeypatch.setattr("headrace.gateway.generation.kept_streams.MAX_WRITING_BYTES", 1000)
+    monkeypatch.setattr("headrace.gateway.stores.guarded.WRITE_S", 0.2)
+    monkeypatch.setattr("headrace.gateway.stores.guarded.MAX_WRITING_BYTES", 1000)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
         for _ in range(8):
@@ -376,8 +381,7 @@ async def test_an_entry_of_another_version_is_unknown(text: TextModel) -> None:
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
         events = await left(bench)
-        store = bench.gateway.service.kept_streams._store
-        assert store is not None
+        store = _store(bench)
         answer_id = events[-1].id.partition("/")[0]
         value = await store.get(answer_id)
         newer = msgspec.structs.replace(msgspec.msgpack.decode(value or b"", type=KeptStream), form=99)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from resume_kit import CHAT, COMPLETIONS, answer_of, kept, send, streaming_body, two_gateways
 
-from headrace.gateway.generation import kept_streams
 from headrace.text.folder import TextModel
 
 TEXT = 'na\u00efve \U0001f389 stop \u65e5\u672c\u8a9e "q" \\ and\nlines. The fox jumps over the lazy dog.'
@@ -38,12 +37,6 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion, prompts": (COMPLETIONS, {"prompt": ["Hello", "world"], "n": 2, "max_tokens": 6, **USAGE}),
     "completion, stop tokens": (COMPLETIONS, {"stop_token_ids": [70, 71, 72, 73], "min_tokens": 2}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may keep the store's thread waiting for longer than requests do; what is compared here is no time."""
-    monkeypatch.setattr(kept_streams, "STORE_S", 10.0)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,24 @@ from gateway_kit import TestBench, chat_body, eventually, open_bench
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
+from headrace.gateway.access.administration import Administration
+from headrace.gateway.access.open_keys import open_keys
 from headrace.gateway.cache.admin_requests import CacheRequests
+from headrace.gateway.stores.config import StoreConfig
+from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.text.folder import TextModel
 
 KEYS = [{"key": f"key-of-{name}", "tenant": name} for name in ("one", "two")]
 PATH = "/v1/chat/completions"
+
+
+def administration(state: str, config: StoreConfig | None = None) -> Callable[[str], Administration]:
+    def opened(actor: str) -> Administration:
+        store = open_keys(state, config or StoreConfig())
+        assert store is not None
+        return Administration(store, tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
+
+    return opened
 
 
 async def results(bench: TestBench) -> list[str]:
@@ -44,16 +59,21 @@ async def test_one_tenants_answers_are_removed(text: TextModel, tmp_path: Path, 
             done = await asyncio.to_thread(CliRunner().invoke, app, words)
             assert json.loads(done.stdout) == {"removed": 2}, done.output
         else:
-            requests = CacheRequests(lambda: bench.gateway.service.config, lambda: 0.0)
+            requests = CacheRequests(lambda: bench.gateway.service.config, administration(str(tmp_path)), lambda: 0.0)
             assert await requests.answer("DELETE", ("cache", "one"), {}, {}, "root") == (200, {"removed": 2})
             assert await requests.answer("GET", ("cache", "one"), {}, {}, "root") is None
         assert await results(bench) == ["miss", "false", "hit", "true"]
+        admin = administration(str(tmp_path))("test")
+        [record] = await admin.audit(10)
+        await admin.close()
+        assert (record.action, record.subject, record.detail) == ("cache.purge", "one", {"removed": 2})
 
 
 async def test_a_store_that_does_not_answer_is_said(tmp_path: Path) -> None:
     from gateway_kit import gateway_config
 
     config: Any = gateway_config(store={"url": f"unix://{tmp_path}/none.sock"})
-    answer = await CacheRequests(lambda: config, lambda: 0.0).answer("DELETE", ("cache", "one"), {}, {}, "root")
+    requests = CacheRequests(lambda: config, administration("", config.store), lambda: 0.0)
+    answer = await requests.answer("DELETE", ("cache", "one"), {}, {}, "root")
     assert answer is not None
     assert answer[0] == 503

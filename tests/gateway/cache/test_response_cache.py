@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import httpx2
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, events_of, eventually, metric, open_bench
+from redis_kit import RedisServer
 
 from headrace.core.errors import Unavailable
-from headrace.gateway.access.principal import ANONYMOUS, Principal
+from headrace.gateway.access.principal import ANONYMOUS, KeyLimits, Principal
 from headrace.gateway.control.models import Sources
+from headrace.gateway.stores.guard import MAX_UNANSWERED, REQUEST_WAIT_S
 from headrace.observe.request_log import RequestLogRecord
 from headrace.text.folder import TextModel
 
 ON: dict[str, Any] = {"cache": {"enabled": True}}
+COMPUTED_S = 0.5
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 
 
@@ -185,6 +189,29 @@ async def test_a_tenants_option_counts_more_than_the_configuration(
         assert [result(await bench.chat(**GREEDY)) for _ in range(2)][1] == expected
 
 
+POOR = Principal(tenant="one", key_id="poor", limits=KeyLimits(monthly_budget=0.0005))
+RICH = Principal(tenant="one", key_id="rich", limits=KeyLimits(monthly_budget=5.0))
+
+
+@pytest.mark.parametrize(("more", "expected"), [({}, ["miss", "miss", "hit", "hit"]), ({"max_tokens": 3}, ["miss", "hit", "hit", "hit"])])
+async def test_an_answer_that_a_budget_cut_is_for_keys_of_that_budget(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], expected: list[str]
+) -> None:
+    async with open_bench(text, **ON, prices={MODEL: {"output": 100.0}}) as bench:
+        found = []
+        for caller in (POOR, RICH, POOR, RICH):
+
+            async def principal(_: object, caller: Principal = caller) -> Principal:
+                return caller
+
+            monkeypatch.setattr(bench.gateway.active.authenticator, "principal", principal)
+            found.append(result(await bench.client.post("/v1/chat/completions", json=chat_body(temperature=0, **more))))
+            await written(bench)
+        assert found == expected
+        most = [request.params.max_tokens for request in bench.replica.requests]
+        assert most == [3] if more else most[0] == 5 < (most[1] or 0)
+
+
 async def test_models_that_are_not_named_are_not_cached(text: TextModel) -> None:
     async with open_bench(text, cache={"enabled": True, "models": ["other"]}) as bench:
         assert result(await bench.chat(**GREEDY)) == "off"
@@ -282,3 +309,44 @@ async def test_a_hit_says_so_in_the_request_log_and_counts_no_engine(cached: Tes
     await cached.chat(**GREEDY)
     (record,) = records
     assert (record.cache_tier, record.replica, record.completion_tokens, record.model) == ("response", None, 8, MODEL)
+
+
+@pytest.mark.usefixtures("shipped_patience")
+@pytest.mark.parametrize("trouble", ["stopped", "hangs", "READONLY", "OOM"])
+async def test_a_store_that_fails_costs_the_cache_and_no_answer(text: TextModel, redis_server: RedisServer, trouble: str) -> None:
+    async with open_bench(text, store={"url": redis_server.url}, **ON) as bench:
+        client = bench.gateway.service.answer_cache._store.store._client  # type: ignore[attr-defined]
+        kept = {"temperature": 0, "max_tokens": 4}
+        async with asyncio.timeout(20):  # a busy machine may take the first look-up for a failure
+            while result(await bench.chat(**kept)) != "hit":
+                await asyncio.sleep(0.05)
+        if trouble == "stopped":
+            redis_server.stop()
+        elif trouble == "hangs":
+            redis_server.hang()
+        elif trouble == "READONLY":
+            await client.replicaof("127.0.0.1", "1")
+        else:
+            await client.config_set("maxmemory", "1")
+        began = time.monotonic()
+        for number in range(6):
+            answer = await bench.chat(**GREEDY, messages=[{"role": "user", "content": f"question {number}"}])
+            assert result(answer) == "miss", "it is computed"
+        assert time.monotonic() - began < MAX_UNANSWERED * REQUEST_WAIT_S + 6 * 0.5, (
+            "after three waits nothing is asked; 0.5 s each to compute"
+        )
+        can_read = trouble in ("READONLY", "OOM")
+        assert result(await bench.chat(**kept)) == ("hit" if can_read else "miss")
+        if not can_read:
+            assert metric(bench.gateway, "headrace_cache_lookup_failures_total") >= MAX_UNANSWERED
+        if trouble == "stopped":
+            redis_server.start()
+        elif trouble == "hangs":
+            redis_server.go_on()
+        elif trouble == "READONLY":
+            await client.replicaof("NO", "ONE")
+        else:
+            await client.config_set("maxmemory", "0")
+        async with asyncio.timeout(20):
+            while result(await bench.chat(**GREEDY, messages=[{"role": "user", "content": "after it"}])) != "hit":
+                await asyncio.sleep(0.05)

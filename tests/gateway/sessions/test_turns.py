@@ -12,10 +12,8 @@ from redis_kit import RedisServer
 from session_kit import CHAT, assistant, benches, history, idle, prompt_of, text_of, turn, user
 
 from headrace.core.finish import FinishReason
-from headrace.gateway.sessions import sessions as sessions_module
+from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.text.folder import TextModel
-
-SHIPPED_STORE_S = 0.25
 
 
 @pytest.fixture(params=["file", "redis"])
@@ -65,7 +63,7 @@ async def test_no_turn_is_lost_where_two_gateways_are_asked_at_once(text: TextMo
 async def test_a_turn_that_waits_too_long_for_another_is_refused(
     text: TextModel, store: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions_module, "CLAIM_WAIT_S", 0.05)
+    monkeypatch.setattr("headrace.gateway.sessions.sessions.CLAIM_WAIT_S", 0.05)
     async with benches(text, store) as (one, other):
         one.replica.go.clear()
         first = asyncio.create_task(turn(one, "s", "slow", max_tokens=2))
@@ -111,7 +109,7 @@ async def test_two_turns_that_both_hold_the_claim_end_with_one_stored(text: Text
             bench.replica.go.clear()
         first = asyncio.create_task(turn(one, "s", "first", max_tokens=2))
         await eventually(lambda: bool(one.replica.requests))
-        await one.gateway.service.sessions.store._client.flushall()  # type: ignore[attr-defined]
+        await one.gateway.service.sessions.store.store._client.flushall()  # type: ignore[attr-defined]
         second = asyncio.create_task(turn(other, "s", "second", max_tokens=2, stream=True))
         await eventually(lambda: bool(other.replica.requests))
         one.replica.go.set()
@@ -227,11 +225,9 @@ async def test_a_session_that_is_too_long_is_refused_before_it_is_answered(text:
         assert "at most 3 messages with those of the session" in refused.json()["error"]["message"]
 
 
-async def test_a_store_that_is_down_slow_or_read_only_means_503_in_time_and_heals(
-    text: TextModel, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("shipped_patience")
+async def test_a_store_that_is_down_slow_or_read_only_means_503_in_time_and_heals(text: TextModel, redis_server: RedisServer) -> None:
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(sessions_module, "STORE_S", SHIPPED_STORE_S)
     async with open_bench(text, store={"url": redis_server.url}) as bench:
         assert (await turn(bench, "s", "one", max_tokens=2)).status_code == 200
         await idle(bench)
@@ -239,14 +235,14 @@ async def test_a_store_that_is_down_slow_or_read_only_means_503_in_time_and_heal
         async def refused() -> None:
             began = loop.time()
             answer = await turn(bench, "s", "two", max_tokens=2)
-            assert loop.time() - began < SHIPPED_STORE_S + 0.5
+            assert loop.time() - began < REQUEST_WAIT_S + 0.5
             assert answer.status_code == 503, answer.text
             assert answer.headers["retry-after"] == "1"
             assert (await turn(bench, "none", "x")).status_code == 503
             assert (await bench.chat(max_tokens=1)).status_code == 200, "a request without a session is served"
 
         async def changed(*command: str) -> None:
-            await bench.gateway.service.sessions.store._client.execute_command(*command)  # type: ignore[attr-defined]
+            await bench.gateway.service.sessions.store.store._client.execute_command(*command)  # type: ignore[attr-defined]
 
         redis_server.hang()
         await refused()
@@ -255,7 +251,7 @@ async def test_a_store_that_is_down_slow_or_read_only_means_503_in_time_and_heal
         began = loop.time()
         full = await turn(bench, "full", "x", max_tokens=2)
         assert full.status_code in (200, 503), "the store's scripts remove before they write, which Redis may let go on"
-        assert loop.time() - began < SHIPPED_STORE_S + 0.5
+        assert loop.time() - began < REQUEST_WAIT_S + 0.5
         await changed("CONFIG", "SET", "maxmemory", "0")
         await changed("REPLICAOF", "127.0.0.1", "1")
         await refused()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
+from headrace.gateway.access.administration import Administration
 from headrace.gateway.cache.open import purge_answers
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.stores.store import StoreFailed
@@ -14,9 +15,13 @@ from headrace.gateway.stores.store import StoreFailed
 class CacheRequests:
     """A `fleet.admin.AdminRequests`."""
 
-    def __init__(self, config: Callable[[], GatewayConfig], unix_time: Clock) -> None:
-        """config: the one that holds now"""
+    def __init__(self, config: Callable[[], GatewayConfig], open_administration: Callable[[str], Administration], unix_time: Clock) -> None:
+        """
+        config               the one that holds now
+        open_administration  for an actor; closed after each request
+        """
         self._config = config
+        self._open = open_administration
         self._unix_time = unix_time
 
     async def answer(
@@ -26,7 +31,11 @@ class CacheRequests:
         if method != "DELETE" or len(path) != 2 or path[0] != "cache":
             return None
         try:
-            return 200, {"removed": await purge_answers(self._config(), path[1], self._unix_time)}
+            admin = self._open(f"{actor}, through the admin socket")
+            try:
+                return 200, {"removed": await purge_answers(self._config(), path[1], admin, self._unix_time)}
+            finally:
+                await admin.close()
         except ConfigError as error:
             return 400, {"error": str(error)}
         except StoreFailed as error:

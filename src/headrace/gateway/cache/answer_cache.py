@@ -74,5 +74,5 @@ class AnswerCache:
             self._store.write(
                 lambda store: store.put(key, value, tenant=tenant, ttl_s=ttl_s),
                 len(value),
-                lambda is_done: ended(KeptAnswer.KEPT if is_done else KeptAnswer.FAILED),
+                lambda failure: ended(KeptAnswer.KEPT if failure is None else KeptAnswer.FAILED),
             )

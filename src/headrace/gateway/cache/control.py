@@ -53,8 +53,8 @@ NEITHER = CacheControl(no_cache=True, no_store=True)
 class Question:
     """All that an answer depends on, beside its tenant and `cache_salt`.
 
-    model     its name;  version  of its weights and whatever else results depend on, as far as it is known, and the tier, which may
-              bound the output
+    model     its name;  version  of its weights and whatever else results depend on, as far as it is known, and the numbers of the
+              caller's limits that bound the output
     sampling  the parameters that the client gave, by the names of `SamplingParams`
     control   the client's wish
     """

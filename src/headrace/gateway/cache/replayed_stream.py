@@ -43,6 +43,10 @@ class RecordedPrepared:
         return self.answer.token_usage.prompt_tokens
 
     @property
+    def max_prompt_tokens(self) -> int:
+        return self.answer.token_usage.prompt_tokens
+
+    @property
     def max_output_tokens(self) -> int | None:
         return self.answer.token_usage.completion_tokens
 

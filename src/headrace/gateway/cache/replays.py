@@ -14,17 +14,18 @@ import asyncio
 import logging
 import os
 import re
-from contextlib import suppress
 from hashlib import blake2b
 
 import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest, Unavailable
+from headrace.gateway.cache.config import IdempotencyConfig
 from headrace.gateway.cache.recorded_answer import FORM, WholeAnswer
 from headrace.gateway.http.errors import IdempotencyConflict, IdempotencyMismatch
+from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.stores.guarded import GuardedStore
-from headrace.gateway.stores.store import Store, StoreFailed
+from headrace.gateway.stores.store import Store, StoreFailed, StoreLimits
 from headrace.observe.cache_metrics import ReplayMetrics, ReplayOutcome
 
 log = logging.getLogger("headrace.gateway")
@@ -43,7 +44,7 @@ BUSY_RETRY_S = 1.0
 
 class ReplayEntry(Struct, array_like=True, frozen=True):
     """
-    body    digest of the path and the body of the request
+    body    digest of the path, the session and the body of the request
     claim   id of the request that is running; empty once it has ended
     answer  None beside an empty claim: it was too large to be kept
     """
@@ -67,6 +68,14 @@ def replay_key(given: bytes, tenant: str) -> str:
     return digest.hexdigest()
 
 
+def retry_key(exchange: Exchange, config: IdempotencyConfig) -> str:
+    """Name of the entry of a request's Idempotency-Key; empty: it has none, or the header has no effect. Raises InvalidRequest."""
+    given = [value for name, value in exchange.headers if name == HEADER.lower().encode()]
+    if not given or not config.ttl_s:
+        return ""
+    return replay_key(given[0] if len(given) == 1 else b"", exchange.principal.tenant_key)
+
+
 class KeyClaim:
     """The right to compute the answer under one key, held until `Replays.keep` or `free`."""
 
@@ -83,15 +92,20 @@ class KeyClaim:
 class Replays:
     """The claims of one gateway, and its way to the store. `close` writes what is left."""
 
-    def __init__(self, store: GuardedStore, metrics: ReplayMetrics, *, max_entry_bytes: int) -> None:
-        """store: closed by `close`"""
-        self.max_entry_bytes = max_entry_bytes
+    def __init__(self, store: GuardedStore, metrics: ReplayMetrics, *, limits: StoreLimits) -> None:
+        """store: closed by `close`; limits: its own"""
+        self._limits = limits
         self._store = store
         self._metrics = metrics
         self._claims: dict[str, KeyClaim] = {}
 
     async def close(self) -> None:
         await self._store.close()
+
+    @property
+    def max_entry_bytes(self) -> int:
+        """Bytes of the largest answer that is kept."""
+        return min(self._limits.entry, self._limits.tenant)
 
     @property
     def claims(self) -> list[KeyClaim]:
@@ -135,7 +149,7 @@ class Replays:
         """The request failed: the next one under the key is the first."""
         if not claim.is_ended:
             self._end(claim)
-            self._store.write(lambda store: self._release(store, claim), 0, lambda _: self._forget(claim))
+            self._store.write(lambda store: self._release(store, claim), 0, lambda _: self._forget(claim), within_s=LEASE_S)
 
     def check(self) -> None:
         """Assert that no claim is left. For a gateway without requests."""
@@ -172,7 +186,9 @@ class Replays:
 
     def _mismatch(self) -> IdempotencyMismatch:
         self._metrics.count(ReplayOutcome.MISMATCH)
-        return IdempotencyMismatch(f"This {HEADER} was used for a request with another path or body: use a new one for each request.")
+        return IdempotencyMismatch(
+            f"This {HEADER} was used for a request with another path, body or session: use a new one for each request."
+        )
 
     def _busy(self) -> IdempotencyConflict:
         self._metrics.count(ReplayOutcome.RUNNING)
@@ -192,11 +208,12 @@ class Replays:
                 return None
 
     async def _renew(self, claim: KeyClaim) -> None:
-        while True:
+        while not claim.is_ended:
             await asyncio.sleep(RENEW_S)
-            with suppress(StoreFailed, TimeoutError):
-                async with asyncio.timeout(RENEW_S):
-                    await self._store.store.swap(claim.key, claim.value, expected=claim.value, tenant=claim.tenant, ttl_s=LEASE_S)
+            await self._store.tried(lambda store: self._renewed(store, claim), RENEW_S)
+
+    async def _renewed(self, store: Store, claim: KeyClaim) -> None:
+        await store.swap(claim.key, claim.value, expected=claim.value, tenant=claim.tenant, ttl_s=LEASE_S)
 
     async def _replace(self, store: Store, claim: KeyClaim, value: bytes, ttl_s: float) -> None:
         """Put the answer in the claim's place, or where the claim ran out; never in the place of another request's."""

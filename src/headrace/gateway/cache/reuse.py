@@ -16,7 +16,7 @@ from headrace.gateway.cache.control import NEITHER, NO_WISH, Question, entry_sal
 from headrace.gateway.cache.flights import Flight
 from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer
 from headrace.gateway.cache.replayed_stream import RecordedPrepared
-from headrace.gateway.cache.replays import HEADER, KeyClaim, Replays, replay_key
+from headrace.gateway.cache.replays import HEADER, KeyClaim, Replays, retry_key
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import ClientLeft, SlowReader
@@ -110,8 +110,7 @@ class AnswerReuse:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """What was not kept is free for the next request."""
-        if self._claim is not None:
-            self._replays.free(self._claim)
+        self.free_key()
         if self._flight is not None:
             self._cache.flights.land(self._flight, None)
 
@@ -122,13 +121,11 @@ class AnswerReuse:
 
         Raises InvalidRequest for an Idempotency-Key that cannot be honoured, and what `Replays.find` raises.
         """
-        if given := [value for name, value in self._exchange.headers if name == HEADER.lower().encode()]:
-            replayed = await self._replayed(given[0] if len(given) == 1 else b"", question)
-            if replayed is not None:
-                self.is_replayed = True
-                self._say(CacheResult.OFF, (b"idempotent-replayed", b"true"))
-                self._exchange.record.cache_tier = "idempotency"
-                return RecordedPrepared(replayed)
+        if (replayed := await self._replayed(question)) is not None:
+            self.is_replayed = True
+            self._say(CacheResult.OFF, (b"idempotent-replayed", b"true"))
+            self._exchange.record.cache_tier = "idempotency"
+            return RecordedPrepared(replayed)
         if not self._may_cache(question):
             self._say(CacheResult.OFF)
             return None
@@ -138,17 +135,17 @@ class AnswerReuse:
             return None
         self._say(CacheResult.HIT, (b"age", b"%d" % self._cache.age_s(found)))
         self._exchange.record.cache_tier = "response"
-        if self._claim is not None:
-            self._keep_claimed(found)
+        self._key = ""  # it is kept already
         return RecordedPrepared(found)
 
-    async def _replayed(self, given: bytes, question: Question) -> WholeAnswer | None:
-        """The first answer under this key; None where this request is the first, or the header has no effect."""
-        config, tenant = self._service.config.idempotency, self._exchange.principal.tenant
-        if not config.ttl_s:
-            self._exchange.ignored.append(HEADER)
+    async def _replayed(self, question: Question) -> WholeAnswer | None:
+        """The first answer under the request's key; None where it has none, where it is the first, or where the header has no effect."""
+        config, tenant = self._service.config.idempotency, self._exchange.principal.tenant_key
+        key = retry_key(self._exchange, config)
+        if not key:
+            has_header = any(name == HEADER.lower().encode() for name, _ in self._exchange.headers)
+            self._exchange.ignored += [HEADER] if has_header else []
             return None
-        key = replay_key(given, tenant)
         for other, is_given in ((LAST_EVENT, self._continues), ("prompt_logprobs", question.has_prompt_logprobs)):
             if is_given:
                 raise InvalidRequest(HEADER, f"no {other} beside it", None, "Such an answer is not kept for a retry.")
@@ -175,7 +172,7 @@ class AnswerReuse:
     async def _cached(self, question: Question, cache_salt: str) -> WholeAnswer | None:
         """The cached answer, or that of an equal request that is running."""
         control, config = question.control, self._service.config.cache
-        key = question.key(entry_salt(self._exchange.principal.tenant, cache_salt))
+        key = question.key(entry_salt(self._exchange.principal.tenant_key, cache_salt))
         if not control.no_store:
             self._key, self._ttl_s = key, min(config.ttl_s, control.ttl or config.ttl_s)
         if control.no_cache:
@@ -203,7 +200,7 @@ class AnswerReuse:
 
     def recorder(self, prepared: Prepared, model: str) -> AnswerRecorder | None:
         """Gets every event of the answer. None: nothing is kept. model: name of the one that computes it"""
-        if isinstance(prepared, RecordedPrepared) or not (self._claim or self._key):
+        if not (self._claim or self._key):
             return None
         most = max(self._replays.max_entry_bytes if self._claim else 0, self._cache.max_entry_bytes if self._key else 0)
         self._recorder = AnswerRecorder(prepared, model, self._held, max_bytes=most)
@@ -219,26 +216,33 @@ class AnswerReuse:
         return end
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of the answer is there to be kept."""
+        return self._recorder is not None and self._recorder.is_whole
+
+    @property
     def outlives_client(self) -> bool:
         return self._claim is not None and self._recorder is not None and isinstance(self._exchange.end_reason, ClientLeft | SlowReader)
 
     # -- at the end ----------------------------------------------------------------------------------------------------------------
 
+    def free_key(self) -> None:
+        """The answer is not to be given to a retry: the next request with the Idempotency-Key is the first."""
+        if self._claim is not None:
+            claim, self._claim = self._claim, None
+            self._replays.free(claim)
+
     def keep(self, usage: TokenUsage) -> None:
         """Keep the answer, if it is whole. Returns at once."""
         recorder = self._recorder
-        if recorder is None or not recorder.is_whole:
+        if recorder is None or not self.is_whole:
             return
         answer = recorder.answer(usage, self._service.unix_time())
         if self._claim is not None:
-            self._keep_claimed(answer)
-        if answer is None:
+            claim, self._claim = self._claim, None
+            self._replays.keep(claim, answer, ttl_s=self._service.config.idempotency.ttl_s)
+        if self._key and answer is None:
             self._cache.metrics.kept(KeptAnswer.TOO_LARGE)
-        elif self._key:
+        elif self._key and answer is not None:
             flight, self._flight = self._flight, None
-            self._cache.keep(self._key, answer, tenant=self._exchange.principal.tenant, ttl_s=self._ttl_s, flight=flight)
-
-    def _keep_claimed(self, answer: WholeAnswer | None) -> None:
-        claim, self._claim = self._claim, None
-        assert claim is not None
-        self._replays.keep(claim, answer, ttl_s=self._service.config.idempotency.ttl_s)
+            self._cache.keep(self._key, answer, tenant=self._exchange.principal.tenant_key, ttl_s=self._ttl_s, flight=flight)

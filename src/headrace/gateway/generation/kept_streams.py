@@ -2,21 +2,19 @@
 
     stream ends --keep--> store --find (checks), claim--> ContinuedStream --> `generation.run` replays its events and goes on
 
-The rules stand in docs/failover.md. What the upstream needs to go on is bytes here. Nothing that a request waits for takes longer than
-STORE_S because of the store.
+The rules stand in docs/failover.md. What the upstream needs to go on is bytes here. `stores.guard` bounds what a request waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -26,21 +24,17 @@ from headrace.core.ids import RequestId
 from headrace.gateway.generation.event_log import HEADER, NO_EVENT, EventId, places_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict, UnknownStream
 from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.stores.guarded import Ended, GuardedStore, TooMuchToWrite, Work
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
 from headrace.gateway.upstream.seam import EarlierOutput
 from headrace.observe.resume_metrics import ContinueOutcome, KeepOutcome, ResumeMetrics
-
-log = logging.getLogger("headrace.gateway")
-
-STORE_S = 0.25
-"""Seconds that a request waits for the store; then it is answered 503."""
 
 GIVE_WAY_S = 1.0
 """Seconds after which a stream that is being sent gives way to a newer connection of its client. Before, the newer one gets 409, so that of
 two resumes at once one wins."""
 
 SIBLINGS_S = 0.15
-"""Seconds that the other workers of this port have to end a stream and keep it: a part of STORE_S."""
+"""Seconds that the other workers of this port have to end a stream and keep it: a part of `stores.guard.REQUEST_WAIT_S`."""
 
 END_STREAM = "end stream"
 """Question to another worker. Its argument is the stream's id and `_owner`, its answer empty where it does not send that stream."""
@@ -52,18 +46,6 @@ CLAIM_BYTES = 8
 
 GIVE_BACK_PAUSES_S = (0.25, 0.25, 0.5, 1.0, 2.0)
 """Seconds between attempts to give a claim back of which it is not known whether it has taken effect."""
-
-WRITE_S = 5.0
-"""Seconds that writing an entry may take, which no request waits for; then the entry is given up."""
-
-MAX_WRITING_BYTES = 32 << 20
-"""Bytes of entries that are being written. An entry beyond them is given up: the store is slower than clients leave."""
-
-MAX_WRITES = 64
-"""Entries that are written at a time."""
-
-LOG_EVERY_S = 10.0
-"""Least seconds between two warnings about the store: under a storm each stream would give one."""
 
 FORM = 1
 """The form of entries that this version writes. An entry of another form is unknown."""
@@ -104,14 +86,12 @@ class ContinuedStream:
 
     num_seen  events that it has already
     value     the entry as it was found, which a claim replaces
-    waited_s  seconds that the request has waited for the store
     """
 
     answer_id: RequestId
     num_seen: int
     kept: KeptStream
     value: bytes
-    waited_s: float = 0.0
 
     @property
     def entries(self) -> array[int]:
@@ -146,8 +126,9 @@ class OtherWorkers(Protocol):
     async def ask_others(self, question: str, argument: str) -> list[bytes]: ...
 
 
-def body_digest(path: str, body: bytes) -> bytes:
-    digest = blake2b(path.encode() + b"\0", digest_size=16)
+def body_digest(path: str, body: bytes, headers: Sequence[bytes] = ()) -> bytes:
+    """Digest of what makes two requests equal. headers: values of those that change the answer, without zero bytes"""
+    digest = blake2b(b"\0".join((path.encode(), *headers, b"")), digest_size=16)
     digest.update(body)
     return digest.digest()
 
@@ -160,16 +141,12 @@ def is_worth_keeping(error: BaseException | None) -> bool:
 class KeptStreams:
     """The streams of one gateway, and its way to the store. `close` writes what is left."""
 
-    def __init__(self, store: Store | None, *, ttl_s: float, metrics: ResumeMetrics) -> None:
-        """store: None: no stream is kept, and events have no ids"""
+    def __init__(self, store: GuardedStore | None, *, ttl_s: float, metrics: ResumeMetrics) -> None:
+        """store: closed by `close`; None: no stream is kept, and events have no ids"""
         self._store = store
         self._ttl_s = ttl_s
         self._metrics = metrics
         self._open: dict[RequestId, OpenStream] = {}
-        self._writes: set[asyncio.Task[None]] = set()
-        self._turns = asyncio.Semaphore(MAX_WRITES)
-        self._writing_bytes = 0
-        self._next_log_at = 0.0
         self._siblings: OtherWorkers | None = None
 
     def join(self, siblings: OtherWorkers) -> None:
@@ -184,13 +161,9 @@ class KeptStreams:
     @property
     def num_writing(self) -> int:
         """Entries that are being written."""
-        return len(self._writes)
+        return 0 if self._store is None else self._store.num_writing
 
     async def close(self) -> None:
-        if self._writes:
-            await asyncio.wait(self._writes, timeout=WRITE_S)
-        for write in list(self._writes):
-            write.cancel()
         if self._store is not None:
             await self._store.close()
 
@@ -208,38 +181,36 @@ class KeptStreams:
         event = EventId.parsed(given)
         if self._store is None:
             raise UnknownStream("This server keeps no streams (timeouts.stream_resume_s is 0).")
-        began = _now()
         with self._counted():
-            async with asyncio.timeout(STORE_S):
+            async with self._store.guard.waiting():
                 await self._end_open(event.answer_id, exchange)
-                value = await self._store.get(event.answer_id)
+                value = await self._store.store.get(event.answer_id)
                 if _is_elsewhere(value) and await self._has_ended_at_sibling(event.answer_id, exchange):
-                    value = await self._store.get(event.answer_id)
-            return replace(self._checked(event, value, exchange), waited_s=_now() - began)
+                    value = await self._store.store.get(event.answer_id)
+            return self._checked(event, value, exchange)
 
     async def claim(self, stream: ContinuedStream) -> None:
         """Take the stream, right before it is continued. Raises StreamConflict where another request has taken it, or Unavailable."""
+        assert self._store is not None
         claim = _encode(msgspec.structs.replace(stream.kept, entries=b"", state=secrets.token_bytes(CLAIM_BYTES), is_claimed=True))
         with self._counted():
             try:
-                async with asyncio.timeout(STORE_S - stream.waited_s):
-                    is_ours = await self._swapped(stream, claim, expected=stream.value)
-            except (StoreFailed, TimeoutError, asyncio.CancelledError):
-                self._in_background(len(stream.value), self._give_back(stream, claim))
+                is_ours = await self._store.asked(lambda store: self._swapped(store, stream, claim, expected=stream.value))
+            except (StoreFailed, asyncio.CancelledError):
+                self._store.write(lambda store: self._give_back(store, stream, claim), len(stream.value), lambda _: None)
                 raise
             if not is_ours:
                 raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
         self._metrics.continued(ContinueOutcome.CONTINUED)
 
-    async def _swapped(self, stream: ContinuedStream, value: bytes, *, expected: bytes) -> bool:
-        assert self._store is not None
-        return await self._store.swap(stream.answer_id, value, expected=expected, tenant=stream.kept.tenant, ttl_s=self._ttl_s)
+    async def _swapped(self, store: Store, stream: ContinuedStream, value: bytes, *, expected: bytes) -> bool:
+        return await store.swap(stream.answer_id, value, expected=expected, tenant=stream.kept.tenant, ttl_s=self._ttl_s)
 
-    async def _give_back(self, stream: ContinuedStream, claim: bytes) -> None:
+    async def _give_back(self, store: Store, stream: ContinuedStream, claim: bytes) -> None:
         """Put the entry in the place of a claim whose request has given up. The store may get to the claim only now, so this is tried for a
         while; a claim of another request stays."""
         for pause_s in GIVE_BACK_PAUSES_S:
-            if await self._swapped(stream, stream.value, expected=claim):
+            if await self._swapped(store, stream, stream.value, expected=claim):
                 return
             await asyncio.sleep(pause_s)
 
@@ -248,9 +219,8 @@ class KeptStreams:
         """Count how asking the store ends, unless it ends well; failures of the store become Unavailable."""
         try:
             yield
-        except (StoreFailed, TimeoutError) as error:
+        except StoreFailed:
             self._metrics.continued(ContinueOutcome.FAILED)
-            self._warn(f"a stream could not be continued: {_reason(error)}")
             raise Unavailable("The store of streams does not answer; try again, or without Last-Event-ID.") from None
         except HeadraceError as error:
             refused = {UnknownStream: ContinueOutcome.UNKNOWN, StreamConflict: ContinueOutcome.CONFLICT}
@@ -259,7 +229,7 @@ class KeptStreams:
 
     def _checked(self, event: EventId, value: bytes | None, exchange: Exchange) -> ContinuedStream:
         kept = None if value is None else _decoded(value)
-        if value is None or kept is None or kept.tenant != exchange.principal.tenant:
+        if value is None or kept is None or kept.tenant != exchange.principal.tenant_key:
             raise UnknownStream(UNKNOWN, retry_after_s=BUSY_RETRY_S)
         if kept.body != exchange.body_digest:
             raise InvalidRequest(HEADER, "an event of a stream that the same body began", None, "Send the request as it was sent first.")
@@ -319,74 +289,39 @@ class KeptStreams:
     def forget(self, answer_id: RequestId, *, is_claimed: bool) -> None:
         """The stream has ended and is not kept. is_claimed: it was continued, and its claim is removed"""
         if is_claimed:
-            self._write(answer_id, 0, self._delete(answer_id))
+            self._write(answer_id, 0, lambda store: store.delete(answer_id), lambda _: None)
         else:
             self._closed(answer_id)
 
     def keep(self, answer_id: RequestId, kept: KeptStream) -> None:
         """Write a stream that has ended. Returns at once."""
         value = _encode(kept)
-        if self._writing_bytes + len(value) > MAX_WRITING_BYTES:
-            self._closed(answer_id)
-            self._lost(KeepOutcome.DROPPED, f"more than {MAX_WRITING_BYTES} bytes wait to be written")
-            return
-        self._write(answer_id, len(value), self._put(answer_id, kept.tenant, value))
+        self._write(
+            answer_id,
+            len(value),
+            lambda store: store.put(answer_id, value, tenant=kept.tenant, ttl_s=self._ttl_s),
+            lambda failure: self._metrics.kept(_outcome(failure)),
+        )
 
-    def _write(self, answer_id: RequestId, num_bytes: int, work: Coroutine[Any, Any, None]) -> None:
+    def _write(self, answer_id: RequestId, num_bytes: int, work: Work, count: Ended) -> None:
+        assert self._store is not None
         if (stream := self._open.get(answer_id)) is not None:
             stream.is_ended = True
-        self._in_background(num_bytes, work).add_done_callback(lambda _: self._closed(answer_id))
 
-    def _in_background(self, num_bytes: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """num_bytes: that it holds until it ends"""
-        self._writing_bytes += num_bytes
-        write = asyncio.create_task(self._written(work))
+        def ended(failure: StoreFailed | None) -> None:
+            count(failure)
+            self._closed(answer_id)
 
-        def end(_: asyncio.Task[None]) -> None:
-            self._writing_bytes -= num_bytes
-            self._writes.discard(write)
-
-        self._writes.add(write)
-        write.add_done_callback(end)
-        return write
-
-    async def _written(self, work: Coroutine[Any, Any, None]) -> None:
-        async with self._turns:
-            try:
-                async with asyncio.timeout(WRITE_S):
-                    await work
-            except EntryTooLarge as error:
-                self._lost(KeepOutcome.TOO_LARGE, str(error))
-            except (StoreFailed, TimeoutError) as error:
-                self._lost(KeepOutcome.FAILED, _reason(error))
-
-    async def _put(self, answer_id: RequestId, tenant: str, value: bytes) -> None:
-        assert self._store is not None
-        await self._store.put(answer_id, value, tenant=tenant, ttl_s=self._ttl_s)
-        self._metrics.kept(KeepOutcome.KEPT)
-
-    async def _delete(self, answer_id: RequestId) -> None:
-        assert self._store is not None
-        await self._store.delete(answer_id)
+        self._store.write(work, num_bytes, ended)
 
     def _closed(self, answer_id: RequestId) -> None:
         if (stream := self._open.pop(answer_id, None)) is not None:
             stream.closed.set()
 
-    def _lost(self, outcome: KeepOutcome, reason: str) -> None:
-        self._metrics.kept(outcome)
-        self._warn(f"a stream was not kept, so that its client cannot continue it: {reason}")
-
-    def _warn(self, message: str) -> None:
-        now = _now()
-        if now >= self._next_log_at:
-            self._next_log_at = now + LOG_EVERY_S
-            log.warning("%s (at most one such line in %g s; /metrics counts all)", message, LOG_EVERY_S)
-
 
 def _owner(exchange: Exchange) -> str:
     """Names the tenant and the body of a request, in hexadecimal."""
-    return blake2b(exchange.principal.tenant.encode() + b"\0" + exchange.body_digest, digest_size=16).hexdigest()
+    return blake2b(exchange.principal.tenant_key.encode() + b"\0" + exchange.body_digest, digest_size=16).hexdigest()
 
 
 def _is_elsewhere(value: bytes | None) -> bool:
@@ -408,5 +343,8 @@ def _decoded(value: bytes) -> KeptStream | None:
     return kept if kept.form == FORM else None
 
 
-def _reason(error: BaseException) -> str:
-    return "the store does not answer in time" if isinstance(error, TimeoutError) else str(error)
+def _outcome(failure: StoreFailed | None) -> KeepOutcome:
+    if failure is None:
+        return KeepOutcome.KEPT
+    outcomes = {EntryTooLarge: KeepOutcome.TOO_LARGE, TooMuchToWrite: KeepOutcome.DROPPED}
+    return outcomes.get(type(failure), KeepOutcome.FAILED)

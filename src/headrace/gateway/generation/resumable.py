@@ -7,7 +7,7 @@ event. Every call does nothing where the client did not send `Last-Event-ID`, th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -95,8 +95,16 @@ class ResumableStream:
             raise
         self._end(stream, None)
 
-    async def replay(self, encoder: EventEncoder, stream: EventStream, progress: RequestProgress, sse: SseStream) -> None:
-        """Make the events of the earlier stream again, and send what the client lacks of them."""
+    async def replay(
+        self,
+        encoder: EventEncoder,
+        stream: EventStream,
+        progress: RequestProgress,
+        sse: SseStream,
+        *,
+        record: Callable[[Sequence[OutputEvent]], None],
+    ) -> None:
+        """Make the events of the earlier stream again, and send what the client lacks of them. record: gets them all"""
         if self._continued is None or self.event_log is None:
             return
         entries, num_seen = self._continued.entries, self._continued.num_seen
@@ -105,6 +113,7 @@ class ResumableStream:
         for number, (index, place) in enumerate(places_of(entries, self._num_sequences), start=1):
             event = stream.replay(index, place)
             progress.record_replayed(event)
+            record((event,))
             made = b"".join(encoder.encode_events((event,)))
             if not self._has_logprobs and self.event_log.entries != entries[:number]:
                 raise Unavailable("This stream cannot be continued by this version of the server; it can be sent again.")
@@ -131,7 +140,7 @@ class ResumableStream:
             return None
         return KeptStream(
             form=FORM,
-            tenant=self._exchange.principal.tenant,
+            tenant=self._exchange.principal.tenant_key,
             body=self._exchange.body_digest,
             created=self.created,
             num_sequences=self._num_sequences,

@@ -40,7 +40,7 @@ from headrace.gateway.access.admission import ModelBusy, admitted_model, headers
 from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question
 from headrace.gateway.cache.replayed_stream import RecordedPrepared
-from headrace.gateway.cache.reuse import AnswerRecorder, AnswerReuse
+from headrace.gateway.cache.reuse import AnswerReuse
 from headrace.gateway.generation.logprob_limits import (
     MAX_INLINE_LOGPROBS,
     OUTPUT_LOGPROB_BYTES,
@@ -54,13 +54,15 @@ from headrace.gateway.generation.logprob_limits import (
 from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.generation.resumable import ResumableStream
 from headrace.gateway.generation.service import Service
+from headrace.gateway.generation.side_requests import SideRequests
 from headrace.gateway.http.exchange import PIECE_BYTES, Exchange
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.ledger.record import prompt_json
-from headrace.gateway.sessions.fitting import ContextFitter, Fitted, added
+from headrace.gateway.sessions.fitting import ContextFitter, Fitted
 from headrace.gateway.sessions.history import History
 from headrace.gateway.sessions.window import ContextFitting
 from headrace.gateway.upstream.seam import (
+    NO_USAGE,
     Conversation,
     EventStream,
     GenerationRequest,
@@ -70,8 +72,10 @@ from headrace.gateway.upstream.seam import (
     PrincipalFacts,
     RequestedGrammar,
     TokenUsage,
+    added,
 )
 from headrace.observe.request_log import MAX_DETAIL_CHARS
+from headrace.policy.admission.joining import Joining
 from headrace.policy.admission.ladder import AdmissionStep
 from headrace.policy.limits.price import FREE, Price
 
@@ -143,15 +147,21 @@ class AnswerEncoder(Protocol):
         ...
 
 
+class EventRecorder(Protocol):
+    """Gets every event of an answer once, whether its client gets it or not."""
+
+    def add(self, events: Sequence[OutputEvent]) -> None: ...
+
+
 class DirectChunkWriter:
     """An `EventListener` that writes chunks at once, while the consumer task (`Generation._stream`) waits and the socket has room."""
 
-    __slots__ = ("_clock", "_encoder", "_progress", "_recorder", "_sse")
+    __slots__ = ("_clock", "_encoder", "_progress", "_recorders", "_sse")
 
     def __init__(
-        self, encoder: AnswerEncoder, progress: RequestProgress, sse: SseStream, clock: Clock, recorder: AnswerRecorder | None
+        self, encoder: AnswerEncoder, progress: RequestProgress, sse: SseStream, clock: Clock, recorders: Sequence[EventRecorder]
     ) -> None:
-        self._encoder, self._progress, self._sse, self._clock, self._recorder = encoder, progress, sse, clock, recorder
+        self._encoder, self._progress, self._sse, self._clock, self._recorders = encoder, progress, sse, clock, recorders
 
     @property
     def has_room(self) -> bool:
@@ -160,8 +170,8 @@ class DirectChunkWriter:
     def take(self, events: Sequence[OutputEvent]) -> None:
         now = self._clock()
         self._progress.record(events, now)
-        if self._recorder is not None:
-            self._recorder.add(events)
+        for recorder in self._recorders:
+            recorder.add(events)
         if made := b"".join(self._encoder.encode_events(events)):
             self._sse.write_now(made, now)
 
@@ -176,8 +186,9 @@ class Generation:
     resumable             the stream as its client may continue it, or continues one
     fitted                how `prepare` shortened the conversation; None: it did not
     preferred_replica     see `upstream.seam.GenerationRequest`; set before `prepare`
-    before_end            awaited with the replica's name when all events of the answer are there, before its last bytes are sent; where it
-                          raises, the answer ends in that error
+    recorders             get the events of the answer
+    before_end            awaited once with the replica's name when all events of the answer are there, before its last bytes are
+                          sent; where it raises, the answer ends in that error and is not kept for a retry
     reuse                 the answer as it may be given again, or is
     """
 
@@ -204,10 +215,12 @@ class Generation:
         self.first_bytes = 0
         self.resumable = ResumableStream(service, exchange, has_logprobs=self.client_params.logprobs is not None)
         self.fitted: Fitted | None = None
+        self._side_usage = NO_USAGE
         self.preferred_replica = ""
+        self._joining: Joining | None = None
         self.before_end: Callable[[str | None], Awaitable[None]] | None = None
         self.reuse = AnswerReuse(service, exchange, held.answers)
-        self._recorder: AnswerRecorder | None = None
+        self.recorders: list[EventRecorder] = []
         self._precharged_json_bytes = 0
         self.admission = service.limiter.admission(exchange.request_id)
 
@@ -232,19 +245,17 @@ class Generation:
             has_priority=parsed.has_priority,
             earlier=earlier,
             preferred_replica=self.preferred_replica,
+            joining=self._joining,
         )
         if parsed.grammar is not None:
             self.held.prompts.add(parsed.grammar.num_bytes)
         prepared = await self._prepared(request)
         self.exchange.ignored += prepared.ignored
         self.resumable.open_log(prepared, is_streaming=parsed.is_streaming)
-        record.seed, record.prompt_tokens = prepared.seed, prepared.prompt_tokens
-        await self.admission.reserve(
-            self.price,
-            prompt_tokens=prepared.prompt_tokens,
-            max_output_tokens=prepared.max_output_tokens,
-            num_sequences=prepared.num_sequences,
-        )
+        record.seed = prepared.seed
+        if self._side_usage is NO_USAGE:  # else the record has the tokens of what ran already
+            record.prompt_tokens = prepared.prompt_tokens
+        await self.admission.reserve(self.price, prepared)
         self.num_prompt_logprobs = num_prompt_logprobs(
             parsed.logprobs_field, params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_shown=parsed.num_shown
         )
@@ -279,7 +290,8 @@ class Generation:
         service, exchange, asked = self.service, self.exchange, self.model
         models = service.models.usable_by(exchange.principal)
         try:
-            self.model, step = admitted_model(asked, models, exchange.principal, self.parsed.priority, service.config.admission)
+            turn = service.open_requests.turn_of(exchange.principal.tenant)
+            self.model, step = admitted_model(asked, models, exchange.principal, self.parsed.priority, service.config.admission, turn)
         except ModelBusy:
             exchange.more_headers = (*exchange.more_headers, *headers_of(asked, AdmissionStep.REFUSED))
             raise
@@ -289,6 +301,8 @@ class Generation:
             exchange.record.model = self.model.name
             self.resumable.turn_off()
             self.reuse.turn_off_cache()
+        self._joining = self.model.joining.join(self.parsed.priority)
+        exchange.join(self._joining)
 
     def _give_again(self, recorded: RecordedPrepared) -> None:
         """The answer is there already; a smaller model may have computed it."""
@@ -304,8 +318,17 @@ class Generation:
         upstream, fitting, tier = self.model.upstream, self.parsed.fitting, self.exchange.principal.tier
         if fitting is ContextFitting.REFUSE:
             return await upstream.prepare(request, self._principal())
-        fitter = ContextFitter(upstream, self._principal(), fitting, self.parsed.history, max_context_tokens=tier.max_context_tokens)
+        side = SideRequests(self.admission, self.price, self.exchange)
+        fitter = ContextFitter(
+            upstream,
+            self._principal(),
+            fitting,
+            self.parsed.history,
+            max_context_tokens=tier.max_context_tokens,
+            open_stream=side.stream,
+        )
         prepared, self.fitted = await fitter.prepared(request)
+        self._side_usage = side.usage
         if self.fitted is not None:
             self.exchange.add_header("x-headrace-context", f"{fitting}; dropped={self.fitted.num_dropped}")
         elif prepared.prompt_tokens is None:  # only the server that answers can count them
@@ -328,7 +351,8 @@ class Generation:
         await self.resumable.claim()
         deadline_timer = self._start_deadline_timer()
         stream = prepared.stream()
-        self._recorder = self.reuse.recorder(prepared, self.model.name)
+        if (recorder := self.reuse.recorder(prepared, self.model.name)) is not None:
+            self.recorders.append(recorder)
         progress = RequestProgress(
             stream,
             num_sequences=prepared.num_sequences,
@@ -354,9 +378,10 @@ class Generation:
 
     def _question(self) -> Question:
         parsed, model = self.parsed, self.model
+        ceiling = self.admission.ceiling(self.price).deciding(has_max_tokens=parsed.sampling.get("max_tokens") is not None)
         return Question(
             model=model.name,
-            version=f"{model.upstream.version}/{self.exchange.principal.tier_name}",
+            version=f"{model.upstream.version}/{ceiling}",
             prompt=parsed.prompt,
             sampling=parsed.sampling,
             grammar=parsed.grammar,
@@ -365,7 +390,7 @@ class Generation:
 
     def _principal(self) -> PrincipalFacts:
         principal = self.exchange.principal
-        salt = hashlib.blake2b(principal.tenant.encode(), digest_size=16, key=self.service.salt_key, person=b"headrace-salt")
+        salt = hashlib.blake2b(principal.tenant_key.encode(), digest_size=16, key=self.service.salt_key, person=b"headrace-salt")
         salt.update(b"\0" + self.parsed.cache_salt.encode())
         return PrincipalFacts(
             tenant=principal.tenant,
@@ -406,8 +431,7 @@ class Generation:
             if uncharged_bytes >= HOLD_STEP_BYTES:
                 self.held.answers.add(uncharged_bytes)
                 uncharged_bytes = 0
-        if self.before_end is not None:
-            await self.before_end(stream.replica(0))
+        await self._before_end(stream)
         pieces = encoder.encode_body(stream.usage())
         if self.num_prompt_logprobs + num_tokens * logprobs_per_token <= MAX_INLINE_LOGPROBS:
             await self.exchange.reply(200, b"".join(pieces))
@@ -430,16 +454,15 @@ class Generation:
                 async with asyncio.timeout(self.service.config.timeouts.sse_ping_s):
                     first = await self._events(stream, progress)
         async with self.service.watch.open(self.exchange, lambda: stream.unread_bytes, logprob_bytes=self.unread_logprob_bytes) as sse:
-            await self.resumable.replay(encoder, stream, progress, sse)
+            await self.resumable.replay(encoder, stream, progress, sse, record=self._record)
             events = first if first is not None else await self._events(stream, progress)
             if self.num_prompt_logprobs <= MAX_INLINE_LOGPROBS:
-                stream.listen(DirectChunkWriter(encoder, progress, sse, self.service.clock, self._recorder))
+                stream.listen(DirectChunkWriter(encoder, progress, sse, self.service.clock, self.recorders))
             while events:
                 await self._write(encoder, events, sse)
                 events = await self._events(stream, progress)
             stream.listen(None)
-            if self.before_end is not None:
-                await self.before_end(stream.replica(0))
+            await self._before_end(stream)
             await sse.end(encoder.encode_end(stream.usage()))
 
     async def _write(self, encoder: AnswerEncoder, events: Sequence[OutputEvent], sse: SseStream) -> None:
@@ -454,8 +477,7 @@ class Generation:
         """The next events; empty once every sequence has finished. Raises the request's error if it ended otherwise."""
         self._raise_if_ended()
         events = await stream.events()
-        if self._recorder is not None:
-            self._recorder.add(events)
+        self._record(events)
         self._raise_if_ended()
         progress.record(events, self.service.clock())
         for event in events:
@@ -471,8 +493,24 @@ class Generation:
         with suppress(HeadraceError):
             while events := await stream.events():
                 progress.record(events, self.service.clock())
-                if self._recorder is not None:
-                    self._recorder.add(events)
+                self._record(events)
+            if self.reuse.is_whole:
+                await self._before_end(stream)
+
+    async def _before_end(self, stream: EventStream) -> None:
+        """Raises what `before_end` raises."""
+        before_end, self.before_end = self.before_end, None
+        if before_end is None:
+            return
+        try:
+            await before_end(stream.replica(0))
+        except BaseException:
+            self.reuse.free_key()
+            raise
+
+    def _record(self, events: Sequence[OutputEvent]) -> None:
+        for recorder in self.recorders:
+            recorder.add(events)
 
     def _raise_if_ended(self) -> None:
         if self.exchange.end_reason is not None:
@@ -480,11 +518,12 @@ class Generation:
 
     def _close(self, stream: EventStream, progress: RequestProgress) -> None:
         """Write usage, times and finish reasons to the request's record, and observe the metrics. Runs once per stream."""
-        record, usage = self.exchange.record, stream.usage()
-        if self.fitted is not None:
-            usage = added(usage, self.fitted.usage)
-        record.prompt_tokens, record.completion_tokens, record.cached_tokens = usage[:3]
-        record.completion_tokens -= usage.earlier_tokens  # they are in the line of the request that produced them
+        record, own_usage = self.exchange.record, stream.usage()
+        has_run = progress.ttft_s is not None or bool(progress.finish_reasons) or self.exchange.end_reason is not None
+        has_run &= record.cache_tier is None
+        usage = own_usage if self._side_usage is NO_USAGE else added(self._side_usage, own_usage if has_run else NO_USAGE)
+        record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        record.completion_tokens = usage.charged.completion_tokens  # earlier ones are in the line of the request that produced them
         record.ttft_s, record.tpot_s = progress.ttft_s, progress.tpot_s
         record.finish_reasons = progress.finish_reasons or None
         record.queue_time_s = stream.queue_time_s(0)
@@ -495,11 +534,9 @@ class Generation:
         if stream.num_resumes:
             record.num_resumes = stream.num_resumes
             self.service.metrics.sequences_resumed.labels(self.model.name, record.replica or "").inc(stream.num_resumes)
-        has_run = progress.ttft_s is not None or bool(progress.finish_reasons) or self.exchange.end_reason is not None
-        has_run &= record.cache_tier is None
-        self.admission.count(usage if has_run else None)  # what no engine took costs nothing
+        self.admission.count(own_usage if has_run else None)  # what no engine took costs nothing
         progress.close(self.service.clock(), n=self.client_params.n)
-        self.reuse.keep(usage)
+        self.reuse.keep(own_usage)
 
 
 def _raise_if_failed(finish: FinishReason, detail: str | None, exchange: Exchange) -> None:

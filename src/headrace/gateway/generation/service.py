@@ -16,6 +16,7 @@ from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.memory import TenantShare
 from headrace.gateway.sessions.sessions import Sessions
 from headrace.gateway.site_metrics import SiteMetrics
 from headrace.gateway.text_workers.pool import TextPool
@@ -41,6 +42,7 @@ class Service:
     text_pool: TextPool
     encoding: EncodingTurns
     memory: RequestMemory
+    tenant_share: TenantShare
     kept_streams: KeptStreams
     sessions: Sessions
     limiter: Limiter

@@ -6,7 +6,8 @@ The model counts and summarises through its own `Upstream`. `window` has the rul
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 from headrace.core.errors import Unavailable
@@ -24,7 +25,17 @@ from headrace.gateway.sessions.window import (
     transcript,
     turn_starts,
 )
-from headrace.gateway.upstream.seam import Conversation, GenerationRequest, Prepared, PrincipalFacts, TokenUsage, Upstream
+from headrace.gateway.upstream.seam import (
+    NO_USAGE,
+    Conversation,
+    EventStream,
+    GenerationRequest,
+    Prepared,
+    PrincipalFacts,
+    TokenUsage,
+    Upstream,
+    added,
+)
 
 MAX_SUMMARY_TOKENS = 256
 SUMMARY_DIVISOR = 8
@@ -37,8 +48,6 @@ SUMMARY_REQUEST = (
     "Summarize the conversation below so that it can be continued from the summary. Keep names, numbers, decisions and open questions. "
     "Answer with the summary alone, in few sentences.\n\n"
 )
-
-NO_USAGE = TokenUsage(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +64,34 @@ class Fitted:
     usage: TokenUsage = NO_USAGE
 
 
+OpenStream = Callable[[Prepared], AbstractAsyncContextManager[EventStream]]
+
+
 class ContextFitter:
     """One conversation of a model."""
 
     def __init__(
-        self, upstream: Upstream, facts: PrincipalFacts, fitting: ContextFitting, history: History, *, max_context_tokens: int | None
+        self,
+        upstream: Upstream,
+        facts: PrincipalFacts,
+        fitting: ContextFitting,
+        history: History,
+        *,
+        max_context_tokens: int | None,
+        open_stream: OpenStream,
     ) -> None:
-        """max_context_tokens: of the tier; None: the model's own limit alone"""
-        self._upstream, self._facts = upstream, facts
+        """
+        max_context_tokens  of the tier; None: the model's own limit alone
+        open_stream         the events of a request for a summary, which is held to the caller's limits; may raise what refuses it
+        """
+        self._upstream, self._facts, self._open_stream = upstream, facts, open_stream
         self._fitting, self._history = fitting, history
         self._max_context_tokens = max_context_tokens
 
     async def prepared(self, request: GenerationRequest) -> tuple[Prepared, Fitted | None]:
         """The request prepared, whole or shortened; None: whole, or no turn of it could be left out.
 
-        Raises what `Upstream.prepare` raises: ContextLengthExceeded where the last turn alone does not fit.
+        Raises what `Upstream.prepare` raises: ContextLengthExceeded where the last turn alone does not fit; and what `open_stream` raises.
         """
         whole: Prepared | None = None
         num_turns = len(turn_starts(self._history))
@@ -127,7 +149,7 @@ class ContextFitter:
     async def _asked(
         self, request: GenerationRequest, earlier: str, messages: Sequence[Message], max_tokens: int
     ) -> tuple[str, TokenUsage]:
-        """Raises ContextLengthExceeded, or Unavailable where the model does not answer whole."""
+        """Raises ContextLengthExceeded, what `open_stream` raises, or Unavailable where the model does not answer whole."""
         text = SUMMARY_REQUEST + (f"summary so far: {earlier}\n\n" if earlier else "") + transcript(messages)
         asked = GenerationRequest(
             request_id=RequestId(os.urandom(12).hex()),
@@ -135,15 +157,12 @@ class ContextFitter:
             sampling={"temperature": 0.0, "max_tokens": max_tokens},
             deadline_at=request.deadline_at,
         )
-        stream = (await self._upstream.prepare(asked, self._facts)).stream()
         texts: list[str] = []
         finish: FinishReason | None = None
-        try:
+        async with self._open_stream(await self._upstream.prepare(asked, self._facts)) as stream:
             while events := await stream.events():
                 texts += [event.text for event in events]
                 finish = events[-1].finish
-        finally:
-            await stream.close()
         if finish is None or not finish.is_answer:
             raise Unavailable("The earlier conversation could not be summarised; send the request again.", retry_after_s=1.0)
         return "".join(texts).strip() or earlier, stream.usage()
@@ -152,7 +171,3 @@ class ContextFitter:
 def _with(request: GenerationRequest, history: History) -> GenerationRequest:
     assert isinstance(request.prompt, Conversation)
     return replace(request, prompt=replace(request.prompt, messages=prompt_messages(history)))
-
-
-def added(one: TokenUsage, other: TokenUsage) -> TokenUsage:
-    return TokenUsage(*(sum(pair) for pair in zip(one, other, strict=True)))

@@ -27,6 +27,7 @@ class StoredSession(Struct, array_like=True, frozen=True):
     model, replica    that gave the last answer; replica is empty where it is not known
     summary           of messages that were left out; empty: none were summarised
     packed            the messages: JSON, compressed
+    retry_key         name of the last turn's Idempotency-Key, whose retry is that turn again; empty: it had none
     """
 
     form: int
@@ -38,6 +39,7 @@ class StoredSession(Struct, array_like=True, frozen=True):
     replica: str
     summary: str
     packed: bytes
+    retry_key: str = ""
 
 
 class History(Struct, frozen=True):

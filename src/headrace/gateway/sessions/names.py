@@ -14,9 +14,9 @@ SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def checked_session_id(field: str, given: object) -> str:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest, without the value: a session is known by its id alone."""
     if not isinstance(given, str) or SESSION_ID.fullmatch(given) is None:
-        raise InvalidRequest(field, "1..128 of A-Z a-z 0-9 . _ : -", given)
+        raise InvalidRequest(field, "1..128 of A-Z a-z 0-9 . _ : -", None)
     return given
 
 

@@ -1,18 +1,16 @@
 """The sessions of one gateway: its way to their store. `turn` has what one request does with one of them.
 
-Nothing that a request waits for takes longer than STORE_S because of the store. One that fails or is slow means 503: an answer without the
-history would answer another question.
+`stores.guard` bounds what a request waits for. A store that fails or is slow means 503: an answer without the history would answer another
+question.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-from collections.abc import Awaitable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -30,15 +28,11 @@ from headrace.gateway.sessions.history import (
     unpacked,
 )
 from headrace.gateway.sessions.names import SessionKey
+from headrace.gateway.stores.guarded import GuardedStore
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
 from headrace.observe.session_metrics import SessionMetrics, TurnOutcome
 
-log = logging.getLogger("headrace.gateway")
-
 T = TypeVar("T")
-
-STORE_S = 0.25
-"""Seconds that a request waits for the store; then it is answered 503."""
 
 CLAIM_WAIT_S = 0.5
 """Seconds that a turn waits for the one before it; then it is refused with 409."""
@@ -49,14 +43,8 @@ CLAIM_CHECK_S = 0.02
 LEASE_S = 15.0
 """Seconds after which the claim of a gateway that died is gone."""
 
-BACKGROUND_S = 5.0
-"""Seconds that a write may take which no request waits for; then it is given up."""
-
 INLINE_BYTES = 32 << 10
 """Histories up to this size are packed and unpacked on the event loop, in half a millisecond; larger ones in a thread."""
-
-LOG_EVERY_S = 10.0
-"""Least seconds between two warnings about the store."""
 
 _DOWN = "The store of sessions does not answer; send the request again."
 _BUSY = "Another request of this session is being answered; send this one again after it."
@@ -72,23 +60,19 @@ class ReadSession:
 
 
 class Sessions:
-    def __init__(self, store: Store | None, config: SessionConfig, *, metrics: SessionMetrics, unix_time: Clock) -> None:
-        """store: None: no session is kept"""
+    def __init__(self, store: GuardedStore | None, config: SessionConfig, *, metrics: SessionMetrics, unix_time: Clock) -> None:
+        """store: closed by `close`; None: no session is kept"""
         self._store = store
         self.config = config
         self.metrics = metrics
         self.unix_time = unix_time
-        self._background: set[asyncio.Task[None]] = set()
-        self._next_log_at = 0.0
 
     @property
     def num_pending(self) -> int:
         """Writes that no request waits for."""
-        return len(self._background)
+        return 0 if self._store is None else self._store.num_writing
 
     async def close(self) -> None:
-        if self._background:
-            await asyncio.wait(self._background, timeout=BACKGROUND_S)
         if self._store is not None:
             await self._store.close()
 
@@ -98,7 +82,7 @@ class Sessions:
             raise InvalidRequest(field, "no session: this server keeps none (sessions.ttl_s is 0)", None, "Send the whole conversation.")
 
     @property
-    def store(self) -> Store:
+    def store(self) -> GuardedStore:
         """The store of a server that keeps sessions."""
         assert self._store is not None
         return self._store
@@ -110,7 +94,7 @@ class Sessions:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + CLAIM_WAIT_S
         while True:
-            found = await self.answered(self._claimed(key, owner))
+            found = await self._asked(lambda store: self._claimed(store, key, owner))
             if found is not None:
                 return await self._read(found)
             if loop.time() >= give_up_at:
@@ -118,21 +102,25 @@ class Sessions:
                 raise SessionConflict(_BUSY)
             await asyncio.sleep(CLAIM_CHECK_S)
 
-    async def _claimed(self, key: SessionKey, owner: bytes) -> ReadSession | None:
+    async def _claimed(self, store: Store, key: SessionKey, owner: bytes) -> ReadSession | None:
         """None: another turn has the claim."""
-        if not await self.store.swap(key.claim, owner, expected=None, tenant=key.tenant, ttl_s=LEASE_S):
+        if not await store.swap(key.claim, owner, expected=None, tenant=key.tenant, ttl_s=LEASE_S):
             return None
-        return ReadSession(await self.store.get(key.entry))
+        return ReadSession(await store.get(key.entry))
 
-    async def renew(self, key: SessionKey, owner: bytes) -> None:
-        with suppress(Unavailable):  # tried again; the swap of the history decides in the end
-            await self.answered(self.store.swap(key.claim, owner, expected=owner, tenant=key.tenant, ttl_s=LEASE_S))
+    async def renew(self, key: SessionKey, owner: bytes, within_s: float) -> None:
+        """A failure is tried again by the next renewal; the swap of the history decides in the end."""
+
+        async def renewed(store: Store) -> None:
+            await store.swap(key.claim, owner, expected=owner, tenant=key.tenant, ttl_s=LEASE_S)
+
+        await self.store.tried(renewed, within_s)
 
     async def keep(self, key: SessionKey, found: ReadSession, stored: StoredSession, messages: Sequence[Message]) -> None:
         """Store the session as a turn leaves it. Raises SessionConflict, Unavailable, or RequestTooLarge."""
         entry = entry_of(await self._packed(stored, messages))
         try:
-            is_kept = await self.answered(self._swapped(key, entry, found.entry))
+            is_kept = await self._asked(lambda store: self._swapped(store, key, entry, found.entry))
         except EntryTooLarge:
             self.metrics.turns(TurnOutcome.TOO_LARGE)
             raise self.too_large() from None
@@ -140,21 +128,21 @@ class Sessions:
         if not is_kept:
             raise SessionConflict("Another request of this session was answered meanwhile, so this answer is not in the session.")
 
-    async def _swapped(self, key: SessionKey, entry: bytes, expected: bytes | None) -> bool:
+    async def _swapped(self, store: Store, key: SessionKey, entry: bytes, expected: bytes | None) -> bool:
         """Where the history was lost since it was read (its time was over, or the store was emptied), it is written again."""
         for state in dict.fromkeys((expected, None)):
-            if await self.store.swap(key.entry, entry, expected=state, tenant=key.tenant, ttl_s=self.config.ttl_s):
+            if await store.swap(key.entry, entry, expected=state, tenant=key.tenant, ttl_s=self.config.ttl_s):
                 return True
         return False
 
-    async def free(self, key: SessionKey, owner: bytes) -> None:
-        """Give the claim back, if it is still `owner`'s."""
-        if await self.store.get(key.claim) == owner:
-            await self.store.delete(key.claim)
+    def free(self, key: SessionKey, owner: bytes) -> None:
+        """Give the claim back, if it is still `owner`'s, in the background, until it would end by itself."""
 
-    def free_later(self, key: SessionKey, owner: bytes) -> None:
-        """`free` without waiting for it."""
-        self._spawn(self.free(key, owner))
+        async def freed(store: Store) -> None:
+            if await store.get(key.claim) == owner:
+                await store.delete(key.claim)
+
+        self.store.write(freed, 0, lambda _: None, within_s=LEASE_S)
 
     def too_large(self) -> RequestTooLarge:
         limit = f"a session of at most {self.config.max_session_bytes} bytes (sessions.max_session_bytes)"
@@ -164,9 +152,9 @@ class Sessions:
 
     async def shown(self, key: SessionKey) -> tuple[StoredSession, Sequence[Message]]:
         """Raises UnknownSession or Unavailable."""
-        found = await self._read(ReadSession(await self.answered(self.store.get(key.entry))))
+        found = await self._read(ReadSession(await self._asked(lambda store: store.get(key.entry))))
         if found.stored is None:
-            raise UnknownSession(f"There is no session {key.session_id}.")
+            raise UnknownSession("There is no such session.")
         return found.stored, found.messages
 
     async def delete(self, key: SessionKey) -> None:
@@ -175,23 +163,21 @@ class Sessions:
         found = await self.claimed(key, owner)
         try:
             if found.entry is None:
-                raise UnknownSession(f"There is no session {key.session_id}.")
-            await self.answered(self.store.delete(key.entry))
+                raise UnknownSession("There is no such session.")
+            await self._asked(lambda store: store.delete(key.entry))
         finally:
-            self.free_later(key, owner)
+            self.free(key, owner)
 
     # -- the store -----------------------------------------------------------------------------------------------------------------
 
-    async def answered(self, call: Awaitable[T]) -> T:
-        """What a call to the store gives. Raises EntryTooLarge, or Unavailable for every other failure and after STORE_S."""
+    async def _asked(self, work: Callable[[Store], Awaitable[T]]) -> T:
+        """What `work` gets from the store. Raises EntryTooLarge, or Unavailable for every other failure."""
         try:
-            async with asyncio.timeout(STORE_S):
-                return await call
+            return await self.store.asked(work)
         except EntryTooLarge:
             raise
-        except (StoreFailed, TimeoutError) as error:
+        except StoreFailed:
             self.metrics.turns(TurnOutcome.FAILED)
-            self._warn("it does not answer in time" if isinstance(error, TimeoutError) else str(error))
             raise Unavailable(_DOWN, retry_after_s=1.0) from None
 
     async def _read(self, found: ReadSession) -> ReadSession:
@@ -206,21 +192,3 @@ class Sessions:
         made = messages_json(messages)
         value = packed(made) if len(made) <= INLINE_BYTES else await asyncio.to_thread(packed, made)
         return msgspec.structs.replace(stored, packed=value)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(self._done(work))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _done(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            async with asyncio.timeout(BACKGROUND_S):
-                await work
-        except (StoreFailed, TimeoutError):
-            self._warn(f"a claim was not given back; it ends by itself within {LEASE_S:g} s")
-
-    def _warn(self, reason: str) -> None:
-        now = asyncio.get_running_loop().time()
-        if now >= self._next_log_at:
-            self._next_log_at = now + LOG_EVERY_S
-            log.warning("store of sessions: %s (at most one such line in %g s; /metrics counts all)", reason, LOG_EVERY_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -16,12 +16,12 @@ from typing import Any
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
 from headrace.gateway.generation.event_log import NO_EVENT, EventId
-from headrace.gateway.generation.run import AnswerEncoder, Generation
+from headrace.gateway.generation.run import Generation
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json
 from headrace.gateway.sessions.names import SessionKey
 from headrace.gateway.sessions.sessions import ReadSession, Sessions
-from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall
+from headrace.gateway.upstream.seam import OutputEvent, ToolCall
 
 RENEW_S = 5.0
 """Seconds between two renewals of a claim."""
@@ -31,15 +31,20 @@ NOT_KEPT = ("reasoning_content", "reasoning")
 
 
 @asynccontextmanager
-async def opened_turn(sessions: Sessions, exchange: Exchange, session_id: str) -> AsyncIterator[SessionTurn]:
-    """The next turn of the session, which no other request has until the block ends. Raises SessionConflict or Unavailable."""
-    claim = SessionClaim(sessions, SessionKey(exchange.principal.tenant, session_id))
+async def opened_turn(sessions: Sessions, exchange: Exchange, session_id: str, *, retry_key: str) -> AsyncIterator[SessionTurn]:
+    """The next turn of the session, which no other request has until the block ends.
+
+    retry_key  see `cache.replays.retry_key`
+
+    Raises SessionConflict or Unavailable.
+    """
+    claim = SessionClaim(sessions, SessionKey(exchange.principal.tenant_key, session_id))
     continued_id = _continued_id(exchange)
     try:
         found = await sessions.claimed(claim.key, claim.owner)
         renewing = asyncio.create_task(claim.renew())
         try:
-            yield SessionTurn(sessions, claim, found, continued_id)
+            yield SessionTurn(sessions, claim, found, continued_id=continued_id, retry_key=retry_key)
         finally:
             renewing.cancel()
     finally:
@@ -56,16 +61,16 @@ class SessionClaim:
         self._is_freed = False
 
     async def renew(self) -> None:
-        """Runs until it is cancelled."""
-        while True:
+        """Runs until the claim is freed, or it is cancelled."""
+        while not self._is_freed:
             await asyncio.sleep(RENEW_S)
-            await self._sessions.renew(self.key, self.owner)
+            await self._sessions.renew(self.key, self.owner, RENEW_S)
 
     def free(self) -> None:
         """Give the claim back, without waiting for it. Later calls do nothing."""
         if not self._is_freed:
             self._is_freed = True
-            self._sessions.free_later(self.key, self.owner)
+            self._sessions.free(self.key, self.owner)
 
 
 def _continued_id(exchange: Exchange) -> str:
@@ -80,12 +85,15 @@ class SessionTurn:
     num_new     messages of the request
     """
 
-    def __init__(self, sessions: Sessions, claim: SessionClaim, found: ReadSession, continued_id: str) -> None:
-        """continued_id: the answer that the request continues: where it is the session's last one, the turn is that one again"""
-        self._sessions, self._claim, self._found = sessions, claim, found
+    def __init__(self, sessions: Sessions, claim: SessionClaim, found: ReadSession, *, continued_id: str, retry_key: str) -> None:
+        """Where the session's last turn gave the answer that the request continues, or had its Idempotency-Key, the turn is that one again.
+
+        continued_id, retry_key  the answer, and the name of the key; empty: none
+        """
+        self._sessions, self._claim, self._found, self._retry_key = sessions, claim, found, retry_key
         stored = found.stored
         messages, summary = found.messages, "" if stored is None else stored.summary
-        if stored is not None and continued_id and stored.answer_id == continued_id:
+        if stored is not None and _is_again(stored, continued_id, retry_key):
             messages = messages[: stored.num_before]
         self.history = History(messages, summary)
         self.num_new = 0
@@ -111,13 +119,13 @@ class SessionTurn:
         stored = self._found.stored
         return stored.replica if stored is not None and stored.model == model else ""
 
-    def recorded(self, encoder: AnswerEncoder, generation: Generation) -> AnswerEncoder:
-        """The encoder of an answer that is stored as this turn's before its last bytes are sent."""
-        answer = RecordedAnswer(encoder)
+    def record(self, generation: Generation) -> None:
+        """Store the answer as this turn's before its last bytes are sent."""
+        answer = TurnRecorder()
+        generation.recorders.append(answer)
         generation.before_end = partial(self._keep, generation, answer)
-        return answer
 
-    async def _keep(self, generation: Generation, answer: RecordedAnswer, replica: str | None) -> None:
+    async def _keep(self, generation: Generation, answer: TurnRecorder, replica: str | None) -> None:
         """Store the messages that made the prompt, and the answer. Raises as `Sessions.keep`."""
         history = generation.parsed.history if generation.fitted is None else generation.fitted.history
         messages = [*(_kept(message) for message in history.messages), answer.message()]
@@ -129,39 +137,36 @@ class SessionTurn:
             answer_id=generation.resumable.answer_id,
             num_before=max(0, len(history.messages) - self.num_new),
             model=generation.model.name,
-            replica=replica or "",
+            replica=replica or self.preferred_replica(generation.model.name),
             summary=history.summary,
             packed=b"",
+            retry_key=self._retry_key,
         )
         await self._sessions.keep(self._claim.key, self._found, turn, messages)
         self._claim.free()  # the client's next request may come with the last byte of this answer
+
+
+def _is_again(last: StoredSession, continued_id: str, retry_key: str) -> bool:
+    return bool((continued_id and last.answer_id == continued_id) or (retry_key and last.retry_key == retry_key))
 
 
 def _kept(message: Message) -> Message:
     return {name: value for name, value in message.items() if name not in NOT_KEPT}
 
 
-class RecordedAnswer:
-    """An `AnswerEncoder` that keeps the text and the tool calls of the only sequence, beside another one that makes the answer."""
+class TurnRecorder:
+    """A `generation.run.EventRecorder` that keeps the text and the tool calls of an answer's only sequence."""
 
-    def __init__(self, encoder: AnswerEncoder) -> None:
-        self._encoder = encoder
+    def __init__(self) -> None:
         self._texts: list[str] = []
         self._pieces: dict[int, list[ToolCall]] = {}
 
-    def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
-        self._record(events)
-        return self._encoder.encode_events(events)
-
-    def encode_end(self, usage: TokenUsage) -> bytes:
-        return self._encoder.encode_end(usage)
-
     def add(self, events: Sequence[OutputEvent]) -> None:
-        self._record(events)
-        self._encoder.add(events)
-
-    def encode_body(self, usage: TokenUsage) -> Iterator[bytes]:
-        return self._encoder.encode_body(usage)
+        for event in events:
+            if event.text:
+                self._texts.append(event.text)
+            for piece in event.tool_calls:
+                self._pieces.setdefault(piece.number, []).append(piece)
 
     def message(self) -> Message:
         """The answer as a message of its conversation."""
@@ -172,10 +177,3 @@ class RecordedAnswer:
                 {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
             ]
         return made
-
-    def _record(self, events: Sequence[OutputEvent]) -> None:
-        for event in events:
-            if event.text:
-                self._texts.append(event.text)
-            for piece in event.tool_calls:
-                self._pieces.setdefault(piece.number, []).append(piece)
