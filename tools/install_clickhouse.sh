@@ -6,8 +6,11 @@ if command -v clickhouse-server > /dev/null; then
   exit 0
 fi
 apt-get update --quiet
-printf '#!/bin/sh\nexit 101\n' > /usr/sbin/policy-rc.d  # Debian's way not to start a service that is installed
-chmod +x /usr/sbin/policy-rc.d
-trap 'rm -f /usr/sbin/policy-rc.d' EXIT
+policy=/usr/sbin/policy-rc.d  # Debian's way not to start a service that is installed. Images of containers often have one, which stays
+if [ ! -e "$policy" ]; then
+  printf '#!/bin/sh\nexit 101\n' > "$policy"
+  chmod +x "$policy"
+  trap 'rm -f "$policy"' EXIT
+fi
 DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet --no-install-recommends clickhouse-server
 dpkg-query --show clickhouse-server

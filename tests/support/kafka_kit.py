@@ -18,6 +18,8 @@ from pathlib import Path
 NO_PACKAGE = "The package confluent-kafka is not installed: pip install 'headrace[kafka]'"
 TOPIC = "usage-test"
 PRODUCER = 0
+REBALANCE_MS = 100
+"""The cluster waits this long for more members of a new consumer group; by default 3 s, longer than a member's session may be."""
 
 
 @dataclass
@@ -66,6 +68,7 @@ def main(topic: str, num_partitions: int) -> None:
     handle = kafka.rd_kafka_new(PRODUCER, ctypes.c_void_p(kafka.rd_kafka_conf_new()), reason, len(reason))
     assert handle, reason.value
     cluster = kafka.rd_kafka_mock_cluster_new(ctypes.c_void_p(handle), 3)
+    kafka.rd_kafka_mock_group_initial_rebalance_delay_ms(ctypes.c_void_p(cluster), REBALANCE_MS)
     kafka.rd_kafka_mock_topic_create(ctypes.c_void_p(cluster), topic.encode(), num_partitions, 3)
     print(kafka.rd_kafka_mock_cluster_bootstraps(ctypes.c_void_p(cluster)).decode(), flush=True)
     sys.stdin.read()

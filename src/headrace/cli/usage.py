@@ -1,4 +1,5 @@
-"""`headrace usage`: what tenants used, from the usage.db of a state folder, whether a server runs on it or not."""
+"""`headrace usage`: what tenants used, from ClickHouse where it is configured, else from the usage.db of a state folder, whether a server
+runs on it or not."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ from headrace.cli.directory import AsJson, ConfigFile, StateFolder
 from headrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headrace.gateway.ledger.config import ClickHouseConfig
     from headrace.gateway.ledger.usage_query import UsageQuery
 
 Flag = typer.Option
+ANSWER_S = 60.0
+"""Seconds that ClickHouse may take for an answer."""
 
 
 def usage(
@@ -30,6 +34,7 @@ def usage(
     tenant: Annotated[str | None, Flag("--tenant", help="Of this tenant alone.")] = None,
     as_json: AsJson = False,
     as_csv: Annotated[bool, Flag("--csv", help="As comma-separated values.")] = False,
+    local: Annotated[bool, Flag("--local", help="Of this machine alone, from usage.db, also where ClickHouse is configured.")] = False,
     config: ConfigFile = None,
     state: StateFolder = None,
 ) -> None:
@@ -48,8 +53,9 @@ def usage(
         until_ms=None if until is None else unix_ms_of("--until", until, now),
         tenant=tenant,
     )
-    folder = Path(load_settings(config, os.environ, {"state": state}, default_model=None if config else DEFAULT_MODEL).state)
-    rows = read_rows(folder, query)
+    settings = load_settings(config, os.environ, {"state": state}, default_model=None if config else DEFAULT_MODEL)
+    folder, clickhouse = Path(settings.state), None if local else settings.usage.clickhouse
+    rows = read_rows(folder, query) if clickhouse is None else site_rows(clickhouse, query)
     if as_json:
         print(json.dumps(rows, indent=2))
     elif as_csv:
@@ -57,7 +63,9 @@ def usage(
         writer.writeheader()
         writer.writerows(rows)
     else:
-        print("\n".join(shown(query.names, rows)) if rows else f"No usage is recorded in {folder}.")
+        print(
+            "\n".join(shown(query.names, rows)) if rows else f"No usage is recorded in {folder if clickhouse is None else clickhouse.url}."
+        )
 
 
 def read_rows(folder: Path, query: UsageQuery) -> list[dict[str, object]]:
@@ -78,6 +86,17 @@ def read_rows(folder: Path, query: UsageQuery) -> list[dict[str, object]]:
             connection.close()
     except sqlite3.Error as error:
         raise ConfigError("state", f"{path} cannot be read: {error}") from None
+
+
+def site_rows(config: ClickHouseConfig, query: UsageQuery) -> list[dict[str, object]]:
+    """Rows of everything that ClickHouse has. Raises ConfigError."""
+    from headrace.gateway.ledger.clickhouse_usage import clickhouse_rows
+    from headrace.gateway.ledger.sink import SinkFailed
+
+    try:
+        return clickhouse_rows(config, query, timeout_s=ANSWER_S)
+    except SinkFailed as failed:
+        raise ConfigError("usage.clickhouse", f"cannot be read: {failed}", "--local shows what this machine recorded.") from None
 
 
 def shown(names: Sequence[str], rows: Sequence[dict[str, object]]) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clickhouse_kit import MISSING, PROGRAM, ClickHouseServer
+from clickhouse_kit import ClickHouseServer
 from kafka_kit import NO_PACKAGE, TOPIC, mock_cluster
 from ledger_kit import usage, wait_until
 
@@ -27,16 +27,6 @@ from headrace.gateway.ledger.spool import Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
 
 TABLE = "headrace_test.headrace_usage"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClickHouseServer]:
-    if PROGRAM is None:
-        pytest.skip(MISSING)
-    found = ClickHouseServer(tmp_path_factory.mktemp("clickhouse"))
-    found.start()
-    yield found
-    found.stop()
 
 
 @pytest.fixture
@@ -96,6 +86,7 @@ def test_a_server_that_is_killed_gets_everything_once_it_is_back(server: ClickHo
     assert ids(sink) == [usage(number).request_id for number in range(100)]
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_fails_in_time_and_can_be_interrupted(
     server: ClickHouseServer, sink: ClickHouseSink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +121,7 @@ def test_a_wrong_password_is_a_failure_that_does_not_show_it(server: ClickHouseS
     assert "not-the-password" not in str(failed.value)
 
 
+@pytest.mark.slow
 def test_the_archive_moves_the_topic_to_clickhouse(server: ClickHouseServer, sink: ClickHouseSink) -> None:
     pytest.importorskip("confluent_kafka", reason=NO_PACKAGE)
     sink.create()

@@ -12,6 +12,8 @@ import pytest
 from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
 
 from headrace.gateway.access.principal import Principal
+from headrace.gateway.ledger.config import UsageConfig
+from headrace.gateway.ledger.ledger import open_ledger
 from headrace.gateway.ledger.record import MAX_PROMPT_BYTES, prompt_json
 from headrace.gateway.ledger.usage_db import FILE, UsageDb
 from headrace.gateway.ledger.usage_query import UsageQuery
@@ -190,3 +192,17 @@ async def test_prompts_are_kept_only_where_their_tenant_opted_in(
 
 def test_a_long_prompt_is_cut() -> None:
     assert len(prompt_json(["\u00e9" * MAX_PROMPT_BYTES]).encode()) <= MAX_PROMPT_BYTES
+
+
+async def test_the_time_of_one_query_does_not_end_later_work_on_its_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.ledger.ledger.QUERY_S", 0.0)
+    ledger = open_ledger(str(tmp_path), UsageConfig(), time.time)
+    assert ledger is not None
+    counting = "WITH RECURSIVE numbers(number) AS (SELECT 1 UNION ALL SELECT number + 1 FROM numbers WHERE number < 100000)"
+    try:
+        assert await ledger.rows(UsageQuery(by=["day"])) == []
+        reader = ledger._local._reader
+        found = await reader.call(lambda: reader.connection.execute(f"{counting} SELECT count(*) FROM numbers").fetchone(), is_read=True)
+        assert found == (100_000,)
+    finally:
+        await ledger.close()

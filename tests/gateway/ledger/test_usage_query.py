@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from ledger_kit import usage
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.ledger.record import encode_record
-from headrace.gateway.ledger.usage_db import DAY_MS, FILE, UsageDb
+from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, FILE, USAGE, UsageDb
 from headrace.gateway.ledger.usage_query import UsageQuery, groups_of, unix_ms_of, usage_rows
+from headrace.gateway.stores.sqlite_thread import has_table, open_sqlite
 
 NOON = 1_795_435_200_000
 """2026-11-23 12:00 UTC in Unix milliseconds."""
@@ -109,3 +112,91 @@ def test_times_are_days_times_or_how_long_ago(text: str, unix_ms: int) -> None:
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="since"):
         unix_ms_of("since", text, NOON / 1000)
+
+
+def summed_from_records(connection: sqlite3.Connection, since_ms: int | None, until_ms: int | None, tenant: str | None) -> list[Any]:
+    """By day and model, without the sums of days."""
+    text = (
+        "SELECT strftime('%Y-%m-%d', time_ms / 1000, 'unixepoch'), model, count(*), sum(prompt_tokens), sum(cost_nanos) FROM usage"
+        " WHERE time_ms >= ? AND time_ms < ? AND tenant LIKE ? GROUP BY 1, 2 ORDER BY 1, 2"
+    )
+    return connection.execute(text, (since_ms or 0, until_ms or 2**62, tenant or "%")).fetchall()
+
+
+def summed(connection: sqlite3.Connection, since_ms: int | None, until_ms: int | None, tenant: str | None) -> list[Any]:
+    rows = usage_rows(connection, UsageQuery(by=["day", "model"], since_ms=since_ms, until_ms=until_ms, tenant=tenant))
+    return [(row["day"], row["model"], row["requests"], row["prompt_tokens"], row["cost_nanos"]) for row in rows]
+
+
+def many_records(rng: random.Random, count: int) -> list[bytes]:
+    return [
+        encode_record(
+            usage(
+                number,
+                time_ms=NOON - rng.randrange(6 * DAY_MS),
+                tenant=rng.choice(["acme", "globex"]),
+                model=rng.choice(["fox", "owl"]),
+                key_id=rng.choice(["k1", "k2"]),
+                prompt_tokens=rng.randrange(100),
+                cost_nanos=rng.randrange(100),
+            )
+        )
+        for number in range(count)
+    ]
+
+
+def test_the_sums_of_days_give_what_the_records_give_for_any_time(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    sink = UsageDb(str(tmp_path / FILE), retention_days=4, unix_time=lambda: NOON / 1000)
+    records = many_records(rng, 3000)
+    sink.ship(records)
+    sink.ship(records[:100])
+    connection = sqlite3.connect(tmp_path / FILE)
+    for is_deleted in (False, True):
+        if is_deleted:
+            sink.idle()  # up to a thousand of the oldest
+        for _ in range(100):
+            since, until = sorted(NOON - rng.randrange(-DAY_MS, 7 * DAY_MS) for _ in range(2))
+            since_ms, until_ms = rng.choice([None, since, since - since % DAY_MS]), rng.choice([None, until, until - until % DAY_MS])
+            asked = since_ms, until_ms, rng.choice([None, "acme"])
+            assert summed(connection, *asked) == summed_from_records(connection, *asked), asked
+    sink.close()
+    assert connection.execute("SELECT count(*) FROM usage").fetchone()[0] < 2500, "some were deleted"
+    connection.close()
+
+
+def test_a_file_of_an_earlier_version_gets_its_sums_and_can_be_read_without_them(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    old = replace(USAGE, added={})
+    connection = open_sqlite(str(path), old, where="state")
+    sink = UsageDb.__new__(UsageDb)
+    sink._connection = connection
+    sink.ship(many_records(random.Random(3), 500))
+    assert not has_table(connection, DAYS)
+    before = summed(connection, NOON - 3 * DAY_MS, None, "acme")
+    assert before == summed_from_records(connection, NOON - 3 * DAY_MS, None, "acme")
+    newer = open_sqlite(str(path), USAGE, where="state")
+    assert has_table(newer, DAYS)
+    assert summed(newer, NOON - 3 * DAY_MS, None, "acme") == before
+    sink.ship([encode_record(usage(1000, time_ms=NOON))])  # the earlier program goes on, and its records are in the sums
+    assert summed(newer, None, None, None) == summed_from_records(newer, None, None, None)
+    for opened in (connection, newer):
+        opened.close()
+
+
+def test_a_month_is_read_from_the_sums_of_its_days(tmp_path: Path) -> None:
+    sink = UsageDb(str(tmp_path / FILE), retention_days=90, unix_time=lambda: NOON / 1000)
+    sink.ship([encode_record(usage(number, time_ms=NOON - DAY_MS + number)) for number in range(5000)])
+    sink.close()
+    connection = sqlite3.connect(tmp_path / FILE)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+
+    connection.set_progress_handler(step, 100)
+    [row] = usage_rows(connection, UsageQuery(by=["day"], tenant="acme", since_ms=NOON - 30 * DAY_MS))
+    assert row["requests"] == 5000
+    assert steps < 20, "2,000 instructions of SQLite's machine; the records alone would take ten times as many"
+    connection.close()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_kit import MODEL, TestBench, chat_body, open_bench
+from gateway_kit import MODEL, TestBench, chat_body, eventually, open_bench
 
+from headrace.core.errors import Overloaded
+from headrace.gateway.ledger.config import UsageConfig
+from headrace.gateway.ledger.ledger import open_ledger
+from headrace.gateway.ledger.usage_query import UsageQuery
 from headrace.text.folder import TextModel
 
 KEYS = [{"key": f"sk-{name}-0123456789", "tenant": name} for name in ("acme", "globex")]
@@ -61,6 +67,43 @@ async def test_a_wrong_question_is_refused_by_its_parameter(text: TextModel, tmp
     async with open_bench(text, state=str(tmp_path), api_keys=KEYS) as bench:
         answer = await bench.client.get(f"/v1/usage{query}", headers=as_tenant("acme"))
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_tenants_second_query_at_a_time_is_refused_and_another_tenants_waits_for_the_first(text: TextModel, tmp_path: Path) -> None:
+    async with open_bench(text, state=str(tmp_path), api_keys=KEYS) as bench:
+        ledger = bench.gateway.service.ledger
+        assert ledger is not None
+        released = threading.Event()
+        blocking = asyncio.create_task(ledger._local._reader.call(lambda: released.wait(20), is_read=True))
+        first = asyncio.create_task(bench.client.get("/v1/usage", headers=as_tenant("acme")))
+        await eventually(lambda: "acme" in ledger._asking)
+        refused = await bench.client.get("/v1/usage", headers=as_tenant("acme"))
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        other = asyncio.create_task(bench.client.get("/v1/usage", headers=as_tenant("globex")))
+        await eventually(lambda: "globex" in ledger._asking)
+        released.set()
+        assert [(await answer).status_code for answer in (first, other)] == [200, 200]
+        assert (await bench.client.get("/v1/usage", headers=as_tenant("acme"))).status_code == 200
+        await blocking
+
+
+async def test_a_client_that_leaves_does_not_make_room_for_another_query(tmp_path: Path) -> None:
+    ledger = open_ledger(str(tmp_path), UsageConfig(), time.time)
+    assert ledger is not None
+    released = threading.Event()
+    blocking = asyncio.create_task(ledger._local._reader.call(lambda: released.wait(20), is_read=True))
+    query = UsageQuery(by=["day"], tenant="acme")
+    left = asyncio.create_task(ledger.rows(query))
+    await asyncio.sleep(0.01)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    with pytest.raises(Overloaded):
+        await ledger.rows(query)
+    released.set()
+    await blocking
+    await eventually(lambda: not ledger._asking)
+    assert await ledger.rows(query) == []
+    await ledger.close()
 
 
 async def test_usage_wants_a_key(text: TextModel, tmp_path: Path) -> None:

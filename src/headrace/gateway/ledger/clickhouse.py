@@ -9,7 +9,7 @@ import http.client
 import re
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import urlencode
 
@@ -21,7 +21,10 @@ from headrace.wire.private_files import read_token
 
 CLICKHOUSE = "clickhouse"
 ANSWER_S = 30.0
-"""Seconds for a connection, and for each part of an answer."""
+"""Seconds for a connection, and for each part of an answer, of what is shipped."""
+
+INSERT_SETTINGS = {"input_format_skip_unknown_fields": 1}
+"""Columns that the table of an older version lacks are left out."""
 
 UNKNOWN_TABLE, UNKNOWN_DATABASE = 60, 81
 _CODE = re.compile(r"Code: (\d+)")
@@ -42,9 +45,10 @@ class ClickHouseSink:
 
     name = CLICKHOUSE
 
-    def __init__(self, config: ClickHouseConfig) -> None:
-        """Connects with the first call. Raises ConfigError."""
+    def __init__(self, config: ClickHouseConfig, *, answer_s: float = ANSWER_S) -> None:
+        """Connects with the first call. answer_s: for a connection, and for each part of an answer. Raises ConfigError."""
         self._config = config
+        self._answer_s = answer_s
         self._headers = _headers(config)
         self._tls = _tls(config)
         self._connection: http.client.HTTPConnection | None = None
@@ -65,9 +69,9 @@ class ClickHouseSink:
         self.query(f"CREATE DATABASE IF NOT EXISTS {self._config.database}")
         self.query(create_table(self._config))
 
-    def query(self, statement: str, body: bytes = b"") -> bytes:
-        """The answer to a statement, which the body's rows follow. Raises SinkFailed."""
-        path = "/?" + urlencode({"query": statement, "input_format_skip_unknown_fields": 1})
+    def query(self, statement: str, body: bytes = b"", *, settings: Mapping[str, float] = INSERT_SETTINGS) -> bytes:
+        """The answer to a statement, which the body's rows follow. settings: of ClickHouse. Raises SinkFailed."""
+        path = "/?" + urlencode({"query": statement, **settings})
         is_kept = self._connection is not None
         try:
             return self._ask(path, body)
@@ -76,7 +80,7 @@ class ClickHouseSink:
             # A server closes connections that were idle; what was inserted twice is one row again.
             if not is_kept or isinstance(error, TimeoutError):
                 raise SinkFailed(f"clickhouse: {error or type(error).__name__}") from None
-        return self.query(statement, body)
+        return self.query(statement, body, settings=settings)
 
     def idle(self) -> None:
         return
@@ -108,8 +112,8 @@ class ClickHouseSink:
         address = self._config.address
         host = address.hostname or ""
         if self._tls is not None:
-            return http.client.HTTPSConnection(host, address.port or 8443, timeout=ANSWER_S, context=self._tls)
-        return http.client.HTTPConnection(host, address.port or 8123, timeout=ANSWER_S)
+            return http.client.HTTPSConnection(host, address.port or 8443, timeout=self._answer_s, context=self._tls)
+        return http.client.HTTPConnection(host, address.port or 8123, timeout=self._answer_s)
 
 
 def create_table(config: ClickHouseConfig) -> str:

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from headrace.core.clock import Clock
-from headrace.core.errors import Unavailable
+from headrace.core.errors import ConfigError, Overloaded, Unavailable
 from headrace.gateway.ledger.clickhouse import ClickHouseSink
+from headrace.gateway.ledger.clickhouse_usage import ClickHouseUsage
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.ledger.kafka import KafkaSink
 from headrace.gateway.ledger.left_over import SPOOL
+from headrace.gateway.ledger.local_usage import LocalUsage
 from headrace.gateway.ledger.record import UsageRecord
 from headrace.gateway.ledger.shipper import Shipper
-from headrace.gateway.ledger.sink import Sink
+from headrace.gateway.ledger.sink import Sink, SinkFailed
 from headrace.gateway.ledger.spool import Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
 from headrace.gateway.ledger.usage_db import FILE, USAGE, UsageDb
-from headrace.gateway.ledger.usage_query import UsageQuery, usage_rows
+from headrace.gateway.ledger.usage_query import UsageQuery
 from headrace.gateway.stores.sqlite_thread import SqliteThread
 from headrace.gateway.stores.store import StoreFailed
 from headrace.observe.usage_metrics import SinkReading, UsageReading
@@ -34,26 +37,79 @@ QUERY_S = 5.0
 """Seconds that a query may take; a tenant with very many records asks for a shorter time."""
 
 
-class Ledger:
-    """Made by `open_ledger`."""
+class UsageSource(Protocol):
+    """Where usage is read."""
 
-    def __init__(self, spool: Spool, sinks: Sequence[Sink], reader: SqliteThread, config: UsageConfig) -> None:
+    async def rows(self, query: UsageQuery, timeout_s: float) -> list[dict[str, object]]:
+        """Raises StoreFailed, SinkFailed or TimeoutError, and ConfigError where a file that it needs is gone."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Ledger:
+    """Made by `open_ledger`. It follows every change of `usage` while it runs."""
+
+    def __init__(self, spool: Spool, usage_db: UsageDb, local: LocalUsage, config: UsageConfig) -> None:
+        """usage_db, local: the sink that every ledger has, and how it is read. Raises ConfigError."""
         self._spool = spool
-        self._shippers = [Shipper(spool, sink) for sink in sinks]
-        self._reader = reader
-        for shipper in self._shippers:
-            shipper.start()
+        self._usage_db = usage_db
+        self._local = local
+        self._source: UsageSource = local
+        self._asking: set[str] = set()
+        self._shippers: dict[str, Shipper] = {}
+        start = self.prepare(config)
         self._thread = SpoolThread(spool, fsync=config.fsync, on_segment=self._wake)
+        start()
+
+    def prepare(self, config: UsageConfig) -> Callable[[], None]:
+        """Open what a configuration names; what this returns uses it from then on. Raises ConfigError.
+
+        Records that wait for a sink which is not named any more stay in the spool, for a configuration that names it again.
+        """
+        sinks: dict[str, Sink] = {sink.name: sink for sink in (self._usage_db, *far_sinks(config))}
+        source = self._local if config.clickhouse is None else ClickHouseUsage(config.clickhouse)
+        self._spool.make_folders(list(sinks))
+        if not self._shippers:  # at the start: the spool's thread, which is made next, gives all of them what ended processes left open
+            self._spool.sinks = tuple(sinks)
+
+        def apply() -> None:
+            self._usage_db.retention_days = config.retention_days
+            self._spool.sinks, self._spool.max_bytes = tuple(sinks), config.max_spool_bytes
+            self._thread.fsync = config.fsync
+            self._ship_to(sinks)
+            former, self._source = self._source, source
+            if former is not self._local:
+                former.close()
+
+        return apply
+
+    def _ship_to(self, sinks: Mapping[str, Sink]) -> None:
+        former = self._shippers
+        self._shippers = {name: former.get(name) or Shipper(self._spool, sink) for name, sink in sinks.items()}
+        for name, shipper in self._shippers.items():
+            if name not in former:
+                shipper.start()
+            elif sinks[name] is not shipper.sink:
+                shipper.change_sink(sinks[name])
+        for name in former.keys() - sinks.keys():
+            former[name].stop()
 
     def write(self, record: UsageRecord) -> None:
         """Never blocks, never raises: a record that finds no room is counted."""
         self._thread.put(record)
 
     async def rows(self, query: UsageQuery) -> list[dict[str, object]]:
-        """What this machine's gateways have recorded, up to about a second ago. Raises Unavailable."""
+        """What was recorded up to about a second ago: in ClickHouse where it is configured, else by this machine's gateways.
+
+        Raises Unavailable, and Overloaded while another query about the same tenant runs: it may take QUERY_S, and usage.db answers one
+        query after another.
+        """
+        if query.tenant in self._asking:
+            raise Overloaded("Another request for this usage is being answered; ask again when it has ended.", retry_after_s=1.0)
         try:
-            return await self._reader.call(lambda: self._rows_in_time(query), is_read=True)
-        except StoreFailed:
+            return await asyncio.shield(self._asked(query))
+        except (StoreFailed, SinkFailed, ConfigError, TimeoutError):
             raise Unavailable("Usage cannot be read now. Ask again, or for a shorter time (since, until).") from None
 
     def reading(self) -> UsageReading:
@@ -61,23 +117,35 @@ class Ledger:
         return UsageReading(
             num_recorded=self._thread.num_recorded,
             dropped=dict(self._thread.dropped),
-            sinks={shipper.sink.name: self._sink_reading(shipper) for shipper in self._shippers},
+            sinks={name: self._sink_reading(shipper) for name, shipper in self._shippers.items()},
         )
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
-        await self._reader.close()
+        self._source.close()
+        await self._local.end()
 
     def _close(self) -> None:
         self._thread.close(CLOSE_S)
-        for shipper in self._shippers:
+        shippers = list(self._shippers.values())
+        for shipper in shippers:
             shipper.stop()
         deadline = time.monotonic() + CLOSE_S
-        for shipper in self._shippers:
+        for shipper in shippers:
             shipper.join(deadline - time.monotonic())
 
+    def _asked(self, query: UsageQuery) -> asyncio.Task[list[dict[str, object]]]:
+        """A task, since a client that leaves does not end its query."""
+        tenant = query.tenant
+        asked = asyncio.create_task(self._source.rows(query, QUERY_S), name="usage read")
+        if tenant is not None:
+            self._asking.add(tenant)
+            asked.add_done_callback(lambda _: self._asking.discard(tenant))
+        asked.add_done_callback(_retrieve)
+        return asked
+
     def _wake(self) -> None:
-        for shipper in self._shippers:
+        for shipper in list(self._shippers.values()):
             shipper.wake()
 
     def _sink_reading(self, shipper: Shipper) -> SinkReading:
@@ -88,11 +156,11 @@ class Ledger:
             waiting_bytes=self._spool.waiting_bytes(shipper.sink.name),
         )
 
-    def _rows_in_time(self, query: UsageQuery) -> list[dict[str, object]]:
-        deadline = time.monotonic() + QUERY_S
-        connection = self._reader.connection
-        connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
-        return usage_rows(connection, query)
+
+def _retrieve(asked: asyncio.Task[list[dict[str, object]]]) -> None:
+    """Take a failed task's error, which asyncio would log where its client has left."""
+    if not asked.cancelled():
+        asked.exception()
 
 
 def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | None:
@@ -100,16 +168,13 @@ def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | N
     if not state:
         return None
     folder = Path(state)
-    sinks = open_sinks(folder, config, unix_time)
-    spool = Spool(folder / SPOOL, [sink.name for sink in sinks], config.max_spool_bytes)
-    return Ledger(spool, sinks, SqliteThread.open(str(folder / FILE), USAGE, where="state"), config)
+    usage_db = UsageDb(str(folder / FILE), retention_days=config.retention_days, unix_time=unix_time)
+    spool = Spool(folder / SPOOL, [usage_db.name], config.max_spool_bytes)
+    return Ledger(spool, usage_db, LocalUsage(SqliteThread.open(str(folder / FILE), USAGE, where="state")), config)
 
 
-def open_sinks(folder: Path, config: UsageConfig, unix_time: Clock) -> list[Sink]:
-    """Where the records of a gateway go. With Kafka, ClickHouse gets them from there. Raises ConfigError."""
-    sinks: list[Sink] = [UsageDb(str(folder / FILE), retention_days=config.retention_days, unix_time=unix_time)]
+def far_sinks(config: UsageConfig) -> list[Sink]:
+    """Where records go beside usage.db. With Kafka, ClickHouse gets them from there. Raises ConfigError."""
     if config.kafka is not None:
-        sinks.append(KafkaSink(config.kafka))
-    elif config.clickhouse is not None:
-        sinks.append(ClickHouseSink(config.clickhouse))
-    return sinks
+        return [KafkaSink(config.kafka)]
+    return [] if config.clickhouse is None else [ClickHouseSink(config.clickhouse)]

@@ -42,6 +42,7 @@ class Shipper:
         self.sink = sink
         self.num_shipped = self.num_failures = self.num_damaged_bytes = 0
         self._spool = spool
+        self._next_sink: Sink | None = None
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"usage-{sink.name}", daemon=True)
@@ -52,6 +53,10 @@ class Shipper:
     def wake(self) -> None:
         """There is a new segment."""
         self._woken.set()
+
+    def change_sink(self, sink: Sink) -> None:
+        """Ship to this one, of the same name, from the next batch on."""
+        self._next_sink = sink
 
     def stop(self) -> None:
         """Ship what waits, once, and end; what the sink does not take then stays in the spool."""
@@ -104,7 +109,14 @@ class Shipper:
                     self._ship_until_stopped()
             if self._stopping.wait(POLL_S):
                 break
+        self._take_next_sink()
         self.sink.close()
+
+    def _take_next_sink(self) -> None:
+        sink, self._next_sink = self._next_sink, None
+        if sink is not None:
+            self.sink.close()
+            self.sink = sink
 
     def _ship_until_stopped(self) -> None:
         """Once it is stopped, one last time."""
@@ -112,6 +124,7 @@ class Shipper:
         while not is_last:
             is_last = self._stopping.is_set()
             self._woken.clear()
+            self._take_next_sink()
             reason = self._attempt()
             if not reason:
                 retry_s = 0.0

@@ -46,8 +46,12 @@ class Spool:
         self.folder = folder
         self.sinks = tuple(sinks)
         self.max_bytes = max_bytes
+        self.make_folders(sinks)
+
+    def make_folders(self, sinks: Sequence[str]) -> None:
+        """Make the folders of the spool and of these sinks. Raises ConfigError."""
         try:
-            for path in (folder, folder / OPEN, *(folder / sink for sink in sinks)):
+            for path in (self.folder, self.folder / OPEN, *(self.folder / sink for sink in sinks)):
                 path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigError("state", f"{error.filename} cannot be made ({error.strerror})") from None

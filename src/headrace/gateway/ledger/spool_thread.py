@@ -51,7 +51,7 @@ class SpoolThread:
         self.num_recorded = 0
         self.dropped: Counter[str] = Counter()
         self._spool = spool
-        self._fsync = fsync
+        self.fsync = fsync
         self._on_segment = on_segment
         self._queue: queue.SimpleQueue[UsageRecord | None] = queue.SimpleQueue()
         self._bytes_put = self._bytes_taken = 0  # each is written by one thread
@@ -113,7 +113,7 @@ class SpoolThread:
             num_written = segment.append(frames)
             if segment.error is not None:
                 raise segment.error
-            if self._fsync == "write":
+            if self.fsync == "write":
                 segment.sync()
         except OSError as error:
             self._lost(len(frames) - num_written, error)
@@ -140,7 +140,7 @@ class SpoolThread:
                 self._found_no_room(self._spool.adopt())
 
     def _close(self, segment: OpenSegment) -> None:
-        if self._fsync != "never":
+        if self.fsync != "never":
             try:
                 segment.sync()
             except OSError as error:

@@ -1,24 +1,33 @@
-"""What was used, by tenant, user, key, model or day: sums over the records of usage.db."""
+"""What was used, by tenant, user, key, model or day: sums over usage records, as SQL of the store that is asked.
+
+`usage_statement` writes the statement for a dialect. `usage_rows` asks usage.db, and reads whole days from its sums of days;
+`clickhouse_usage` asks ClickHouse.
+"""
 
 from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from headrace.core.errors import InvalidRequest
+from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, SUMMED
+from headrace.gateway.stores.sqlite_thread import has_table
 from headrace.policy.limits.price import NANOS
 
+DAY = "day"
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "tenant": {"tenant": "tenant"},
     "user": {"tenant": "tenant", "user": "user"},
     "key": {"tenant": "tenant", "key": "key_id"},
     "model": {"model": "model"},
-    "day": {"day": "strftime('%Y-%m-%d', time_ms / 1000, 'unixepoch')"},
+    DAY: {DAY: "time_ms"},
 }
-"""What usage may be grouped by -> the columns of its rows, and how SQL computes each. Two tenants may have users of one name."""
+"""What usage may be grouped by -> the columns of its rows, and the record's field of each; a dialect makes a UTC day of time_ms.
+Two tenants may have users of one name."""
 
 SUMS = {
     "requests": "count(*)",
@@ -50,8 +59,14 @@ class UsageQuery:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Name of each column that groups -> how SQL computes it."""
-        return {name: expression for group in self.by for name, expression in GROUPS[group].items()}
+        """Name of each column that groups -> the record's field."""
+        return {name: field for group in self.by for name, field in GROUPS[group].items()}
+
+    @property
+    def values(self) -> dict[str, int | str]:
+        """Parameters of the statement, by name: those that are not None."""
+        given = {"since_ms": self.since_ms, "until_ms": self.until_ms, "tenant": self.tenant, "max_rows": self.max_rows}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def names(self) -> list[str]:
@@ -59,16 +74,78 @@ class UsageQuery:
         return [*self.columns, *SUMS, COST]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlDialect:
+    """How one store writes what stores write differently.
+
+    table  with what makes a record that was shipped twice count once
+    requests  number of the requests in a group's rows
+    day    the UTC day of time_ms as text
+    value  name and value of a parameter -> how a statement refers to it
+    """
+
+    table: str
+    day: str
+    value: Callable[[str, int | str], str]
+    requests: str = "count(*)"
+
+
+SQLITE = SqlDialect(table="usage", day="strftime('%Y-%m-%d', time_ms / 1000, 'unixepoch')", value=lambda name, _: f":{name}")
+
+
+def usage_statement(query: UsageQuery, dialect: SqlDialect) -> str:
+    """One row per group, ordered by what groups, with the columns of `query.names` but the last one."""
+    grouping = {name: dialect.day if name == DAY else field for name, field in query.columns.items()}
+    computed = ", ".join(f"{expression} AS {name}" for name, expression in (grouping | SUMS | {"requests": dialect.requests}).items())
+    limits = {"since_ms": "time_ms >= ", "until_ms": "time_ms < ", "tenant": "tenant = "}
+    values = query.values
+    where = " AND ".join(condition + dialect.value(name, values[name]) for name, condition in limits.items() if name in values)
+    text = f"SELECT {computed} FROM {dialect.table}{f' WHERE {where}' if where else ''}"
+    order = ", ".join(grouping)
+    most = f" LIMIT {dialect.value('max_rows', values['max_rows'])}" if "max_rows" in values else ""
+    return f"{text} GROUP BY {order} ORDER BY {order}{most}"
+
+
 def usage_rows(connection: sqlite3.Connection, query: UsageQuery) -> list[dict[str, object]]:
-    """One row per group, ordered by what groups; `cost` is in the currency's unit. Raises sqlite3.Error."""
-    limits = {"time_ms >= ?": query.since_ms, "time_ms < ?": query.until_ms, "tenant = ?": query.tenant}
-    wanted = {condition: value for condition, value in limits.items() if value is not None}
-    computed = ", ".join(f"{expression} AS {name}" for name, expression in (query.columns | SUMS).items())
-    places = ", ".join(str(place + 1) for place in range(len(query.columns)))
-    where = f" WHERE {' AND '.join(wanted)}" if wanted else ""
-    text = f"SELECT {computed} FROM usage{where} GROUP BY {places} ORDER BY {places} LIMIT ?"
-    found = connection.execute(text, (*wanted.values(), -1 if query.max_rows is None else query.max_rows))
-    return [row | {COST: row["cost_nanos"] / NANOS} for row in (dict(zip(query.names, values, strict=False)) for values in found)]
+    """Rows of usage.db; `cost` is in the currency's unit. Raises sqlite3.Error."""
+    dialect = replace(SQLITE, table=table_of_days(query), requests="sum(requests)") if has_table(connection, DAYS) else SQLITE
+    return rows_of(query, connection.execute(usage_statement(query, dialect), query.values))
+
+
+def table_of_days(query: UsageQuery) -> str:
+    """What is asked of usage.db as a table of its own: the sums of the whole days in the query's time, each with the time at which the
+    day begins, and the records of the parts of days before and after them.
+    """
+    first = None if query.since_ms is None else -(-query.since_ms // DAY_MS)
+    end = None if query.until_ms is None else query.until_ms // DAY_MS
+    if first is not None and end is not None and first >= end:
+        return f"({_records(query.since_ms, query.until_ms, query.tenant)})"
+    days = f"SELECT tenant, user, key_id, model, day * {DAY_MS} AS time_ms, requests, {', '.join(SUMMED)} FROM {DAYS}"
+    parts = [_where(days, "day", first, end, query.tenant)]
+    if first is not None:
+        parts.append(_records(query.since_ms, first * DAY_MS, query.tenant))
+    if end is not None:
+        parts.append(_records(end * DAY_MS, query.until_ms, query.tenant))
+    return f"({' UNION ALL '.join(parts)})"
+
+
+def _records(since_ms: int | None, until_ms: int | None, tenant: str | None) -> str:
+    text = f"SELECT tenant, user, key_id, model, time_ms, 1 AS requests, {', '.join(SUMMED)} FROM usage"
+    return _where(text, "time_ms", since_ms, until_ms, tenant)
+
+
+def _where(text: str, column: str, since: int | None, until: int | None, tenant: str | None) -> str:
+    """A statement's rows from `since` on and before `until`, of the parameter `tenant` where there is one."""
+    conditions = [] if tenant is None else ["tenant = :tenant"]
+    conditions += [] if since is None else [f"{column} >= {since}"]
+    conditions += [] if until is None else [f"{column} < {until}"]
+    return f"{text} WHERE {' AND '.join(conditions)}" if conditions else text
+
+
+def rows_of(query: UsageQuery, found: Iterable[Sequence[Any]]) -> list[dict[str, object]]:
+    """What a store answered to `usage_statement`, as rows with all names of the query."""
+    rows = (dict(zip(query.names, values, strict=False)) for values in found)
+    return [row | {COST: row["cost_nanos"] / NANOS} for row in rows]
 
 
 def groups_of(words: Sequence[str]) -> list[str]:
