@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from headrace.core.ids import RequestId
 from headrace.gateway.generation.event_log import EventLog
 from headrace.gateway.generation.kept_streams import FORM, KeptStream, KeptStreams
+from headrace.gateway.stores.guarded import GuardedStore
 from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import StoreLimits
@@ -35,7 +36,7 @@ from headrace.observe.resume_metrics import ResumeMetrics
 RESULT = Path(__file__).with_name("results") / "resume-cost.json"
 ANSWER_ID = RequestId("0" * 24)
 EVENTS = 2000
-PLENTY = StoreLimits(entry=1 << 20, tenant=1 << 30, total=1 << 30)
+PLENTY = StoreLimits(entry=1 << 20, total=1 << 30, tenant_share=lambda: 1.0)
 KEPT = KeptStream(form=FORM, tenant="default", body=b"d" * 16, created=1, num_sequences=1, entries=b"e" * 800, state=b"s" * 900)
 
 
@@ -49,7 +50,7 @@ def event_ns(has_ids: bool) -> float:
 
 
 async def kept_us(path: str, num_streams: int) -> float:
-    store = SqliteStore(path, PLENTY, time.time)
+    store = GuardedStore(SqliteStore(path, PLENTY, time.time), "streams")
     streams = KeptStreams(store, ttl_s=60, metrics=ResumeMetrics(CollectorRegistry()))
     began = time.process_time()
     for number in range(num_streams):

@@ -22,6 +22,9 @@ BODY = json.dumps(
         "max_tokens": 16,
     }
 ).encode()
+WHOLE = b'"completion_tokens"'
+"""In every whole answer: its usage, which stands at its end."""
+
 TIMEOUT_S = 30.0
 WARM_REQUESTS = 50
 
@@ -48,7 +51,7 @@ async def load(url: str, key: str, rate: float, seconds: float) -> dict[str, obj
                 async with session.post(url, data=BODY) as response:
                     body = await response.read()
                     statuses[str(response.status)] += 1
-                    return response.status == 200 and b"steady" in body
+                    return response.status == 200 and WHOLE in body
             except (aiohttp.ClientError, TimeoutError) as error:
                 statuses[type(error).__name__] += 1
                 return False
@@ -76,6 +79,7 @@ async def load(url: str, key: str, rate: float, seconds: float) -> dict[str, obj
     return {
         "rate": rate,
         "seconds": seconds,
+        "sent": WARM_REQUESTS + len(latencies),
         "whole": whole,
         "share_whole": round(whole / len(latencies), 6),
         "statuses": dict(statuses),

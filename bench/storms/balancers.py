@@ -5,7 +5,8 @@
 
 The files are used as they are, but for addresses, paths and the certificate. Both gateways have the same two fake engines. `--streams`
 streams begin, a gateway is drained (SIGTERM) while they run, ends, is started anew, and as many streams begin again; beside them short
-requests are sent all the time. A gateway's own log says which requests it answered.
+requests are sent all the time. A gateway's own log says which requests it answered. At last the only engine of a second model, "large", is
+killed: its requests are refused, by both ports, and those for the other model are answered as ever.
 
 cut, different       streams that did not end, or whose answer is not the one that the gateway itself gives
 shares               part of the streams that each gateway had: of the first ones, and of those after the restart
@@ -13,6 +14,7 @@ gap_s, gap_direct_s  longest silence within a stream, through the balancer and w
 sessions             how many sessions, of how many, met one gateway; how many streams that were left and resumed were whole, and how many
                      met the gateway that began them
 short_failed         short requests without an answer, by status
+dead_model           statuses of requests for each model and port while "large" has no engine; seconds until it is answered again
 drained_s, back_s    from SIGTERM to the gateway's end (exit status 0), and from its start until a request came to it
 """
 
@@ -47,6 +49,8 @@ from headrace.wire.tls.files import TlsRole
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BALANCERS = ("haproxy", "nginx")
+MODEL_SMALL, MODEL_LARGE = "small", "large"
+"""The two models as the shipped files name them."""
 STEP_S = 0.1
 NUM_TOKENS = 120
 """Of a stream: 12 s at one token per STEP_S."""
@@ -57,6 +61,9 @@ LEFT_AFTER, LEFT_S = 5, 0.5
 """Events after which a client leaves its stream, and seconds until it resumes it."""
 LARGE_BODY_BYTES = 250_000
 LOGGED_S = 2.0
+DEAD_S = 3.0
+"""Seconds for which a model is left without its engine."""
+BACK_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,7 @@ class Balanced:
     name: str
     ports: Ports
     gateways: dict[str, HandStarted]
+    large_engine: HandStarted
     ca: str
 
 
@@ -132,7 +140,7 @@ def write_certificate(folder: Path) -> str:
 
 
 @contextmanager
-def balanced(name: str, site: HandStartedSite, gateways: dict[str, HandStarted]) -> Iterator[Balanced]:
+def balanced(name: str, site: HandStartedSite, gateways: dict[str, HandStarted], large_engine: HandStarted) -> Iterator[Balanced]:
     """The balancer until the block ends. Raises AssertionError with its log where it does not start."""
     folder = site.folder / name
     folder.mkdir()
@@ -143,7 +151,7 @@ def balanced(name: str, site: HandStartedSite, gateways: dict[str, HandStarted])
     running.start()
     try:
         running.wait_listening()
-        yield Balanced(name, ports, gateways, ca)
+        yield Balanced(name, ports, gateways, large_engine, ca)
     finally:
         running.signal(signal.SIGTERM)
         try:
@@ -356,6 +364,35 @@ async def by_model(balanced: Balanced, clients: Clients, prefix: str) -> dict[st
     return {"statuses": found, "large_at": sorted({by[name] for name in by if name.startswith(f"{prefix}-large")})}
 
 
+async def dead_model(balanced: Balanced, clients: Clients, prefix: str) -> dict[str, Any]:
+    """What becomes of requests for two models while the engine of one is dead, through the port by model and the one for all."""
+    url = f"http://127.0.0.1:{balanced.ports.by_model}/v1/completions"
+    statuses: dict[str, Counter[int]] = {
+        f"{model} {port}": Counter() for model in (MODEL_SMALL, MODEL_LARGE) for port in ("by model", "all")
+    }
+
+    async def ask(model: str, port: str, number: int) -> int:
+        headers = {"x-model": model} if balanced.name == "nginx" and port == "by model" else {}
+        name = f"{prefix}-dead-{model}-{number}"
+        return (await clients.short(name, path=url if port == "by model" else None, headers=headers, model=model))[0]
+
+    balanced.large_engine.signal(signal.SIGKILL)
+    await asyncio.to_thread(balanced.large_engine.wait, 20)
+    until = time.monotonic() + DEAD_S
+    number = 0
+    while time.monotonic() < until:
+        for case, found in statuses.items():
+            model, _, port = case.partition(" ")
+            found[await ask(model, port, number)] += 1
+        number += 1
+    balanced.large_engine.start()
+    began = time.monotonic()
+    while await ask(MODEL_LARGE, "by model", number) != 200 and time.monotonic() < began + BACK_WITHIN_S:
+        await asyncio.sleep(EVERY_S)
+        number += 1
+    return {"statuses": {case: dict(found) for case, found in statuses.items()}, "back_s": round(time.monotonic() - began, 2)}
+
+
 async def over_tls(balanced: Balanced, clients: Clients, prefix: str) -> int:
     context = ssl.create_default_context(cafile=balanced.ca)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session:
@@ -363,9 +400,11 @@ async def over_tls(balanced: Balanced, clients: Clients, prefix: str) -> int:
         return (await secure.short(f"{prefix}-tls", path=f"https://127.0.0.1:{balanced.ports.tls}/v1/completions"))[0]
 
 
-async def storm(name: str, site: HandStartedSite, gateways: dict[str, HandStarted], count: int) -> dict[str, Any]:
+async def storm(
+    name: str, site: HandStartedSite, gateways: dict[str, HandStarted], large_engine: HandStarted, count: int
+) -> dict[str, Any]:
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
-    with balanced(name, site, gateways) as running:
+    with balanced(name, site, gateways, large_engine) as running:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             direct = Clients(session, next(iter(gateways.values())).port)
             unbroken = await asyncio.gather(*(direct.stream(Streamed(f"{name}-direct-{seed}"), seed) for seed in range(8)))
@@ -383,6 +422,7 @@ async def storm(name: str, site: HandStartedSite, gateways: dict[str, HandStarte
                 "sessions": await sessions(running, clients, name, unbroken),
                 "by_model": await by_model(running, clients, name),
                 "tls_status": await over_tls(running, clients, name),
+                "dead_model": await dead_model(running, clients, name),
             }
 
 
@@ -393,19 +433,27 @@ def run(names: list[str], count: int) -> dict[str, dict[str, Any]]:
     with site_by_hand() as site:
         options = {"max_num_seqs": 2 * count + 64, "max_num_batched_tokens": 8192}
         engines = [site.engine(f"e{number}", fake={"step_seconds": STEP_S}, engine=options) for number in range(2)]
-        for engine in engines:
+        large_engine = site.engine("large0", fake={"step_seconds": STEP_S}, engine=options)
+        for engine in (*engines, large_engine):
             engine.wait_serving()
         replicas = {f"e{number}": engine.address for number, engine in enumerate(engines)}
         gateways = {}
         for name in ("gateway1", "gateway2"):
             log = str(site.folder / f"{name}.jsonl")
             resumes: dict[str, Any] = {"store": {"path": str(site.folder / "streams.db")}, "timeouts": {"stream_resume_s": 60}}
-            gateways[name] = site.gateway(name, replicas, aliases=("small", "large"), request_log=log, **resumes)
+            gateways[name] = site.gateway(
+                name,
+                replicas,
+                aliases=(MODEL_SMALL,),
+                further={MODEL_LARGE: {"large0": large_engine.address}},
+                request_log=log,
+                **resumes,
+            )
         for gateway in gateways.values():
             gateway.wait_ready()
         found = {}
         for name in names:
-            found[name] = asyncio.run(storm(name, site, gateways, count))
+            found[name] = asyncio.run(storm(name, site, gateways, large_engine, count))
             print(name, json.dumps(found[name], indent=1), flush=True)
     return found
 
@@ -425,6 +473,11 @@ def broken_promises(found: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"{name}: {seen['sessions']}"
         if seen["by_model"]["large_at"] != ["gateway2"]:
             yield f"{name}: {seen['by_model']}"
+        for case, statuses in seen["dead_model"]["statuses"].items():
+            if {*statuses} != {503 if case.startswith(MODEL_LARGE) else 200}:
+                yield f"{name}: {case}, while {MODEL_LARGE} has no engine: {statuses}"
+        if seen["dead_model"]["back_s"] >= BACK_WITHIN_S:
+            yield f"{name}: {MODEL_LARGE} was not answered within {BACK_WITHIN_S:g} s of its engine's start"
         if seen["tls_status"] != 200:
             yield f"{name}: status {seen['tls_status']} over TLS"
 

@@ -155,21 +155,36 @@ class HandStartedSite:
         return self._started([module, *words, "--config", self._file(f"{name}.json", content)], name, at, port)
 
     def gateway(
-        self, name: str, addresses: dict[str, str], *, at: Place = HERE, aliases: tuple[str, ...] = (), **section: Any
+        self,
+        name: str,
+        addresses: dict[str, str],
+        *,
+        at: Place = HERE,
+        aliases: tuple[str, ...] = (),
+        further: dict[str, dict[str, str]] | None = None,
+        tiers: dict[str, Any] | None = None,
+        **section: Any,
     ) -> HandStarted:
-        """A gateway by hand. addresses: of its replicas, by name. aliases: of the model. section: of the file's `gateway`"""
+        """A gateway by hand.
+
+        addresses  of its replicas, by name
+        aliases    of the model
+        further    further models with the same files: name -> addresses of their replicas
+        section    of the file's `gateway`
+        """
         port = free_port()
-        remote = {
-            "model": MODEL,
-            "replicas": [{"name": replica, "address": address} for replica, address in addresses.items()],
-            **self.credentials("gateway"),
-        }
+        models = [{"name": model, "remote": self._remote(replicas)} for model, replicas in (further or {}).items()]
         content = {
-            "models": [{"name": MODEL, "aliases": aliases, "remote": remote}],
+            "models": [{"name": MODEL, "aliases": aliases, "remote": self._remote(addresses)}, *models],
             "gateway": {"host": at.host, "port": port, "request_log": "off", **section},
             "allow_open": True,
+            "tiers": tiers or {},
         }
         return self._started(["headrace", "gateway", "--config", self._file(f"{name}.yaml", content)], name, at, port)
+
+    def _remote(self, addresses: dict[str, str]) -> dict[str, Any]:
+        replicas = [{"name": replica, "address": address} for replica, address in addresses.items()]
+        return {"model": MODEL, "replicas": replicas, **self.credentials("gateway")}
 
     def credentials(self, folder: str) -> dict[str, Any]:
         own = self.folder / "site" / folder

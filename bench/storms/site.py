@@ -102,21 +102,24 @@ class Site:
         flags = ("--token-file", str(self.token), "--deterministic", "--max-num-seqs", "32")
         return self._keep(f"engine-{port}", "engine", MODEL, "--listen", f"127.0.0.1:{port}", *flags, source=source)
 
-    def gateway(self, port: int, engines: Mapping[str, int], *, source: Path = SOURCE) -> Kept:
-        """engines: name -> port at which this gateway reaches it"""
-        self.write(port, engines)
-        return self._keep(f"gateway-{port}", "gateway", "--config", str(self._file(port)), source=source)
+    def gateway(
+        self, port: int, engines: Mapping[str, int], *, source: Path = SOURCE, settings: Mapping[str, object] | None = None
+    ) -> Kept:
+        """engines: name -> port at which this gateway reaches it; settings: further top-level fields of its file."""
+        self.write(port, engines, settings)
+        return self._keep(f"gateway-{port}", "gateway", "--config", str(self.file(port)), source=source)
 
-    def write(self, port: int, engines: Mapping[str, int]) -> None:
+    def write(self, port: int, engines: Mapping[str, int], settings: Mapping[str, object] | None = None) -> None:
         """The file of the gateway that listens on `port`, whole or not at all. It is JSON, which is YAML."""
         replicas = [{"name": name, "address": f"127.0.0.1:{number}"} for name, number in engines.items()]
         remote = {"model": MODEL, "replicas": replicas, "token_file": str(self.token)}
-        content = {"models": [{"name": MODEL, "remote": remote}], "gateway": {"port": port, "request_log": "off"}}
-        new = self._file(port).with_suffix(".new")
+        content = {"models": [{"name": MODEL, "remote": remote}], "gateway": {"port": port, "request_log": "off"}, **(settings or {})}
+        new = self.file(port).with_suffix(".new")
         new.write_text(json.dumps(content), encoding="utf-8")
-        new.replace(self._file(port))
+        new.replace(self.file(port))
 
-    def _file(self, port: int) -> Path:
+    def file(self, port: int) -> Path:
+        """Of the gateway on that port."""
         return self.folder / f"gateway-{port}.yaml"
 
     def _keep(self, name: str, *command: str, source: Path) -> Kept:

@@ -132,10 +132,19 @@ async def spend(limiter: Limiter, truth: BinaryIO, caller: Principal, stop: asyn
             await asyncio.sleep(0.1)
 
 
+@dataclass(frozen=True)
+class SpenderRequest:
+    """What a spender reserves."""
+
+    max_prompt_tokens: int = PROMPT_TOKENS
+    max_output_tokens: int = MAX_OUTPUT_TOKENS
+    num_sequences: int = 1
+
+
 async def use(limiter: Limiter, truth: BinaryIO, request_id: RequestId) -> None:
     """Reserve, and then use a part of it, piece by piece."""
     admission = limiter.admission(request_id)
-    await admission.reserve(FREE, prompt_tokens=PROMPT_TOKENS, max_output_tokens=MAX_OUTPUT_TOKENS, num_sequences=1)
+    await admission.reserve(FREE, SpenderRequest())
     output = 0
     admission.follow(lambda: TokenUsage(PROMPT_TOKENS, output, 0))
     truth.write(b"%d\n" % PROMPT_TOKENS)

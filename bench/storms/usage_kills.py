@@ -1,8 +1,10 @@
 """Usage records through kills: a process that writes them is killed again and again, while its sinks stop and go on.
 
 Each process opens the ledger of one state folder, as a gateway does, writes numbered records, and prints how many are in the spool. It is
-killed (SIGKILL) after a random time; the next one finds what it left. Kafka's brokers (librdkafka's mock cluster) and ClickHouse hang and
-go on meanwhile. At the end nothing that was in the spool may be missing at a sink, and no request may be there twice.
+killed (SIGKILL) after a random time; the next one finds what it left. Kafka's brokers (librdkafka's mock cluster) hang and go on meanwhile.
+With `--clickhouse` the topic is then archived to Debian's ClickHouse by as many archives that are killed (`usage_archive`), and the same is
+done with writers that ship to ClickHouse themselves, which hangs and goes on. At the end nothing that was in the spool may be missing at a
+sink, and no request may be there twice.
 
     PYTHONPATH=tests/support python -m bench.storms.usage_kills --kills 50 --down-s 120 [--clickhouse] [--record]
 """
@@ -19,12 +21,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from bench.storms.common import RESULTS
-from headrace.core.strict_decode import decode
+from bench.storms.usage_archive import archived, ids_in_clickhouse
+from headrace.core.strict_decode import decode, plain
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.ledger.ledger import open_ledger
 from headrace.gateway.ledger.record import UsageRecord
@@ -105,10 +108,12 @@ def storm(
 ) -> KillOutcome:
     """Kill processes that write; then ship the rest.
 
+    folder   the state folder, which is made
     config   of `usage`, as plain data
     servers  hang during a third of the processes
     down_s   and during the first one, which lives this long
     """
+    folder.mkdir(exist_ok=True)
     outcome, chance = KillOutcome(), random.Random(seed)
     if down_s:
         for server in servers:
@@ -173,8 +178,8 @@ def ids_in_topic(config: UsageConfig) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--down-s", type=float, default=0.0, help="seconds for which the brokers hang while records come")
-    parser.add_argument("--clickhouse", action="store_true", help="archive the topic to Debian's ClickHouse, too")
+    parser.add_argument("--down-s", type=float, default=0.0, help="seconds for which each sink hangs while records come")
+    parser.add_argument("--clickhouse", action="store_true", help="ship to Debian's ClickHouse, too, by archives and straight")
     parser.add_argument("--record", action="store_true", help=f"write the result to {RESULTS}")
     parser.add_argument("--child", nargs=3, metavar=("RUN", "FOLDER", "CONFIG"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -198,39 +203,35 @@ def run_storm(num_kills: int, *, down_s: float, with_clickhouse: bool) -> dict[s
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-usage-")))
         cluster = stack.enter_context(mock_cluster())
         config: dict[str, Any] = {"kafka": {"brokers": list(cluster.brokers), "topic": TOPIC}}
-        outcome = storm(folder, config, num_kills, [cluster], down_s=down_s)
+        outcome = storm(folder / "kafka", config, num_kills, [cluster], down_s=down_s)
         expected = outcome.expected
-        in_sql, in_topic = ids_in_sql(folder), ids_in_topic(decode(UsageConfig, config))
+        in_topic = ids_in_topic(decode(UsageConfig, config))
         result: dict[str, object] = {
             "kills": num_kills,
             "down_s": down_s,
             "spooled": len(expected),
-            "sql": {"lost": len(expected - set(in_sql)), "duplicates": len(in_sql) - len(set(in_sql))},
+            "sql": _compared(expected, ids_in_sql(folder / "kafka")),
             "kafka": {"lost": len(expected - set(in_topic)), "messages_sent_again": len(in_topic) - len(set(in_topic))},
         }
         if with_clickhouse:
             server = ClickHouseServer(folder / "clickhouse")
             server.start()
             stack.callback(server.stop)
-            result["clickhouse"] = archived(server, config, expected)
+            result["clickhouse"] = archived(server, config, expected, num_kills)
+            result["clickhouse_without_kafka"] = _straight(folder / "straight", server, num_kills, down_s)
         return result
 
 
-def archived(server: Any, config: Mapping[str, Any], expected: set[str]) -> dict[str, int]:
-    """Archive the topic while the server hangs and goes on; what is lost, and what FINAL shows twice."""
-    import threading
+def _straight(folder: Path, server: Any, num_kills: int, down_s: float) -> dict[str, object]:
+    """The same with writers that ship to ClickHouse themselves, into a table of its own."""
+    config = replace(server.config, table="straight")
+    outcome = storm(folder, {"clickhouse": plain(config)}, num_kills, [server], down_s=down_s, seed=1)
+    expected = outcome.expected
+    found = _compared(expected, ids_in_clickhouse(config))
+    return {"spooled": len(expected), **found, "sql": _compared(expected, ids_in_sql(folder))}
 
-    from headrace.core.strict_decode import plain
-    from headrace.gateway.ledger.archive import Archive
-    from headrace.gateway.ledger.clickhouse import ClickHouseSink
 
-    archive = Archive(decode(UsageConfig, {**config, "clickhouse": plain(server.config)}))
-    server.hang()
-    threading.Timer(2.0, server.go_on).start()
-    archive.run(until_end=True)
-    sink = ClickHouseSink(server.config)
-    table = f"{server.config.database}.{server.config.table}"
-    found = sink.query(f"SELECT request_id FROM {table} FINAL FORMAT TabSeparated").decode().split()
+def _compared(expected: set[str], found: Sequence[str]) -> dict[str, int]:
     return {"lost": len(expected - set(found)), "duplicates": len(found) - len(set(found))}
 
 
