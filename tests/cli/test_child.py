@@ -43,14 +43,33 @@ def test_server_is_gone_when_its_command_is_ended_by_a_signal(tmp_path: Path, nu
     program.write_text(f'#!/bin/sh\necho $$ > {tmp_path}/pid\necho "Serving m at http://h:1" >&2\nexec sleep 60\n')
     program.chmod(0o700)
     code = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)\n"  # under nohup it is ignored
-    code += "import sys, time; from headrace.cli import child; child.COMMAND = (sys.argv[1],)\n"
+    code += "import sys, time; from headrace.cli import child; child.COMMAND, child.STOP_TIMEOUT_S = (sys.argv[1],), 600\n"
     code += "with child.started_server('m') as url:\n    print(url, flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code, str(program)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "http://h:1\n"
     process.send_signal(number)
-    assert process.wait(child.STOP_TIMEOUT_S + 30) == 128 + number
+    assert process.wait(60) == 128 + number
     process.stdout.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_server_leaves_although_its_command_ignores_the_signal_that_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It inherited that and was killed after 30 s: a shell's `trap '' TERM` is handed down through every program to the server."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\necho $$ > {tmp_path}/pid\necho "Serving m at http://h:1" >&2\nexec sleep 600\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(child, "COMMAND", (str(program),))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        start = time.monotonic()
+        with started_server("m"):
+            os.kill(os.getpid(), signal.SIGTERM)  # is ignored, as before
+        assert time.monotonic() - start < child.STOP_TIMEOUT_S
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 

@@ -168,6 +168,22 @@ def test_a_model_that_needs_engines_of_its_own_is_refused(
     assert "models[0].engine: is not started by `headrace gateway`. Use `headrace serve`" in capsys.readouterr().err
 
 
+def test_the_operators_address_wants_a_supervisor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "headrace.yaml"
+    admin = {"listen": "127.0.0.1:7100", "token_file": "/etc/token"}
+    file.write_text(yaml.safe_dump({"models": [{"name": "far", "upstreams": [{"url": "http://127.0.0.1:9/v1"}]}], "admin": admin}))
+    monkeypatch.setattr(sys, "argv", ["headrace", "gateway", "--config", str(file), "--state", str(tmp_path / "state")])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+    assert ended.value.code == CommandExitCode.CONFIG
+    assert "admin: needs a supervisor" in capsys.readouterr().err
+
+
 def test_a_reload_that_is_asked_for_during_the_start_waits_for_it(tmp_path: Path) -> None:
     """Where the signal came before there was a handler, it ended the gateway."""
     file = tmp_path / "site.yaml"

@@ -43,7 +43,7 @@ def files_of(title: str) -> list[str]:
     return ROW.findall(section)
 
 
-NUM_REQUESTS = 5
+LEAST_REQUESTS, MOST_REQUESTS = 5, 25
 BACKGROUND = {"Session._watch", "EngineService._beat", "StreamWatch._run", "give_back_when_idle", "Server.serve_until"}
 """Tasks that run a few times a second whatever is asked; what they call is on no request's path."""
 
@@ -190,17 +190,22 @@ async def ask(port: int, steps: threading.Semaphore, watch: Watch, files: tuple[
     return of_request, of_step
 
 
+def ways_of(seen: list[tuple[list[str], list[str]]]) -> tuple[list[str], ...]:
+    """The way of more than half of the requests that were seen, and that of the steps; empty where there is none."""
+    usual = [Counter(tuple(ways[which]) for ways in seen).most_common(1)[0] for which in (0, 1)]
+    return tuple(list(way) if count > len(seen) / 2 else [] for way, count in usual)
+
+
 async def test_a_request_and_a_decode_step_go_through_the_files_in_the_pages_order() -> None:
-    """Most of several requests and steps are seen on this way; no other way is seen as often. What runs beside them all the time
-    (heartbeats, idle turns) is left out, but on a busy machine a frame that was sent before a request may be read in the midst of it.
+    """More than half of several requests and steps are seen on this way. What runs beside them all the time (heartbeats, idle turns) is
+    left out, but on a busy machine a frame that was sent before a request may be read in the midst of it: then more requests are watched.
     """
     files = files_of("One request, from the socket to the kernel and back"), files_of("One decode step")
     assert (len(files[0]), len(files[1])) == (13, 15)
     watch = Watch()
     async with deployment(watch) as (port, steps):
         with watch.looking():
-            seen = [await ask(port, steps, watch, files) for _ in range(NUM_REQUESTS)]
-    for which, of_page in enumerate(files):
-        way, count = Counter(tuple(order[which]) for order in seen).most_common(1)[0]
-        assert list(way) == of_page
-        assert count > NUM_REQUESTS // 2
+            seen = [await ask(port, steps, watch, files) for _ in range(LEAST_REQUESTS)]
+            while ways_of(seen) != files and len(seen) < MOST_REQUESTS:
+                seen.append(await ask(port, steps, watch, files))
+    assert ways_of(seen) == files

@@ -67,7 +67,6 @@ def test_each_replica_gets_a_file_of_its_own_and_the_gateway_knows_them_all(tmp_
     assert first["address"] == f"unix:{tmp_path}/e0.sock"
     assert stat.S_IMODE(replicas[0].config.stat().st_mode) == 0o600
     gateway = json.loads(write_gateway_file(gateway_content(TWO_MODELS, replicas), tmp_path).read_text())
-    assert gateway["store"] == {"path": str(tmp_path / "store.db")}
     assert gateway["timeouts"] == {"body_s": 5, "drain_s": 7}
     assert [[replica["name"] for replica in model["replicas"]] for model in gateway["models"]] == [
         ["org-big-model-0", "org-big-model-1"],
@@ -266,17 +265,3 @@ def test_a_full_disk_is_refused_with_its_path(tmp_path: Path) -> None:
                 write_engine_files(TWO_MODELS, folder)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize(
-    ("given", "written"),
-    [
-        ({"max_bytes": 1 << 20}, {"max_bytes": 1 << 20, "path": "FOLDER/store.db"}),
-        ({"path": "/elsewhere"}, {"path": "/elsewhere"}),
-        ({"url": "redis://h"}, {"url": "redis://h"}),
-        (7, 7),  # the gateway refuses it by name
-    ],
-)
-def test_the_gateways_share_a_store_in_the_run_directory_unless_another_is_named(tmp_path: Path, given: object, written: object) -> None:
-    found = json.loads(write_gateway_file({"store": given}, tmp_path).read_text())["store"]
-    assert found == json.loads(json.dumps(written).replace("FOLDER", str(tmp_path)))

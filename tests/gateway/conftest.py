@@ -11,7 +11,20 @@ from gateway_kit import MODEL, TestBench, open_bench, serving
 from redis_kit import MISSING, NO_PACKAGE, PROGRAM, RedisServer
 from wire_kit import socket_dir
 
+from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.text.folder import TextModel, load_text
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine, and text that the tests themselves read, hold the event loop up for longer than a request waits for a store."""
+    monkeypatch.setattr("headrace.gateway.stores.guard.REQUEST_WAIT_S", 10.0)
+
+
+@pytest.fixture
+def shipped_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for stores as long as they do in use."""
+    monkeypatch.setattr("headrace.gateway.stores.guard.REQUEST_WAIT_S", REQUEST_WAIT_S)
 
 
 @pytest.fixture(scope="session")

@@ -18,10 +18,10 @@ from tls_kit import authority, write_certificates, write_whole
 from headrace.core.errors import ConfigError
 from headrace.fleet.authority import SiteAuthority
 from headrace.gateway.config import config_from
-from headrace.gateway.http import listener
+from headrace.gateway.http import forwarded, listener
 from headrace.gateway.http.config import HttpTls
 from headrace.gateway.http.door_tls import STAMP_S, DoorCertificate
-from headrace.gateway.http.forwarded import TrustedProxies, check_networks
+from headrace.gateway.http.forwarded import MAX_HOPS, TrustedProxies, check_networks
 from headrace.text.folder import TextModel
 from headrace.wire.tls.files import TlsRole
 
@@ -174,6 +174,8 @@ FORGED = (b"x-forwarded-for", b"1.2.3.4")
         ("10.0.0.1", [(b"forwarded", b'for="[2001:db8::7]:4711";proto=https')], "2001:db8::7"),
         ("10.0.0.1", [(b"forwarded", b"for=1.2.3.4, for=198.51.100.7;by=10.0.0.1"), FORGED], "198.51.100.7"),
         ("10.0.0.1", [(b"forwarded", b"for=_hidden")], "10.0.0.1"),
+        ("10.0.0.1", [(b"forwarded", b"proto=https; For=198.51.100.7 ;by=x")], "198.51.100.7"),
+        ("10.0.0.1", [(b"forwarded", b"proto=https"), (b"forwarded", b"")], "10.0.0.1"),
         ("::ffff:10.0.0.1", [(b"x-forwarded-for", b"198.51.100.7:5050")], "198.51.100.7"),
         ("fd00::1", [(b"x-forwarded-for", b"2001:db8::7")], "2001:db8::7"),
     ],
@@ -181,6 +183,29 @@ FORGED = (b"x-forwarded-for", b"1.2.3.4")
 def test_only_listed_proxies_name_a_client(peer: str, headers: list[tuple[bytes, bytes]], client: str) -> None:
     assert PROXIES.client_of(peer, headers) == client
     assert TrustedProxies([]).client_of(peer, headers) == peer, "nothing is believed without a list"
+
+
+PADDED = b"for=" + b" " * 1_000_000 + b'"'
+LONG = (b"forwarded", b",".join([b"for=10.0.0.2;x=y"] * 1_000_000))
+
+
+@pytest.mark.parametrize("value", [PADDED, b"for=" + b'"' * 1_000_000, b";" * 1_000_000, b"for" * 400_000])
+def test_a_proxys_header_of_a_megabyte_is_read_in_one_pass(value: bytes) -> None:
+    """With work that grows with the square of the length this would not end within the test's time limit."""
+    assert PROXIES.client_of("10.0.0.1", [(b"forwarded", value)]) == "10.0.0.1"
+
+
+@pytest.mark.parametrize(("peer", "num_read"), [("203.0.113.9", 0), ("10.0.0.1", MAX_HOPS)])
+def test_no_more_of_a_header_is_read_than_hops_are_followed(monkeypatch: pytest.MonkeyPatch, peer: str, num_read: int) -> None:
+    read: list[str] = []
+
+    def named_for(part: str) -> str:
+        read.append(part)
+        return "10.0.0.2"
+
+    monkeypatch.setattr(forwarded, "_named_for", named_for)
+    PROXIES.client_of(peer, [LONG])
+    assert len(read) == num_read
 
 
 def test_what_is_no_network_is_refused() -> None:

@@ -223,16 +223,16 @@ def test_replicas_change_through_the_leash_while_a_stream_runs(folder: Path, tex
         assert asked(made, "reload") == {"event": "reloaded"}
         with opened(client, ignore_eos=True, max_tokens=200) as lines:
             replicas = asked(made, "status")["models"]["fox"]
-            assert replicas == {"r0": {"ready": True, "reason": "", "open": 1}}
+            assert replicas == {"r0": {"ready": True, "reason": "", "open": 1, "refused": False}}
             path = folder / "gateway.json"
             path.write_text(path.read_text().replace("e0", "e1").replace("r0", "r1"))
             assert asked(made, "reload") == {"event": "reloaded"}
-            assert asked(made, "status")["models"]["fox"]["r0"] == {"ready": False, "reason": "retired", "open": 1}
+            assert asked(made, "status")["models"]["fox"]["r0"] == {"ready": False, "reason": "retired", "open": 1, "refused": False}
             made.wait_until("/ready", 200)
             assert other.post("/v1/chat/completions", json=chat(max_tokens=3)).status_code == 200
             assert list(lines)[-1] == "data: [DONE]"
         start = time.monotonic()
-        while asked(made, "status")["models"]["fox"] != {"r1": {"ready": True, "reason": "", "open": 0}}:
+        while asked(made, "status")["models"]["fox"] != {"r1": {"ready": True, "reason": "", "open": 0, "refused": False}}:
             assert time.monotonic() - start < 10
             time.sleep(0.02)
         path.write_text(path.read_text().replace('"port": 0', '"port": 1'))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from gateway_kit import (
     open_bench,
     post,
     serving,
+    snapshot,
 )
 from local_workers import LocalWorker, LocalWorkers
 
@@ -43,7 +46,7 @@ from headrace.wire.client import ConnectionState
 from headrace.wire.leash import ReplicaStatus
 
 FIXED = (
-    *("host", "port", "workers", "salt_key", "store", "state", "usage", "sessions", "vllm_metrics"),
+    *("host", "port", "workers", "salt_key", "store", "state", "sessions", "vllm_metrics"),
     *("cache.max_bytes", "cache.max_entry_bytes", "idempotency.max_bytes", "idempotency.max_entry_bytes"),
     *("limits.max_text_queue", "limits.max_text_queue_bytes", "timeouts.stream_resume_s"),
 )
@@ -440,6 +443,67 @@ async def test_a_request_log_that_was_moved_away_is_opened_again(text: TextModel
     assert [len(path.read_text().splitlines()) for path in (tmp_path / "log.1", target)] == [1, 2]
 
 
+# -- tenants -----------------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_cache_follows_and_what_is_kept_stays(bench: TestBench) -> None:
+    async def cache_said(question: str) -> str:
+        answer = await bench.chat(temperature=0, max_tokens=2, messages=[{"role": "user", "content": question}])
+        await eventually(lambda: not len(bench.gateway.service.answer_cache.flights))
+        said: str = answer.headers["x-headrace-cache"]
+        return said
+
+    served = model(MODEL, "r0")
+    assert await cache_said("one") == "off"
+    await apply(bench, served, cache={"enabled": True})
+    assert [await cache_said("one") for _ in range(2)] == ["miss", "hit"]
+    await apply(bench, served, cache={"enabled": True, "models": ["another"]})
+    assert await cache_said("one") == "off"
+    await apply(bench, served, cache={"enabled": True, "ttl_s": 0.05})
+    assert await cache_said("one") == "hit", "it was kept for an hour"
+    assert await cache_said("two") == "miss"
+    await asyncio.sleep(0.1)
+    assert await cache_said("two") == "miss"
+    await apply(bench, served)
+    assert await cache_said("one") == "off"
+
+
+async def test_the_time_of_retries_follows(bench: TestBench) -> None:
+    async def is_replayed() -> bool:
+        answer = await bench.client.post("/v1/chat/completions", json=chat_body(max_tokens=2), headers={"idempotency-key": "one"})
+        assert answer.status_code == 200
+        await eventually(lambda: not bench.gateway.service.replays.num_open)
+        return answer.headers.get("idempotent-replayed") == "true"
+
+    assert [await is_replayed() for _ in range(2)] == [False, True]
+    await apply(bench, model(MODEL, "r0"), idempotency={"ttl_s": 0})
+    assert not await is_replayed(), "the header has no effect"
+    await apply(bench, model(MODEL, "r0"))
+    assert await is_replayed(), "what was kept stays"
+
+
+async def test_prices_and_the_bounds_of_queues_hold_for_later_requests(bench: TestBench) -> None:
+    def cost() -> float:
+        return metric(bench.gateway, "headrace_tenant_cost_total", tenant="default")
+
+    served, replica = model(MODEL, "r0"), bench.replicas["r0"]
+    assert (await bench.chat()).status_code == 200
+    assert cost() == 0
+    running = await held_stream(bench, replica)
+    await apply(bench, served, prices={MODEL: {"output": 1_000_000.0}}, admission={"max_wait_s": 5.0})
+    replica.go.set()
+    await running
+    assert cost() == 0, "it began without a price"
+    answer = await bench.chat()
+    assert cost() == answer.json()["usage"]["completion_tokens"]
+    assert replica.snapshot is not None
+    queue = replace(snapshot(), max_num_seqs=4, kv_blocks_free=5000, kv_blocks_total=5001, num_queued_tokens=20_000)
+    replica.snapshot = replace(replica.snapshot, load=replace(queue, step_fixed_s=0.01, step_token_s=0.001))
+    assert (await bench.chat()).status_code == 429
+    await apply(bench, served, admission={"max_wait_s": 100.0})
+    assert (await bench.chat()).status_code == 200
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------------------
 
 
@@ -465,6 +529,13 @@ def option_names(kind: type) -> list[str]:
         {"limits": {"max_text_queue_bytes": 1 << 16}},
         {"timeouts": {"stream_resume_s": 5}},
         {"store": {"max_bytes": 1 << 22}},
+        {"state": "/elsewhere"},
+        {"sessions": {"ttl_s": 60.0}},
+        {"vllm_metrics": False},
+        {"cache": {"max_bytes": 1 << 24}},
+        {"cache": {"max_entry_bytes": 1 << 10}},
+        {"idempotency": {"max_bytes": 1 << 24}},
+        {"idempotency": {"max_entry_bytes": 1 << 10}},
     ],
 )
 async def test_what_takes_a_restart_is_refused_by_name_and_nothing_is_changed(bench: TestBench, changes: dict[str, Any]) -> None:
@@ -501,17 +572,70 @@ async def test_one_fault_refuses_all_of_it(text: TextModel, bench: TestBench, mo
     bench.reloader.check()
 
 
-async def test_a_folder_that_cannot_be_read_refuses_all_of_it(text: TextModel) -> None:
-    def load(folder: str) -> TextModel:
-        if folder == "/damaged":
-            raise CheckpointError("tokenizer.json", "is missing")
-        return text
+class Folders:
+    """Loads `text` from every folder that is not in `damaged`; counts how often each was asked for."""
 
-    async with open_bench(text, models=[model(MODEL, "r0")], load=load) as bench:
+    def __init__(self, text: TextModel) -> None:
+        self.damaged = {"/damaged"}
+        self.num_asked: Counter[str] = Counter()
+        self._text = text
+
+    def load(self, folder: str) -> TextModel:
+        self.num_asked[folder] += 1
+        if folder in self.damaged:
+            raise CheckpointError("tokenizer.json", "is missing")
+        return self._text
+
+
+async def test_a_new_model_whose_folder_cannot_be_read_fails_alone_until_a_reload(text: TextModel) -> None:
+    folders = Folders(text)
+    owl = model("owl", "o0", folder="/damaged")
+    async with open_bench(text, models=[model(MODEL, "r0")], load=folders.load) as bench:
+        await apply(bench, model(MODEL, "r1"), owl)
+        assert names(bench) == ["r1"]
+        assert (await bench.chat()).status_code == 200
+        refused = await ask(bench, "owl")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
+        assert "its tokenizer or chat template cannot be used" in refused.text
+        assert "/damaged" not in refused.text
+        assert bench.reloader.status()["owl"] == {"o0": ReplicaStatus(False, "tokenizer.json: is missing.", 0, is_refused=True)}
+        assert (await bench.client.get("/ready")).status_code == 200
+        assert (await bench.client.get("/ready?strict")).status_code == 503
+        bench.reloader.check()
+
+        await apply(bench, model(MODEL, "r1"), {**owl, "replicas": [], "unavailable": "It has no replica now."})
+        assert folders.num_asked["/damaged"] == 1, "nothing would use it"
+        folders.damaged.clear()
+        await apply(bench, model(MODEL, "r1"), owl)
+        assert (await ask(bench, "owl")).status_code == 200
+
+
+async def test_a_model_that_serves_is_not_made_to_fail_by_a_reload(text: TextModel) -> None:
+    folders = Folders(text)
+    async with open_bench(text, models=[model(MODEL, "r0")], load=folders.load) as bench:
         with pytest.raises(CheckpointError, match="is missing"):
-            await apply(bench, model(MODEL, "r1"), model("owl", "o0", folder="/damaged"))
+            await apply(bench, model(MODEL, "r1", folder="/damaged"), model("owl", "o0"))
         assert names(bench) == ["r0"]
         bench.reloader.check()
+
+
+async def test_a_damaged_model_that_foreign_servers_answer_for_is_answered_by_them(text: TextModel) -> None:
+    async with open_bench(text) as far, serving(far.gateway) as port:
+        upstreams = [{"url": f"http://127.0.0.1:{port}/v1", "model": MODEL}]
+        async with open_bench(text, models=[model(MODEL, "r0")], load=Folders(text).load) as bench:
+            await apply(bench, model(MODEL, "r0"), {**model("owl", "o0", folder="/damaged"), "upstreams": upstreams})
+            assert (await ask(bench, "owl")).json()["choices"][0]["message"]["content"] == SAID
+
+
+async def test_a_gateway_whose_every_model_is_damaged_refuses_to_start(text: TextModel) -> None:
+    damaged = LocalWorkers(TextContext({}, Limits()), {MODEL: CheckpointError("chat_template", "is a bomb")})
+    with pytest.raises(CheckpointError, match=f"{MODEL}/chat_template: is a bomb"):
+        async with open_bench(text, workers=damaged):
+            pass
+    owls = [model(MODEL, "r0"), model("owl", "o0")]
+    async with open_bench(text, workers=LocalWorkers(TextContext({"owl": text}, Limits()), damaged.failures), models=owls) as bench:
+        assert (await bench.chat()).status_code == 503
+        assert (await ask(bench, "owl")).status_code == 200
 
 
 async def test_a_gateway_that_shuts_down_changes_nothing(bench: TestBench) -> None:

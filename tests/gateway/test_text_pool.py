@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from gateway_kit import eventually
 
-from headrace.core.errors import InvalidRequest, Unavailable
+from headrace.core.errors import CheckpointError, InvalidRequest, Unavailable
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import HEAVY_BYTES
 from headrace.gateway.text_workers.pool import Done, TextPool
@@ -44,6 +44,7 @@ class ScriptedWorkers:
     def __init__(self) -> None:
         self.made: list[ScriptedWorker] = []
         self.reason = ""
+        self.failures: dict[str, CheckpointError] = {}
         self.can_add = True
         self.num_refused = 0
         self.is_closed = False

@@ -19,7 +19,7 @@ import pytest
 import text_kit
 from gateway_kit import eventually
 
-from headrace.core.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable
+from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
 from headrace.gateway.config import Limits
 from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.text_workers import frames
@@ -134,10 +134,11 @@ async def test_a_template_that_writes_too_much_is_refused(folder: Path) -> None:
         ("{% if %}", "not a valid template", START_CPU_S),
     ],
 )
-async def test_a_template_that_is_a_bomb_is_refused_at_the_start(tmp_path: Path, template: str, what: str, cpu_s: float) -> None:
+async def test_a_template_that_is_a_bomb_fails_its_model_alone(tmp_path: Path, template: str, what: str, cpu_s: float) -> None:
     """`{{ 'A' * 10**10 }}` is folded while it is compiled: the gateway itself grew to 9.6 GB."""
     folder = text_kit.save_byte_level(tmp_path / "m", chat_template=template)
-    host = HostProcess(frames.HostConfig({"fox": str(folder)}, Limits(), start_cpu_s=cpu_s))
+    other = text_kit.save_byte_level(tmp_path / "other")
+    host = HostProcess(frames.HostConfig({"fox": str(folder), "owl": str(other)}, Limits(), start_cpu_s=cpu_s))
     host.spawn()
     assert host._process is not None
     process = psutil.Process(host._process.pid)
@@ -150,11 +151,15 @@ async def test_a_template_that_is_a_bomb_is_refused_at_the_start(tmp_path: Path,
             await asyncio.sleep(0.005)
 
     watching = asyncio.create_task(watch())
-    with pytest.raises(CheckpointError, match=what) as caught:
-        await host.start()
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
-    assert caught.value.file == "fox/chat_template"
+    async with TextPool(host, max_workers=1, max_queue=9, max_queue_bytes=1 << 20) as pool:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        assert [*pool.failures] == ["fox"]
+        assert pool.failures["fox"].file == "chat_template"
+        assert what in str(pool.failures["fox"])
+        assert await encode(ModelText(pool, "owl", load_text(other).tokenizer), "Hello")
+        with pytest.raises(Unavailable):
+            await encode(ModelText(pool, "fox", load_text(other).tokenizer), "Hello")
     assert peak < 512 << 20
 
 
@@ -235,6 +240,21 @@ async def test_a_restart_that_fails_is_tried_again(folder: Path, tmp_path: Path,
         async with asyncio.timeout(60):
             assert await encode(text, "Hello")
         assert not pool.reason
+
+
+async def test_a_folder_that_is_damaged_at_a_restart_fails_its_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.text_workers.processes.RESTART_S", 0.01)
+    folders = {name: text_kit.save_byte_level(tmp_path / name) for name in ("fox", "owl")}
+    host = HostProcess(frames.HostConfig({name: str(folder) for name, folder in folders.items()}, Limits()))
+    async with TextPool(host, max_workers=1, max_queue=9, max_queue_bytes=1 << 20) as pool:
+        tokenizer = load_text(folders["fox"]).tokenizer
+        (folders["fox"] / "tokenizer.json").unlink()
+        assert host._process is not None
+        host._process.kill()
+        await eventually(lambda: [*pool.failures] == ["fox"] and not pool.reason, within_s=30.0)
+        assert await encode(ModelText(pool, "owl", tokenizer), "Hello")
+        with pytest.raises(Unavailable):
+            await encode(ModelText(pool, "fox", tokenizer), "Hello")
 
 
 async def test_while_the_host_is_down_jobs_wait_so_long_and_no_longer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,8 +398,8 @@ def test_a_host_whose_gateway_is_gone_leaves_quietly(folder: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_a_wrong_model_folder_is_refused_in_one_line(tmp_path: Path) -> None:
-    """The line goes to the supervisor, which shows the reason."""
+def test_a_wrong_folder_of_the_only_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    """The line goes to the supervisor, which shows the reason; the log has one too, without the folder."""
     config = tmp_path / "gateway.json"
     model = {"name": "fox", "folder": str(tmp_path / "none"), "replicas": [{"name": "r0", "address": "unix:/none"}]}
     config.write_text(json.dumps({"models": [model]}), encoding="utf-8")
@@ -390,8 +410,9 @@ def test_a_wrong_model_folder_is_refused_in_one_line(tmp_path: Path) -> None:
         (line,) = ours.recv(1 << 16).splitlines()
     said = json.loads(line)
     assert (said["event"], said["can_retry"]) == ("failed", False)
-    assert said["reason"].startswith("tokenizer.json: is missing from the model folder")
-    assert ended.stderr == ""
+    assert said["reason"].startswith("fox/tokenizer.json: is missing from the model folder")
+    (logged,) = ended.stderr.splitlines()
+    assert json.loads(logged)["message"].startswith("fox is not served until a reload: tokenizer.json: is missing from the model folder")
     assert ended.returncode
 
 

@@ -51,8 +51,8 @@ def test_parts_add_up_to_the_sites_limit_and_none_is_zero(total: int, num_worker
 
 def test_memory_for_prompts_is_divided_although_no_option_sets_it() -> None:
     config = GatewayConfig(models=(), workers=4)
-    whole = memory_budget(config, 64 << 30).prompts.limits.total
-    assert memory_budget(part_of(config, 64 << 30), 64 << 30).prompts.limits.total == whole / 4
+    whole = memory_budget(config, 64 << 30, 1.0).prompts.limits.total
+    assert memory_budget(part_of(config, 64 << 30), 64 << 30, 1.0).prompts.limits.total == whole / 4
 
 
 def test_the_only_gateway_keeps_every_limit() -> None:

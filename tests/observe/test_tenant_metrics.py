@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.observe.metrics import Metrics, ReplicaReading
-from headrace.observe.tenant_metrics import MAX_TENANTS, MAX_WATCHED, OTHER, LargestTenants, RequestUse, TenantMetrics
+from headrace.observe.tenant_metrics import MAX_TENANTS, MAX_WATCHED, OTHER, LargestTenants, RequestUse, ShownTenants, TenantMetrics
 
 
 def samples(metrics: TenantMetrics, name: str) -> dict[tuple[str, ...], float]:
@@ -27,13 +27,15 @@ def test_a_request_counts_for_its_tier_and_its_tenant() -> None:
     metrics = TenantMetrics()
     use = RequestUse(prompt_tokens=10, cached_tokens=4, completion_tokens=3, cost_nanos=2_500_000_000)
     metrics.count("free", "acme", use)
-    metrics.count("free", "other-tenant", RequestUse(refused="rate_limit_exceeded"))
+    metrics.count("free", "other-tenant", RequestUse(refused="rate_limit_exceeded", limit="requests_per_minute"))
     assert samples(metrics, "headrace_tier_requests_total") == {("free",): 2}
     assert samples(metrics, "headrace_tenant_requests_total") == {("acme",): 1, ("other-tenant",): 1}
     assert samples(metrics, "headrace_tier_cost_total") == {("free",): 2.5}
     tokens = samples(metrics, "headrace_tenant_tokens_total")
     assert [tokens["acme", kind] for kind in ("input", "cached", "output")] == [10, 4, 3]
     assert samples(metrics, "headrace_tier_refused_total") == {("free", "rate_limit_exceeded"): 1}
+    assert samples(metrics, "headrace_tier_limited_total") == {("free", "requests_per_minute"): 1}
+    assert samples(metrics, "headrace_tenant_limited_total") == {("other-tenant", "requests_per_minute"): 1}
 
 
 def test_any_number_of_tenants_has_a_bounded_number_of_series() -> None:
@@ -85,6 +87,17 @@ def test_no_name_can_forge_a_series(name: str) -> None:
     assert "headrace_forged" not in {family.name for family in found}
     labels = [sample.labels["tenant"] for family in found for sample in family.samples if family.name == "headrace_tenant_requests"]
     assert labels == [name]
+
+
+@pytest.mark.parametrize(("tenant", "seen"), [("acme", {"acme"}), (OTHER, set()), ("absent", set()), ("", set())])
+def test_a_tenant_sees_its_own_series_of_all_workers_and_never_those_of_the_rest(tenant: str, seen: set[str]) -> None:
+    metrics = Metrics()
+    for name in ("acme", "beta", OTHER):
+        metrics.tenants.count("free", name, RequestUse(completion_tokens=1, refused="overloaded"))
+    page, _ = metrics.page("", {0: metrics.encoded(), 1: metrics.encoded()}, ShownTenants(own=tenant))
+    samples = [sample for family in text_string_to_metric_families(page.decode()) for sample in family.samples]
+    assert {sample.labels["tenant"] for sample in samples if "tenant" in sample.labels} == seen
+    assert not [sample for sample in samples if "tier" in sample.labels]
 
 
 LOAD = LoadSnapshot(

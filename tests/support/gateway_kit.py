@@ -24,7 +24,7 @@ from headrace.core.kvgroup import KvGroup
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import TokenLogprobs
-from headrace.core.request import EngineRequest
+from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
@@ -100,8 +100,7 @@ class FakeReplica:
     has_tried: bool = True
     silent_s: float = 0.0
     unread_s: float = 0.0
-    num_sent_since_snapshot: int = 0
-    num_sent_tokens_since_snapshot: int = 0
+    sent: dict[PriorityClass, list[int]] = field(default_factory=dict)
     said: str = SAID
     on_submit: Callable[[EngineRequest, ReplicaStream], None] | None = None
     go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -122,6 +121,9 @@ class FakeReplica:
     @property
     def num_open(self) -> int:
         return len(self.streams)
+
+    def sent_since_snapshot(self, lowest: PriorityClass = PriorityClass.BATCH) -> list[int]:
+        return [num_tokens for priority in PriorityClass if priority <= lowest for num_tokens in self.sent.get(priority, ())]
 
     def start(self) -> None:
         return

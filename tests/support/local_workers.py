@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Mapping
 
+from headrace.core.errors import CheckpointError
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.work import TextContext
 from headrace.gateway.text_workers.workers import Owner, Worker
@@ -13,8 +15,9 @@ from headrace.gateway.text_workers.workers import Owner, Worker
 class LocalWorkers:
     """Jobs are done on the event loop itself, bounded by nothing."""
 
-    def __init__(self, context: TextContext) -> None:
+    def __init__(self, context: TextContext, failures: Mapping[str, CheckpointError] | None = None) -> None:
         self._context = context
+        self.failures = failures or {}
 
     @property
     def reason(self) -> str:

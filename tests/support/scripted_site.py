@@ -18,6 +18,7 @@ from typing import Any
 from wire_kit import PATIENCE_S, socket_dir, until
 
 from headrace.cli.control_client import AdminClient
+from headrace.fleet.admin import AdminRequests
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.launcher import Child, Failure
 from headrace.fleet.supervisor import FleetExit, Supervisor
@@ -31,6 +32,7 @@ class Script:
     loading       processes that do not get ready
     failing       engine -> why its configuration is refused
     not_ready     replica -> why gateways do not find it ready
+    unreadable    model -> why gateways cannot use its tokenizer
     silent        gateways that answer nothing, and leave on no signal but SIGKILL
     holding       gateways that answer no reload
     refusal       why gateways refuse their file; empty: they take it
@@ -40,6 +42,7 @@ class Script:
     loading: set[str] = field(default_factory=set)
     failing: dict[str, str] = field(default_factory=dict)
     not_ready: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     holding: set[str] = field(default_factory=set)
     refusal: str = ""
@@ -114,11 +117,13 @@ class ScriptedProcess(Child):
             self.asked.take({**said, "event": "reloaded"})
 
     def _statuses(self) -> dict[str, dict[str, dict[str, object]]]:
-        return {model["name"]: {each["name"]: self._status(each["name"]) for each in model["replicas"]} for model in self.config["models"]}
+        models = self.config["models"]
+        return {model["name"]: {each["name"]: self._status(model["name"], each["name"]) for each in model["replicas"]} for model in models}
 
-    def _status(self, replica: str) -> dict[str, object]:
-        reason = "loading" if replica in self._script.loading else self._script.not_ready.get(replica, "")
-        return {"ready": not reason, "reason": reason, "open": self._script.num_open.get(replica, 0)}
+    def _status(self, model: str, replica: str) -> dict[str, object]:
+        unreadable = self._script.unreadable.get(model, "")
+        reason = unreadable or ("loading" if replica in self._script.loading else self._script.not_ready.get(replica, ""))
+        return {"ready": not reason, "reason": reason, "open": self._script.num_open.get(replica, 0), "refused": bool(unreadable)}
 
 
 class ScriptedLauncher:
@@ -216,12 +221,19 @@ def models_of(replicas: dict[str, int]) -> tuple[ModelSpec, ...]:
 
 @asynccontextmanager
 async def scripted_site(
-    script: Script | None = None, *, workers: int = 1, models: dict[str, int] | None = None, is_awaited: bool = True, **options: Any
+    script: Script | None = None,
+    *,
+    workers: int = 1,
+    models: dict[str, int] | None = None,
+    is_awaited: bool = True,
+    requests: Sequence[AdminRequests] = (),
+    **options: Any,
 ) -> AsyncIterator[ScriptedSite]:
     """A deployment that runs for the length of the block.
 
     models      name -> replicas; one replica of "tiny" by default
     is_awaited  begin once all that starts at once serves
+    requests    what the admin socket answers beside the commands for processes
     options     of `FleetConfig`
     """
     script = script or Script()
@@ -230,7 +242,7 @@ async def scripted_site(
         config = FleetConfig(models=models_of(models or {"tiny": 1}), gateway={"workers": workers}, run_dir=parent, **options)
         served = asyncio.Event()
         source = ScriptedSource(config)
-        supervisor = Supervisor(config, launcher=launcher, source=source, on_ready=lambda _: served.set())
+        supervisor = Supervisor(config, launcher=launcher, source=source, requests=requests, on_ready=lambda _: served.set())
         site = ScriptedSite(script, launcher, supervisor, source, parent)
         try:
             async with asyncio.timeout(PATIENCE_S):

@@ -71,14 +71,20 @@ def _serving(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
 
 @contextmanager
 def _left_on(*numbers: signal.Signals) -> Iterator[None]:
-    """Make these signals leave the block as an exception does, instead of ending the process while the server runs on."""
+    """Make these signals leave the block as an exception does, instead of ending the process while the server runs on.
+
+    One that is ignored (SIGHUP under nohup, SIGTERM after a shell's `trap '' TERM`) does nothing here, as before.
+    """
 
     def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+        if before[signal.Signals(number)] is not signal.SIG_IGN:
+            raise SystemExit(128 + number)
 
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # nohup
+        # A handler even where it is ignored: the server would inherit that, and not leave on the SIGTERM that is to stop it. What is
+        # handled here has its default action there. Under nohup the server ignores SIGHUP too.
+        if handler is not signal.SIG_IGN or number is signal.SIGTERM:
             signal.signal(number, leave)
     try:
         yield

@@ -26,6 +26,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.core.strict_decode import NeedsExactlyOne, decode, plain
 from headrace.engine.config import EngineConfig
+from headrace.fleet.admin_listen import AdminListen
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
@@ -151,6 +152,7 @@ class ServeConfig:
     drain_timeout_s  after SIGTERM: how long running requests may take
     start_timeout_s, hang_timeout_s  see `FleetConfig`
     log_format       "auto" (text on a terminal, JSON elsewhere), "text" or "json"; a request log that is a file is always JSON
+    admin            where the supervisor answers `headrace status`, ... over TCP too; None: on this machine alone
     run_dir          parent of the private directory for sockets; None: XDG_RUNTIME_DIR, else the temporary directory
     allow_open       listen beyond loopback without API keys
     block_key        secret (hex) that keys block hashes, equal for engines that share blocks; empty: one is drawn at start for all
@@ -168,6 +170,7 @@ class ServeConfig:
     hang_timeout_s: float = 60.0
     log_format: str = "auto"
     run_dir: str | None = None
+    admin: AdminListen | None = None
     allow_open: bool = False
     block_key: str = field(default="", repr=False)
     experimental: bool = False
@@ -246,6 +249,7 @@ class ServeConfig:
             hang_timeout_s=self.hang_timeout_s,
             log_format=LogFormat(self.log_format),
             run_dir=run_dir,
+            admin=self.admin,
         )
 
 

@@ -173,12 +173,15 @@ def check_no_engines(config: ServeConfig) -> None:
 
 def gateway_of(config: ServeConfig) -> GatewayConfig:
     """The gateway of a configuration without a supervisor around it. Raises ConfigError."""
+    from headrace.core.errors import ConfigError
     from headrace.fleet.files import gateway_content
     from headrace.fleet.launcher import without_secrets
     from headrace.fleet.weights import resolve_model
     from headrace.gateway.config import config_from
     from headrace.observe.logs import ENVIRONMENT
 
+    if config.admin is not None:
+        raise ConfigError("admin", "needs a supervisor", "Leave it out, or use `headrace serve`, or several --workers.")
     fleet = config.fleet(partial(resolve_model, experimental=config.experimental))
     os.environ[ENVIRONMENT] = config.log_format
     for name in set(os.environ) - set(without_secrets(os.environ)):

@@ -148,7 +148,7 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     """
     from headrace.cli.announcement import announce_when_ready
     from headrace.cli.config_source import ServeSource
-    from headrace.cli.directory import open_administration
+    from headrace.cli.directory import open_administration, read_limits
     from headrace.cli.state import make_state_folder
     from headrace.fleet.listening import check_can_listen
     from headrace.fleet.supervisor import run_fleet
@@ -156,6 +156,7 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     from headrace.gateway.access.admin_requests import KeyRequests
     from headrace.gateway.cache.admin_requests import CacheRequests
     from headrace.gateway.http.descriptors import connection_limit
+    from headrace.gateway.limits.admin_requests import LimitRequests
     from headrace.observe.logs import LogFormat, set_up_logging
 
     set_up_logging(LogFormat(config.log_format))
@@ -177,6 +178,15 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
 
     requests: list[AdminRequests] = [
         KeyRequests(lambda actor: open_administration(held(), actor=actor)),
-        CacheRequests(lambda: held().whole_gateway(), time.time),
+        LimitRequests(lambda work: read_limits(held(), work, actor="the admin socket")),
+        CacheRequests(lambda: held().whole_gateway(), lambda actor: open_administration(held(), actor=actor), time.time),
     ]
-    return int(run_fleet(config.fleet(resolve), source=source, requests=requests, on_ready=on_ready))
+
+    async def audit(actor: str, action: str, subject: str, detail: Mapping[str, object]) -> None:
+        administration = open_administration(held(), actor=actor)
+        try:
+            await administration.record(action, subject, detail)
+        finally:
+            await administration.close()
+
+    return int(run_fleet(config.fleet(resolve), source=source, requests=requests, audit=audit, on_ready=on_ready))

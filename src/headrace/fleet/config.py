@@ -13,6 +13,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.model_names import check_model_names
 from headrace.core.strict_decode import NeedsExactlyOne
+from headrace.fleet.admin_listen import AdminListen
 from headrace.fleet.launcher import SECRET_VARIABLES
 from headrace.observe.logs import LogFormat
 from headrace.policy.deployment import replica_prefix
@@ -62,6 +63,7 @@ class FleetConfig:
     hang_timeout_s   an engine that no gateway can use for so long is killed and started again, and a gateway that answers nothing after
                      about ten seconds, or so long if that is less; 0: never
     log_format       of the logs of every process
+    admin            where the admin requests are answered over TCP too; None: over the Unix socket alone
     run_dir          parent of this deployment's private directory; None: XDG_RUNTIME_DIR, else the temporary directory
     engine_command, gateway_command   started with `--config FILE --parent-fd N` appended
     """
@@ -74,6 +76,7 @@ class FleetConfig:
     hang_timeout_s: float = 60.0
     log_format: LogFormat = LogFormat.AUTO
     run_dir: Path | None = None
+    admin: AdminListen | None = None
     engine_command: tuple[str, ...] = (*COMMAND, "engine")
     gateway_command: tuple[str, ...] = (*COMMAND, "gateway")
 
@@ -93,6 +96,8 @@ class FleetConfig:
             reason = f"{self.hang_timeout_s:g} is less than {MIN_HANG_TIMEOUT_S:g} seconds: a slow step would end its engine"
             raise ConfigError("hang_timeout_s", reason, "Use at least that, or 0 for never.")
         check_secret("block_key", self.block_key)
+        if self.admin is not None:
+            self.admin.checked()
         return self
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import replace
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig, ModelSpec
 
-FIXED = ("block_key", "log_format", "run_dir", "engine_command", "gateway_command")
+FIXED = ("admin", "block_key", "log_format", "run_dir", "engine_command", "gateway_command")
 """Fields of the configuration that take a restart."""
 
 FIXED_GATEWAY = ("host", "port", "salt_key", "workers")

@@ -183,15 +183,8 @@ def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:
 def write_gateway_file(content: Mapping[str, object], folder: Path) -> Path:
     """The file that all gateways of this machine read. content: see `gateway_content`"""
     path = folder / GATEWAY_FILE
-    _write(path, {**content, "store": _placed(content.get("store", {}), folder)})
+    _write(path, content)
     return path
-
-
-def _placed(store: object, folder: Path) -> object:
-    """The gateways' store; in `folder`, which they share, where nothing says another place."""
-    if not isinstance(store, Mapping) or store.get("path") or store.get("url"):
-        return store
-    return {**store, "path": str(folder / "store.db")}
 
 
 def gateway_content(

@@ -15,9 +15,14 @@ from headrace.wire.leash import ReloadRefused
 log = logging.getLogger(__name__)
 
 REFUSED = "Its engine refused its configuration or weights."
+UNREADABLE = "Its tokenizer or chat template cannot be used."
 DIED = "Its engine ended before it served."
 ENDS = "the deployment ends, and changes no more"
 NO_REPLICA = "It has no replica now."
+
+
+class TextRefused(ConfigError):
+    """A replica whose model's tokenizer or chat template no gateway can use."""
 
 
 class GatewayFile:
@@ -80,7 +85,9 @@ def why_unavailable(failures: Iterable[HeadraceError]) -> str:
 
     failures  of its replicas
     """
-    kinds = [isinstance(failure, ConfigError) for failure in failures]
-    if not kinds:
-        return NO_REPLICA
-    return REFUSED if any(kinds) else DIED
+    found = [*failures]
+    if any(isinstance(failure, TextRefused) for failure in found):
+        return UNREADABLE
+    if any(isinstance(failure, ConfigError) for failure in found):
+        return REFUSED
+    return DIED if found else NO_REPLICA

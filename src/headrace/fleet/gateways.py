@@ -38,10 +38,21 @@ class GatewaysView:
         return None if self.silent or not self.answers else True
 
     def is_lost(self, model: str, replica: str) -> bool:
-        """Every gateway that serves has answered, has it in its list and cannot use it, for another reason than that it drains."""
+        """Every gateway that serves has answered, has it in its list and cannot use it, for a fault that another process may not
+        have: not because it drains, or its model's text cannot be used."""
         seen = [status for status in self._of(model, replica) if status is not None and not status.is_ready]
         is_seen_by_all = bool(self.answers) and not self.silent and len(seen) == len(self.answers)
-        return is_seen_by_all and not any(status.reason == DRAINING for status in seen)
+        return is_seen_by_all and not any(status.reason == DRAINING or status.is_refused for status in seen)
+
+    def is_refused(self, model: str, replica: str) -> bool:
+        """Every gateway that serves has answered, and none can use the model's tokenizer or chat template."""
+        seen = self._of(model, replica)
+        return bool(seen) and not self.silent and all(status is not None and status.is_refused for status in seen)
+
+    def why_refused(self, model: str) -> str:
+        """Why a gateway cannot use the model's tokenizer or chat template; empty where it can."""
+        statuses = (status for answer in self.answers for status in answer.get(model, {}).values())
+        return next((status.reason for status in statuses if status.is_refused), "")
 
     def why_not_ready(self, model: str, replica: str) -> str:
         """The reason that the first gateway gives; empty where none gives one."""

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from headrace.core.errors import HeadraceError
 from headrace.fleet.command_slot import ControlBusy
 from headrace.fleet.control import FleetControl
+from headrace.fleet.progress import no_operator
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ async def _reload_once_idle(control: FleetControl) -> list[str]:
     """A command may come between the end of the one before and this reload: it is waited for as well."""
     while True:
         try:
-            return await control.reload()
+            failures = await control.reload()
+            await control.audit.record("SIGHUP", "reload", {}, no_operator, failures)
+            return failures
         except ControlBusy:
             await control.idle()

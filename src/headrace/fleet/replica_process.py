@@ -87,8 +87,12 @@ class ReplicaProcess:
         elif self._serving_since is None:
             self._serving_since = now
         elif now - self._serving_since > timeout_s and self.failure is None:
-            self.failure = FleetFailed(f"{self.files.name} serves, and a gateway does not find it ready after {timeout_s:g} s: {reason}")
-            self.keeper.kill()
+            self.give_up(FleetFailed(f"{self.files.name} serves, and a gateway does not find it ready after {timeout_s:g} s: {reason}"))
+
+    def give_up(self, failure: HeadraceError) -> None:
+        """End the process, whatever it does: it is of no use to the gateways."""
+        self.failure = failure
+        self.cancel()
 
     async def close(self) -> None:
         """Ends it now. The files stay: the folder is removed whole."""

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from headrace.core.counted import counted
 from headrace.fleet.admin import AdminRequests, admin_socket
+from headrace.fleet.admin_listen import AdminAddress
+from headrace.fleet.audit import CommandAudit, WriteAudit, not_kept
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.control import ConfigSource, FleetControl
 from headrace.fleet.files import run_dir
@@ -80,21 +82,25 @@ class Supervisor:
         launcher: Launcher | None = None,
         source: ConfigSource | None = None,
         requests: Sequence[AdminRequests] = (),
+        audit: WriteAudit = not_kept,
         on_ready: Callable[[FleetReady], None] | None = None,
     ) -> None:
         """
         source    where the configuration can be read again; None: it cannot, and SIGHUP drains
         requests  what the admin socket answers beside the commands for processes
+        audit     keeps the audit records of commands
         on_ready  called once, when every gateway has served, and every replica has served, cannot be started or is late
         """
         self._config = config.checked().with_keys()
         self._launcher = launcher or ProcessLauncher(log_format=config.log_format)
         self._source = source
         self._requests = requests
+        self._audit = CommandAudit(audit)
         self._on_ready = on_ready
         self._within_s: float | None = None
         self._reconciler: Reconciler | None = None
         self._gateways = GatewayGroup()
+        self._admin: AdminAddress | None = None
 
     @property
     def gateways(self) -> list[ProcessKeeper]:
@@ -108,6 +114,7 @@ class Supervisor:
         """Until drained. Raises ConfigError or FleetFailed when nothing can be served. Leaves no process behind."""
         stop = StopSignals()
         reload = asyncio.Event()
+        self._admin = None if self._config.admin is None else self._config.admin.opened()
         try:
             # First of all: a signal that comes while processes start waits until they serve.
             with on_hangup(None if self._source is None else reload.set, stop), run_dir(self._config.run_dir) as folder, self._address():
@@ -154,8 +161,8 @@ class Supervisor:
 
     async def _control(self, folder: Path, reconciler: Reconciler, stop: StopSignals, reload: asyncio.Event) -> None:
         """Answer the operator, and call `on_ready` once. Never returns."""
-        control = FleetControl(reconciler, self._source, partial(self._drain_all, reconciler, stop))
-        async with admin_socket(folder, control, self._requests), reloading_when_asked(reload, control):
+        control = FleetControl(reconciler, self._source, partial(self._drain_all, reconciler, stop), self._audit)
+        async with admin_socket(folder, control, self._requests, self._admin), reloading_when_asked(reload, control):
             for keeper in self.gateways:
                 await keeper.ready.wait()
             await reconciler.first_service()
@@ -165,8 +172,8 @@ class Supervisor:
 
     def _ready(self, reconciler: Reconciler) -> FleetReady:
         processes = reconciler.processes
-        served = {name: process.keeper.facts for name, process in processes.items() if process.keeper.ready.is_set()}
         failed = {name: process.why_failed for name, process in processes.items() if process.failure is not None}
+        served = {name: process.keeper.facts for name, process in processes.items() if process.keeper.ready.is_set() and name not in failed}
         return FleetReady(self.gateways[0].facts, served, failed, [name for name in processes if name not in {*served, *failed}])
 
     async def _drain_all(self, reconciler: Reconciler, stop: StopSignals, within_s: float) -> None:
@@ -215,7 +222,8 @@ def run_fleet(
     *,
     source: ConfigSource | None = None,
     requests: Sequence[AdminRequests] = (),
+    audit: WriteAudit = not_kept,
     on_ready: Callable[[FleetReady], None] | None = None,
 ) -> FleetExit:
     """Runs a deployment in the foreground until it is drained. Raises ConfigError or FleetFailed with the failing process's reason."""
-    return asyncio.run(Supervisor(config, source=source, requests=requests, on_ready=on_ready).run())
+    return asyncio.run(Supervisor(config, source=source, requests=requests, audit=audit, on_ready=on_ready).run())

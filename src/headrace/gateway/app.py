@@ -13,13 +13,16 @@ import os
 import re
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from starlette.routing import Route, Router
 
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
+from headrace.gateway.access.admission import refused_headers
 from headrace.gateway.access.auth import Authenticator
+from headrace.gateway.access.key_uses import KeyRevoked
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.generation.service import Service
@@ -29,6 +32,7 @@ from headrace.gateway.http.errors import (
     ClientLeft,
     HeadRefused,
     MethodNotAllowed,
+    RateLimitExceeded,
     RouteNotFound,
     SlowReader,
     error_reply,
@@ -39,6 +43,7 @@ from headrace.gateway.http.forwarded import TrustedProxies
 from headrace.gateway.http.hosts import HostCheck
 from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight
 from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
+from headrace.gateway.stores.guard import StoreWait, one_request
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 from headrace.gateway.upstream.seam import ReplicaLost
@@ -53,6 +58,9 @@ ACTIVE = "headrace.active"
 """Keys in the scope: the request's `Exchange`, and the `ActiveConfig` that it began with."""
 
 MAX_LOGGED_PATH = 200
+_PARAMETERS = {endpoint.shown_path.partition("{")[0]: endpoint.shown_path for endpoint in ENDPOINTS if endpoint.path_params}
+"""Beginnings of the paths that go on with a name, and these paths as they are shown: "/v1/sessions/" and "/v1/sessions/{id}"."""
+
 _FIELD = re.compile(r"[A-Za-z_]{1,40}(?:\[[0-9]{1,6}\]|\.[A-Za-z_]{1,40}){0,8}")
 UNPRINTED = "(a field of another form)"
 
@@ -144,6 +152,10 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # no websockets; `gateway.compose` opens and closes, not ASGI's lifespan
+        with one_request() as store_wait:
+            await self._answer(scope, receive, send, store_wait)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, store_wait: StoreWait) -> None:
         active = self.active
         exchange = self._open(scope, receive, send)
         exchange.use(active.choosing)
@@ -166,7 +178,7 @@ class Gateway:
             exchange.record.detail = type(error).__name__
             await self._fail(exchange, error)
         finally:
-            self._close(exchange, active.service)
+            self._close(exchange, active.service, store_wait)
 
     async def dispatch(self, path: _Path | None, exchange: Exchange, active: ActiveConfig) -> None:
         """Check the key, then call the handler. An unknown path wants a key too, so that the answer does not show which paths exist."""
@@ -178,12 +190,14 @@ class Gateway:
             exchange.record.user, exchange.record.key_id = exchange.principal.user or None, exchange.principal.key_id or None
         if path is None:
             raise RouteNotFound(exchange.scope["path"])
-        endpoint = path.endpoint(exchange.scope["method"])
-        if not endpoint.generates:
-            await endpoint.handler(active.service, exchange)
+        endpoint, service = path.endpoint(exchange.scope["method"]), active.service
+        if not (endpoint.generates or endpoint.has_limits):
+            await endpoint.handler(service, exchange)
             return
-        async with active.service.limiter.admit(exchange, on_failure=active.service.config.limits.on_store_failure):
-            await endpoint.handler(active.service, exchange)
+        keys = service.stored_keys if endpoint.generates else None
+        with keys.uses.use(exchange.principal.key_id, exchange.end) if keys is not None else nullcontext():
+            async with service.limiter.admit(exchange, on_failure=service.config.limits.on_store_failure):
+                await endpoint.handler(service, exchange)
 
     def refused(self, request_id: str, status: int, reason: str) -> None:
         """Log and count an answer that the protocol gave instead of the application: no HTTP, a head that was too large or too late."""
@@ -194,9 +208,7 @@ class Gateway:
 
     def _open(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
         request_id = RequestId(os.urandom(12).hex())
-        record = RequestLogRecord(
-            request_id=request_id, method=scope["method"][:16], path=scope["path"][:MAX_LOGGED_PATH], time=time.time()
-        )
+        record = RequestLogRecord(request_id=request_id, method=scope["method"][:16], path=logged_path(scope["path"]), time=time.time())
         exchange = Exchange(scope, receive, send, request_id=request_id, record=record, arrived_at=self.service.clock())
         if peer := scope.get("client"):
             record.client = self.active.proxies.client_of(peer[0], exchange.headers)
@@ -209,19 +221,23 @@ class Gateway:
         record = exchange.record
         record.error, record.outcome = reply.code, outcome_of(error, reply.status)
         record.param, record.reason = param_of(error), reason_of(error)
+        if record.outcome is Outcome.REFUSED:
+            exchange.more_headers = refused_headers(exchange.more_headers)
+        record.limit = error.limit if isinstance(error, RateLimitExceeded) else None
         if isinstance(error, ReplicaLost):
             record.detail = f"cannot be resumed: {error.why_not_resume}"[:MAX_DETAIL_CHARS] if error.why_not_resume else "not resumed"
         if not (isinstance(error, ClientLeft | SlowReader) or isinstance(exchange.end_reason, ClientLeft | SlowReader)):
             await exchange.fail(reply)
         record.status = record.status or reply.status
 
-    def _close(self, exchange: Exchange, service: Service) -> None:
+    def _close(self, exchange: Exchange, service: Service, store_wait: StoreWait) -> None:
         """service: of the configuration that the request began with"""
         exchange.release()
         record = exchange.record
         record.latency_s = self.service.clock() - exchange.arrived_at
         self.service.metrics.http_responses.labels(str(record.status)).inc()
         if exchange.generates:
+            self.service.metrics.store_wait.observe(store_wait.waited_s)
             self.service.metrics.finished(record.model or "", record.replica or "", counted_as(record))
             price = service.config.prices.get(record.model or "", FREE)
             usage = usage_record(record, exchange.principal, price, prompt=exchange.logged_prompt) if is_recorded(record) else None
@@ -233,9 +249,14 @@ class Gateway:
             self.request_log.write(record)
 
 
+def logged_path(path: str) -> str:
+    """A path for the request log, without the name that a client put into it: sessions are named by clients."""
+    return next((shown for beginning, shown in _PARAMETERS.items() if path.startswith(beginning)), path)[:MAX_LOGGED_PATH]
+
+
 def outcome_of(error: Exception, status: int) -> Outcome:
     """How a request ended that was not answered whole."""
-    if isinstance(error, ClientLeft | SlowReader):
+    if isinstance(error, ClientLeft | SlowReader | KeyRevoked):
         return Outcome.CANCELLED
     if isinstance(error, DeadlineExceeded):
         return Outcome.DEADLINE
@@ -244,9 +265,12 @@ def outcome_of(error: Exception, status: int) -> Outcome:
 
 def use_of(record: RequestLogRecord, usage: UsageRecord | None) -> RequestUse:
     """What a request adds to the metrics of its tenant. usage: None where it used nothing"""
+    refused = (record.error or "") if record.outcome is Outcome.REFUSED else ""
     if usage is None:
-        return RequestUse(refused=(record.error or "") if record.outcome is Outcome.REFUSED else "")
+        return RequestUse(refused=refused, limit=record.limit or "")
     return RequestUse(
+        refused=refused,
+        limit=record.limit or "",
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from functools import partial
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import CheckpointError, ConfigError
 from headrace.gateway.access.budget import RequestMemory
 from headrace.gateway.access.open_keys import open_keys
 from headrace.gateway.access.open_requests import OpenRequests
@@ -31,11 +31,12 @@ from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger, open_ledger
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.open import open_limits
-from headrace.gateway.memory import give_back_when_idle, machine_bytes, memory_budget, tenant_share
+from headrace.gateway.memory import TenantShare, give_back_when_idle, machine_bytes, memory_budget
 from headrace.gateway.sessions.open import open_sessions
 from headrace.gateway.sessions.sessions import Sessions
 from headrace.gateway.siblings import Siblings
 from headrace.gateway.site_metrics import SiteMetrics, answers_of
+from headrace.gateway.stores.guarded import GuardedStore
 from headrace.gateway.stores.open import open_store
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
@@ -52,9 +53,16 @@ from headrace.observe.usage_metrics import UsageCollector
 from headrace.text.folder import TextModel, load_text
 
 
-def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
-    """Tokenizer and template of every model that engines serve, by name. Only text workers compile templates. Raises CheckpointError."""
-    return {model.name: load_text(model.folder) for model in config.models if model.folder}
+def load_texts(config: GatewayConfig) -> dict[str, TextModel | CheckpointError]:
+    """By name, tokenizer and template of each model that engines serve, or why they cannot be used. Only text workers compile templates."""
+    return {model.name: _load_or_error(model.folder) for model in config.models if model.folder}
+
+
+def _load_or_error(folder: str) -> TextModel | CheckpointError:
+    try:
+        return load_text(folder)
+    except CheckpointError as error:
+        return error
 
 
 def _host_process(config: HostConfig, withheld: Collection[str]) -> Workers:
@@ -72,7 +80,7 @@ class OpenGateway:
 @asynccontextmanager
 async def open_gateway(
     config: GatewayConfig,
-    texts: Mapping[str, TextModel],
+    texts: Mapping[str, TextModel | CheckpointError],
     workers: Workers,
     *,
     connect: Connect = connect_wire,
@@ -98,8 +106,9 @@ async def open_gateway(
         models = SiteModels(ModelOpener(text_pool, connect, sources), metrics)
         stack.push_async_callback(models.close)
         await models.open(config, loaded.texts)
-        memory = memory_budget(config, machine_bytes())
-        open_requests = OpenRequests(config.limits.max_requests)
+        share = TenantShare(config)
+        memory = memory_budget(config, machine_bytes(), share())
+        open_requests = OpenRequests(config.limits.max_requests, share)
         service = Service(
             config=config,
             models=ModelTable(models.served),
@@ -109,11 +118,12 @@ async def open_gateway(
             text_pool=text_pool,
             encoding=EncodingTurns(sources.clock),
             memory=memory,
-            kept_streams=await stack.enter_async_context(_kept_streams(config, metrics, sources)),
-            sessions=await stack.enter_async_context(_sessions(config, metrics, sources)),
+            tenant_share=share,
+            kept_streams=await stack.enter_async_context(_kept_streams(config, share, metrics, sources)),
+            sessions=await stack.enter_async_context(_sessions(config, share, metrics, sources)),
             limiter=await stack.enter_async_context(_limiter(config, sources)),
-            answer_cache=await stack.enter_async_context(open_answer_cache(config, metrics, sources.unix_time)),
-            replays=await stack.enter_async_context(open_replays(config, metrics, sources.unix_time)),
+            answer_cache=await stack.enter_async_context(open_answer_cache(config, share, metrics, sources.unix_time)),
+            replays=await stack.enter_async_context(open_replays(config, share, metrics, sources.unix_time)),
             metrics=metrics,
             ledger=await _ledger(stack, config, metrics, sources),
             site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
@@ -121,15 +131,13 @@ async def open_gateway(
             clock=sources.clock,
             unix_time=sources.unix_time,
         )
-        if (siblings := service.site_metrics.siblings) is not None:
-            service.kept_streams.join(siblings)
         app = Gateway(service, request_log)
         stack.callback(lambda: app.request_log.close())
-        _share_memory_between_tenants(app)
+        _join_workers(service)
+        _share_between_tenants(app)
         _connect_metrics(app, models)
-        trimming = asyncio.create_task(give_back_when_idle(memory), name="memory given back")
-        stack.callback(trimming.cancel)
-        yield OpenGateway(app, Reloader(app, models, loaded, open_log))
+        stack.callback(asyncio.create_task(give_back_when_idle(memory), name="memory given back").cancel)
+        yield OpenGateway(app, _followed(Reloader(app, models, loaded, open_log), service.ledger))
 
 
 def _watch(config: GatewayConfig, memory: RequestMemory, metrics: Metrics, sources: Sources) -> StreamWatch:
@@ -142,11 +150,19 @@ def _watch(config: GatewayConfig, memory: RequestMemory, metrics: Metrics, sourc
     )
 
 
-def _share_memory_between_tenants(app: Gateway) -> None:
-    """From the first stored key on: keys may be of several tenants, and none of these may hold all."""
+def _join_workers(service: Service) -> None:
+    """Let this worker answer the other workers of its port, and ask them, about streams that clients continue."""
+    if (siblings := service.site_metrics.siblings) is not None:
+        service.kept_streams.join(siblings)
+
+
+def _share_between_tenants(app: Gateway) -> None:
+    """From the first stored key on: keys may be of several tenants, and none of these may fill a store or the memory."""
 
     def share() -> None:
-        app.service.memory.take_limits(memory_budget(app.service.config, machine_bytes(), has_stored_keys=True))
+        service = app.service
+        service.tenant_share.has_stored_keys = True
+        service.memory.take_limits(memory_budget(service.config, machine_bytes(), service.tenant_share()))
 
     if app.service.stored_keys is not None:
         app.service.stored_keys.on_first_key(share)
@@ -159,9 +175,9 @@ async def _stored_keys(stack: AsyncExitStack, config: GatewayConfig, sources: So
 
 
 @asynccontextmanager
-async def _kept_streams(config: GatewayConfig, metrics: Metrics, sources: Sources) -> AsyncIterator[KeptStreams]:
+async def _kept_streams(config: GatewayConfig, share: TenantShare, metrics: Metrics, sources: Sources) -> AsyncIterator[KeptStreams]:
     ttl_s = config.timeouts.stream_resume_s
-    store = open_store(config.store, tenant_share(config), sources.unix_time) if ttl_s else None
+    store = GuardedStore(open_store(config.store, config.state, share, sources.unix_time), "streams") if ttl_s else None
     streams = KeptStreams(store, ttl_s=ttl_s, metrics=ResumeMetrics(metrics.registry))
     try:
         yield streams
@@ -182,8 +198,15 @@ async def _ledger(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics
     return ledger
 
 
-def _sessions(config: GatewayConfig, metrics: Metrics, sources: Sources) -> AbstractAsyncContextManager[Sessions]:
-    return open_sessions(config, tenant_share(config), SessionMetrics(metrics.registry), sources.unix_time)
+def _followed(reloader: Reloader, ledger: Ledger | None) -> Reloader:
+    """The reloader, whose changes of `usage` the ledger follows."""
+    if ledger is not None:
+        reloader.follow(lambda config: ledger.prepare(config.usage))
+    return reloader
+
+
+def _sessions(config: GatewayConfig, share: TenantShare, metrics: Metrics, sources: Sources) -> AbstractAsyncContextManager[Sessions]:
+    return open_sessions(config, share, SessionMetrics(metrics.registry), sources.unix_time)
 
 
 def _text_pool(config: GatewayConfig, workers: Workers) -> TextPool:

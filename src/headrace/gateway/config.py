@@ -146,7 +146,8 @@ class Limits:
     max_pending_bytes     of an answer that its client has not read yet; beyond it the request is cancelled
     max_prompt_bytes      bodies and prompts of all requests; one more is refused with 429. None: a sixteenth of the machine's memory
     max_answer_bytes      log-probabilities of all requests, and answers until they are written; one more is refused with 429
-    max_tenant_share      of either, for one tenant. None: a quarter where keys name several tenants, all where there is one
+    max_tenant_share      of either and of each store, for one tenant. None: a quarter where keys name several tenants and from the first
+                          stored key on, all where there is one
     max_request_held_bytes  of either, for one request; more is refused with 413
     on_store_failure      what a request of a tenant with limits gets while their store fails: "closed": 503; "open": it is not counted
     """
@@ -214,7 +215,9 @@ class GatewayConfig:
     host, port     loopback by default; port 0 takes a free one, which the log names
     workers        gateway processes that listen on it, each with its part of the limits
     api_keys       empty: open, every request is of the tenant "default". Otherwise every path but the probes and / wants one of them
-    open_metrics   /metrics without a key although keys exist
+    open_metrics   /metrics without a key although keys exist, without series of tenants and tiers
+    open_tenant_metrics  with these too, beside `open_metrics`
+    metrics_tenants  tenants whose keys read every tenant's series on /metrics; any other key reads its own tenant's
     vllm_metrics   /metrics has vLLM's names beside ours
     allowed_hosts  names that a Host header may carry, beside loopback names when bound to loopback. Empty: every name when bound elsewhere
     allowed_origins  origins whose pages may use this server, as browsers write them ("https://app.example"); "*": every page. Empty: none
@@ -238,6 +241,8 @@ class GatewayConfig:
     workers: int = 1
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     open_metrics: bool = False
+    open_tenant_metrics: bool = False
+    metrics_tenants: tuple[str, ...] = ()
     vllm_metrics: bool = True
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -270,6 +275,7 @@ class GatewayConfig:
         if self.request_log_target not in LOG_TARGETS and self.request_log_target.strip().lower() in LOG_WORDS:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)
+        self._check_metrics()
         _check_names(self.allowed_hosts, self.allowed_origins)
         check_networks("trusted_proxies", self.trusted_proxies)
         for part in ("limits", "timeouts", "routing", "admission", "sessions"):
@@ -289,6 +295,14 @@ class GatewayConfig:
             price.checked(f"prices.{name}")
         self.usage.checked()
         return self
+
+    def _check_metrics(self) -> None:
+        """An option that would change nothing is refused. Raises ConfigError."""
+        if self.open_tenant_metrics and not self.open_metrics:
+            raise ConfigError("open_tenant_metrics", "has no effect without open_metrics", "Set open_metrics too, or leave it out.")
+        if self.metrics_tenants and self.open_metrics:
+            remedy = "Leave out one of the two; open_tenant_metrics shows tenants to every reader."
+            raise ConfigError("metrics_tenants", "has no effect beside open_metrics, where no reader shows a key", remedy)
 
     @property
     def scheme(self) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from headrace.core.counted import counted
-from headrace.core.errors import HeadraceError, Unavailable
+from headrace.core.errors import CheckpointError, HeadraceError, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig
@@ -56,7 +56,7 @@ def run_loop(main: Coroutine[Any, Any, bool]) -> bool:
 
 async def serve(
     config: GatewayConfig,
-    texts: dict[str, TextModel],
+    texts: Mapping[str, TextModel | CheckpointError],
     workers: Workers,
     leash: Leash,
     read_again: Callable[[], GatewayConfig] | None,
@@ -64,7 +64,7 @@ async def serve(
 ) -> bool:
     """Listen, report it, serve, drain; False when the drain cut requests off.
 
-    Raises CannotBind, ConfigError for what only opening it shows, or CheckpointError for a template that the workers refuse.
+    Raises CannotBind, ConfigError for what only opening it shows, or CheckpointError where no model can be served.
     """
     stop = StopSignals(duplicate_signal_s=0.0 if leash.is_held else DUPLICATE_SIGNAL_S)
     limit = limit_connections(config)

@@ -1,4 +1,5 @@
-"""How much memory requests may hold, and the return of free memory to the system once no request runs.
+"""How much memory requests may hold, which part of it and of each store one tenant may fill, and the return of free memory to the system
+once no request runs.
 
 Reference cycles of a request (its task, its errors' tracebacks) wait for a garbage collection, which an idle process never starts, and the
 C library keeps freed memory. So both are triggered after the last request, never while one runs: each may take milliseconds.
@@ -26,17 +27,32 @@ PROMPT_SHARE = 16
 """Without `limits.max_prompt_bytes`, prompts may take 1/N of the machine's memory."""
 
 SEVERAL_TENANTS_SHARE = 0.25
-"""Share of each sum that one tenant may hold where there are several tenants and `limits.max_tenant_share` is not set."""
+"""Share of each bound that one tenant may fill where there are several tenants and `limits.max_tenant_share` is not set."""
 
 
-def memory_budget(config: GatewayConfig, machine_bytes: int, *, has_stored_keys: bool = False) -> RequestMemory:
+class TenantShare:
+    """Share of each bound in bytes that one tenant may fill: the same for what requests hold and for every store.
+
+    It follows the configuration, and the first stored key: keys may be of several tenants from then on.
+    """
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.has_stored_keys = False
+
+    def __call__(self) -> float:
+        """In (0, 1], at this moment."""
+        has_several = self.has_stored_keys or self.config.num_tenants > 1
+        return self.config.limits.max_tenant_share or (SEVERAL_TENANTS_SHARE if has_several else 1.0)
+
+
+def memory_budget(config: GatewayConfig, machine_bytes: int, share: float) -> RequestMemory:
     """The two sums of `access.budget`, empty, with their limits.
 
-    machine_bytes    what `machine_bytes()` gives
-    has_stored_keys  there are keys beside those of the configuration
+    machine_bytes  what `machine_bytes()` gives
+    share          part of each sum that one tenant may hold
     """
     limits = config.limits
-    share = SEVERAL_TENANTS_SHARE if has_stored_keys and limits.max_tenant_share is None else tenant_share(config)
     prompts = limits.max_prompt_bytes or default_prompt_bytes(machine_bytes)
     answers, request = limits.max_answer_bytes, limits.max_request_held_bytes
     return RequestMemory(
@@ -48,11 +64,6 @@ def memory_budget(config: GatewayConfig, machine_bytes: int, *, has_stored_keys:
 def default_prompt_bytes(machine_bytes: int) -> int:
     """`limits.max_prompt_bytes` where it is not set."""
     return max(MIN_PROMPT_BYTES, machine_bytes // PROMPT_SHARE)
-
-
-def tenant_share(config: GatewayConfig) -> float:
-    """Share of what is bounded in bytes that one tenant of the configuration may hold."""
-    return config.limits.max_tenant_share or (SEVERAL_TENANTS_SHARE if config.num_tenants > 1 else 1.0)
 
 
 def machine_bytes(root: Path = Path("/")) -> int:

@@ -70,7 +70,7 @@ def _serve(
     read_again: Callable[[], GatewayConfig] | None,
     worker: GatewayWorker | None,
 ) -> int:
-    """The exit status. Raises ConfigError and CheckpointError."""
+    """The exit status. Raises ConfigError, and CheckpointError where no model can be served."""
     from headrace.gateway.compose import load_texts
     from headrace.gateway.main import CannotBind, run_loop, serve
 

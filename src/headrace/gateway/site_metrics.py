@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from headrace.gateway.access.principal import Principal
+from headrace.gateway.config import GatewayConfig
 from headrace.gateway.siblings import Siblings
 from headrace.observe.metrics import Metrics
+from headrace.observe.tenant_metrics import EVERY_TENANT, NO_TENANT, ShownTenants
 
 METRICS = "metrics"
 OPEN_REQUESTS = "open requests"
@@ -21,9 +24,10 @@ class SiteMetrics:
         """num_open: of this process's generating requests"""
         self._metrics, self._num_open, self.siblings = metrics, num_open, siblings
 
-    async def page(self, accept: str) -> tuple[bytes, str]:
+    async def page(self, accept: str, config: GatewayConfig, reader: Principal) -> tuple[bytes, str]:
         """See `Metrics.page`."""
-        return self._metrics.page(accept, None if self.siblings is None else await self.siblings.ask(METRICS))
+        tenants = shown_tenants(config, reader)
+        return self._metrics.page(accept, None if self.siblings is None else await self.siblings.ask(METRICS), tenants)
 
     async def num_open(self) -> int:
         """Generating requests of all workers that answer."""
@@ -35,3 +39,12 @@ class SiteMetrics:
 def answers_of(metrics: Metrics, num_open: Callable[[], int]) -> Mapping[str, Callable[[], bytes]]:
     """What a worker answers to the other ones."""
     return {METRICS: metrics.encoded, OPEN_REQUESTS: lambda: str(num_open()).encode()}
+
+
+def shown_tenants(config: GatewayConfig, reader: Principal) -> ShownTenants:
+    """Whose series a reader of /metrics sees. While the server has no keys, every reader sees all; a tenant's key sees its tenant's."""
+    if config.open_metrics:
+        return EVERY_TENANT if config.open_tenant_metrics else NO_TENANT
+    if not reader.key_id or reader.tenant in config.metrics_tenants:
+        return EVERY_TENANT
+    return ShownTenants(own=reader.tenant)

@@ -86,6 +86,7 @@ class _Trace:
     status: int | None = None
     usage: dict[str, int] = field(default_factory=dict)
     detail: str = ""
+    retry_after_s: float | None = None
 
 
 async def run_load(
@@ -161,6 +162,7 @@ async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: 
         status=trace.status,
         error=error,
         detail=trace.detail[:MAX_DETAIL_CHARS],
+        retry_after_s=trace.retry_after_s,
     )
 
 
@@ -178,6 +180,7 @@ async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: L
     async with session.post(f"{target.url.rstrip('/')}/v1/completions", json=body) as response:
         trace.status = response.status
         if response.status != 200:
+            trace.retry_after_s = _seconds(response.headers.get("Retry-After", ""))
             text = await response.text(errors="replace")
             return f"{response.status} {_reason(text, trace)}"
         async for data in events(response.content):
@@ -206,6 +209,11 @@ def _add_chunk(chunk: object, trace: _Trace) -> str | None:
         if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
             trace.usage["cached_tokens"] = details["cached_tokens"]
     return None
+
+
+def _seconds(text: str) -> float | None:
+    """A Retry-After in seconds; None for a date, or for none."""
+    return float(text) if text.isdecimal() else None
 
 
 def _reason(body: str, trace: _Trace) -> str:

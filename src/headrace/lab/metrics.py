@@ -42,6 +42,7 @@ class LoadRecord:
     status         HTTP status; None when no answer came
     error          the kind of failure, for counting; None when the answer arrived whole
     detail         the message of the server or the system about the failure
+    retry_after_s  when the server asked for a refused request to be sent again; None: it did not say
     """
 
     intended_s: float
@@ -56,6 +57,7 @@ class LoadRecord:
     status: int | None = None
     error: str | None = None
     detail: str = ""
+    retry_after_s: float | None = None
 
     @property
     def is_finished(self) -> bool:

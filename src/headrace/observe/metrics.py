@@ -28,7 +28,7 @@ from prometheus_client.utils import floatToGoString
 
 from headrace.core.load import STEP_BOUNDS_S, FailureKind, LoadSnapshot
 from headrace.observe.tally import TallyCollector
-from headrace.observe.tenant_metrics import TenantMetrics
+from headrace.observe.tenant_metrics import EVERY_TENANT, ShownTenants, TenantMetrics
 from headrace.observe.upstream_metrics import ReportedLoadCollector, UpstreamCollector, UpstreamReading
 from headrace.observe.vllm_metrics import vllm_families
 from headrace.observe.worker_families import encode_families, merge_workers
@@ -37,6 +37,7 @@ LABELS = ("model", "replica")
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 1)
 LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 TEXT_KILL_REASONS = ("cpu", "memory", "time", "left", "lost")
 
@@ -280,6 +281,12 @@ class Metrics:
             buckets=LAG_BUCKETS,
             registry=registry,
         )
+        self.store_wait = Histogram(
+            "headrace_store_wait_seconds",
+            "What a generating request waited for all stores together: keys, limits, caches, sessions, streams.",
+            buckets=STORE_BUCKETS,
+            registry=registry,
+        )
         self.log_dropped = Gauge("headrace_request_log_dropped", "Lines the request log could not write.", registry=registry)
 
     def replica(self, model: str, replica: str) -> ReplicaMetrics:
@@ -323,14 +330,17 @@ class Metrics:
         """What this process measures, for another worker's page."""
         return encode_families(self.registry.collect())
 
-    def page(self, accept: str = "", by_worker: Mapping[int, bytes] | None = None) -> tuple[bytes, str]:
+    def page(
+        self, accept: str = "", by_worker: Mapping[int, bytes] | None = None, tenants: ShownTenants = EVERY_TENANT
+    ) -> tuple[bytes, str]:
         """The page and its content type, in the text format the scraper asked for.
 
         by_worker  what each worker of this gateway's port has `encoded`; None: this process is the only one
+        tenants    whose series the reader may see
         """
         encoder, content_type = choose_encoder(accept)
         own = self.registry.collect() if by_worker is None else merge_workers(by_worker)
-        families = [*own, *self.reported.collect()]
+        families = [*tenants.shown(own), *self.reported.collect()]
         more = vllm_families(families) if self._has_vllm_names else ()
         return encoder(_Page([*families, *more])), content_type
 

@@ -54,6 +54,7 @@ class RequestLogRecord:
     client             address of the client, as far as the proxies before it are trusted
     time               Unix seconds when it came; an ISO 8601 timestamp in the line
     error              code of the error body, if one was sent
+    limit              label of the tenant's or key's limit that refused it
     param, reason      the field that an error is about, and the rule that it broke; never a value of the client's
     detail             for the operator: the exception's type where the server failed, whether another replica could have gone on where
                        one was lost, that a shutdown ended the request; at most MAX_DETAIL_CHARS
@@ -103,6 +104,7 @@ class RequestLogRecord:
     stalled_s: float | None = None
     latency_s: float | None = None
     error: str | None = None
+    limit: str | None = None
     param: str | None = None
     reason: str | None = None
     detail: str | None = None

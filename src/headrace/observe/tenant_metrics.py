@@ -1,8 +1,9 @@
 """What tiers and the largest tenants use, on the metrics page.
 
 Labels are bounded: tiers come from the configuration, and at most MAX_TENANTS tenants have series of their own; the rest is `other`.
-Users and keys are no labels; `headrace usage` has them. Every series only grows. A tenant that gets its own series begins at zero there,
-and what it used before stays with `other`; one that loses it ends, as a series of a process that was started again does.
+Users and keys are no labels; `headrace usage` has them. A tenant's key reads the tenant's own series alone (`ShownTenants`). Every series
+only grows. A tenant that gets its own series begins at zero there, and what it used before stays with `other`; one that loses it ends, as a
+series of a process that was started again does.
 """
 
 from __future__ import annotations
@@ -30,21 +31,30 @@ LEAD = 2
 
 NANOS = 1_000_000_000
 
+TIER_PREFIX, TENANT_PREFIX = "headrace_tier_", "headrace_tenant_"
+"""How the names of these families begin."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestUse:
-    """What one request used. cost_nanos: in 1/NANOS of the currency; refused: code of its error where it was refused, else empty"""
+    """What one request used.
+
+    cost_nanos  in 1/NANOS of the currency
+    refused     code of its error where it was refused, else empty
+    limit       label of the limit that refused it, else empty; there are about a dozen
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     cost_nanos: int = 0
     refused: str = ""
+    limit: str = ""
 
 
 @dataclass(slots=True)
 class UseCounts:
-    """Sums over requests. refused: by error code"""
+    """Sums over requests. refused: by error code; limited: by limit"""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -52,6 +62,7 @@ class UseCounts:
     completion_tokens: int = 0
     cost_nanos: int = 0
     refused: dict[str, int] = field(default_factory=dict)
+    limited: dict[str, int] = field(default_factory=dict)
 
     def add(self, use: RequestUse) -> None:
         self.requests += 1
@@ -61,6 +72,8 @@ class UseCounts:
         self.cost_nanos += use.cost_nanos
         if use.refused:
             self.refused[use.refused] = self.refused.get(use.refused, 0) + 1
+        if use.limit:
+            self.limited[use.limit] = self.limited.get(use.limit, 0) + 1
 
 
 class LargestTenants:
@@ -103,6 +116,31 @@ class LargestTenants:
         del self._recent[min(unlabelled, key=self._count)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownTenants:
+    """Which of these series one reader of the page sees. is_all: every tenant's and tier's; own: this tenant's alone; "": none"""
+
+    is_all: bool = False
+    own: str = ""
+
+    def shown(self, families: Iterable[Metric]) -> list[Metric]:
+        """The families without the series that the reader may not see. Tiers count too, for a tier may have one tenant."""
+        return list(families) if self.is_all else [kept for family in families if (kept := self._kept(family)) is not None]
+
+    def _kept(self, family: Metric) -> Metric | None:
+        if family.name.startswith(TIER_PREFIX):
+            return None
+        if not family.name.startswith(TENANT_PREFIX):
+            return family
+        kept = Metric(family.name, family.documentation, family.type, family.unit)
+        kept.samples = [sample for sample in family.samples if sample.labels["tenant"] == self.own != OTHER]
+        return kept if kept.samples else None
+
+
+EVERY_TENANT = ShownTenants(is_all=True)
+NO_TENANT = ShownTenants()
+
+
 class TenantMetrics(Collector):
     """The counts of one gateway."""
 
@@ -120,19 +158,20 @@ class TenantMetrics(Collector):
         self._tenants.setdefault(label, UseCounts()).add(use)
 
     def collect(self) -> Iterator[Metric]:
-        yield from _families("tier", self._tiers)
-        yield from _families("tenant", self._tenants)
+        yield from _families(TIER_PREFIX, "tier", self._tiers)
+        yield from _families(TENANT_PREFIX, "tenant", self._tenants)
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
 
-def _families(of: str, counts: Mapping[str, UseCounts]) -> Iterator[Metric]:
-    requests = CounterMetricFamily(f"headrace_{of}_requests", f"Generating requests by {of}, refused ones included.", labels=(of,))
+def _families(prefix: str, of: str, counts: Mapping[str, UseCounts]) -> Iterator[Metric]:
+    requests = CounterMetricFamily(f"{prefix}requests", f"Generating requests by {of}, refused ones included.", labels=(of,))
     text = f"Tokens by {of}: input (cached ones included), cached (of the input), output."
-    tokens = CounterMetricFamily(f"headrace_{of}_tokens", text, labels=(of, "kind"))
-    cost = CounterMetricFamily(f"headrace_{of}_cost", f"Cost by {of} in the currency of `prices`.", labels=(of,))
-    refused = CounterMetricFamily(f"headrace_{of}_refused", f"Refused requests by {of} and error code.", labels=(of, "code"))
+    tokens = CounterMetricFamily(f"{prefix}tokens", text, labels=(of, "kind"))
+    cost = CounterMetricFamily(f"{prefix}cost", f"Cost by {of} in the currency of `prices`.", labels=(of,))
+    refused = CounterMetricFamily(f"{prefix}refused", f"Refused requests by {of} and error code.", labels=(of, "code"))
+    limited = CounterMetricFamily(f"{prefix}limited", f"Requests by {of} and the limit that refused them.", labels=(of, "limit"))
     for name, each in counts.items():
         requests.add_metric((name,), each.requests)
         for kind, number in (("input", each.prompt_tokens), ("cached", each.cached_tokens), ("output", each.completion_tokens)):
@@ -140,4 +179,6 @@ def _families(of: str, counts: Mapping[str, UseCounts]) -> Iterator[Metric]:
         cost.add_metric((name,), each.cost_nanos / NANOS)
         for code, number in sorted(each.refused.items()):
             refused.add_metric((name, code), number)
-    yield from (requests, tokens, cost, refused)
+        for limit, number in sorted(each.limited.items()):
+            limited.add_metric((name, limit), number)
+    yield from (requests, tokens, cost, refused, limited)

@@ -15,8 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
+from headrace.core.errors import CheckpointError
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
-from headrace.gateway.control.texts import LoadedText
+from headrace.gateway.control.texts import FailedText, LoadedText
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.fallback import FallbackUpstream
@@ -25,6 +26,7 @@ from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ServedModel
 from headrace.gateway.upstream.tokens import TokenUpstream
+from headrace.gateway.upstream.unreadable import UnreadableModel
 from headrace.policy.routing.choice import Random, ReplicaId
 from headrace.text.folder import TextModel
 from headrace.text.output.model_formats import ModelFormats
@@ -75,8 +77,9 @@ class OpenModel:
 
     stack     closes what it is connected to
     foreign   the foreign servers that answer for it, alone or behind replicas; None: it has none
-    text      None: foreign servers alone answer for it, as for `pool`
+    text      None: foreign servers alone answer for it, as for `pool`, or its text cannot be used
     replicas  the configuration of each of the pool's replicas, with its token read, and what was made of it
+    failure   why its text cannot be used: nothing is connected to its replicas
     """
 
     config: ModelConfig
@@ -86,6 +89,7 @@ class OpenModel:
     text: LoadedText | None = None
     pool: ReplicaPool | None = None
     replicas: dict[ReplicaConfig, Replica] = field(default_factory=dict)
+    failure: CheckpointError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,9 @@ class ModelOpener:
         self._sources = sources
         self.on_closed: Callable[[str, ReplicaId], None] = lambda _model, _replica: None
 
-    async def open(self, config: ModelConfig, text: LoadedText | None, site: GatewayConfig, before: OpenModel | None = None) -> OpenModel:
+    async def open(
+        self, config: ModelConfig, text: LoadedText | FailedText | None, site: GatewayConfig, before: OpenModel | None = None
+    ) -> OpenModel:
         """A model of `site`, connected to its replicas or trying to. Raises ConfigError.
 
         text    None where foreign servers alone answer
@@ -127,6 +133,8 @@ class ModelOpener:
         """
         async with AsyncExitStack() as stack:
             foreign = await stack.enter_async_context(self._foreign_servers(config)) if config.upstreams else None
+            if isinstance(text, FailedText):
+                return self._unreadable(config, text, foreign, stack.pop_all())
             if text is None:
                 assert foreign is not None, "something answers for a model"
                 return OpenModel(config, self._served(config, foreign), stack.pop_all(), foreign)
@@ -149,11 +157,17 @@ class ModelOpener:
             upstream = self._engines(config, text, pool, foreign)
             return OpenModel(config, self._served(config, upstream), stack.pop_all(), foreign, text, pool, replicas)
 
+    def why_unreadable(self, model: OpenModel) -> CheckpointError | None:
+        """Why its tokenizer or chat template cannot be used, from its start or from the loss of the text workers' host on."""
+        return model.failure if model.text is None else self._text_pool.failures.get(model.text.name)
+
     def change(self, model: OpenModel, config: ModelConfig) -> ModelChange | None:
         """What `config` makes of a model; nothing is changed before `ModelChange.apply`. Raises ConfigError.
 
-        None: the model must be opened anew, since another folder or other servers answer for it
+        None: the model must be opened anew, since another folder or other servers answer for it, or its text could not be used
         """
+        if model.failure is not None:
+            return None
         if config.folder != model.config.folder or config.upstreams != model.config.upstreams:
             return None
         wanted = [_resolved(replica) for replica in config.replicas]
@@ -177,6 +191,12 @@ class ModelOpener:
         model_text = ModelText(self._text_pool, text.name, text.model.tokenizer)
         engines = TokenUpstream(model_text, pool, draw_seed=self._sources.draw_seed, formats=_formats(config, text.model))
         return engines if foreign is None else FallbackUpstream(engines, foreign, self._sources.clock)
+
+    def _unreadable(self, config: ModelConfig, text: FailedText, foreign: HttpUpstream | None, stack: AsyncExitStack) -> OpenModel:
+        """A model whose requests are refused, or answered by its foreign servers alone."""
+        own = UnreadableModel(config.name, [replica.name for replica in config.replicas])
+        upstream = own if foreign is None else FallbackUpstream(own, foreign, self._sources.clock)
+        return OpenModel(config, self._served(config, upstream), stack, foreign, failure=text.error)
 
     def _served(self, config: ModelConfig, upstream: Upstream) -> ServedModel:
         return ServedModel(config.name, config.aliases, upstream, int(self._sources.unix_time()), smaller=config.smaller)

@@ -101,8 +101,8 @@ class Reloader:
         service, limits = self._app.service, config.limits
         service.open_requests.max_requests = limits.max_requests
         service.watch.change(ping_s=config.timeouts.sse_ping_s, max_pending_bytes=limits.max_pending_bytes)
-        has_stored_keys = service.stored_keys is not None and service.stored_keys.has_seen_keys
-        service.memory.take_limits(memory_budget(config, machine_bytes(), has_stored_keys=has_stored_keys))
+        service.tenant_share.config = config
+        service.memory.take_limits(memory_budget(config, machine_bytes(), service.tenant_share()))
         self._app.active = ActiveConfig(replace(service, config=config, models=ModelTable(self._models.served)))
 
 

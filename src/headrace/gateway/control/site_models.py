@@ -12,10 +12,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from headrace.core.errors import CheckpointError
 from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.models import ModelChange, ModelOpener, OpenModel
-from headrace.gateway.control.texts import LoadedText
+from headrace.gateway.control.texts import FailedText, LoadedText, ModelTexts
 from headrace.gateway.upstream.replicas import RETIRED
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.gateway.upstream.served_models import ServedModel
@@ -56,7 +57,7 @@ class SiteModels:
     def __post_init__(self) -> None:
         self.opener.on_closed = self.replica_closed
 
-    async def open(self, config: GatewayConfig, texts: Mapping[str, LoadedText]) -> None:
+    async def open(self, config: GatewayConfig, texts: ModelTexts) -> None:
         """Open the models of the first configuration. Raises ConfigError; call `close` then, too."""
         for model in config.models:
             self.models[model.name] = await self.opener.open(model, texts.get(model.name), config)
@@ -91,7 +92,7 @@ class SiteModels:
             for replica in _replicas(model, is_leaving=model in self._leaving):
                 before = replicas.get(replica.name)
                 num_open = replica.num_open + (before.num_open if before is not None else 0)
-                replicas[replica.name] = ReplicaStatus(not replica.reason, replica.reason, num_open)
+                replicas[replica.name] = _status(replica, num_open, self.opener.why_unreadable(model))
         return statuses
 
     def readings(self) -> Iterator[ReplicaReading]:
@@ -111,22 +112,23 @@ class SiteModels:
             if model.pool is not None:
                 model.pool.check()
         for model in self.models.values():
-            assert {replica.name for replica in model.config.replicas} == {replica.name for replica in model.replicas}
+            listed = set() if model.failure else {replica.name for replica in model.config.replicas}
+            assert listed == {replica.name for replica in model.replicas}
             assert model.pool is None or set(model.replicas.values()) == set(model.pool.replicas)
 
     # -- changing them -------------------------------------------------------------------------------------------------------------
 
-    async def prepare(self, config: GatewayConfig, texts: Mapping[str, LoadedText]) -> ModelsChange:
+    async def prepare(self, config: GatewayConfig, texts: ModelTexts) -> ModelsChange:
         """What `config` makes of them; nothing is changed before `apply`. Raises ConfigError."""
         changed: dict[str, ModelChange] = {}
         opened: dict[str, OpenModel] = {}
         async with AsyncExitStack() as undo:
             for model in config.models:
-                known = self.models.get(model.name)
-                if known is not None and (change := self.opener.change(known, model)) is not None:
+                known, text = self.models.get(model.name), texts.get(model.name)
+                if known is not None and not isinstance(text, FailedText) and (change := self.opener.change(known, model)) is not None:
                     changed[model.name] = change
                     continue
-                opened[model.name] = await self.opener.open(model, texts.get(model.name), config, known)
+                opened[model.name] = await self.opener.open(model, text, config, known)
                 undo.push_async_callback(opened[model.name].stack.aclose)
             undo.pop_all()
         return ModelsChange(opened, changed, config)
@@ -207,6 +209,13 @@ def _one_of_each(readings: Iterable[R]) -> Iterator[R]:
         if (reading.model, reading.replica) not in seen:
             seen.add((reading.model, reading.replica))
             yield reading
+
+
+def _status(replica: ReplicaHealth, num_open: int, unreadable: CheckpointError | None) -> ReplicaStatus:
+    """For the supervisor and its operator. unreadable: why the model's text cannot be used"""
+    if unreadable is not None and not replica.is_foreign:
+        return ReplicaStatus(is_ready=False, reason=str(unreadable), num_open=num_open, is_refused=True)
+    return ReplicaStatus(not replica.reason, replica.reason, num_open)
 
 
 def _replicas(model: OpenModel, *, is_leaving: bool) -> Iterator[ReplicaHealth]:

@@ -2,20 +2,27 @@
 
 A host loads at its start and never again. A model that comes therefore takes another host, which loads every model in use before the
 workers are replaced (`text_workers.pool`); a model that leaves stays in the host until the next one is started.
+
+A model whose text cannot be loaded fails alone (`FailedText`), and is tried again at a reload. One that serves already is not made to fail
+by a reload: the reload is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from headrace.gateway.config import GatewayConfig, Limits
+from headrace.core.errors import CheckpointError
+from headrace.gateway.config import GatewayConfig, Limits, ModelConfig
 from headrace.gateway.text_workers.configured import host_config, key_variables
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.workers import Workers
 from headrace.text.folder import TextModel
+
+log = logging.getLogger("headrace.gateway")
 
 LoadText = Callable[[str], TextModel]
 """A folder's tokenizer and template. Raises CheckpointError."""
@@ -41,15 +48,27 @@ class LoadedText:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedText:
+    """Why a folder's text cannot be used."""
+
+    folder: str
+    error: CheckpointError
+
+
+ModelTexts = Mapping[str, LoadedText | FailedText]
+"""By model name. Models that foreign servers alone answer for have none."""
+
+
+@dataclass(frozen=True, slots=True)
 class TextChange:
     """
-    texts     of the next configuration's models, by model name
+    texts     of the next configuration's models
     host      what its text workers have
     withheld  environment variables that they do not
     workers   started; None: the present ones will do
     """
 
-    texts: Mapping[str, LoadedText]
+    texts: ModelTexts
     host: HostConfig
     withheld: frozenset[str]
     workers: Workers | None
@@ -63,34 +82,48 @@ class TextChange:
 class LoadedTexts:
     """What is loaded now. host: what the present text workers have"""
 
-    def __init__(self, config: GatewayConfig, texts: Mapping[str, TextModel], pool: TextPool, load: LoadText, make: MakeWorkers) -> None:
-        """texts: of each model that engines serve, by its name, as the pool's workers have them"""
+    def __init__(
+        self, config: GatewayConfig, texts: Mapping[str, TextModel | CheckpointError], pool: TextPool, load: LoadText, make: MakeWorkers
+    ) -> None:
+        """
+        texts  of each model that engines serve, by its name; the pool's workers were started
+
+        Raises CheckpointError where no model at all can be served.
+        """
         self.pool = pool
-        self.host = host_config(config)
+        folders = host_config(config).models
+        loaded = {**texts, **pool.failures}
+        self.texts: ModelTexts = {name: _text_of(name, folder, loaded[name]) for name, folder in folders.items()}
+        _check_any_served(config, self.texts)
+        self.host = HostConfig({text.name: text.folder for text in _loaded(self.texts)}, config.limits)
         self._withheld = key_variables(config)
-        self.texts = {name: LoadedText(name, folder, texts[name]) for name, folder in self.host.models.items()}
         self._num_loaded = 0
         self._load = load
         self._make = make
 
     async def prepare(self, config: GatewayConfig, in_use: Collection[LoadedText]) -> TextChange:
-        """Load what `config` needs; nothing is changed before `apply`. Raises CheckpointError.
+        """Load what `config` needs; nothing is changed before `apply`.
 
         in_use  texts of running requests, which the next workers must have as well
+
+        Raises CheckpointError for a model that serves now and could not with what its folder holds, and where no model could be served.
         """
-        texts = {model.name: await self._text(model.name, model.folder) for model in config.models if model.folder}
-        needed = {text.name: text.folder for text in (*in_use, *texts.values())}
+        texts: ModelTexts = {model.name: await self._text(model) for model in config.models if model.folder}
+        needed = {text.name: text.folder for text in (*in_use, *_loaded(texts))}
         withheld = self._withheld | key_variables(config)
-        is_loaded = needed.items() <= self.host.models.items()
+        is_loaded = needed.items() <= self.host.models.items() and not needed.keys() & self.pool.failures.keys()
         if is_loaded and withheld == self._withheld and _of_workers(config.limits) == _of_workers(self.host.limits):
+            _check_any_served(config, texts)
             return TextChange(texts, self.host, withheld, None)
-        host = HostConfig(needed, config.limits)
-        workers = self._make(host, withheld)
+        workers = self._make(HostConfig(needed, config.limits), withheld)
         try:
             await workers.start()
+            texts = {name: self._in_workers(name, text, workers) for name, text in texts.items()}
+            _check_any_served(config, texts)
         except BaseException:
             await workers.close()
             raise
+        host = HostConfig({name: folder for name, folder in needed.items() if name not in workers.failures}, config.limits)
         return TextChange(texts, host, withheld, workers)
 
     def apply(self, change: TextChange) -> None:
@@ -99,13 +132,50 @@ class LoadedTexts:
         if change.workers is not None:
             self.pool.replace(change.workers, max_workers=change.host.limits.max_text_workers)
 
-    async def _text(self, model: str, folder: str) -> LoadedText:
-        known = self.texts.get(model)
-        if known is not None and known.folder == folder:
+    async def _text(self, model: ModelConfig) -> LoadedText | FailedText:
+        """What failed is tried again where there is a replica that needs it. Raises CheckpointError as `prepare`."""
+        known = self.texts.get(model.name)
+        if known is not None and known.folder == model.folder and (isinstance(known, LoadedText) or not model.replicas):
             return known
         self._num_loaded += 1
-        name = model if model not in self.host.models else f"{model} ({self._num_loaded})"
-        return LoadedText(name, folder, await asyncio.to_thread(self._load, folder))
+        name = model.name if model.name not in self.host.models else f"{model.name} ({self._num_loaded})"
+        try:
+            text: TextModel | CheckpointError = await asyncio.to_thread(self._load, model.folder)
+        except CheckpointError as error:
+            if isinstance(known, LoadedText):
+                raise
+            text = error
+        return _text_of(name, model.folder, text)
+
+    def _in_workers(self, model: str, text: LoadedText | FailedText, workers: Workers) -> LoadedText | FailedText:
+        """A model's text as `workers` have it. Raises CheckpointError as `prepare`."""
+        if isinstance(text, FailedText) or (error := workers.failures.get(text.name)) is None:
+            return text
+        if isinstance(known := self.texts.get(model), LoadedText) and known.name not in self.pool.failures:
+            raise _named(model, error)
+        return _text_of(model, text.folder, error)
+
+
+def _text_of(name: str, folder: str, text: TextModel | CheckpointError) -> LoadedText | FailedText:
+    if isinstance(text, CheckpointError):
+        log.error("%s is not served until a reload: %s", name, text)
+        return FailedText(folder, text)
+    return LoadedText(name, folder, text)
+
+
+def _loaded(texts: ModelTexts) -> list[LoadedText]:
+    return [text for text in texts.values() if isinstance(text, LoadedText)]
+
+
+def _check_any_served(config: GatewayConfig, texts: ModelTexts) -> None:
+    """Raises the first model's CheckpointError where every model has one."""
+    failed = [(name, text.error) for name, text in texts.items() if isinstance(text, FailedText)]
+    if failed and len(failed) == len(config.models) and not any(model.upstreams for model in config.models):
+        raise _named(*failed[0])
+
+
+def _named(model: str, error: CheckpointError) -> CheckpointError:
+    return CheckpointError(f"{model}/{error.file}", error.reason, error.remedy)
 
 
 def _of_workers(limits: Limits) -> Limits:

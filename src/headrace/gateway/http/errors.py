@@ -22,6 +22,7 @@ from headrace.core.errors import (
     SequenceFailed,
     Unauthorized,
     Unavailable,
+    UnusableKey,
     shorten,
 )
 
@@ -120,7 +121,7 @@ def foreign_overflow() -> ContextLengthExceeded:
 class RateLimitExceeded(Overloaded):
     """A limit of the caller has no room now. Retried after `retry_after_s`, the request has it if the caller sends no other one.
 
-    limit  name of the option that sets it
+    limit  label of the limit: the option that sets it, key_OPTION for one of the key's own
     """
 
     def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
@@ -201,6 +202,7 @@ TABLE: tuple[tuple[type[BaseException], ErrorRow], ...] = (
     (ContextLengthExceeded, ErrorRow(400, "invalid_request_error", "context_length_exceeded")),
     (InvalidRequest, ErrorRow(400, "invalid_request_error", "invalid_value")),
     (Unauthorized, ErrorRow(401, "authentication_error", "invalid_api_key")),
+    (UnusableKey, ErrorRow(403, "permission_error", "unusable_key")),
     (Forbidden, ErrorRow(403, "permission_error", "forbidden")),
     (RouteNotFound, ErrorRow(404, "invalid_request_error", "not_found")),
     (UnknownStream, ErrorRow(404, "invalid_request_error", "stream_not_found")),

@@ -18,6 +18,7 @@ from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.observe.request_log import RequestLogRecord
+from headrace.policy.admission.joining import Joining
 
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
@@ -58,13 +59,15 @@ class Exchange:
     more_headers   headers that every answer to this request has, an error too: CORS
     ignored        fields of the body that were accepted and changed nothing, for x-headrace-ignored: names of fields, never values
     logged_prompt  messages or prompts as JSON, of tenants that have them logged; else None
-    body_digest    of the path and the body, where streams may be continued: a continuation must have the same one
+    body_digest    of the path, the session and the body, where the request may be one of several that must be equal: a stream that is
+                   continued, and a retry with an Idempotency-Key
     pending_bytes  bytes of the running write that the transport has not taken yet
     """
 
     __slots__ = (
         "_closed",
         "_is_event_stream",
+        "_joining",
         "_lost",
         "_on_ended",
         "_receive",
@@ -113,6 +116,7 @@ class Exchange:
         self._closed = False
         self._is_event_stream = False
         self._used: UseCount | None = None
+        self._joining: Joining | None = None
         self._on_ended: list[Callable[[], None]] = []
 
     def use(self, count: UseCount) -> None:
@@ -121,11 +125,18 @@ class Exchange:
         self.release()
         self._used = count
 
+    def join(self, joining: Joining) -> None:
+        """Be counted as admitted until a replica is sent the request, at the latest until it is over."""
+        self._joining = joining
+
     def release(self) -> None:
         """The request is over and uses nothing any more."""
         if self._used is not None:
             self._used.leave()
             self._used = None
+        if self._joining is not None:
+            self._joining.leave()
+            self._joining = None
 
     # -- the request -------------------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from itertools import islice
 
 from headrace.core.errors import ConfigError
 
@@ -13,8 +13,6 @@ Network = IPv4Network | IPv6Network
 
 MAX_HOPS = 32
 """Addresses of a chain that are read, from its end."""
-
-_FORWARDED_FOR = re.compile(r'(?:^|;)\s*for=("?)([^";]*)\1\s*(?:;|$)', re.IGNORECASE)
 
 
 class TrustedProxies:
@@ -31,9 +29,8 @@ class TrustedProxies:
         nearest = _address(peer)
         if nearest is None or not self._networks:
             return peer
-        for word in reversed(_chain(headers)[-MAX_HOPS:]):
-            if not self._trusts(nearest) or (further := _address(word)) is None:
-                break
+        words = islice(_from_the_end(headers), MAX_HOPS)
+        while self._trusts(nearest) and (further := _address(next(words, ""))) is not None:
             nearest = further
         return str(nearest)
 
@@ -50,13 +47,35 @@ def check_networks(where: str, networks: Sequence[str]) -> None:
             raise ConfigError(f"{where}[{index}]", f"{network!r} is no network ({error})", "Write 10.0.0.0/8, or one address.") from None
 
 
-def _chain(headers: Sequence[tuple[bytes, bytes]]) -> list[str]:
-    """Addresses from the client's to the nearest proxy's, of `Forwarded` where it is there, else of `X-Forwarded-For`."""
-    forwarded = [part for name, value in headers if name == b"forwarded" for part in value.decode("latin-1").split(",")]
+def _from_the_end(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[str]:
+    """The addresses as words, from the nearest proxy's on, of `Forwarded` where it is there, else of `X-Forwarded-For`.
+
+    A client of any kind sends these headers. Each word is read only when it is asked for, and each byte of it a fixed number of times.
+    """
+    forwarded = [value for name, value in headers if name == b"forwarded"]
     if forwarded:
-        found = [_FORWARDED_FOR.search(part.strip()) for part in forwarded]
-        return [match[2] if match else "" for match in found]
-    return [part for name, value in headers if name == b"x-forwarded-for" for part in value.decode("latin-1").split(",")]
+        yield from map(_named_for, _parts_from_the_end(forwarded))
+    else:
+        yield from _parts_from_the_end([value for name, value in headers if name == b"x-forwarded-for"])
+
+
+def _parts_from_the_end(values: Sequence[bytes]) -> Iterator[str]:
+    """What stands between commas, the last part of the last header first."""
+    for value in reversed(values):
+        end = len(value)
+        while end >= 0:
+            comma = value.rfind(b",", 0, end)
+            yield value[comma + 1 : end].decode("latin-1")
+            end = comma
+
+
+def _named_for(part: str) -> str:
+    """The value of `for` in one part of a `Forwarded` header, without its quotes; empty where it has none."""
+    for pair in part.split(";"):
+        name, equals, value = pair.strip().partition("=")
+        if equals and name.lower() == "for":
+            return value[1:-1] if len(value) > 1 and value[0] == value[-1] == '"' else value
+    return ""
 
 
 def _address(word: str) -> Address | None:

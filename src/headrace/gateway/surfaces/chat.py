@@ -15,8 +15,9 @@ from headrace.core.plan import wide_columns
 from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.control import CacheControl
+from headrace.gateway.cache.replays import retry_key
 from headrace.gateway.config import Limits
-from headrace.gateway.generation.run import AnswerEncoder, Generation, ParsedRequest
+from headrace.gateway.generation.run import Generation, ParsedRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.sessions.history import History
@@ -58,7 +59,8 @@ _NUMBER = attrgetter("number")
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
-    with service.open_requests.admit(exchange.request_id, exchange.end), service.memory.open(exchange.principal.tenant) as held:
+    tenant = exchange.principal.tenant
+    with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as held:
         request, grammar = await parsed(service, exchange, held, parse_chat)
         session_id = named_session(service, exchange, request.metadata)
         with fields_as_written(_names(request, grammar)):
@@ -66,7 +68,8 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
                 await _answer(service, exchange, held, request, grammar)
                 return
             check_one_line(request)
-            async with opened_turn(service.sessions, exchange, session_id) as turn:
+            key = retry_key(exchange, service.config.idempotency)
+            async with opened_turn(service.sessions, exchange, session_id, retry_key=key) as turn:
                 await _answer(service, exchange, held, request, grammar, turn)
 
 
@@ -96,9 +99,9 @@ async def _answer(
         generation.preferred_replica = turn.preferred_replica(generation.model.name)
     async with exchange.watching(), generation.reuse:
         prepared = await exchange.unless_ended(generation.prepare())
-        encoder: AnswerEncoder = ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", generation))
+        encoder = ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", generation))
         if turn is not None and not generation.reuse.is_replayed:
-            encoder = turn.recorded(encoder, generation)
+            turn.record(generation)
         await generation.answer(encoder, prepared)
 
 

@@ -53,7 +53,8 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
-    with service.open_requests.admit(exchange.request_id, exchange.end), service.memory.open(exchange.principal.tenant) as held:
+    tenant = exchange.principal.tenant
+    with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as held:
         request, prompts, grammar = await parsed(service, exchange, held, parse_completion)
         if exchange.header(SESSION_HEADER.encode()) is not None:
             exchange.ignored.append(SESSION_HEADER)

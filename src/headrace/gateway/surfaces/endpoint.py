@@ -31,6 +31,7 @@ class Endpoint(Generic[HandlerT]):
     chunk       wire type of a stream's events, where the body's `stream` asks for them
     query       parameters that it reads; without any it ignores what stands behind `?`
     fields      the body's rows of the field table. Only endpoints that generate have them, and headrace_requests_total counts these
+    has_limits  it does work for its caller without generating, and its requests count in the caller's limits on requests
     is_public   wants no key and answers under every Host, or without one over HTTP/1.0: the probes and the front page alone
     is_quiet    machines ask it every second: a completed answer has no line in the request log
     may_be_503  answers 503 with its own reply type instead of an error
@@ -46,6 +47,7 @@ class Endpoint(Generic[HandlerT]):
     media_type: str = "application/json"
     query: tuple[QueryParameter, ...] = ()
     fields: Surface | None = None
+    has_limits: bool = False
     is_public: bool = False
     is_quiet: bool = False
     may_be_503: bool = False

@@ -123,5 +123,5 @@ async def load(service: Service, exchange: Exchange) -> None:
 
 async def metrics(service: Service, exchange: Exchange) -> None:
     accept = (exchange.header(b"accept") or b"").decode("latin-1")
-    body, content_type = await service.site_metrics.page(accept)
+    body, content_type = await service.site_metrics.page(accept, service.config, exchange.principal)
     await exchange.reply(200, body, [(b"content-type", content_type.encode())])

@@ -55,9 +55,11 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "GET",
         "/v1/usage",
         usage.usage,
-        "What the key's own tenant has used: requests, tokens and cost, a second after they ended. 404 where no usage is kept.",
+        "What the key's own tenant has used: requests, tokens and cost, a second after they ended. "
+        "404 where no usage is kept, 503 where it cannot be read now.",
         reply=usage.UsageList,
         query=usage.USAGE_QUERY,
+        has_limits=True,
     ),
     Endpoint("GET", "/v1/models/{model:path}", models.one_model, "One of them.", reply=models.ModelCard),
     Endpoint(
@@ -66,8 +68,9 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         sessions.show_session,
         "The messages of one of the tenant's sessions.",
         reply=sessions.SessionReply,
+        has_limits=True,
     ),
-    Endpoint("DELETE", "/v1/sessions/{id}", sessions.delete_session, "Removes it.", reply=sessions.SessionDeleted),
+    Endpoint("DELETE", "/v1/sessions/{id}", sessions.delete_session, "Removes it.", reply=sessions.SessionDeleted, has_limits=True),
     Endpoint(
         "POST",
         "/v1/tokenize",
@@ -75,6 +78,7 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "`{model, prompt or messages, tools, add_special_tokens}` -> `{count, max_model_len, tokens, token_strs}` (vLLM's shape).",
         request=tokenize.TokenizeRequest,
         reply=tokenize.TokenizeReply,
+        has_limits=True,
     ),
     Endpoint(
         "POST",
@@ -83,6 +87,7 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "`{model, tokens}` -> `{prompt}` (vLLM's shape).",
         request=tokenize.DetokenizeRequest,
         reply=tokenize.DetokenizeReply,
+        has_limits=True,
     ),
     Endpoint(
         "POST",
@@ -91,6 +96,7 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "vLLM's path of /v1/tokenize.",
         request=tokenize.TokenizeRequest,
         reply=tokenize.TokenizeReply,
+        has_limits=True,
     ),
     Endpoint(
         "POST",
@@ -99,6 +105,7 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "vLLM's path of /v1/detokenize.",
         request=tokenize.DetokenizeRequest,
         reply=tokenize.DetokenizeReply,
+        has_limits=True,
     ),
     Endpoint(
         "GET",

@@ -42,7 +42,7 @@ def named_session(service: Service, exchange: Exchange, metadata: Mapping[str, s
         return None
     names = {checked_session_id(field, value) for field, value in given}
     if len(names) > 1:
-        raise InvalidRequest(given[-1][0], f"the same session as {given[0][0]}", given[-1][1])
+        raise InvalidRequest(given[-1][0], f"the same session as {given[0][0]}", None)
     service.sessions.check_on(given[0][0])
     return names.pop()
 
@@ -70,4 +70,4 @@ async def delete_session(service: Service, exchange: Exchange) -> None:
 def _key(service: Service, exchange: Exchange) -> SessionKey:
     """Raises InvalidRequest."""
     service.sessions.check_on("id")
-    return SessionKey(exchange.principal.tenant, checked_session_id("id", exchange.scope["path_params"]["id"]))
+    return SessionKey(exchange.principal.tenant_key, checked_session_id("id", exchange.scope["path_params"]["id"]))

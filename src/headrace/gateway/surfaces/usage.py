@@ -1,4 +1,4 @@
-"""GET /v1/usage: what the caller's own tenant has used, as this machine's gateways have recorded it."""
+"""GET /v1/usage: what the caller's own tenant has used, by ClickHouse where it is configured, else by this machine's gateways."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _query(exchange: Exchange, now: float) -> UsageQuery:
             raise InvalidRequest(name, f"a parameter of /v1/usage: {', '.join(names)}")
     return UsageQuery(
         by=groups_of([given.get("by", "day")]),
-        since_ms=unix_ms_of("since", given.get("since", "30d"), now),
+        since_ms=max(unix_ms_of("since", given.get("since", "30d"), now), int(1000 * exchange.principal.tenant_since)),
         until_ms=unix_ms_of("until", given["until"], now) if "until" in given else None,
         tenant=exchange.principal.tenant,
         max_rows=MAX_ROWS + 1,

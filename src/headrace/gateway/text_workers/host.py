@@ -10,7 +10,7 @@ Its standard input is one end of a socket pair; `processes.HostProcess` has the 
                        {"kill": 7}
     to the gateway     {"loading": "fox"}           before each model, {"ready": true} after the last
                        {"forked": 7}                worker 7 takes jobs
-                       {"refused": {...}}           a CheckpointError; this process ends
+                       {"refused": {...}}           a CheckpointError of the model that was loaded; the next one follows
                        {"ended": 7, "signal": 27}   worker 7 is gone; signal 0: it left by itself, or could not be forked
 
 When the socket closes, all workers are killed and this process ends.
@@ -54,12 +54,13 @@ def main() -> None:
 
 def serve(control: Control) -> None:
     """Load, say so, fork. Returns, or raises GatewayGone, when the gateway is gone."""
-    try:
-        config = msgspec.convert(control.first()["config"], frames.HostConfig)
-        texts = {name: load(name, folder, config.start_cpu_s, control) for name, folder in config.models.items()}
-    except CheckpointError as error:
-        control.say({"refused": {"file": error.file, "reason": error.reason, "remedy": error.remedy}})
-        sys.exit(2)
+    config = msgspec.convert(control.first()["config"], frames.HostConfig)
+    texts: dict[str, TextModel] = {}
+    for name, folder in config.models.items():
+        try:
+            texts[name] = load(name, folder, config.start_cpu_s, control)
+        except CheckpointError as error:
+            control.say({"refused": {"model": name, "file": error.file, "reason": error.reason, "remedy": error.remedy}})
     gc.collect()
     gc.freeze()
     control.say({"ready": True})

@@ -7,13 +7,17 @@ is cancelled.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
+from headrace.core.errors import Unavailable
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.fits import check_fits
-from headrace.gateway.text_workers.pool import TextPool
+from headrace.gateway.text_workers.pool import Done, TextPool
 from headrace.gateway.upstream.seam import Conversation
 from headrace.text.tokenizer import Tokenizer
+
+UNREADABLE_RETRY_S = 10.0
+"""Seconds after which a client may try a model again whose text cannot be read: an operator has to mend its files."""
 
 
 class ModelText:
@@ -30,7 +34,7 @@ class ModelText:
     async def encode_chat(self, conversation: Conversation, *, max_model_len: int | None, tenant: str) -> tuple[array[int], list[str]]:
         """A conversation as token ids, and the fields its template does not read. Raises as `ChatTemplate.encode` and `check_fits` do."""
         job = self._chat_job(conversation, max_model_len)
-        answer, tail = await self._pool.submit(job, tenant=tenant, field="messages")
+        answer, tail = await self._submit(job, tenant=tenant, field="messages")
         (ids,) = _split(answer, tail)
         assert isinstance(answer, frames.Ids)
         return ids, answer.unread
@@ -42,22 +46,28 @@ class ModelText:
             for text in texts:
                 check_fits("prompt", text, bound, max_model_len)
         job = frames.EncodeTexts(self._name, list(texts), add_special_tokens, max_model_len)
-        return _split(*await self._pool.submit(job, tenant=tenant, field="prompt"))
+        return _split(*await self._submit(job, tenant=tenant, field="prompt"))
 
     async def tokenize_chat(self, conversation: Conversation, *, needs_texts: bool, tenant: str) -> TokensJson:
         job = frames.Tokenize(self._chat_job(conversation, None), needs_texts)
-        return _tokens(*await self._pool.submit(job, tenant=tenant, field="messages"))
+        return _tokens(*await self._submit(job, tenant=tenant, field="messages"))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool, needs_texts: bool, tenant: str) -> TokensJson:
         job = frames.EncodeTexts(self._name, [text], add_special_tokens, None)
-        return _tokens(*await self._pool.submit(frames.Tokenize(job, needs_texts), tenant=tenant, field="prompt"))
+        return _tokens(*await self._submit(frames.Tokenize(job, needs_texts), tenant=tenant, field="prompt"))
 
     async def decode(self, token_ids: Sequence[int], *, field: str, skip_special_tokens: bool = True, tenant: str) -> str:
         """The ids' text. Raises InvalidRequest, naming `field`, for an id outside the vocabulary."""
         job = frames.DecodeIds(self._name, field, skip_special_tokens)
-        answer, _ = await self._pool.submit(job, frames.ids_to_bytes(field, token_ids), tenant=tenant, field=field)
+        answer, _ = await self._submit(job, frames.ids_to_bytes(field, token_ids), tenant=tenant, field=field)
         assert isinstance(answer, frames.Text)
         return answer.text
+
+    def _submit(self, job: frames.WorkerJob, tail: bytes = b"", *, tenant: str, field: str) -> Awaitable[Done]:
+        """Raises as `TextPool.submit`, and Unavailable where the files were damaged after they were loaded."""
+        if self._name in self._pool.failures:
+            raise Unavailable("The tokenizer or the chat template of this model cannot be read now.", retry_after_s=UNREADABLE_RETRY_S)
+        return self._pool.submit(job, tail, tenant=tenant, field=field)
 
     def _chat_job(self, conversation: Conversation, max_model_len: int | None) -> frames.EncodeChat:
         return frames.EncodeChat(

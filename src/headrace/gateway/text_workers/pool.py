@@ -14,12 +14,12 @@ import logging
 import signal
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from headrace.core.clock import Clock
-from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
+from headrace.core.errors import CheckpointError, HeadraceError, InvalidRequest, Overloaded, Unavailable
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, JobLimits
 from headrace.gateway.text_workers.queue import JobQueue, QueuedJob
@@ -145,6 +145,11 @@ class TextPool:
     def reason(self) -> str:
         """Why no prompt can be read now, in a form that may be shown to clients; empty: prompts can be read."""
         return self._workers.reason or ("no process to read prompts can be started" if self._is_down else "")
+
+    @property
+    def failures(self) -> Mapping[str, CheckpointError]:
+        """Models whose text cannot be used; see `Workers.failures`."""
+        return self._workers.failures
 
     def reading(self) -> TextReading:
         """The numbers for the metrics page."""

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from headrace.core.backoff import Backoff
 from headrace.core.clock import Clock
@@ -107,7 +108,10 @@ class WorkerProcess(asyncio.Protocol):
 
 
 class HostProcess:
-    """The host process, started again when it is lost."""
+    """The host process, started again when it is lost.
+
+    failures  models that the present process, or the last one, could not load or was ended by, each with the reason
+    """
 
     def __init__(
         self,
@@ -128,6 +132,9 @@ class HostProcess:
         self._clock = clock
         self._sleep = sleep
         self._backoff = Backoff(RESTART_S, MAX_RESTART_S, STABLE_S)
+        self.failures: Mapping[str, CheckpointError] = {}
+        self._failed: dict[str, CheckpointError] = {}  # as `failures`, of a process that may not be up yet; no later one is given them
+        self._loading = ""  # the model that the process loads now
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: HostSocket | None = None
         self._workers: dict[int, WorkerProcess] = {}
@@ -146,7 +153,9 @@ class HostProcess:
         inherited = {name: value for name, value in os.environ.items() if name not in self._withheld}
         with theirs:
             self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=inherited)
-        self._socket = HostSocket(ours, {"config": msgspec.to_builtins(self._config)})
+        models = {name: folder for name, folder in self._config.models.items() if name not in self._failed}
+        self._loading = ""
+        self._socket = HostSocket(ours, {"config": msgspec.to_builtins(replace(self._config, models=models))})
 
     def kill(self) -> None:
         """End the process, if there is one; needs no event loop. For a caller of `spawn` that never reached `start` or `close`."""
@@ -157,19 +166,25 @@ class HostProcess:
         self._hang_up()
 
     async def start(self) -> None:
-        """Returns when every model's text is loaded. Raises CheckpointError when one cannot be used."""
+        await self._load_texts()
+        self._come_up()
+
+    async def _load_texts(self) -> None:
+        """Have a process load what it can; `_failed` has the rest. Raises CheckpointError where none can be started."""
         try:
-            if self._process is None:
-                self.spawn()
-            assert self._socket is not None
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await self._wait_ready(self._socket)
-        except BaseException as error:
+            while (error := await self._why_not_ready()) is not None:
+                await self._stop_process()
+                if not self._loading:
+                    raise error
+                self._failed[self._loading] = error
+        except BaseException:
             await self._stop_process()
-            if isinstance(error, TimeoutError):
-                raise CheckpointError("chat_template", f"was not loaded within {START_TIMEOUT_S:g} s") from None
             raise
+
+    def _come_up(self) -> None:
+        assert self._socket is not None
         self._socket.listen(self._read)
+        self.failures = {**self._failed}
         self._up_since = self._clock()
         self._is_up.set()
 
@@ -193,25 +208,37 @@ class HostProcess:
 
     # -- starting, and starting again --------------------------------------------------------------------------------------------
 
-    async def _wait_ready(self, channel: HostSocket) -> None:
-        loading = ""
+    async def _why_not_ready(self) -> CheckpointError | None:
+        """Wait for a process that has loaded what it can. An error: it ended, or takes too long, while it loaded `_loading`."""
+        if self._process is None:
+            self.spawn()
+        assert self._socket is not None
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                is_ready = await self._becomes_ready(self._socket)
+        except TimeoutError:
+            return CheckpointError("chat_template", f"was not loaded within {START_TIMEOUT_S:g} s")
+        return None if is_ready else await self._how_it_ended()
+
+    async def _becomes_ready(self, channel: HostSocket) -> bool:
+        """False: the process ended before."""
         while (messages := await channel.wait()) is not None:
             for message in messages:
-                loading = message.get("loading", loading)
+                self._loading = message.get("loading", self._loading)
                 if (refused := message.get("refused")) is not None:
-                    raise CheckpointError(f"{loading}/{refused['file']}", refused["reason"], refused["remedy"])
+                    self._failed[refused["model"]] = CheckpointError(refused["file"], refused["reason"], refused["remedy"])
                 if "ready" in message:
-                    return
-        raise await self._died(loading)
+                    return True
+        return False
 
-    async def _died(self, loading: str) -> CheckpointError:
+    async def _how_it_ended(self) -> CheckpointError:
         assert self._process is not None
         status = await asyncio.to_thread(self._process.wait)
         if status == -signal.SIGPROF:
             what = f"takes more than {self._config.start_cpu_s:g} s of CPU time to be compiled and to render a greeting"
-            return CheckpointError(f"{loading}/chat_template", what)
+            return CheckpointError("chat_template", what)
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        return CheckpointError(loading or "the text of the models", f"ended the process that loads it ({how})")
+        return CheckpointError("chat_template" if self._loading else "the text of the models", f"ended the process that loads it ({how})")
 
     def _lost(self) -> None:
         """The host is gone, and the kernel ends its workers with it."""
@@ -226,11 +253,11 @@ class HostProcess:
     async def _start_again(self, pause_s: float) -> None:
         """Try until the host runs. Equal reasons in a row are logged once."""
         await self._stop_process()
-        logged = ""
+        logged, before = "", self.failures
         while True:
             await self._sleep(pause_s)
             try:
-                await self.start()
+                await self._start_with_some(before)
                 break
             except (CheckpointError, OSError) as error:
                 pause_s = self._backoff.pause_s(0.0)
@@ -239,7 +266,19 @@ class HostProcess:
                     log.error(
                         "the text workers' host process does not start: %s; it is tried again, at least every %g s", error, MAX_RESTART_S
                     )
+        for model in self.failures.keys() - before.keys():
+            log.error("%s is not served until a reload: %s", model, self.failures[model])
         log.info("the text workers' host process runs again")
+
+    async def _start_with_some(self, before: Mapping[str, CheckpointError]) -> None:
+        """Start with the models that can be loaded, of those that could be `before`. Raises CheckpointError where none can."""
+        self._failed = {**before}
+        await self._load_texts()
+        lost = [error for model, error in self._failed.items() if model not in before]
+        if lost and len(self._failed) == len(self._config.models):
+            await self._stop_process()
+            raise lost[0]
+        self._come_up()
 
     async def _stop_process(self) -> None:
         """End the host, if there is one, and wait for it."""

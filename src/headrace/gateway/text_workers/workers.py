@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
+from headrace.core.errors import CheckpointError
 from headrace.gateway.text_workers import frames
 
 HOST_LOST = -1
@@ -40,8 +42,13 @@ class Workers(Protocol):
         """Why no worker can be started now, in a form that may be shown to clients; empty: one can."""
         ...
 
+    @property
+    def failures(self) -> Mapping[str, CheckpointError]:
+        """Models whose text cannot be used, each with the reason: workers take no job for them."""
+        ...
+
     async def start(self) -> None:
-        """Raises CheckpointError when a model's text cannot be used."""
+        """Returns once each model's text is loaded, or in `failures`. Raises CheckpointError where workers cannot be started at all."""
         ...
 
     async def add(self, owner: Owner) -> Worker:
