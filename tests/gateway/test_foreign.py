@@ -30,7 +30,8 @@ from headrace.gateway.upstream.foreign import HttpStream
 from headrace.gateway.upstream.foreign_events import BrokenStream, EventReader
 from headrace.gateway.upstream.foreign_route import MAX_ATTEMPTS
 from headrace.gateway.upstream.foreign_session import read_key
-from headrace.gateway.upstream.seam import GenerationRequest, OutputEvent, PlainPrompts, PrincipalFacts, TokenUsage
+from headrace.gateway.upstream.generation_request import GenerationRequest, PlainPrompts, PrincipalFacts
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
 from headrace.text.folder import TextModel
 
 

@@ -14,7 +14,8 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.control.models import Sources
 from headrace.gateway.http.errors import ContextLengthExceeded
-from headrace.gateway.upstream.seam import Conversation, GenerationRequest, PlainPrompts, Prepared, PrincipalFacts
+from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
+from headrace.gateway.upstream.seam import Prepared
 from headrace.text.folder import TextModel
 from headrace.wire.client import SeenLoad
 

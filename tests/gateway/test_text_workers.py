@@ -27,7 +27,7 @@ from headrace.gateway.text_workers.limits import HEAVY_BYTES, START_CPU_S
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import COMMAND, HostProcess
-from headrace.gateway.upstream.seam import Conversation
+from headrace.gateway.upstream.generation_request import Conversation
 from headrace.text.folder import TextModel, load_text
 
 LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
@@ -343,7 +343,7 @@ from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
-from headrace.gateway.upstream.seam import Conversation
+from headrace.gateway.upstream.generation_request import Conversation
 from headrace.text.folder import load_text
 
 async def main():

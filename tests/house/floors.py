@@ -32,11 +32,13 @@ def _ours(*names: str) -> tuple[str, ...]:
 GROUND = _ours("core", "text", "wire", "observe", "bundled")
 EVERYTHING = ("headrace",)
 
+SEAM = ("gateway.upstream.generation_request", "gateway.upstream.output_events", "gateway.upstream.seam")
+
 ABOVE_THE_SEAM = (
     "gateway.access",
     "gateway.config",
     "gateway.http",
-    "gateway.upstream.seam",
+    *SEAM,
     "gateway.upstream.served_models",
     "policy.admission",
     "text.logprobs",
@@ -164,9 +166,9 @@ FLOORS: dict[str, Floor] = {
         ("confluent_kafka",),
     ),
     "headrace.gateway.stores": Floor(_ours("core", "wire.private_files"), (), ("redis",)),
-    "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
-    "headrace.gateway.upstream.seam": Floor(
-        _ours("core", "policy.admission", "policy.limits.ceiling", "text.logprobs", "text.template_switch")
+    "headrace.gateway.generation.progress": Floor(_ours("core", *SEAM, "observe")),
+    **dict.fromkeys(
+        _ours(*SEAM), Floor(_ours("core", *SEAM, "policy.admission", "policy.limits.ceiling", "text.logprobs", "text.template_switch"))
     ),
     "headrace.gateway.upstream.foreign*": Floor(
         _ours(
@@ -174,7 +176,7 @@ FLOORS: dict[str, Floor] = {
             "gateway.foreign_config",
             "gateway.http.errors",
             "gateway.upstream.foreign*",
-            "gateway.upstream.seam",
+            *SEAM,
             "observe.upstream_metrics",
             "policy.admission",
             "policy.limits.ceiling",

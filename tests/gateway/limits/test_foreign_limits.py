@@ -13,7 +13,7 @@ from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, far_models, hea
 from gateway_kit import TestBench, eventually, open_bench
 
 from headrace.gateway.upstream.foreign_bound import TEMPLATE_TOKENS, most_prompt_tokens
-from headrace.gateway.upstream.seam import Conversation, PlainPrompts
+from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 from headrace.text.folder import TextModel
 
 KEY = "hr-foreign-limits-key"

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.upstream.seam import Conversation, PlainPrompts, RequestedGrammar
+from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
 
 MAX_CACHE_S = 31_536_000.0
 """Most seconds of `ttl` and `s-maxage`: a year."""

@@ -10,7 +10,8 @@ from itertools import islice
 from headrace.core.plan import LogprobColumns
 from headrace.core.update import StageSeconds
 from headrace.gateway.cache.recorded_answer import WholeAnswer
-from headrace.gateway.upstream.seam import EventListener, OutputEvent, TokenUsage
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import EventListener
 from headrace.text.logprobs import DecodedLogprobs
 
 REPLAY_EVENTS = 32

@@ -21,7 +21,8 @@ from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import ClientLeft, SlowReader
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import Prepared
 from headrace.observe.cache_metrics import CacheResult, KeptAnswer
 
 HOLD_STEP_BYTES = 16 << 10

@@ -26,7 +26,7 @@ from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict,
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.stores.guarded import Ended, GuardedStore, TooMuchToWrite, Work
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
-from headrace.gateway.upstream.seam import EarlierOutput
+from headrace.gateway.upstream.generation_request import EarlierOutput
 from headrace.observe.resume_metrics import ContinueOutcome, KeepOutcome, ResumeMetrics
 
 GIVE_WAY_S = 1.0

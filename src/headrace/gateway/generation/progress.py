@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.core.finish import FinishReason
-from headrace.gateway.upstream.seam import EventStream, OutputEvent
+from headrace.gateway.upstream.output_events import OutputEvent
+from headrace.gateway.upstream.seam import EventStream
 from headrace.observe.metrics import ReplicaMetrics
 
 

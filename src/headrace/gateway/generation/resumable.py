@@ -19,7 +19,9 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import StreamConflict
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import SseStream
-from headrace.gateway.upstream.seam import EarlierOutput, EventStream, OutputEvent, Prepared
+from headrace.gateway.upstream.generation_request import EarlierOutput
+from headrace.gateway.upstream.output_events import OutputEvent
+from headrace.gateway.upstream.seam import EventStream, Prepared
 
 REPLAY_STEP = 64
 """Events of a replay after which other requests have their turn: each takes about 10 us."""

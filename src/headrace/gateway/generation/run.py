@@ -61,19 +61,9 @@ from headrace.gateway.ledger.record import prompt_json
 from headrace.gateway.sessions.fitting import ContextFitter, Fitted
 from headrace.gateway.sessions.history import History
 from headrace.gateway.sessions.window import ContextFitting
-from headrace.gateway.upstream.seam import (
-    NO_USAGE,
-    Conversation,
-    EventStream,
-    GenerationRequest,
-    OutputEvent,
-    PlainPrompts,
-    Prepared,
-    PrincipalFacts,
-    RequestedGrammar,
-    TokenUsage,
-    added,
-)
+from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts, RequestedGrammar
+from headrace.gateway.upstream.output_events import NO_USAGE, OutputEvent, TokenUsage, added
+from headrace.gateway.upstream.seam import EventStream, Prepared
 from headrace.observe.request_log import MAX_DETAIL_CHARS
 from headrace.policy.admission.joining import Joining
 from headrace.policy.admission.ladder import AdmissionStep
@@ -185,7 +175,7 @@ class Generation:
     first_bytes           charge for a collected answer before it begins; 0 for a stream
     resumable             the stream as its client may continue it, or continues one
     fitted                how `prepare` shortened the conversation; None: it did not
-    preferred_replica     see `upstream.seam.GenerationRequest`; set before `prepare`
+    preferred_replica     see `GenerationRequest`; set before `prepare`
     recorders             get the events of the answer
     before_end            awaited once with the replica's name when all events of the answer are there, before its last bytes are
                           sent; where it raises, the answer ends in that error and is not kept for a retry

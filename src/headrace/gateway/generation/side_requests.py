@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.admission import Admission
-from headrace.gateway.upstream.seam import NO_USAGE, EventStream, Prepared, added
+from headrace.gateway.upstream.output_events import NO_USAGE, added
+from headrace.gateway.upstream.seam import EventStream, Prepared
 from headrace.policy.limits.price import Price
 
 

@@ -25,17 +25,9 @@ from headrace.gateway.sessions.window import (
     transcript,
     turn_starts,
 )
-from headrace.gateway.upstream.seam import (
-    NO_USAGE,
-    Conversation,
-    EventStream,
-    GenerationRequest,
-    Prepared,
-    PrincipalFacts,
-    TokenUsage,
-    Upstream,
-    added,
-)
+from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PrincipalFacts
+from headrace.gateway.upstream.output_events import NO_USAGE, TokenUsage, added
+from headrace.gateway.upstream.seam import EventStream, Prepared, Upstream
 
 MAX_SUMMARY_TOKENS = 256
 SUMMARY_DIVISOR = 8

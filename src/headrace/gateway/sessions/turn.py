@@ -21,7 +21,7 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json
 from headrace.gateway.sessions.names import SessionKey
 from headrace.gateway.sessions.sessions import ReadSession, Sessions
-from headrace.gateway.upstream.seam import OutputEvent, ToolCall
+from headrace.gateway.upstream.output_events import OutputEvent, ToolCall
 
 RENEW_S = 5.0
 """Seconds between two renewals of a claim."""

@@ -52,7 +52,9 @@ from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, Pro
 from headrace.gateway.surfaces.dialect.structured import requested_grammar
 from headrace.gateway.surfaces.dialect.tools import ChosenTools, ToolDefinition, function_tools, tool_choice
 from headrace.gateway.surfaces.sessions import named_session
-from headrace.gateway.upstream.seam import Conversation, OutputEvent, Prepared, RequestedGrammar, TokenUsage, ToolCall
+from headrace.gateway.upstream.generation_request import Conversation, RequestedGrammar
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage, ToolCall
+from headrace.gateway.upstream.seam import Prepared
 
 _encode = msgspec.json.encode
 _NUMBER = attrgetter("number")

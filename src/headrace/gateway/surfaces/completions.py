@@ -43,7 +43,9 @@ from headrace.gateway.surfaces.dialect.parse import (
 )
 from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields
 from headrace.gateway.surfaces.dialect.structured import requested_grammar
-from headrace.gateway.upstream.seam import OutputEvent, PlainPrompts, Prepared, RequestedGrammar, TokenUsage
+from headrace.gateway.upstream.generation_request import PlainPrompts, RequestedGrammar
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import Prepared
 from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode

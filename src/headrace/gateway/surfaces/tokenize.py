@@ -14,7 +14,7 @@ from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect.parse import checked_messages, convert, template_messages
 from headrace.gateway.surfaces.dialect.schemas import Message
 from headrace.gateway.surfaces.dialect.tools import ToolDefinition, checked_tools, function_tools
-from headrace.gateway.upstream.seam import Conversation, PlainPrompts
+from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 
 _encode = msgspec.json.encode
 

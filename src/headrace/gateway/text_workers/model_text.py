@@ -13,7 +13,7 @@ from headrace.core.errors import Unavailable
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.fits import check_fits
 from headrace.gateway.text_workers.pool import Done, TextPool
-from headrace.gateway.upstream.seam import Conversation
+from headrace.gateway.upstream.generation_request import Conversation
 from headrace.text.tokenizer import Tokenizer
 
 UNREADABLE_RETRY_S = 10.0

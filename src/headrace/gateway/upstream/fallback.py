@@ -19,20 +19,9 @@ from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Requ
 from headrace.core.request import PriorityClass
 from headrace.core.update import StageSeconds
 from headrace.gateway.http.errors import ContextLengthExceeded
-from headrace.gateway.upstream.seam import (
-    Conversation,
-    EventListener,
-    EventStream,
-    GenerationRequest,
-    OutputEvent,
-    PlainPrompts,
-    Prepared,
-    PreparedPrompt,
-    PrincipalFacts,
-    ReplicaHealth,
-    Tokenization,
-    TokenUsage,
-)
+from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import EventListener, EventStream, Prepared, PreparedPrompt, ReplicaHealth, Tokenization
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
 from headrace.gateway.upstream.unreadable import UnreadableModel
 from headrace.observe.limited_log import LimitedLog

@@ -33,17 +33,9 @@ from headrace.gateway.upstream.foreign_route import ForeignRoute
 from headrace.gateway.upstream.foreign_server import BROKE, NOT_NOW, AttemptFailed, AttemptResult, ForeignRequest, ForeignServer
 from headrace.gateway.upstream.foreign_session import open_session
 from headrace.gateway.upstream.foreign_watch import ServerWatch
-from headrace.gateway.upstream.seam import (
-    Conversation,
-    EventListener,
-    GenerationRequest,
-    OutputEvent,
-    PlainPrompts,
-    PrincipalFacts,
-    ReplicaHealth,
-    Tokenization,
-    TokenUsage,
-)
+from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import EventListener, ReplicaHealth, Tokenization
 from headrace.observe.upstream_metrics import UpstreamReading
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState

@@ -9,7 +9,7 @@ import msgspec
 from headrace.core.errors import InvalidRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.tools import CallMode
-from headrace.gateway.upstream.seam import Conversation, GenerationRequest, PlainPrompts
+from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts
 
 _DEFAULTS = SamplingParams(max_tokens=None)
 _ALWAYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

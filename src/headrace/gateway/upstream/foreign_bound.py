@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.gateway.upstream.seam import Conversation, PlainPrompts
+from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 
 TEMPLATE_TOKENS = 64
 """Tokens that a chat template may add to a conversation, beside its messages: a system prompt of the model's own, a date."""

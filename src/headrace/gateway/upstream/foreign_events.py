@@ -14,7 +14,8 @@ from msgspec import Meta, Struct
 
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
-from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall, string_bytes
+from headrace.gateway.upstream.generation_request import string_bytes
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs
 
 PIECE_BYTES = 64 << 10

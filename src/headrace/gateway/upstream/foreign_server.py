@@ -25,7 +25,7 @@ from headrace.gateway.http.errors import foreign_overflow
 from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, is_context_overflow
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad, exhausted_s, retry_after_s
 from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
-from headrace.gateway.upstream.seam import OutputEvent
+from headrace.gateway.upstream.output_events import OutputEvent
 from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
 
 log = logging.getLogger("headrace.gateway")

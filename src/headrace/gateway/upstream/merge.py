@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from headrace.core.update import StageSeconds
 from headrace.gateway.upstream.earlier_output import joined_states
-from headrace.gateway.upstream.seam import EventListener, EventStream, OutputEvent, TokenUsage
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import EventListener, EventStream
 
 
 class MergedStream:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.tools import CallMode, ToolChoice
-from headrace.gateway.upstream.seam import Conversation, PlainPrompts
+from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 from headrace.text.messages import begun_answer
 from headrace.text.output.forced import forced_grammar
 from headrace.text.output.model_formats import ModelFormats

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from headrace.core.tools import FunctionTool
-from headrace.gateway.upstream.seam import Conversation, OutputEvent, PlainPrompts, ToolCall
+from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
+from headrace.gateway.upstream.output_events import OutputEvent, ToolCall
 from headrace.text.messages import begun_answer
 from headrace.text.output.delta import CallPiece, ParsedDelta
 from headrace.text.output.format_types import ReasoningFormat, ToolFormat

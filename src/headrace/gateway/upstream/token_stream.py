@@ -26,9 +26,11 @@ from headrace.gateway.upstream.earlier_output import (
     prompt_digest,
     state_of,
 )
+from headrace.gateway.upstream.generation_request import PrincipalFacts
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
 from headrace.gateway.upstream.output_stage import OutputParsing, OutputStage
 from headrace.gateway.upstream.replicas import ReplicaPool
-from headrace.gateway.upstream.seam import EventListener, OutputEvent, PrincipalFacts, ReplicaLost, TokenUsage
+from headrace.gateway.upstream.seam import EventListener, ReplicaLost
 from headrace.policy.admission.joining import Joining
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
@@ -46,7 +48,7 @@ class Call:
     deadline_at        when the answer ends, on this process's clock
     earlier            output of an earlier stream, after which the sequences go on
     answer_id          of the earlier stream's call: tool calls are named by it; None: by this one's `request_id`
-    preferred_replica, joining  as in `seam.GenerationRequest`
+    preferred_replica, joining  as in `GenerationRequest`
     """
 
     request_id: RequestId

@@ -19,20 +19,12 @@ from headrace.core.sampling import SamplingParams, with_default_max_tokens
 from headrace.gateway.http.errors import ContextLengthExceeded, StreamConflict, context_overflow
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.upstream.earlier_output import EarlierCallOutput, calls_of, prompt_digest
+from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.merge import MergedStream
 from headrace.gateway.upstream.output_binding import OutputBinding
 from headrace.gateway.upstream.output_stage import OutputParsing
 from headrace.gateway.upstream.replicas import ReplicaPool
-from headrace.gateway.upstream.seam import (
-    Conversation,
-    EarlierOutput,
-    EventStream,
-    GenerationRequest,
-    PlainPrompts,
-    PrincipalFacts,
-    ReplicaHealth,
-    Tokenization,
-)
+from headrace.gateway.upstream.seam import EventStream, ReplicaHealth, Tokenization
 from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.gateway.upstream.token_stream import Call, TokenStream
 from headrace.policy.admission.joining import JoiningRequests

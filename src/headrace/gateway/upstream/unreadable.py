@@ -10,7 +10,8 @@ from typing import NoReturn
 
 from headrace.core.errors import Unavailable
 from headrace.core.request import PriorityClass
-from headrace.gateway.upstream.seam import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts, ReplicaHealth
+from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
+from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.admission.joining import JoiningRequests
 
 RETRY_S = 10.0

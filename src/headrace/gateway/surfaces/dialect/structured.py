@@ -16,7 +16,7 @@ from headrace.core.structured import given_kind
 from headrace.gateway.config import Limits
 from headrace.gateway.http.json_border import Caps, decode_object
 from headrace.gateway.surfaces.dialect.schemas import ResponseFormat, SamplingFields, StructuredOutputs
-from headrace.gateway.upstream.seam import RequestedGrammar
+from headrace.gateway.upstream.generation_request import RequestedGrammar
 
 FORMATS = ("text", "json_object", "json_schema")
 """Values of `response_format.type`."""
