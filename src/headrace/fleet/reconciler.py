@@ -11,20 +11,19 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, count
 from pathlib import Path
 
 from headrace.core.counted import counted
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.desired import DesiredState
-from headrace.fleet.files import MachineShare, gateway_content, write_engine_file
+from headrace.fleet.files import gateway_content
 from headrace.fleet.gateway_file import GatewayFile, TextRefused, why_unavailable
 from headrace.fleet.gateways import GatewayGroup, GatewaysView
-from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher
 from headrace.fleet.progress import ModelProgress, Progress
 from headrace.fleet.replica_process import ReplicaProcess
+from headrace.fleet.replica_processes import ReplicaProcesses
 from headrace.policy.deployment import (
     Deployment,
     DeploymentAction,
@@ -58,7 +57,7 @@ class Reconciler:
 
     deployment   what is, and what to do next
     gateway_file  that all gateways read
-    processes    name of a replica -> its process, until it has ended
+    processes    by the names of their replicas, each until it has ended
     failures     model -> why its last rollout ended early
     progress     what is done, for the log and the commands
     """
@@ -66,20 +65,16 @@ class Reconciler:
     def __init__(self, config: FleetConfig, folder: Path, launcher: Launcher, gateways: GatewayGroup) -> None:
         """folder: the deployment's own. Raises ConfigError where its files cannot be written"""
         self._desired = DesiredState(config)
+        self._wake = asyncio.Event()
         self.deployment = Deployment()
-        self.processes: dict[str, ReplicaProcess] = {}
+        self.processes = ReplicaProcesses(folder, launcher, self._wake.set)
         self.failures: dict[str, str] = {}
         self.gateways = gateways
         self.progress = Progress()
         self.view = GatewaysView()
-        self._folder = folder
-        self._launcher = launcher
-        self._numbers = count()
         self._drain_s: dict[str, float] = {}
-        self._has_served = False
         self._is_frozen = False
         self._lock = asyncio.Lock()
-        self._wake = asyncio.Event()
         self._round_done = asyncio.Condition()
         self._desired.follow(config, self.deployment)
         self._plan()
@@ -174,12 +169,6 @@ class Reconciler:
 
     # -- the loop ------------------------------------------------------------------------------------------------------------------
 
-    def launch(self) -> None:
-        """Start every process that is planned and was not started."""
-        for process in self.processes.values():
-            if not process.is_launched:
-                process.launch()
-
     async def run(self) -> None:
         """Round after round, whenever a process reports something, until cancelled.
 
@@ -217,14 +206,6 @@ class Reconciler:
                 await self._wake.wait()
         except TimeoutError:
             return
-
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """One per process that was launched; done when it has ended for good."""
-        return [task for process in self.processes.values() if (task := process.task) is not None]
-
-    async def close(self) -> None:
-        await asyncio.gather(*(process.close() for process in self.processes.values()))
 
     def _is_busy(self) -> bool:
         """The gateways have to be asked: a replica comes or goes."""
@@ -305,7 +286,9 @@ class Reconciler:
     def _do(self, action: DeploymentAction) -> None:
         match action:
             case StartReplica():
-                self._make(self.deployment.start(action), action.replaces)
+                replica = self.deployment.start(action)
+                spec = self._desired.options[replica.model, replica.revision]
+                self.processes.make(self.config, self.deployment, replica, spec, action.replaces)
             case RetireReplica():
                 self.deployment.retire(action.name)
             case EndRollout():
@@ -324,41 +307,13 @@ class Reconciler:
         self.failures[action.model] = f"{action.failed} cannot be started: {self.processes[action.failed].why_failed}"
         self._say(action.model, f"{action.model}: the rollout has ended, since {action.failed} cannot be started", logging.ERROR)
 
-    def _make(self, replica: PlannedReplica, replaces: str) -> None:
-        """A process for a planned replica, not yet launched. Raises ConfigError where its file cannot be written."""
-        spec, share = self._desired.options[replica.model, replica.revision], self._share(replaces)
-        files = write_engine_file(self.config, spec, self._folder, name=replica.name, number=next(self._numbers), share=share)
-        command = (*self.config.engine_command, "--config", str(files.config))
-        keeper = ProcessKeeper(
-            replica.name,
-            command,
-            self._launcher,
-            forward=True,
-            withheld=self.config.key_variables,
-            start_timeout_s=self.config.start_timeout_s,
-        )
-        self.processes[replica.name] = ReplicaProcess(files, spec, share, keeper, self._wake.set)
-
-    def _share(self, replaces: str) -> MachineShare:
-        """The part of the machine of the replica that leaves, else the first that no process has; of as many as there should be engines."""
-        total = sum(target.num_replicas for target in self.deployment.targets.values())
-        stay = (ReplicaPhase.STARTING, ReplicaPhase.SERVING)
-        taken = {process.share.index for name, process in self.processes.items() if name != replaces and self._phase(name) in stay}
-        wanted = [self.processes[replaces].share.index] if replaces in self.processes else []
-        index = next(index for index in chain((each for each in wanted if each < total), count()) if index not in taken)
-        return MachineShare(index, max(total, index + 1))
-
-    def _phase(self, name: str) -> ReplicaPhase | None:
-        replica = self.deployment.replicas.get(name)
-        return None if replica is None else replica.phase
-
     def _carry_out(self) -> None:
         """Start what was planned, and end what is planned no more. Every gateway has the list of replicas."""
         now = asyncio.get_running_loop().time()
         for name, process in [*self.processes.items()]:
             replica = self.deployment.replicas.get(name)
             if replica is None:
-                self._forget(name, process)
+                self.processes.forget(name)
             elif replica.phase is ReplicaPhase.DRAINING:
                 self._begin_drain(replica, process, now)
             elif not process.is_launched:
@@ -378,23 +333,16 @@ class Reconciler:
     def _say(self, model: str, text: str, level: int = logging.INFO) -> None:
         self.progress.say(ModelProgress(model, text, level))
 
-    def _forget(self, name: str, process: ReplicaProcess) -> None:
-        process.cancel()
-        process.remove_files()
-        del self.processes[name]
-
     # -- what gateways read --------------------------------------------------------------------------------------------------------
 
     def _content(self) -> dict[str, object]:
         listed = {
             name: [self.processes[replica.name].files for replica in self.deployment.listed(name)] for name in self.deployment.targets
         }
-        unavailable = {name: why_unavailable(self._failures_of(name)) for name, files in listed.items() if not files}
+        unavailable = {
+            name: why_unavailable(self.processes.failures_of(self.deployment.of(name))) for name, files in listed.items() if not files
+        }
         return gateway_content(self.config, [each for files in listed.values() for each in files], unavailable)
-
-    def _failures_of(self, model: str) -> list[HeadraceError]:
-        processes = [self.processes[replica.name] for replica in self.deployment.of(model)]
-        return [process.failure for process in processes if process.failure is not None]
 
     # -- the start of the deployment -----------------------------------------------------------------------------------------------
 
@@ -410,18 +358,16 @@ class Reconciler:
         return all(map(self._is_decided, self.deployment.replicas)) and self._hopeless_failure() is None
 
     def _is_anything_served(self) -> bool:
-        """A replica has served, or a model needs none of this machine."""
-        return self._hopeless_failure() is None and (
-            self._has_served or any(model.upstreams or not model.replicas for model in self.config.models)
-        )
+        return self._is_served_elsewhere() or self.processes.has_served
+
+    def _is_served_elsewhere(self) -> bool:
+        """A model needs no engine of this machine."""
+        return any(model.upstreams or not model.replicas for model in self.config.models)
 
     def _hopeless_failure(self) -> HeadraceError | None:
-        self._has_served = self._has_served or any(process.keeper.ready.is_set() for process in self.processes.values())
-        if self._has_served or any(model.upstreams or not model.replicas for model in self.config.models):
-            return None
-        failures = [process.failure for process in self.processes.values()]
-        return failures[0] if all(failures) else None
+        """The first failure, where nothing is served, nothing ever was and nothing is being started."""
+        return None if self._is_anything_served() else self.processes.failure_of_all()
 
     def _is_decided(self, name: str) -> bool:
         process = self.processes[name]
-        return process.failure is not None or process.keeper.ready.is_set()
+        return process.failure is not None or process.has_served

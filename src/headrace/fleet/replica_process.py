@@ -60,6 +60,10 @@ class ReplicaProcess:
         return self._is_cancelled if self.task is None else self.task.done()
 
     @property
+    def has_served(self) -> bool:
+        return self.keeper.ready.is_set()
+
+    @property
     def why_failed(self) -> str:
         """The reason of its failure, without its name; empty without one."""
         name = self.files.name

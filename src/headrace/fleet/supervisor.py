@@ -133,7 +133,7 @@ class Supervisor:
         reconciler = self._reconciler = Reconciler(self._config, folder, self._launcher, self._gateways)
         self._gateways.keepers = self._gateway_keepers(reconciler.gateway_file.path)
         gateways = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in self.gateways]
-        reconciler.launch()
+        reconciler.processes.launch()
         reconciling = asyncio.create_task(reconciler.run(), name="reconciler")
         watching = asyncio.create_task(HangWatch(reconciler).run(), name="hang watch")
         controlling = asyncio.create_task(self._control(folder, reconciler, stop, reload), name="control")
@@ -149,7 +149,7 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await reconciler.close()
+            await reconciler.processes.close()
 
     def _gateway_keepers(self, path: Path) -> list[ProcessKeeper]:
         # Not forwarded: its standard output is the request log, and it writes more lines than all engines together.
@@ -196,7 +196,7 @@ class Supervisor:
             _stop(self.gateways)  # their second signal, too
             await asyncio.wait(gateways, timeout=CUT_GRACE_S)
         _stop(self.engines)
-        left = await _ended(reconciler.tasks, stop, ENGINE_GRACE_S) and left
+        left = await _ended(reconciler.processes.tasks, stop, ENGINE_GRACE_S) and left
         was_cut = any(gateway.was_cut for gateway in self.gateways)
         return FleetExit.DRAINED if left and not was_cut else FleetExit.CUT
 
