@@ -17,7 +17,8 @@ from headrace.cli.exits import CommandExitCode
 from headrace.cli.main import main
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig
-from headrace.gateway.config import GatewayConfig, ReplicaConfig
+from headrace.gateway.config import GatewayConfig
+from headrace.gateway.model_config import ReplicaConfig
 from headrace.observe.logs import ENVIRONMENT
 from headrace.wire.tls.files import files_in
 

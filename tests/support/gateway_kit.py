@@ -28,12 +28,13 @@ from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
-from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
+from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.control.models import Sources
 from headrace.gateway.control.reload import Reloader
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.gateway.main import follow_connections
+from headrace.gateway.model_config import ModelConfig, ReplicaConfig
 from headrace.gateway.text_workers.configured import host_config
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.work import TextContext

@@ -15,24 +15,19 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
-from headrace.core.model_names import check_model_names
 from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
-from headrace.gateway.foreign_config import ForeignConfig, check_foreign
 from headrace.gateway.http.config import HttpTls
 from headrace.gateway.http.forwarded import check_networks
 from headrace.gateway.ledger.config import UsageConfig
+from headrace.gateway.model_config import ModelConfig, check_models
 from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier, all_tiers
-from headrace.text.output.formats import AUTO
-from headrace.wire.target import GrpcTarget, check_target, target_of
-from headrace.wire.tls.files import TlsFiles
 
-REPLICA_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 _HOST = r"(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])"
 HOST_NAME = re.compile(_HOST)
@@ -79,51 +74,6 @@ class ApiKey:
     tier: str = ""
     priority: str = PLAIN_PRIORITY
     weight: float = PLAIN_WEIGHT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaConfig:
-    """One engine process.
-
-    name        label `replica` of the metrics
-    address     of the engine's wire: unix:/path, or host:port with a token, and beyond loopback with tls
-    token       what the engine wants to see; token_file: or a file that holds it, closed to other users
-    tls         this gateway's certificates
-    """
-
-    name: str
-    address: str
-    token: str | None = field(default=None, repr=False)
-    token_file: str = ""
-    tls: TlsFiles | None = None
-
-    def target(self) -> GrpcTarget:
-        """The address with the token read. Raises ConfigError."""
-        return target_of(self.address, token=self.token, token_file=self.token_file, tls=self.tls)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """One served model: our replicas, foreign servers, or both.
-
-    name       what `GET /v1/models` shows; aliases answer as well
-    folder     local folder with tokenizer.json, tokenizer_config.json and the chat template; beside `replicas`
-    upstreams  foreign servers: they answer for it, or what no replica takes
-    smaller    name of a served model that answers while every replica of this one has a long queue (`admission`); "" for none
-    unavailable  why it has no replica now, in words that clients may read; beside an empty `replicas`
-
-    tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: what the chat template asks for
-    """
-
-    name: str
-    folder: str = ""
-    tool_call_parser: str = AUTO
-    reasoning_parser: str = AUTO
-    replicas: tuple[ReplicaConfig, ...] = ()
-    aliases: tuple[str, ...] = ()
-    upstreams: tuple[ForeignConfig, ...] = ()
-    smaller: str = ""
-    unavailable: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +215,7 @@ class GatewayConfig:
 
     def checked(self) -> GatewayConfig:
         """This value if its rules hold. Raises ConfigError."""
-        _check_models(self.models)
+        check_models(self.models)
         for index, key in enumerate(self.api_keys):
             _check_key(f"api_keys[{index}]", key, all_tiers(self.tiers))
         if not 0 <= self.port <= 65535:
@@ -385,42 +335,3 @@ def _check_share(share: float | None, num_tenants: int) -> None:
     if share == 1 and num_tenants > 1:
         rule = f"1 lets one of {num_tenants} tenants take what all have"
         raise ConfigError("limits.max_tenant_share", rule, "Give less than 1, or leave it out for a quarter.")
-
-
-def _check_models(models: tuple[ModelConfig, ...]) -> None:
-    if not models:
-        raise ConfigError("models", "is empty", "Declare at least one model.")
-    names: set[str] = set()
-    for index, model in enumerate(models):
-        where = f"models[{index}]"
-        check_model_names(where, model.name, model.aliases, names)
-        check_foreign(f"{where}.upstreams", model.upstreams, taken=[replica.name for replica in model.replicas])
-        if model.upstreams and not (model.folder or model.replicas):
-            continue
-        replicas = [replica.name for replica in model.replicas]
-        if not model.folder:
-            raise ConfigError(f"{where}.folder", "is missing", "A model needs folder and replicas, or upstreams.")
-        if bool(replicas) == bool(model.unavailable) or len(set(replicas)) != len(replicas):
-            raise ConfigError(f"{where}.replicas", "must name at least one replica, each name once; or none beside `unavailable`")
-        for replica in model.replicas:
-            if REPLICA_NAME.fullmatch(replica.name) is None:
-                raise ConfigError(f"{where}.replicas", f"{replica.name!r} is not a replica name")
-        for number, replica in enumerate(model.replicas):
-            try:
-                check_target(replica.address, token=replica.token, token_file=replica.token_file, tls=replica.tls)
-            except ConfigError as error:
-                raise error.at(f"{where}.replicas[{number}].address") from error
-    _check_smaller(models)
-
-
-def _check_smaller(models: tuple[ModelConfig, ...]) -> None:
-    """A smaller model is a served one, and has none itself: what it cannot take either waits."""
-    by_name = {name: model for model in models for name in (model.name, *model.aliases)}
-    for index, model in enumerate(models):
-        if not model.smaller:
-            continue
-        smaller = by_name.get(model.smaller)
-        if smaller is None or smaller is model:
-            raise ConfigError(f"models[{index}].smaller", f"{model.smaller!r} is not the name of another model here")
-        if smaller.smaller:
-            raise ConfigError(f"models[{index}].smaller", f"{model.smaller!r} has a smaller model itself", "Requests go down one step.")

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError
-from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
+from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.texts import FailedText, LoadedText
+from headrace.gateway.model_config import ModelConfig, ReplicaConfig
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.fallback import FallbackUpstream

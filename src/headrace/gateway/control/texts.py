@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from headrace.core.errors import CheckpointError
-from headrace.gateway.config import GatewayConfig, Limits, ModelConfig
+from headrace.gateway.config import GatewayConfig, Limits
+from headrace.gateway.model_config import ModelConfig
 from headrace.gateway.text_workers.configured import host_config, key_variables
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
