@@ -106,38 +106,51 @@ async def open_gateway(
         models = SiteModels(ModelOpener(text_pool, connect, sources), metrics)
         stack.push_async_callback(models.close)
         await models.open(config, loaded.texts)
-        share = TenantShare(config)
-        memory = memory_budget(config, machine_bytes(), share())
-        open_requests = OpenRequests(config.limits.max_requests, share)
-        service = Service(
-            config=config,
-            models=ModelTable(models.served),
-            stored_keys=await _stored_keys(stack, config, sources),
-            open_requests=open_requests,
-            watch=await stack.enter_async_context(_watch(config, memory, metrics, sources)),
-            text_pool=text_pool,
-            encoding=EncodingTurns(sources.clock),
-            memory=memory,
-            tenant_share=share,
-            kept_streams=await stack.enter_async_context(_kept_streams(config, share, metrics, sources)),
-            sessions=await stack.enter_async_context(_sessions(config, share, metrics, sources)),
-            limiter=await stack.enter_async_context(_limiter(config, sources)),
-            answer_cache=await stack.enter_async_context(open_answer_cache(config, share, metrics, sources.unix_time)),
-            replays=await stack.enter_async_context(open_replays(config, share, metrics, sources.unix_time)),
-            metrics=metrics,
-            ledger=await _ledger(stack, config, metrics, sources),
-            site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
-            salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
-            clock=sources.clock,
-            unix_time=sources.unix_time,
-        )
+        service = await _open_service(stack, config, models, text_pool, metrics, worker, sources)
         app = Gateway(service, request_log)
         stack.callback(lambda: app.request_log.close())
         _join_workers(service)
         _share_between_tenants(app)
         _connect_metrics(app, models)
-        stack.callback(asyncio.create_task(give_back_when_idle(memory), name="memory given back").cancel)
         yield OpenGateway(app, _followed(Reloader(app, models, loaded, open_log), service.ledger))
+
+
+async def _open_service(
+    stack: AsyncExitStack,
+    config: GatewayConfig,
+    models: SiteModels,
+    text_pool: TextPool,
+    metrics: Metrics,
+    worker: GatewayWorker | None,
+    sources: Sources,
+) -> Service:
+    """What all requests share, each part closed by `stack`. Raises ConfigError."""
+    share = TenantShare(config)
+    memory = memory_budget(config, machine_bytes(), share())
+    stack.callback(asyncio.create_task(give_back_when_idle(memory), name="memory given back").cancel)
+    open_requests = OpenRequests(config.limits.max_requests, share)
+    return Service(
+        config=config,
+        models=ModelTable(models.served),
+        stored_keys=await _stored_keys(stack, config, sources),
+        open_requests=open_requests,
+        watch=await stack.enter_async_context(_watch(config, memory, metrics, sources)),
+        text_pool=text_pool,
+        encoding=EncodingTurns(sources.clock),
+        memory=memory,
+        tenant_share=share,
+        kept_streams=await stack.enter_async_context(_kept_streams(config, share, metrics, sources)),
+        sessions=await stack.enter_async_context(_sessions(config, share, metrics, sources)),
+        limiter=await stack.enter_async_context(_limiter(config, sources)),
+        answer_cache=await stack.enter_async_context(open_answer_cache(config, share, metrics, sources.unix_time)),
+        replays=await stack.enter_async_context(open_replays(config, share, metrics, sources.unix_time)),
+        metrics=metrics,
+        ledger=await _ledger(stack, config, metrics, sources),
+        site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
+        salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
+        clock=sources.clock,
+        unix_time=sources.unix_time,
+    )
 
 
 def _watch(config: GatewayConfig, memory: RequestMemory, metrics: Metrics, sources: Sources) -> StreamWatch:
