@@ -113,6 +113,7 @@ FLOORS: dict[str, Floor] = {
             "gateway.sessions",
             "gateway.generation.event_log",
             "gateway.generation.kept_streams",
+            "gateway.generation.parsed_request",
             "gateway.generation.run",
             "gateway.generation.service",
             "gateway.ledger.usage_query",

@@ -155,7 +155,7 @@ def _kept(message: Message) -> Message:
 
 
 class TurnRecorder:
-    """A `generation.run.EventRecorder` that keeps the text and the tool calls of an answer's only sequence."""
+    """A `generation.answer_encoder.EventRecorder` that keeps the text and the tool calls of an answer's only sequence."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []

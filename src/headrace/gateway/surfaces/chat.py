@@ -17,7 +17,8 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.cache.replays import retry_key
 from headrace.gateway.config import Limits
-from headrace.gateway.generation.run import Generation, ParsedRequest
+from headrace.gateway.generation.parsed_request import ParsedRequest
+from headrace.gateway.generation.run import Generation
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.sessions.history import History
@@ -267,7 +268,7 @@ TEXT_CHOICE = b'{"index":%d,"delta":{"content":%s},"logprobs":null,"finish_reaso
 
 
 class ChatAnswer:
-    """A `generation.run.AnswerEncoder`."""
+    """A `generation.answer_encoder.AnswerEncoder`."""
 
     def __init__(self, request: ChatRequest, prepared: Prepared, head: AnswerHead) -> None:
         self._head = head

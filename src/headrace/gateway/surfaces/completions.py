@@ -15,7 +15,8 @@ from headrace.core.plan import wide_columns
 from headrace.core.request import PriorityClass
 from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.config import Limits
-from headrace.gateway.generation.run import Generation, ParsedRequest
+from headrace.gateway.generation.parsed_request import ParsedRequest
+from headrace.gateway.generation.run import Generation
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
@@ -64,7 +65,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
             generation = Generation(service, exchange, held, _parsed_request(request, prompts, grammar, exchange.principal.priority))
             async with exchange.watching(), generation.reuse:
                 prepared = await exchange.unless_ended(generation.prepare())
-                answer = CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", generation), generation.hold_json)
+                answer = CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", generation), generation.memory.hold_json)
                 await generation.answer(answer, prepared)
 
 
@@ -174,13 +175,13 @@ TEXT_CHOICE = b'{"index":%d,"text":%s,"logprobs":null,"finish_reason":null}'
 
 
 class CompletionAnswer:
-    """A `generation.run.AnswerEncoder`. Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
+    """A `generation.answer_encoder.AnswerEncoder`. Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
 
     With max_tokens 0 (echo only) the one token that was generated is not shown.
     """
 
     def __init__(self, request: CompletionRequest, prepared: Prepared, head: AnswerHead, hold_json: Callable[[int], None]) -> None:
-        """hold_json: called with the bytes of JSON that are kept for further choices, see `Generation.hold_json`"""
+        """hold_json: called with the bytes of JSON that are kept for further choices, see `AnswerMemory.hold_json`"""
         self._request = request
         self._hold_json = hold_json
         self._prompts = prepared.prompts

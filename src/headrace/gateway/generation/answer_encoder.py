@@ -1,0 +1,68 @@
+"""How the events of an answer become bytes: what a surface's encoder and the recorders do, and the writer that needs no task.
+
+`generation.run` calls an encoder in the request's own task; `DirectChunkWriter` calls it from the wire connection's delivery task, while
+the request's task waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from headrace.core.clock import Clock
+from headrace.gateway.generation.progress import RequestProgress
+from headrace.gateway.http.sse import SseStream
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+
+
+class AnswerEncoder(Protocol):
+    """Turns one request's events into response bytes.
+
+    Streamed: `encode_events`, then `encode_end`. Otherwise: `add` for all events, then `encode_body`.
+    """
+
+    def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
+        """Server-sent events of `events`, in pieces. Yields nothing if the events have no visible content.
+
+        Each piece is encoded on demand, in less than a millisecond; a piece may be empty, so that long work can pause. Content shared by
+        several choices is yielded as the same object, so do not join large answers."""
+        ...
+
+    def encode_end(self, usage: TokenUsage) -> bytes:
+        """The end of a stream: usage if the request asked for it, then [DONE]."""
+        ...
+
+    def add(self, events: Sequence[OutputEvent]) -> None: ...
+
+    def encode_body(self, usage: TokenUsage) -> Iterator[bytes]:
+        """The whole answer, in pieces as in `encode_events`."""
+        ...
+
+
+class EventRecorder(Protocol):
+    """Gets every event of an answer once, whether its client gets it or not."""
+
+    def add(self, events: Sequence[OutputEvent]) -> None: ...
+
+
+class DirectChunkWriter:
+    """An `EventListener` that writes chunks at once, while the consumer task (`Generation._stream`) waits and the socket has room."""
+
+    __slots__ = ("_clock", "_encoder", "_progress", "_recorders", "_sse")
+
+    def __init__(
+        self, encoder: AnswerEncoder, progress: RequestProgress, sse: SseStream, clock: Clock, recorders: Sequence[EventRecorder]
+    ) -> None:
+        self._encoder, self._progress, self._sse, self._clock, self._recorders = encoder, progress, sse, clock, recorders
+
+    @property
+    def has_room(self) -> bool:
+        return self._sse.has_room
+
+    def take(self, events: Sequence[OutputEvent]) -> None:
+        now = self._clock()
+        self._progress.record(events, now)
+        for recorder in self._recorders:
+            recorder.add(events)
+        if made := b"".join(self._encoder.encode_events(events)):
+            self._sse.write_now(made, now)

@@ -1,0 +1,45 @@
+"""What a surface makes of a request's body: the same for every surface that generates, and all that `generation.run` reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.core.request import PriorityClass
+from headrace.gateway.cache.control import NO_WISH, CacheControl
+from headrace.gateway.sessions.history import History
+from headrace.gateway.sessions.window import ContextFitting
+from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    """One generating request, the same for every surface.
+
+    model        name or alias; None: the only served model
+    sampling     the parameters the client gave, by the names of `SamplingParams`
+    grammar      what the answer must match; None: any text
+    has_priority  the client named a priority class
+    cache_salt   the client's own part of the salt
+    cache        what the client wants of the response cache
+    logprobs_field  name of the field that asked for prompt log-probabilities, for refusals
+    num_shown    choices that show the prompt's log-probabilities
+    num_kept_encodings  JSON forms of these that stay in memory until the answer is written
+    history      the messages of `prompt`, a conversation's; fitting  what is done where they do not fit the context
+    """
+
+    model: str | None
+    prompt: Conversation | PlainPrompts
+    sampling: Mapping[str, Any]
+    is_streaming: bool
+    priority: PriorityClass
+    grammar: RequestedGrammar | None = None
+    has_priority: bool = False
+    cache_salt: str = ""
+    cache: CacheControl = NO_WISH
+    logprobs_field: str = "prompt_logprobs"
+    num_shown: int = 1
+    num_kept_encodings: int = 0
+    history: History = field(default_factory=History)
+    fitting: ContextFitting = ContextFitting.REFUSE
