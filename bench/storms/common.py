@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -75,14 +75,16 @@ def _served(arguments: Sequence[str], environment: dict[str, str], timeout_s: fl
     assert process.stderr is not None
     killer = threading.Timer(timeout_s, process.kill)
     killer.start()
+    last = deque[str](maxlen=20)
     try:
         for line in process.stderr:
+            last.append(line)
             if found := re.search(r"\bServing .* at http://[^\s\"]*:(\d+)", line):
                 killer.cancel()
                 threading.Thread(target=process.stderr.read, daemon=True).start()
                 yield Served(int(found.group(1)), _gateway_of(process.pid))
                 return
-        raise RuntimeError("the server did not start")
+        raise RuntimeError(f"the server did not start; it said:\n{''.join(last)}")
     finally:
         killer.cancel()
         process.terminate()

@@ -18,84 +18,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.storms.common import Served, served, write_result
+from bench.storms.common import Served, write_result
+from bench.storms.paced import MAX_REQUESTS, SHAPE, saturating_rate, summary, target_of, tiered_server
 from headrace.bundled import DEFAULT_MODEL
 from headrace.lab.arrivals import send_times
-from headrace.lab.datasets import WorkloadShape, make_requests
+from headrace.lab.datasets import make_requests
 from headrace.lab.environment import environment
-from headrace.lab.loadgen import LoadTarget, run_load
-from headrace.lab.metrics import LoadRecord, Slo, percentile
+from headrace.lab.loadgen import run_load
+from headrace.lab.metrics import LoadRecord, Slo
 
-KEYS = {"goals": "hr-storm-goals-0123456789abcdef", "patient": "hr-storm-patient-0123456789abcdef"}
-SHAPE = WorkloadShape(input_tokens=128, output_tokens=32, spread=0.5)
+GOALS, PATIENT = "goals", "patient"
+"""Tenants, and their tiers: one with goals, one without."""
+
 TIMES = (1.0, 2.0, 10.0)
 """The loads, as multiples of the saturating rate."""
 
 TAIL_S = 20.0
 """Seconds of the small load after the largest one."""
-
-PATIENCE_S = 20.0
-"""Seconds after which the client gives a request up."""
-
-MAX_REQUESTS = 20_000
-"""Most requests of one load: a machine on which this is less than `--seconds` of it gets a shorter load."""
-
-
-def config(model: str, ttft_ms: float, tpot_ms: float) -> dict[str, Any]:
-    """Keys of a file as JSON, which is YAML too."""
-    keys = [{"key": key, "tenant": name, "tier": name} for name, key in KEYS.items()]
-    return {
-        "models": [{"engine": {"model": model}}],
-        "tiers": {"goals": {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}, "patient": {}},
-        "gateway": {"api_keys": keys},
-    }
-
-
-def target(server: Served, model: str, key: str, max_concurrency: int | None = None) -> LoadTarget:
-    url = f"http://127.0.0.1:{server.port}"
-    return LoadTarget(url=url, model=model, api_key=KEYS[key], timeout_s=PATIENCE_S, max_concurrency=max_concurrency)
-
-
-async def saturating_rate(server: Served, model: str, concurrency: int, seconds: float) -> float:
-    """Requests per second finished by clients that always wait for an answer. The first, short load is a warm-up and a first guess."""
-    rate, num_requests = 0.0, 2 * concurrency
-    for seed in range(2):
-        requests = make_requests(num_requests, SHAPE, seed=seed)
-        records = await run_load(target(server, model, "patient", concurrency), requests, [0.0] * num_requests)
-        finished = [record for record in records if record.is_finished]
-        if not finished:
-            raise RuntimeError(f"nothing was answered: {records[0].error} {records[0].detail}")
-        rate = len(finished) / (max(record.end_s for record in records) - records[0].intended_s)
-        num_requests = max(2 * concurrency, min(MAX_REQUESTS, int(rate * seconds)))
-    return rate
-
-
-def summary(records: Sequence[LoadRecord], seconds: float, slo: Slo) -> dict[str, Any]:
-    refused = [record for record in records if record.was_refused]
-    refusal_ms = sorted(1000 * (record.end_s - (record.sent_s or record.intended_s)) for record in refused)
-    late = sum(record.is_finished and not slo.is_met_by(record) for record in records)
-    ttft = sorted(record.ttft_s for record in records if record.is_finished)
-    return {
-        "requests": len(records),
-        "goodput": round(sum(map(slo.is_met_by, records)) / seconds, 2),
-        "throughput": round(sum(record.is_finished for record in records) / seconds, 2),
-        "late": late,
-        "late_ttft": sum(record.is_finished and record.ttft_s > (slo.ttft_s or math.inf) for record in records),
-        "late_tpot": sum(record.is_finished and (record.tpot_s or 0.0) > (slo.tpot_s or math.inf) for record in records),
-        "ttft_s": {f"p{part}": round(percentile(ttft, part / 100), 3) for part in (50, 90, 99)} if ttft else {},
-        "refused": len(refused),
-        "refusal_ms": {f"p{part}": round(percentile(refusal_ms, part / 100), 2) for part in (50, 99)} if refusal_ms else {},
-        "with_retry": round(sum(record.retry_after_s is not None for record in refused) / len(refused), 4) if refused else None,
-        "errors": dict(Counter(record.error for record in records if record.error is not None and not record.was_refused)),
-        "client_lag_p99_ms": round(1000 * percentile(sorted(record.client_lag_s or 0.0 for record in records), 0.99), 2),
-    }
 
 
 async def offered(server: Served, model: str, rate: float, seconds: float, *, seed: int, tail_rate: float = 0.0) -> list[list[LoadRecord]]:
@@ -104,7 +46,7 @@ async def offered(server: Served, model: str, rate: float, seconds: float, *, se
     at = send_times(num_requests, rate=rate, seed=seed)
     if num_tail:
         at += [at[-1] + later for later in send_times(num_tail, rate=tail_rate, seed=seed)]
-    records = await run_load(target(server, model, "goals"), make_requests(len(at), SHAPE, seed=100 + seed), at)
+    records = await run_load(target_of(server, model, GOALS), make_requests(len(at), SHAPE, seed=100 + seed), at)
     return [records[:num_requests], records[num_requests:]]
 
 
@@ -116,7 +58,8 @@ def normal_after_s(tail: Sequence[LoadRecord], slo: Slo) -> float:
 
 async def run(server: Served, given: argparse.Namespace) -> dict[str, Any]:
     slo = Slo(ttft_s=given.ttft_ms / 1000, tpot_s=given.tpot_ms / 1000)
-    rate = await saturating_rate(server, given.model, given.concurrency, min(15.0, given.seconds))
+    clients = target_of(server, given.model, PATIENT, max_concurrency=given.concurrency)
+    rate = await saturating_rate(clients, min(15.0, given.seconds))
     found: dict[str, Any] = {"saturating_rate": round(rate, 2), "loads": {}}
     for seed, times in enumerate(TIMES):
         is_largest = times == max(TIMES)
@@ -144,12 +87,9 @@ def main() -> None:
     parser.add_argument("--no-file", action="store_true")
     given = parser.parse_args()
     before = environment()
-    with TemporaryDirectory(prefix="headrace-overload-") as folder:
-        path = Path(folder) / "site.yaml"
-        path.write_text(json.dumps(config(given.model, given.ttft_ms, given.tpot_ms)), encoding="utf-8")
-        path.chmod(0o600)
-        with served("--config", str(path)) as server:
-            found = asyncio.run(run(server, given))
+    tiers = {GOALS: {"ttft_ms": given.ttft_ms, "tpot_ms": given.tpot_ms}, PATIENT: {}}
+    with tiered_server(given.model, tiers) as server:
+        found = asyncio.run(run(server, given))
     print(json.dumps({"saturating_rate": found["saturating_rate"], "share": found["loads"]["10x"]["share_of_peak"]}), flush=True)
     if not given.no_file:
         write_result("overload", {"environment": before, "settings": vars(given), **found})
