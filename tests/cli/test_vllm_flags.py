@@ -131,9 +131,18 @@ def test_no_flag_of_serve_is_in_the_table() -> None:
     assert set(SEVERAL) - TAKEN == {"--goodput"}
 
 
-def test_the_whole_table_is_documented() -> None:
-    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert not [name for name in TABLE if f"`{name}`" not in page]
+def test_the_documentation_says_of_each_flag_what_the_command_does() -> None:
+    rows = [line.split("|") for line in (ROOT / "docs" / "config.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `-")]
+    for name, flag in TABLE.items():
+        [said] = [row[2].replace("`", "") for row in rows if f"`{name}`" in row[1]]
+        match flag:
+            case RefusedFlag(remedy, accepted):
+                assert remedy in said, name
+                assert not [value for value in accepted or () if value not in said], name
+            case IgnoredFlag(why):
+                assert why in said, name
+            case TranslatedFlag(ours):
+                assert " ".join(ours) in said, name
 
 
 def test_other_words_are_left_to_the_parser() -> None:

@@ -333,6 +333,7 @@ def check_wants_keys(config: ServeConfig) -> None:
 
 def from_raw(raw: Raw, default_model: str | None = None) -> ServeConfig:
     """The checked configuration in plain data, which is filled up in place. Raises ConfigError with the path in it."""
+    _refuse_computed(raw)
     _fill(raw, default_model)
     config = decode(ServeConfig, raw, elsewhere=ELSEWHERE).checked()
     return replace(config, gateway=_with_hashed_keys(config.gateway))
@@ -359,11 +360,18 @@ def _fill(raw: Raw, default_model: str | None) -> None:
             engine.setdefault("model", default_model)
     gateway = raw.setdefault("gateway", {})
     if isinstance(gateway, dict):
-        timeouts = gateway.get("timeouts")
-        for name, section in (("gateway.models", gateway), ("gateway.timeouts.drain_s", timeouts)):
-            if isinstance(section, dict) and name.rpartition(".")[2] in section:
-                raise ConfigError(name, "is not set here", ELSEWHERE[name])
         gateway["models"] = []
+
+
+def _refuse_computed(raw: Raw) -> None:
+    """Raise ConfigError for a key that is computed from another one: its value here would be ignored."""
+    for path, remedy in ELSEWHERE.items():
+        *sections, name = path.split(".")
+        section: object = raw
+        for each in sections:
+            section = section.get(each) if isinstance(section, dict) else None
+        if isinstance(section, dict) and name in section:
+            raise ConfigError(path, "is not set here", remedy)
 
 
 def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:
