@@ -10,7 +10,7 @@ from headrace.gateway.cache.recorded_answer import WholeAnswer
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One answer. answer: None until it is whole, and for ever where it failed;  ended: whether more is to come"""
+    """One answer. answer: None until it is whole, and for ever where it failed;  ended: set once it is whole or has failed"""
 
     key: str
     answer: WholeAnswer | None = None
@@ -30,13 +30,13 @@ class Flights:
         return self._flights.get(key)
 
     def begin(self, key: str) -> Flight:
-        """The caller ends it, whatever happens. It has asked `find` first."""
+        """A flight that the caller has to `land`, whatever happens. For a key of which `find` knows none."""
         assert key not in self._flights
         flight = self._flights[key] = Flight(key)
         return flight
 
     def land(self, flight: Flight, answer: WholeAnswer | None) -> None:
-        """What waits for the flight goes on, with its answer or without one."""
+        """Wake the requests that wait for the flight. answer: None where it failed"""
         flight.answer = answer
         flight.ended.set()
         if answer is None:

@@ -90,7 +90,7 @@ class KeyClaim:
 
 
 class Replays:
-    """The claims of one gateway, and its way to the store. `close` writes what is left."""
+    """The claims of one gateway and the store that they are kept in. `close` writes what is left."""
 
     def __init__(self, store: GuardedStore, metrics: ReplayMetrics, *, limits: StoreLimits) -> None:
         """store: closed by `close`; limits: its own"""

@@ -54,7 +54,7 @@ class AnswerRecorder:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every sequence has ended as an answer does."""
+        """Whether every sequence has ended with a finish reason that a retry may be given: no error and no abort."""
         return self._num_ended == self._prepared.num_sequences
 
     def answer(self, usage: TokenUsage, now: float) -> WholeAnswer | None:

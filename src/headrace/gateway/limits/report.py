@@ -37,7 +37,7 @@ def key_principal(key: KeyRecord, tenant: TenantRecord, tier: Tier) -> Principal
 
 
 class LimitReport:
-    """Made for one look at the limits. All methods raise InvalidRequest for an unknown name, ConfigError and StoreFailed."""
+    """Made for one report. All methods raise InvalidRequest for an unknown name, ConfigError and StoreFailed."""
 
     def __init__(self, admin: Administration, store: LimitStore, tiers: Mapping[str, Tier], unix_time: Clock) -> None:
         self._admin, self._store, self._tiers, self._unix_time = admin, store, tiers, unix_time

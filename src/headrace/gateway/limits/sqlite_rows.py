@@ -46,14 +46,14 @@ class SqliteRows:
     # -- transactions ----------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The first work of a transaction."""
+        """Called at the beginning of each transaction."""
         (version,) = self._execute("PRAGMA data_version").fetchone()  # another one once another process has written
         if version != self._version:
             self._forget()
         self._version = version
 
     def write(self) -> None:
-        """The last work of a transaction."""
+        """Called at the end of each transaction: write what it has changed."""
         self._write("INSERT OR REPLACE INTO used VALUES {}", self._used_rows())
         removed = [place for place in self._changed_used if place[1] not in self._counters[place[0]].buckets]
         self._write("DELETE FROM used WHERE (counter, bucket) IN (VALUES {})", removed)

@@ -39,7 +39,7 @@ def states(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResu
 
 
 def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResult) -> RateLimitExceeded | QuotaExhausted:
-    """The error of a refused `take`: about the limit that allows the request last."""
+    """The error of a refused `take`: about the exceeded limit with the longest retry time."""
     over = [
         (_retry_s(claim, reading, result.now), rule, claim.amount or 0, used_of(rule.window, result.now, *reading))
         for rule, claim, reading in zip(rules, claims, result.readings, strict=True)

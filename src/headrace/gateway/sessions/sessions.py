@@ -1,4 +1,4 @@
-"""The sessions of one gateway: its way to their store. `turn` has what one request does with one of them.
+"""The sessions of one gateway, read from and written to their store. `turn` has what one request does with one of them.
 
 `stores.guard` bounds what a request waits for. A store that fails or is slow means 503: an answer without the history would answer another
 question.
