@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.engine_flags import ENGINE_FLAGS, Given, with_engine_flags
+from headrace.cli.server_flags import DrainTimeout, Experimental, LogFormatName, ParentFd, TlsFolder
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
@@ -36,18 +37,14 @@ def engine(
         str | None, typer.Argument(metavar="MODEL", help="Folder, bundled model or hub id; default: the bundled headrace-tiny.")
     ] = None,
     listen: Annotated[str | None, Flag("--listen", metavar="ADDRESS", help="HOST:PORT or unix:/PATH; port 0 takes a free one.")] = None,
-    tls_dir: Annotated[
-        Path | None, Flag("--tls-dir", help="Folder with ca.crt, tls.crt, tls.key and token, as headrace tls init makes it.")
-    ] = None,
+    tls_dir: TlsFolder = None,
     token_file: Annotated[Path | None, Flag("--token-file", help="File with the token that gateways must send; for TCP.")] = None,
     name: Annotated[str | None, Flag("--name", help="In the log and in answers to gateways. Default: the model folder's name.")] = None,
-    drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
-    log_format: Annotated[
-        str | None, Flag("--log-format", help="text, json, or auto: text on a terminal and JSON elsewhere. Default auto.")
-    ] = None,
-    experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
+    drain_timeout: DrainTimeout = None,
+    log_format: LogFormatName = None,
+    experimental: Experimental = False,
     config: Annotated[Path | None, Flag("--config", help="YAML file instead of MODEL and flags; see docs/config.md.")] = None,
-    parent_fd: Annotated[int | None, Flag("--parent-fd", hidden=True, help="Inherited end of the supervisor's leash.")] = None,
+    parent_fd: ParentFd = None,
     *,
     engine: Given,
 ) -> None:

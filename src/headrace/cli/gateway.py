@@ -18,6 +18,25 @@ import typer
 
 from headrace.cli.engine import GRPC_LOG, credentials_of
 from headrace.cli.flag_names import flag_names
+from headrace.cli.server_flags import (
+    AllowedHosts,
+    AllowedOrigins,
+    AllowOpen,
+    ApiKeys,
+    CertificateFile,
+    ConfigPath,
+    DrainTimeout,
+    Experimental,
+    Host,
+    LogFormatName,
+    ParentFd,
+    Port,
+    PrivateKeyFile,
+    RequestLogTarget,
+    ServedNames,
+    StateOfServer,
+    TlsFolder,
+)
 
 if TYPE_CHECKING:
     from headrace.cli.config import ServeConfig
@@ -59,42 +78,29 @@ def gateway(
     replica: Annotated[
         list[str] | None, Flag("--replica", metavar="NAME=ADDRESS", help="An engine: HOST:PORT or unix:/PATH; again for more.")
     ] = None,
-    tls_dir: Annotated[
-        Path | None, Flag("--tls-dir", help="Folder with ca.crt, tls.crt, tls.key and token, as headrace tls init makes it.")
-    ] = None,
+    tls_dir: TlsFolder = None,
     token_file: Annotated[Path | None, Flag("--token-file", help="File with the token that the engines want; for TCP.")] = None,
-    config: Annotated[Path | None, Flag("--config", help="YAML file; see docs/config.md.")] = None,
-    served_model_name: Annotated[list[str] | None, Flag("--served-model-name", help="What clients ask for; again for aliases.")] = None,
-    host: Annotated[str | None, Flag("--host", help="Where to listen; beyond loopback wants --api-key. Default 127.0.0.1.")] = None,
-    port: Annotated[int | None, Flag("--port", help="0 takes a free one. Default 8000.")] = None,
+    config: ConfigPath = None,
+    served_model_name: ServedNames = None,
+    host: Host = None,
+    port: Port = None,
     workers: Annotated[
         int | None, Flag("--workers", help="Gateway processes on this port, each with its part of the limits. Default 1.")
     ] = None,
-    api_key: Annotated[list[str] | None, Flag("--api-key", envvar="HEADRACE_API_KEY", help="Clients must send one of these.")] = None,
-    allow_open: Annotated[bool, Flag("--allow-open", help="Listen beyond loopback without API keys.")] = False,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        Flag("--allowed-hosts", help="Name a Host header may carry; again for more. Default: any, on loopback its own names."),
-    ] = None,
-    allowed_origins: Annotated[
-        list[str] | None, Flag("--allowed-origins", help="Origin whose pages a browser lets use this server, or *; again for more.")
-    ] = None,
+    api_key: ApiKeys = None,
+    allow_open: AllowOpen = False,
+    allowed_hosts: AllowedHosts = None,
+    allowed_origins: AllowedOrigins = None,
     tool_call_parser: Annotated[str | None, Flag("--tool-call-parser", help="As for headrace serve. Default auto.")] = None,
     reasoning_parser: Annotated[str | None, Flag("--reasoning-parser", help="As for headrace serve. Default auto.")] = None,
-    ssl_certfile: Annotated[str | None, Flag("--ssl-certfile", help="Certificate of the port, in PEM; it speaks https then.")] = None,
-    ssl_keyfile: Annotated[str | None, Flag("--ssl-keyfile", help="The certificate's private key, in PEM.")] = None,
-    request_log: Annotated[
-        str | None, Flag("--request-log", help="One line per request: on (stdout), off, stderr or a file. Default on.")
-    ] = None,
-    log_format: Annotated[
-        str | None, Flag("--log-format", help="text, json, or auto: text on a terminal and JSON elsewhere. Default auto.")
-    ] = None,
-    state: Annotated[
-        str | None, Flag("--state", metavar="DIR", help="Folder of keys, limits and usage. Default ~/.local/state/headrace.")
-    ] = None,
-    drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
-    experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
-    parent_fd: Annotated[int | None, Flag("--parent-fd", hidden=True, help="Inherited end of the supervisor's leash.")] = None,
+    ssl_certfile: CertificateFile = None,
+    ssl_keyfile: PrivateKeyFile = None,
+    request_log: RequestLogTarget = None,
+    log_format: LogFormatName = None,
+    state: StateOfServer = None,
+    drain_timeout: DrainTimeout = None,
+    experimental: Experimental = False,
+    parent_fd: ParentFd = None,
     worker: Annotated[int | None, Flag("--worker", hidden=True, help="Which of the supervisor's gateway workers this is.")] = None,
 ) -> None:
     """Run the OpenAI API for engines that run by themselves (headrace engine), here or on other machines."""

@@ -18,6 +18,23 @@ import typer
 
 from headrace.cli.engine_flags import ENGINE_FLAGS, Given, with_engine_flags
 from headrace.cli.flag_names import flag_names
+from headrace.cli.server_flags import (
+    AllowedHosts,
+    AllowedOrigins,
+    AllowOpen,
+    ApiKeys,
+    CertificateFile,
+    ConfigPath,
+    DrainTimeout,
+    Experimental,
+    Host,
+    LogFormatName,
+    Port,
+    PrivateKeyFile,
+    RequestLogTarget,
+    ServedNames,
+    StateOfServer,
+)
 
 if TYPE_CHECKING:
     from headrace.cli.config import ServeConfig
@@ -66,23 +83,18 @@ def serve(
     model_argument: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Folder, bundled model or hub id; default: the bundled headrace-tiny.")
     ] = None,
-    config: Annotated[Path | None, Flag("--config", help="YAML file; see docs/config.md.")] = None,
+    config: ConfigPath = None,
     model: Annotated[str | None, Flag("--model", help="The same as MODEL.")] = None,
-    served_model_name: Annotated[list[str] | None, Flag("--served-model-name", help="What clients ask for; again for aliases.")] = None,
-    host: Annotated[str | None, Flag("--host", help="Where to listen; beyond loopback wants --api-key. Default 127.0.0.1.")] = None,
-    port: Annotated[int | None, Flag("--port", help="0 takes a free one. Default 8000.")] = None,
+    served_model_name: ServedNames = None,
+    host: Host = None,
+    port: Port = None,
     gateway_workers: Annotated[
         int | None, Flag("--gateway-workers", help="Gateway processes on this port, each with its part of the limits. Default 1.")
     ] = None,
-    api_key: Annotated[list[str] | None, Flag("--api-key", envvar="HEADRACE_API_KEY", help="Clients must send one of these.")] = None,
-    allow_open: Annotated[bool, Flag("--allow-open", help="Listen beyond loopback without API keys.")] = False,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        Flag("--allowed-hosts", help="Name a Host header may carry; again for more. Default: any, on loopback its own names."),
-    ] = None,
-    allowed_origins: Annotated[
-        list[str] | None, Flag("--allowed-origins", help="Origin whose pages a browser lets use this server, or *; again for more.")
-    ] = None,
+    api_key: ApiKeys = None,
+    allow_open: AllowOpen = False,
+    allowed_hosts: AllowedHosts = None,
+    allowed_origins: AllowedOrigins = None,
     replicas: Annotated[int | None, Flag("--replicas", help="Engine processes, each with its own weights.")] = None,
     tool_call_parser: Annotated[
         str | None, Flag("--tool-call-parser", help="How the model writes calls: hermes, llama3_json, mistral, ...; none. Default auto.")
@@ -90,19 +102,13 @@ def serve(
     reasoning_parser: Annotated[
         str | None, Flag("--reasoning-parser", help="How the model marks reasoning: qwen3, deepseek_r1, ...; none. Default auto.")
     ] = None,
-    ssl_certfile: Annotated[str | None, Flag("--ssl-certfile", help="Certificate of the port, in PEM; it speaks https then.")] = None,
-    ssl_keyfile: Annotated[str | None, Flag("--ssl-keyfile", help="The certificate's private key, in PEM.")] = None,
-    request_log: Annotated[
-        str | None, Flag("--request-log", help="One line per request: on (stdout), off, stderr or a file. Default on.")
-    ] = None,
-    log_format: Annotated[
-        str | None, Flag("--log-format", help="text, json, or auto: text on a terminal and JSON elsewhere. Default auto.")
-    ] = None,
-    state: Annotated[
-        str | None, Flag("--state", metavar="DIR", help="Folder of keys, limits and usage. Default ~/.local/state/headrace.")
-    ] = None,
-    drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
-    experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
+    ssl_certfile: CertificateFile = None,
+    ssl_keyfile: PrivateKeyFile = None,
+    request_log: RequestLogTarget = None,
+    log_format: LogFormatName = None,
+    state: StateOfServer = None,
+    drain_timeout: DrainTimeout = None,
+    experimental: Experimental = False,
     *,
     engine: Given,
 ) -> None:

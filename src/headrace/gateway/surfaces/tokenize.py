@@ -15,6 +15,7 @@ from headrace.gateway.surfaces.dialect.parse import checked_messages, convert, t
 from headrace.gateway.surfaces.dialect.schemas import Message
 from headrace.gateway.surfaces.dialect.tools import ToolDefinition, checked_tools, function_tools
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
+from headrace.gateway.upstream.served_models import ServedModel
 
 _encode = msgspec.json.encode
 
@@ -73,9 +74,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
 
 
 async def _tokenize(service: Service, exchange: Exchange, held: RequestHeld, request: TokenizeRequest) -> None:
-    model = service.models.usable_by(exchange.principal).only(request.model)
-    exchange.use(model.users)
-    exchange.record.model = model.name
+    model = _used_model(service, exchange, request.model)
     asked = model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False, tenant=exchange.principal.tenant)
     async with exchange.watching():
         made = await exchange.unless_ended(asked)
@@ -92,14 +91,20 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
 
 
 async def _detokenize(service: Service, exchange: Exchange, held: RequestHeld, request: DetokenizeRequest) -> None:
-    model = service.models.usable_by(exchange.principal).only(request.model)
-    exchange.use(model.users)
-    exchange.record.model = model.name
+    model = _used_model(service, exchange, request.model)
     async with exchange.watching():
         text = await exchange.unless_ended(model.upstream.detokenize(request.tokens, tenant=exchange.principal.tenant))
     body = _encode(DetokenizeReply(prompt=text))
     held.answers.add(len(body))
     await exchange.reply(200, body)
+
+
+def _used_model(service: Service, exchange: Exchange, name: str | None) -> ServedModel:
+    """The model that answers, which stays open until the exchange has ended. Raises InvalidRequest."""
+    model = service.models.usable_by(exchange.principal).only(name)
+    exchange.use(model.users)
+    exchange.record.model = model.name
+    return model
 
 
 def _prompt(request: TokenizeRequest) -> Conversation | PlainPrompts:
