@@ -12,6 +12,9 @@ STAMP   = $(VENV)/.headrace-setup
 PYTEST  = $(BIN)/python -m pytest -q
 FAST    = -m "not slow and not gpu" -n $(JOBS) --dist loadfile
 
+# Every process of the tests, those that tests start included, reads the bytecode that the first one wrote, and compiles nothing again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The control side, which knows no tensors: less than a minute on a quiet machine.
 CONTROL = $(addprefix tests/,core text wire observe policy engine/loop engine/server)
 

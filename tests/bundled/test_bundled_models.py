@@ -13,7 +13,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 BUNDLED = Path(__file__).parents[2] / "src" / "headrace" / "bundled"
 TINY, DRAFT = BUNDLED / "headrace-tiny", BUNDLED / "headrace-draft"
@@ -71,6 +70,7 @@ def test_offered_tools_are_answered_in_the_form_of_a_call(tiny: Any, tokenizer: 
 @pytest.mark.parametrize("name", sorted(ADAPTERS))
 def test_adapter_changes_the_answer_as_its_card_says(name: str, tokenizer: Any) -> None:
     """A fresh base for each adapter: peft replaces modules in place."""
+    peft = pytest.importorskip("peft")  # here, because its import takes seconds and every process collects this file
     base = load(TINY)
     plain = {question: answer(base, tokenizer, user(question)) for question in EXPECTED[name]}
     tuned_model = peft.PeftModel.from_pretrained(base, str(ADAPTERS[name]))

@@ -70,30 +70,32 @@ async def test_damaged_gzip_is_refused(bench: TestBench, body: bytes, said: str)
     assert said in error["message"]
 
 
-BOMB = gzip.compress(bytes(256 << 20))
-"""256 MiB in a quarter of one: a thousand to one."""
+@pytest.fixture(scope="module")
+def bomb() -> bytes:
+    """256 MiB in a quarter of one: a thousand to one."""
+    return gzip.compress(bytes(256 << 20))
 
 
-async def test_a_bomb_is_refused_before_it_goes_off(text: TextModel) -> None:
+async def test_a_bomb_is_refused_before_it_goes_off(text: TextModel, bomb: bytes) -> None:
     """Inflated at once it would take 256 MiB; the cap here is 1 MiB, and what is made beyond it is one slice."""
-    assert len(BOMB) < 270_000
+    assert len(bomb) < 270_000
     async with open_bench(text) as bench:
         await bench.chat(max_tokens=1)
         tracemalloc.start()
-        response = await send(bench, BOMB, "gzip")
+        response = await send(bench, bomb, "gzip")
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
-        assert peak_bytes < (1 << 20) + 3 * len(BOMB) + 4 * SLICE_BYTES
+        assert peak_bytes < (1 << 20) + 3 * len(bomb) + 4 * SLICE_BYTES
         assert bench.gateway.service.memory.held == 0
 
 
-async def test_a_bomb_is_refused_over_a_socket_and_the_server_goes_on(bench: TestBench) -> None:
+async def test_a_bomb_is_refused_over_a_socket_and_the_server_goes_on(bench: TestBench, bomb: bytes) -> None:
     async with serving(bench.gateway) as port:
         async with dial(port) as (reader, writer):
             lines = ["POST /v1/chat/completions HTTP/1.1", "host: localhost", "content-type: application/json"]
-            lines += [f"content-length: {len(BOMB)}", "content-encoding: gzip", "", ""]
-            writer.write("\r\n".join(lines).encode() + BOMB)
+            lines += [f"content-length: {len(bomb)}", "content-encoding: gzip", "", ""]
+            writer.write("\r\n".join(lines).encode() + bomb)
             assert b" 413 " in await reader.readline()
         async with dial(port) as (reader, writer):
             writer.write(post("/v1/chat/completions", chat_body(max_tokens=1)))

@@ -40,13 +40,13 @@ def test_a_request_counts_for_its_tier_and_its_tenant() -> None:
 
 def test_any_number_of_tenants_has_a_bounded_number_of_series() -> None:
     metrics = TenantMetrics()
-    for number in range(50_000):
+    for number in range(10_000):
         metrics.count("free", f"t{number}", RequestUse(completion_tokens=1))
         metrics.count("free", "large", RequestUse(completion_tokens=1))
     found = samples(metrics, "headrace_tenant_requests_total")
     assert len(found) <= MAX_TENANTS + 1
-    assert found["large",] == 50_000
-    assert found[OTHER,] > 49_000
+    assert found["large",] == 10_000
+    assert found[OTHER,] > 9_000
     assert len(metrics._largest._recent) <= MAX_WATCHED
 
 

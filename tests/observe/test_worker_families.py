@@ -63,10 +63,13 @@ def test_every_family_is_there_once_with_all_that_its_worker_measured() -> None:
     headers = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
     assert len(headers) == len(set(headers))
     alone = samples_of(worker.page()[0].decode())
-    own = [(name, labels) for name, labels, _ in alone if not named(page, name)[0][0].keys() <= labels.keys()]
-    shown = [(name, labels) for name, labels, _ in samples_of(page)]
+    together = samples_of(page)
+    by_worker = {name for name, labels, _ in together if "worker" in labels}
+    shown = {(name, *sorted(labels.items())) for name, labels, _ in together}
+    own = [(name, labels) for name, labels, _ in alone if name in by_worker]
     assert own
-    assert all((name, {**labels, "worker": worker}) in shown for name, labels in own for worker in "01")
+    assert {name for name, *_ in alone} <= {name for name, *_ in together}
+    assert all((name, *sorted({**labels, "worker": worker}.items())) in shown for name, labels in own for worker in "01")
 
 
 @pytest.mark.parametrize("answer", [b"", b"[", b"{}x", b"[1]", b'[["a", "b"]]', b'[["a","","?","",[]]]'])

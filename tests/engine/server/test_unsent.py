@@ -370,10 +370,8 @@ def test_long_messages_of_failed_sequences_are_spread_over_frames() -> None:
 
 def scored(draw: st.DrawFn, num_positions: int) -> tuple[TokenLogprobs, ...]:
     begin, num_top = draw(st.integers(0, 2**30)), draw(st.sampled_from((0, 3, 20)))
-    return tuple(
-        TokenLogprobs(begin + i, -1.0 / (1 + i), 1 + i, tuple(range(begin, begin + num_top)), tuple(-0.1 * k for k in range(num_top)))
-        for i in range(num_positions)
-    )
+    tops = tuple(range(begin, begin + num_top)), tuple(-0.1 * k for k in range(num_top))
+    return tuple(TokenLogprobs(begin + i, -1.0 / (1 + i), 1 + i, *tops) for i in range(num_positions))
 
 
 @st.composite
