@@ -62,7 +62,7 @@ class VirtualEngine:
         position = 0
         while until is None or self.now < until:
             while position < len(waiting) and waiting[position][0] <= self.now:
-                self.engine.submit(waiting[position][1])
+                self.submit(waiting[position][1])
                 position += 1
             if self.engine.turn():
                 continue
@@ -70,6 +70,10 @@ class VirtualEngine:
                 break
             self.now = max(self.now, waiting[position][0])
         self.engine.scheduler.check()
+
+    def submit(self, request: EngineRequest) -> None:
+        """Hand in a request that has just arrived."""
+        self.engine.submit(request)
 
     def ttft_s(self, prefix: str) -> list[float]:
         """Times to the first token of the requests whose names begin so, which must all have one."""

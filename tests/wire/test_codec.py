@@ -222,6 +222,7 @@ def test_finish_survives_the_wire(index: int, keep: int, reason: FinishReason) -
         max_num_seqs=counts,
         step_fixed_s=finite,
         step_token_s=finite,
+        step_prompt_tokens=counts,
         classes=st.just(()) | st.tuples(*[st.builds(ClassLoad, counts, counts, counts)] * 3),
         counters=st.builds(
             EngineCounters,

@@ -51,9 +51,10 @@ class LoadBoard:
             kv_blocks_total=sum(pool.total for pool in pools),
             counters=scheduler.counters.copy(),
             num_queued_tokens=scheduler.num_queued_tokens,
-            max_num_seqs=scheduler.config.max_num_seqs,
+            max_num_seqs=scheduler.max_running,
             step_fixed_s=costs.fixed_s,
             step_token_s=costs.token_s,
+            step_prompt_tokens=scheduler.step_prompt_tokens,
             classes=scheduler.class_loads,
         )
         self._published = _Published(load, self._inbox.taken, self._clock())

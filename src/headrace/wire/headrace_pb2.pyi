@@ -461,7 +461,7 @@ class Rejected(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., kind: _Optional[_Union[RejectKind, str]] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., limit: _Optional[str] = ..., value: _Optional[str] = ..., remedy: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., served: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_blocks_free", "kv_blocks_cached", "kv_blocks_used", "kv_blocks_total", "step_age_s", "step_predicted_s", "loop_age_s", "counters", "num_queued_tokens", "max_num_seqs", "step_fixed_s", "step_token_s", "classes")
+    __slots__ = ("num_running", "num_waiting", "kv_blocks_free", "kv_blocks_cached", "kv_blocks_used", "kv_blocks_total", "step_age_s", "step_predicted_s", "loop_age_s", "counters", "num_queued_tokens", "max_num_seqs", "step_fixed_s", "step_token_s", "classes", "step_prompt_tokens")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -477,6 +477,7 @@ class Load(_message.Message):
     STEP_FIXED_S_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     CLASSES_FIELD_NUMBER: _ClassVar[int]
+    STEP_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_blocks_free: int
@@ -492,7 +493,8 @@ class Load(_message.Message):
     step_fixed_s: float
     step_token_s: float
     classes: _containers.RepeatedCompositeFieldContainer[ClassLoad]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., loop_age_s: _Optional[float] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., step_fixed_s: _Optional[float] = ..., step_token_s: _Optional[float] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ...) -> None: ...
+    step_prompt_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., loop_age_s: _Optional[float] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., step_fixed_s: _Optional[float] = ..., step_token_s: _Optional[float] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., step_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class ClassLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_queued_tokens")

@@ -62,6 +62,9 @@ def time_of(sent: SentSince = NOTHING_SENT, size: RequestSize = SIZE, **changes:
     [
         ({}, 0.0),
         ({"num_queued_tokens": 30}, 0.030),
+        ({"num_queued_tokens": 30, "step_prompt_tokens": 10}, 0.030 + 3 * 0.010),
+        ({"num_queued_tokens": 30, "step_prompt_tokens": 10, "num_running": 2}, 0.030 + 3 * 0.012 + OUTPUT_SHARE * 50 * 0.002),
+        ({"num_queued_tokens": 30, "step_prompt_tokens": 100, "num_running": 4}, 0.030 + 50 * 0.014 / 4 + OUTPUT_SHARE * 50 * 0.003),
         ({"step_age_s": 0.2, "step_predicted_s": 0.5}, 0.3),
         ({"step_age_s": 0.9, "step_predicted_s": 0.5}, 0.0),
         ({"num_running": 1}, OUTPUT_SHARE * 50 * 0.001),

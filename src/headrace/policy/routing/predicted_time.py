@@ -2,7 +2,8 @@
 
     what the running step still takes
     + prefill: tokens queued ahead of the request, and its own prompt
-    + the wait for a free slot or free KV blocks, whichever is longer: sequences that run now have to end first
+    + the steps without their prompt tokens: those that the queued prompts are spread over, or those until a slot or KV blocks are free,
+      for which sequences that run now have to end first; the longest of the three
     + OUTPUT_SHARE of the time that its output takes
 
 Tokens that the prefix cache holds are not known here, and count in full. Which replicas are compared is decided in `choice`.
@@ -14,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headrace.core.load import LoadSnapshot
+from headrace.core.load import LoadSnapshot, summed
 
 OUTPUT_SHARE = 0.1
 """Part of the output's time that counts beside the time to the first token. With 0 a slow replica gets more answers than it finishes in the
@@ -87,7 +88,11 @@ def predicted_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: S
 
 
 def wait_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSpeed, *, block_size: int) -> float:
-    """Seconds until the replica begins with the request's prompt: work that was there before, and slots and blocks that others hold."""
+    """Seconds until the replica begins with the request's prompt: work that was there before, and slots and blocks that others hold.
+
+    Prompts are computed `step_prompt_tokens` at a time, each time in a step that has its fixed cost and the decoding rows too. Slots and
+    blocks become free with the steps of the outputs that hold them. Both happen in the same steps, so the longer of the two counts.
+    """
     num_to_start = load.num_waiting + sent.num_requests + 1
     num_sequences = load.num_running + num_to_start
     num_slots = load.max_num_seqs or num_sequences
@@ -97,7 +102,13 @@ def wait_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSp
     slots_s = max(0, num_sequences - num_slots) / num_slots * output_s
     num_tokens = num_tokens_ahead + size.prompt_tokens + num_to_start * size.output_tokens
     blocks_s = _blocks_share(load, num_tokens, size, block_size) * output_s
-    return _rest_of_step_s(load) + num_tokens_ahead * speed.token_s + max(slots_s, blocks_s)
+    prompts_s = num_tokens_ahead / load.step_prompt_tokens * speed.step_s(_num_rows(load)) if load.step_prompt_tokens else 0.0
+    return _rest_of_step_s(load) + num_tokens_ahead * speed.token_s + max(prompts_s, slots_s, blocks_s)
+
+
+def _num_rows(load: LoadSnapshot) -> int:
+    """Sequences that run, those of classes that the request does not wait for too: their rows are in each step."""
+    return summed(load.classes).num_running if load.classes else load.num_running
 
 
 def _rest_of_step_s(load: LoadSnapshot) -> float:

@@ -8,7 +8,11 @@ from collections.abc import Iterable
 from headrace.core.plan import StepCosts
 from headrace.policy.schedule.sequence import Sequence
 
-LEAST_PREFILL_DIVISOR = 16
+PREFILL_DIVISOR = 16
+"""Prompts get 1/N of a step's tokens where the decoding sequences' goals allow twice as many: sequences are admitted only up to what that
+leaves, so prompts and decoding rows keep the goals together."""
+
+LEAST_PREFILL_DIVISOR = 64
 """Prompts get at least 1/N of a step's tokens, whatever goals the decoding sequences have: else they would never end."""
 
 
@@ -31,3 +35,14 @@ def tightest_tpot_s(sequences: Iterable[Sequence]) -> float:
 def tokens_within(goal_s: float, costs: StepCosts) -> float:
     """Most tokens of a step that is predicted to take no longer than the goal; infinite where there is no goal, or costs are not known."""
     return (goal_s - costs.fixed_s) / costs.token_s if costs.token_s else math.inf
+
+
+def prefill_part(most: float, max_tokens: int) -> int:
+    """Tokens that prompts get in each step of `max_tokens` beside any number of decoding rows, where goals allow steps of `most` tokens."""
+    return int(max(min(max_tokens // PREFILL_DIVISOR, most // 2), max_tokens // LEAST_PREFILL_DIVISOR, 1))
+
+
+def most_running(most: float, max_tokens: int) -> float:
+    """Sequences that may run at once where goals allow steps of `most` tokens: prompts get their part of each step. Infinite where even one
+    row would miss a goal, which then is no bound."""
+    return math.inf if most < 1 else max(1, most - prefill_part(most, max_tokens))

@@ -18,7 +18,7 @@ from headrace.core.plan import Started
 from headrace.core.request import PriorityClass
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.schedule.goals import LEAST_PREFILL_DIVISOR, tightest_tpot_s, tokens_within
+from headrace.policy.schedule.goals import prefill_part, tightest_tpot_s, tokens_within
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.price import ChunkPrice
 from headrace.policy.schedule.room import Room
@@ -70,22 +70,30 @@ class Planner:
         self.config = config
         self.kv = kv
         self.sequences = sequences
-        self._room = Room(config, kv, sequences)
+        self.room = Room(config, kv, sequences)
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
         self._charge_at = 0
         """The step from which decoding rows are counted again."""
         self.prompt_tokens_left = [0] * len(PriorityClass)
         """Tokens of running prompts that the last step left to later ones, by priority class."""
+        self.step_prompt_tokens = config.max_num_batched_tokens
+        """Tokens that the last step with prompts, or with an admission, had for them beside its decoding rows and their goals."""
 
     def fill(self, step: StepBuilder) -> None:
         """Add rows for running sequences and for those that can be admitted. When this raises, the step holds the rows added so far."""
-        step.first = self._room.make(step.now, step.plan_builder.costs)
+        step.first = self.room.make(step.now, step.plan_builder.costs)
         prefilling, drafted = self._plan_decodes(step)
         for seq in drafted:
             self._plan_drafted(seq, step)
         self._plan_prefills(prefilling, step)
         self.prompt_tokens_left = _tokens_left({*prefilling, *step.rows.seqs[step.rows.num_decodes :]})
         self.charge(step)
+        if not self.sequences.num_running:
+            self._forget_bounds()
+
+    def _forget_bounds(self) -> None:
+        """Nothing runs: what goals of sequences allowed says nothing about those that come next."""
+        self.step_prompt_tokens, self.room.max_running = self.config.max_num_batched_tokens, self.config.max_num_seqs
 
     def fill_within_held_blocks(self, sequences: list[Sequence], step: StepBuilder) -> list[Sequence]:
         """Add rows for these sequences alone, within the blocks they hold. Returns the sequences that the budget did not reach."""
@@ -150,6 +158,7 @@ class Planner:
         shares = self.sequences.queue.shares
         budget = step.budget
         step.num_unused = budget - min(shares.for_prefill(budget), self._within_goals(step, budget))
+        self.step_prompt_tokens = max(1, step.budget)
         if len(prefilling) > 1:
             self.charge(step)
             prefilling = self.sequences.queue.prefill_order(prefilling, step.now, step.plan_builder.costs)
@@ -176,7 +185,7 @@ class Planner:
         if not self.sequences.num_goals or not self.config.enable_chunked_prefill or budget <= 0:
             return budget
         most = tokens_within(tightest_tpot_s(step.rows.seqs[: step.rows.num_decodes]), step.plan_builder.costs)
-        return int(min(budget, max(most - (step.max_tokens - budget), budget // LEAST_PREFILL_DIVISOR, 1)))
+        return int(min(budget, max(most - (step.max_tokens - budget), prefill_part(most, step.max_tokens))))
 
     def _admit_ahead(self, prefilling: list[Sequence], step: StepBuilder) -> None:
         """Admit the waiting sequences that the queue policy serves before every running prompt."""
@@ -185,7 +194,7 @@ class Planner:
             return
         first = prefilling[0]
         while self.sequences.has_free_slot and step.budget > 0:
-            head = step.first or self._room.next_to_admit(step.now, step.plan_builder.costs)
+            head = step.first or self.room.next_to_admit(step.now, step.plan_builder.costs)
             if head is None or head.num_in_flight or not queue.precedes(head, first):
                 return
             step.first = None
@@ -299,7 +308,7 @@ class Planner:
         is_static, num_running_before = self.config.static_batching, self.sequences.num_running
         while self.sequences.has_free_slot and (step.budget > 0 or is_static):
             self.charge(step)
-            seq, step.first = step.first or self._room.next_to_admit(step.now, step.plan_builder.costs), None
+            seq, step.first = step.first or self.room.next_to_admit(step.now, step.plan_builder.costs), None
             # A preempted sequence whose sampled token is not committed yet cannot start: its ids are not all known.
             if seq is None or seq.num_in_flight or not self._admit(seq, step, num_running_before):
                 return
@@ -322,11 +331,11 @@ class Planner:
             if count == 0 and not self.config.static_batching:
                 return False
             num_left = self.kv.num_left(seq, start, start + count, self._blocks_for_long_chunks(step))
-            num_kept = self._room.num_blocks_kept(seq, step.now)
+            num_kept = self.room.num_blocks_kept(seq, step.now)
             if self._leaves_blocks_to_grow(num_left - num_kept, num_running_before):
                 break
             if self.sequences.num_running or self.kv.has_pending_free or not self.sequences.drop_waiting_forks():
-                self._room.note_short(seq, max(1, math.ceil(num_kept - num_left)))
+                self.room.note_short(seq, max(1, math.ceil(num_kept - num_left)))
                 return False
         if not any(seq.blocks):
             self._take_cached_prefix(seq, start)

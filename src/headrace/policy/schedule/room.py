@@ -13,7 +13,7 @@ from headrace.core.plan import StepCosts
 from headrace.core.request import PriorityClass
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.schedule.goals import tightest_tpot_s, tokens_within
+from headrace.policy.schedule.goals import most_running, tightest_tpot_s, tokens_within
 from headrace.policy.schedule.sequence import Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
 
@@ -32,7 +32,7 @@ LOOK_AGAIN_S = 0.02
 
 
 class Room:
-    """Admission's bounds. All methods run on the loop's thread; only `make` changes anything."""
+    """Admission's bounds. All methods run on the loop's thread; only `make` changes sequences."""
 
     def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable) -> None:
         self.config = config
@@ -42,9 +42,11 @@ class Room:
         self._num_short = 0
         """The sequence that was not admitted for want of blocks, and how many it lacks."""
         self._look_again = 0.0
+        self.max_running = config.max_num_seqs
+        """Sequences that may run at once, as the last admission found it: goals may allow fewer than there are slots."""
 
     def next_to_admit(self, now: float, costs: StepCosts) -> Sequence | None:
-        """The waiting sequence to admit next, None when none may be admitted now. Changes nothing."""
+        """The waiting sequence to admit next, None when none may be admitted now."""
         head = self._head(now, costs)
         if head is None:
             return None
@@ -74,11 +76,13 @@ class Room:
         return int(total * self.sequences.queue.shares.premium_headroom)
 
     def _keeps_goals(self, seq: Sequence, costs: StepCosts) -> bool:
-        """Whether the decoding rows alone keep every goal, with one more sequence. A goal that one row would miss is no bound."""
+        """Whether the decoding rows keep every goal beside the part of a step that prompts get, with one more sequence."""
+        self.max_running = self.config.max_num_seqs
         if not self.sequences.num_goals and seq.request.tier.tpot_ms is None:
             return True
         most = tokens_within(tightest_tpot_s([*self.sequences.running, seq]), costs)
-        return most < 1 or self.sequences.num_running + 1 <= most
+        self.max_running = int(min(most_running(most, self.config.max_num_batched_tokens), self.max_running))
+        return self.sequences.num_running < self.max_running
 
     # shares of the KV blocks
 

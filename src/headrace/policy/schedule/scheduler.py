@@ -83,6 +83,16 @@ class Scheduler:
         return tuple(map(ClassLoad, self.sequences.num_running_of, waiting.num_sequences, queued))
 
     @property
+    def max_running(self) -> int:
+        """Sequences that may run at once: goals of those that run may allow fewer than there are slots."""
+        return self._planner.room.max_running
+
+    @property
+    def step_prompt_tokens(self) -> int:
+        """Most prompt tokens of a step like the last one that had room for prompts."""
+        return self._planner.step_prompt_tokens
+
+    @property
     def has_work(self) -> bool:
         return self.sequences.has_work
 

@@ -21,7 +21,7 @@ class StepTimer:
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        self._known_token_s = 0.0
+        self._known_token_s: float | None = None
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         fading = (self._weight, self._x, self._y, self._xx, self._xy)
@@ -45,10 +45,16 @@ class StepTimer:
 
     @property
     def costs(self) -> StepCosts:
-        """The fit. While all steps are about the same size, the cost per token is the last one that could be separated."""
+        """The fit. While all steps are about the same size, the cost per token is the last one that could be separated.
+
+        Before any could, all of a step's time counts as that of its tokens: with none, an engine that is flooded from its first step on,
+        and so fills every step, would never find that a smaller one keeps a goal.
+        """
         if not self._weight:
             return StepCosts()
         mean_tokens, mean_seconds = self._x / self._weight, self._y / self._weight
+        if self._known_token_s is None:
+            return StepCosts(0.0, mean_seconds / mean_tokens)
         return StepCosts(max(0.0, mean_seconds - self._known_token_s * mean_tokens), self._known_token_s)
 
     @property

@@ -24,6 +24,7 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
         max_num_seqs=snapshot.max_num_seqs,
         step_fixed_s=snapshot.step_fixed_s,
         step_token_s=snapshot.step_token_s,
+        step_prompt_tokens=snapshot.step_prompt_tokens,
         classes=[pb.ClassLoad(**each._asdict()) for each in snapshot.classes],
         counters=pb.Counters(
             prompt_tokens=counters.prompt_tokens,
@@ -61,6 +62,7 @@ def decode_load(message: pb.Load) -> LoadSnapshot:
         max_num_seqs=message.max_num_seqs,
         step_fixed_s=message.step_fixed_s,
         step_token_s=message.step_token_s,
+        step_prompt_tokens=message.step_prompt_tokens,
         classes=tuple(ClassLoad(each.num_running, each.num_waiting, each.num_queued_tokens) for each in message.classes),
         counters=EngineCounters(
             prompt_tokens=counters.prompt_tokens,

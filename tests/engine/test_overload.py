@@ -1,0 +1,125 @@
+"""One engine behind the gateway's admission on virtual time: goodput at loads up to ten times what it can do."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+from virtual_engine import VirtualEngine, asked, quantile
+
+from headrace.core.errors import Overloaded
+from headrace.core.request import EngineRequest, PriorityClass, TierTerms
+from headrace.engine.config import EngineConfig
+from headrace.lab.fake_runner import FakeOptions
+from headrace.policy.admission.config import AdmissionRules
+from headrace.policy.admission.ladder import AdmissionStep, decide, queue_state, served_before
+from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize
+
+UNKNOWN_OUTPUT_TOKENS = 128
+
+
+class AdmittingEngine(VirtualEngine):
+    """Requests join the queue only where the gateway would let them. predicted_s: by request that joined, the wait it was promised"""
+
+    predicted_s: dict[str, float]
+
+    def submit(self, request: EngineRequest) -> None:
+        load = self.engine.snapshot()
+        num_finished = sum(load.counters.finished.values())
+        size = RequestSize(0, load.counters.generation_tokens // num_finished if num_finished else UNKNOWN_OUTPUT_TOKENS)
+        queue = queue_state(served_before(load, request.priority), NOTHING_SENT, size, block_size=16)
+        goal_s = None if request.tier.ttft_ms is None else request.tier.ttft_ms / 1000
+        verdict = decide(queue, None, has_smaller=False, priority=request.priority, rules=AdmissionRules(), ttft_goal_s=goal_s)
+        if verdict.step is AdmissionStep.REFUSED:
+            self.refused[request.request_id] = Overloaded("busy", retry_after_s=verdict.retry_after_s)
+            return
+        self.predicted_s[request.request_id] = queue.wait_s
+        super().submit(request)
+
+    def num_good(self, prefix: str) -> int:
+        """Requests that were answered within both goals of their tier."""
+        return sum(self._is_good(name) for name in self.ended if name.startswith(prefix))
+
+    def _is_good(self, name: str) -> bool:
+        times, tier = self.token_times[name], self.requests[name].tier
+        assert tier.ttft_ms is not None
+        assert tier.tpot_ms is not None
+        tpot_s = (times[-1] - times[0]) / max(1, len(times) - 1)
+        return times[0] - self.arrived[name] <= tier.ttft_ms / 1000 and tpot_s <= tier.tpot_ms / 1000 + 1e-9
+
+
+class Site(NamedTuple):
+    """An engine and its load. prompt_tokens, output_tokens: means; sizes vary by half of them"""
+
+    step_s: float
+    token_s: float
+    ttft_s: float
+    tpot_s: float
+    prompt_tokens: int
+    output_tokens: int
+    rate: float
+    config: dict[str, Any]
+
+    @property
+    def tier(self) -> TierTerms:
+        return TierTerms(name="goals", ttft_ms=1000 * self.ttft_s, tpot_ms=1000 * self.tpot_s)
+
+    def engine(self) -> AdmittingEngine:
+        options = FakeOptions(step_seconds=self.step_s, token_seconds=self.token_s, num_blocks=20_000, verify=False)
+        made = AdmittingEngine(EngineConfig(model="fake", max_waiting=20_000, **self.config), options)
+        made.predicted_s = {}
+        return made
+
+    def load(self, times: float, seconds: float, name: str = "r", **terms: Any) -> list[tuple[float, EngineRequest]]:
+        """Requests at random moments, at `times` the rate that the engine can do."""
+        draw, at, found = random.Random(7), 0.0, list[tuple[float, EngineRequest]]()
+        while (at := at + draw.expovariate(times * self.rate)) < seconds:
+            prompt = draw.randint(self.prompt_tokens // 2, 3 * self.prompt_tokens // 2)
+            output = draw.randint(self.output_tokens // 2, 3 * self.output_tokens // 2)
+            asking = asked(f"{name}-{len(found)}", prompt_tokens=prompt, output_tokens=output, **{"tier": self.tier, **terms})
+            found.append((at, asking))
+        return found
+
+
+SITES = {
+    "prompts are spread over many steps": Site(
+        0.03, 0.00008, 1.0, 0.1, 1000, 20, 4.9, {"max_num_batched_tokens": 256, "max_num_seqs": 256}
+    ),
+    "every step is full from the first one on": Site(0.01, 0.00008, 1.0, 0.05, 1000, 20, 9.6, {"max_num_seqs": 256}),
+    "goals leave slots empty": Site(0.01, 0.0002, 2.0, 0.028, 64, 128, 20.0, {"max_num_seqs": 128}),
+    "all slots are taken": Site(0.02, 0.00002, 1.0, 0.05, 300, 50, 38.1, {}),
+}
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_at_ten_times_the_load_as_many_requests_keep_their_goals_as_at_once(name: str) -> None:
+    site, seconds = SITES[name], 12.0
+    good = {}
+    for times in (1.0, 10.0):
+        engine = site.engine()
+        engine.run(site.load(times, seconds))
+        good[times] = engine.num_good("r")
+        assert good[times] >= 0.9 * len(engine.ended), "what is let in is in time"
+    assert good[10.0] >= 0.9 * good[1.0]
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_a_wait_is_as_long_as_it_was_predicted(name: str) -> None:
+    """Within what its own prompt takes: that many tokens, in steps that others share."""
+    site = SITES[name]
+    engine = site.engine()
+    engine.run(site.load(10.0, 12.0))
+    late = [engine.token_times[request][0] - engine.arrived[request] - promised for request, promised in engine.predicted_s.items()]
+    assert quantile(late, 0.9) <= 0.45 * site.ttft_s
+    assert quantile(late, 0.1) >= -0.2 * site.ttft_s
+
+
+def test_a_flood_of_batch_requests_refuses_no_premium_request() -> None:
+    site = SITES["prompts are spread over many steps"]
+    engine = site.engine()
+    premium = site.load(0.3, 12.0, "premium", priority=PriorityClass.PREMIUM)
+    engine.run([*premium, *site.load(10.0, 12.0, "batch", priority=PriorityClass.BATCH)])
+    assert not [name for name in engine.refused if name.startswith("premium")]
+    assert engine.num_good("premium") >= 0.9 * len(premium)
+    assert len(engine.refused) > 100, "the flood is refused"
