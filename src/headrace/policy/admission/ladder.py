@@ -52,7 +52,7 @@ class QueueState:
     def at_turn(self, turn: TenantTurn) -> QueueState:
         """The queue as a tenant's newest request finds it where engines serve tenants in turns: while one of its requests is served, so is
         one of each other tenant. A turn within a quarter of the slots is taken not to wait: the engine has a sequence of a tenant with
-        four times as many make room, unless all of them did so before (docs/fairness.md)."""
+        four times as many make room (docs/fairness.md)."""
         if not self.num_slots or turn.num_tenants < 2:
             return self
         num_before = turn.num_own * turn.num_tenants

@@ -142,7 +142,7 @@ class Room:
 
     def _candidates(self, head: Sequence, num_preempted: int) -> list[Sequence]:
         """Running sequences that have to make room for a waiting one, `num_preempted` having done so for its tenant. One that was preempted
-        before does not, so that each gets on."""
+        does again only after some progress (`Sequence.start`), so that each gets on."""
         queue, running = self.sequences.queue, self.sequences.running
         counts = Counter(seq.request.tenant for seq in running)
         crowd = CROWD_FACTOR * (counts[head.request.tenant] + num_preempted + 1) / _weight(head)
@@ -150,7 +150,7 @@ class Room:
         found: list[Sequence] = []
         for seq in running:
             tenant, share = seq.request.tenant, seq.request.tier.kv_share
-            if seq.incarnation or queue.outranks(seq, head):
+            if len(seq.tokens) < seq.makes_room_from or queue.outranks(seq, head):
                 continue
             is_crowd = counts[tenant] / _weight(seq) >= crowd
             holds_too_much = share is not None and held[tenant] > share * self._num_blocks

@@ -22,6 +22,10 @@ from headrace.core.request import EngineRequest
 NO_SLOT = -1
 NO_ADMISSION = AdmissionId(0)
 """The admission of a request for which nothing was prepared."""
+LEAST_PROGRESS_TOKENS = 64
+"""Tokens that a sequence that was preempted gives, running again, before it makes room for another one a second time. Fewer cost more
+recomputation beside a tenant that comes often; with more its requests wait longer, as no sequence is left that may be preempted."""
+
 NO_DRAFTS = array("i")
 """An empty column. Shared by all sequences, never appended to."""
 
@@ -84,6 +88,7 @@ class Sequence:
 
     limit        length at which the sequence ends: prompt + max_tokens, at most max_model_len
     incarnation  raised by every preemption: rows planned by an earlier one do not count as computed any more
+    makes_room_from  length from which it may be preempted so that another sequence has room
     blocks       per KV group, block ids in order; 0 where a window has passed
     hashes       identities of its leading full blocks, computed as far as they were needed
     allocated_until    positions below this may be written into the sequence's blocks; 0 = ask the KV manager
@@ -123,6 +128,7 @@ class Sequence:
     num_expected: int = 0
     num_charged: int = 0
     incarnation: int = 0
+    makes_room_from: int = 0
     blocks: list[list[int]] = field(default_factory=list)
     allocated_until: int = 0
     bulk_decode_limit: int = 0
@@ -226,6 +232,10 @@ class Sequence:
     # what changes its state
 
     def start(self, slot: int, now: float) -> None:
+        """Run from what the prefix cache held, which the caller took. If it was preempted, it makes room again once it has given as many
+        tokens as it has to compute anew: preemption for others never doubles what it costs."""
+        if self.incarnation:
+            self.makes_room_from = len(self.tokens) + max(LEAST_PROGRESS_TOKENS, len(self.tokens) - self.num_computed)
         self.slot = slot
         self.state = RUNNING
         self.facts = self._facts()
