@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.core.errors import HeadraceError
@@ -23,6 +23,11 @@ from headrace.core.waiting_bytes import check_bytes, submitted_bytes
 class Submit:
     request: EngineRequest
     arrived: float
+    work: SubmittedWork = field(init=False)
+    """Counted once: the Inbox adds it when the message is put and when it is taken."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "work", SubmittedWork.of(self.request))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,7 @@ class Inbox:
 
     def _counted(self, submit: Submit) -> Submit | Refuse:
         """The Submit, counted before it can be taken: never more is taken than was put. A refusal of it where there is no room."""
-        request, work = submit.request, SubmittedWork.of(submit.request)
+        request, work = submit.request, submit.work
         with self._lock:
             try:
                 check_bytes(self._put.since(self.taken).num_bytes, work.num_bytes, self.max_bytes)
@@ -132,5 +137,5 @@ class Inbox:
         except queue.Empty:
             return None
         if isinstance(message, Submit):
-            self.taken = self.taken.plus(SubmittedWork.of(message.request))
+            self.taken = self.taken.plus(message.work)
         return message

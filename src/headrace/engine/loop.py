@@ -214,10 +214,10 @@ class Engine:
 
     def _admit(self, request: EngineRequest, arrived: float) -> None:
         """Nothing is prepared for a request that is refused."""
-        self.scheduler.check_admission(request)
+        leaving = self.scheduler.check_admission(request)
         admission, prerequisites = self._preparations.begin(request)
         try:
-            self.scheduler.add(request, arrived, prerequisites, admission=admission)
+            self.scheduler.add(request, arrived, prerequisites, admission=admission, leaving=leaving)
         except Exception:
             self._preparations.end([admission])
             raise

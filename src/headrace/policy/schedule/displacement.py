@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from headrace.core.request import EngineRequest
-from headrace.core.waiting_bytes import submitted_bytes
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.schedule.sequence import RUNNING, Sequence
 from headrace.policy.schedule.waiting import QueuePart, QueuePartKey, WaitingWork, weight_of
@@ -20,18 +19,23 @@ Family = list[Sequence]
 """The sequences of one request."""
 
 
-def displaced(request: EngineRequest, work: WaitingWork, families: Iterable[Family], config: SchedulerConfig) -> list[Family]:
+def displaced(
+    request: EngineRequest, request_bytes: int, work: WaitingWork, families: Iterable[Family], config: SchedulerConfig
+) -> list[Family]:
     """The requests that leave so that `request` may wait, each whole. Empty: it may not.
 
+    request_bytes  `submitted_bytes` of the request
     families  of every request in the engine, the oldest first; looked at only where a part is larger than its tenant's due
     """
     num_sequences, num_bytes = work.counted_with(request)
-    num_sequences, num_bytes = num_sequences + request.params.n, num_bytes + submitted_bytes(request)
+    num_sequences, num_bytes = num_sequences + request.params.n, num_bytes + request_bytes
     is_full = num_sequences > config.max_waiting or num_bytes > config.max_waiting_bytes
     if not is_full or config.queue_policy not in ("priority", "fair"):  # the others know no tenants
         return []
     parts = {key: replace(part) for key, part in work.parts.items()}
-    due = _due(request, parts.get(QueuePartKey.of(request), QueuePart()), config)
+    own = parts.get(QueuePartKey.of(request), QueuePart())
+    wanted = QueuePart(own.num_sequences + request.params.n, own.num_bytes + request_bytes, weight_of(request))
+    due = _share(wanted, config)
     candidates: dict[QueuePartKey, list[Family]] | None = None
     chosen: list[Family] = []
     while num_sequences > config.max_waiting or num_bytes > config.max_waiting_bytes:
@@ -50,14 +54,8 @@ def displaced(request: EngineRequest, work: WaitingWork, families: Iterable[Fami
     return chosen
 
 
-def _due(request: EngineRequest, own: QueuePart, config: SchedulerConfig) -> float:
-    """The share of the queue that the request's tenant would have."""
-    wanted = QueuePart(own.num_sequences + request.params.n, own.num_bytes + submitted_bytes(request), weight_of(request))
-    return _share(wanted, config)
-
-
 def _above(parts: Mapping[QueuePartKey, QueuePart], request: EngineRequest, due: float, config: SchedulerConfig) -> list[QueuePartKey]:
-    """The parts of the request's class that are larger than `due`, the largest first."""
+    """The parts of the request's class that are larger than `due`, the share that its tenant would have; the largest first."""
     has_classes = config.queue_policy == "priority"
     same_class = [(key, _share(part, config)) for key, part in parts.items() if key.priority == request.priority or not has_classes]
     larger = [(share, key) for key, share in same_class if share > due and key[1:] != QueuePartKey.of(request)[1:]]

@@ -88,7 +88,7 @@ class Planner:
         self._plan_prefills(prefilling, step)
         self.prompt_tokens_left = _tokens_left({*prefilling, *step.rows.seqs[step.rows.num_decodes :]})
         self.charge(step)
-        if not self.sequences.num_running:
+        if not (step.rows.seqs or len(self.sequences.slots)):
             self._forget_bounds()
 
     def _forget_bounds(self) -> None:
@@ -120,7 +120,7 @@ class Planner:
         prefilling: list[Sequence] = []
         drafted: list[Sequence] = []
         seqs, starts = step.rows.seqs, step.rows.starts
-        for seq in self.sequences.running:
+        for seq in self.sequences.slots.running:
             start = seq.num_planned
             if start < seq.bulk_decode_limit or self._extend_bulk_decode(seq, step):
                 seq.num_planned = start + 1
@@ -158,7 +158,7 @@ class Planner:
         shares = self.sequences.queue.shares
         budget = step.budget
         step.num_unused = budget - min(shares.for_prefill(budget), self._within_goals(step, budget))
-        self.step_prompt_tokens = max(1, step.budget)
+        self.step_prompt_tokens = max(1, budget - step.num_unused)
         if len(prefilling) > 1:
             self.charge(step)
             prefilling = self.sequences.queue.prefill_order(prefilling, step.now, step.plan_builder.costs)
@@ -182,7 +182,7 @@ class Planner:
 
     def _within_goals(self, step: StepBuilder, budget: int) -> int:
         """Tokens that prompts may take beside the decoding rows so that the step keeps these rows' goals; at least a part of the step."""
-        if not self.sequences.num_goals or not self.config.enable_chunked_prefill or budget <= 0:
+        if not self.sequences.slots.num_goals or not self.config.enable_chunked_prefill or budget <= 0:
             return budget
         most = tokens_within(tightest_tpot_s(step.rows.seqs[: step.rows.num_decodes]), step.plan_builder.costs)
         return int(min(budget, max(most - (step.max_tokens - budget), prefill_part(most, step.max_tokens))))
@@ -193,12 +193,12 @@ class Planner:
         if not (queue.charges and prefilling and self._may_admit()):
             return
         first = prefilling[0]
-        while self.sequences.has_free_slot and step.budget > 0:
+        while self.sequences.slots.has_free and step.budget > 0:
             head = step.first or self.room.next_to_admit(step.now, step.plan_builder.costs)
             if head is None or head.num_in_flight or not queue.precedes(head, first):
                 return
             step.first = None
-            if not self._admit(head, step, self.sequences.num_running):
+            if not self._admit(head, step, len(self.sequences.slots)):
                 return
             self.charge(step)
 
@@ -206,7 +206,7 @@ class Planner:
         step_id = step.plan_builder.step_id
         if self.sequences.queue.charges and step_id >= self._charge_at:
             self._charge_at = step_id + CHARGE_STEPS
-            self.sequences.queue.charge(self.sequences.running)
+            self.sequences.queue.charge(self.sequences.slots.running)
 
     def _is_long(self, seq: Sequence, budget: int) -> bool:
         """Whether the rest of a prompt is long for steps like this one, which has `budget` for prefills (`StepShares.is_long`).
@@ -247,9 +247,9 @@ class Planner:
                 return  # the commit of the step in flight frees blocks
             if self.sequences.drop_waiting_forks():
                 continue
-            self.sequences.queue.charge(self.sequences.running)
+            self.sequences.queue.charge(self.sequences.slots.running)
             planned = {other.seq_id for other in step.rows.seqs}
-            victim = self.sequences.queue.victim(other for other in self.sequences.running if other.seq_id not in planned)
+            victim = self.sequences.queue.victim(other for other in self.sequences.slots.running if other.seq_id not in planned)
             if victim is seq and seq.has_rows_in_flight:
                 seq.stall(step.now)
                 return  # its step in flight may free blocks before its window; preempting would discard that step, again and again
@@ -305,8 +305,8 @@ class Planner:
         """Admit waiting sequences in the queue's order. Static batching admits only once no sequence of the last batch runs."""
         if not self._may_admit():
             return
-        is_static, num_running_before = self.config.static_batching, self.sequences.num_running
-        while self.sequences.has_free_slot and (step.budget > 0 or is_static):
+        is_static, num_running_before = self.config.static_batching, len(self.sequences.slots)
+        while self.sequences.slots.has_free and (step.budget > 0 or is_static):
             self.charge(step)
             seq, step.first = step.first or self.room.next_to_admit(step.now, step.plan_builder.costs), None
             # A preempted sequence whose sampled token is not committed yet cannot start: its ids are not all known.
@@ -315,9 +315,9 @@ class Planner:
 
     def _may_admit(self) -> bool:
         """Whether a sequence waits and there is a slot for it; with static batching, also only while no sequence runs."""
-        if not len(self.sequences.queue) or not self.sequences.has_free_slot:
+        if not len(self.sequences.queue) or not self.sequences.slots.has_free:
             return False
-        return not (self.config.static_batching and self.sequences.num_running)
+        return not (self.config.static_batching and len(self.sequences.slots))
 
     def _admit(self, seq: Sequence, step: StepBuilder, num_running_before: int) -> bool:
         """Start the head of the queue. False: it does not fit yet. No sequence behind it is tried then, or the head could starve.
@@ -334,7 +334,7 @@ class Planner:
             num_kept = self.room.num_blocks_kept(seq, step.now)
             if self._leaves_blocks_to_grow(num_left - num_kept, num_running_before):
                 break
-            if self.sequences.num_running or self.kv.has_pending_free or not self.sequences.drop_waiting_forks():
+            if len(self.sequences.slots) or self.kv.has_pending_free or not self.sequences.drop_waiting_forks():
                 self.room.note_short(seq, max(1, math.ceil(num_kept - num_left)))
                 return False
         if not any(seq.blocks):
@@ -358,7 +358,7 @@ class Planner:
             return False
         if num_left >= num_running_before:
             return True
-        return num_left >= self.kv.num_that_may_grow(self.sequences.running[:num_running_before])
+        return num_left >= self.kv.num_that_may_grow(self.sequences.slots.running[:num_running_before])
 
     def _start(self, seq: Sequence, builder: PlanBuilder, now: float) -> None:
         self.sequences.start(seq, now)

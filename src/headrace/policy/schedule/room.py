@@ -50,7 +50,7 @@ class Room:
         head = self._head(now, costs)
         if head is None:
             return None
-        if self._leaves_headroom(head, now) and self.sequences.num_free_slots <= self._part(self.config.max_num_seqs):
+        if self._leaves_headroom(head, now) and self.sequences.slots.num_free <= self._part(self.config.max_num_seqs):
             return None
         return head if self._keeps_goals(head, costs) else None
 
@@ -70,7 +70,7 @@ class Room:
         """Whether premium requests come lately and this is none. With nothing running it may take all there is."""
         if now - self.sequences.last_premium >= HEADROOM_S or seq.request.priority is PriorityClass.PREMIUM:
             return False
-        return self.sequences.num_running > 0
+        return len(self.sequences.slots) > 0
 
     def _part(self, total: int) -> int:
         return int(total * self.sequences.queue.shares.premium_headroom)
@@ -78,11 +78,11 @@ class Room:
     def _keeps_goals(self, seq: Sequence, costs: StepCosts) -> bool:
         """Whether the decoding rows keep every goal beside the part of a step that prompts get, with one more sequence."""
         self.max_running = self.config.max_num_seqs
-        if not self.sequences.num_goals and seq.request.tier.tpot_ms is None:
+        if not self.sequences.slots.num_goals and seq.request.tier.tpot_ms is None:
             return True
-        most = tokens_within(tightest_tpot_s([*self.sequences.running, seq]), costs)
+        most = tokens_within(tightest_tpot_s([*self.sequences.slots.running, seq]), costs)
         self.max_running = int(min(most_running(most, self.config.max_num_batched_tokens), self.max_running))
-        return self.sequences.num_running < self.max_running
+        return len(self.sequences.slots) < self.max_running
 
     # shares of the KV blocks
 
@@ -97,7 +97,7 @@ class Room:
     def _num_held(self) -> Counter[str]:
         """Blocks of the running sequences, by tenant. A block of two sequences counts for each."""
         held: Counter[str] = Counter()
-        for seq in self.sequences.running:
+        for seq in self.sequences.slots.running:
             held[seq.request.tenant] += self.kv.num_held(seq)
         return held
 
@@ -119,7 +119,7 @@ class Room:
         have been planned.
         """
         sequences, queue = self.sequences, self.sequences.queue
-        lacks_slot = not sequences.has_free_slot
+        lacks_slot = not sequences.slots.has_free
         if not (lacks_slot or self._short) or now < self._look_again or not (queue.charges and len(queue)):
             return None
         self._look_again = now + LOOK_AGAIN_S
@@ -143,7 +143,7 @@ class Room:
     def _candidates(self, head: Sequence, num_preempted: int) -> list[Sequence]:
         """Running sequences that have to make room for a waiting one, `num_preempted` having done so for its tenant. One that was preempted
         does again only after some progress (`Sequence.start`), so that each gets on."""
-        queue, running = self.sequences.queue, self.sequences.running
+        queue, running = self.sequences.queue, self.sequences.slots.running
         counts = Counter(seq.request.tenant for seq in running)
         crowd = CROWD_FACTOR * (counts[head.request.tenant] + num_preempted + 1) / _weight(head)
         held = self._num_held() if any(seq.request.tier.kv_share is not None for seq in running) else counts

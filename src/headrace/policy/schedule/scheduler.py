@@ -15,26 +15,27 @@ No torch, no clock, no lock: the loop owns the one thread that calls this.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import add
 
 from headrace.core.errors import HeadraceError
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.load import ClassLoad, ClassLoads, EngineCounters
-from headrace.core.plan import UNKNOWN_COSTS, Plan, Result, StepCosts, TokenLogprobs
+from headrace.core.plan import UNKNOWN_COSTS, Plan, Result, StepCosts
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.schedule.displacement import Family
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.planner import Planner, StepBuilder
 from headrace.policy.schedule.prerequisites import NO_PREREQUISITES
 from headrace.policy.schedule.sequence import DONE, NO_ADMISSION, RUNNING, Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_rows import NO_ROWS, StepRow, StepRows
-from headrace.policy.schedule.updates import NOTHING, RowOutput, outputs
+from headrace.policy.schedule.updates import NOTHING, RowOutput, are_plain, outputs, take_not_emitted
 
 MOVE_POLL_S = 0.005
 """A runner reports moves in results alone. While nothing else is to be computed, an empty plan asks for them at most this often."""
@@ -80,7 +81,7 @@ class Scheduler:
     def class_loads(self) -> ClassLoads:
         waiting = self.sequences.waiting
         queued = map(add, waiting.num_tokens, self._planner.prompt_tokens_left)
-        return tuple(map(ClassLoad, self.sequences.num_running_of, waiting.num_sequences, queued))
+        return tuple(map(ClassLoad, self.sequences.slots.num_of_class, waiting.num_sequences, queued))
 
     @property
     def max_running(self) -> int:
@@ -96,9 +97,9 @@ class Scheduler:
     def has_work(self) -> bool:
         return self.sequences.has_work
 
-    def check_admission(self, request: EngineRequest) -> None:
-        """Whether a checked request may be added now. Raises Overloaded, RequestTooLarge, ValueError."""
-        self.sequences.check_admission(request)
+    def check_admission(self, request: EngineRequest) -> list[Family]:
+        """Whether a checked request may be added now, and whose place it takes; raises as `SequenceTable.check_admission`."""
+        return self.sequences.check_admission(request)
 
     def add(
         self,
@@ -107,8 +108,9 @@ class Scheduler:
         prerequisites: Mapping[str, float] = NO_PREREQUISITES,
         *,
         admission: AdmissionId = NO_ADMISSION,
+        leaving: Iterable[Family] = (),
     ) -> None:
-        self.sequences.add(request, now, prerequisites, admission=admission)
+        self.sequences.add(request, now, prerequisites, admission=admission, leaving=leaving)
 
     def cancel(self, request_id: RequestId, now: float) -> None:
         self.sequences.cancel(request_id, now)
@@ -167,7 +169,7 @@ class Scheduler:
             if self.tier is not None:
                 self.sequences.end_host_waits(self.tier.plan(step.plan_builder, now))
             self._planner.fill(step)
-            if not (len(step.rows) or step.plan_builder.has_changes or self.sequences.has_ended_slots or self._polls_moves(now)):
+            if not (len(step.rows) or step.plan_builder.has_changes or self.sequences.slots.has_ended or self._polls_moves(now)):
                 return None
             return self._freeze(step)
         except Exception:
@@ -188,18 +190,18 @@ class Scheduler:
 
     def _unplan(self, step: StepBuilder) -> None:
         """Planning raised: undo the rows. Blocks and slots that were handed out are announced by a plan of their own (`unsent_plan`)."""
-        step.plan_builder.ended.extend(self.sequences.take_ended_slots())
-        step.rows.close(self._decode_columns, self.sequences.generation)
+        step.plan_builder.ended.extend(self.sequences.slots.take_ended())
+        step.rows.close(self._decode_columns, self.sequences.slots.generation)
         self._undo(step.rows)
         self._unsent = step.plan_builder
 
     def _freeze(self, step: StepBuilder) -> Plan:
         """Make the plan. A runner applies `ended` before `started`, so one plan may pass a slot from one sequence to another."""
-        step.plan_builder.ended.extend(self.sequences.take_ended_slots())
+        step.plan_builder.ended.extend(self.sequences.slots.take_ended())
         return self._close(step)
 
     def _close(self, step: StepBuilder) -> Plan:
-        step.rows.close(self._decode_columns, self.sequences.generation)
+        step.rows.close(self._decode_columns, self.sequences.slots.generation)
         self._decode_columns = step.rows.decode_columns
         plan = step.plan_builder.build(step.rows)
         self._rows[plan.step_id] = step.rows
@@ -212,7 +214,7 @@ class Scheduler:
     def commit(self, plan: Plan, result: Result, now: float) -> list[SequenceUpdate]:
         """Commit a step's result. Returns this step's updates and those of sequences that ended otherwise since the last commit."""
         rows = self._rows.pop(plan.step_id)
-        num_decodes = rows.num_decodes if _are_plain(rows, result) else 0
+        num_decodes = rows.num_decodes if are_plain(rows, result) else 0
         if num_decodes:
             self._commit_decodes(rows, result.token_ids[:num_decodes], now)
         self._commit_rows(rows, result, num_decodes, now)
@@ -281,7 +283,7 @@ class Scheduler:
         if output.token_ids and row.first_sampled != len(seq.tokens):
             output = output._replace(token_ids=NOTHING.token_ids, logprobs=())  # an earlier row gave no token
         if output.prompt_logprobs:
-            output = output._replace(prompt_logprobs=_not_emitted(row, output.prompt_logprobs))
+            output = output._replace(prompt_logprobs=take_not_emitted(row, output.prompt_logprobs))
         appended = kept, reason, _ = seq.append(output.token_ids)
         is_current = row.is_current
         if is_current:
@@ -305,7 +307,7 @@ class Scheduler:
             is_last = seq.num_planned == row.start + row.count
             seq.roll_back(seq.num_computed)
             if not is_last:
-                self.sequences.disown_rows(seq)
+                self.sequences.slots.disown_rows(seq)
         seq.draft(drafts)
 
     def end_moves(self, move_ids: array[int]) -> None:
@@ -387,16 +389,6 @@ class Scheduler:
             assert seq.bulk_commit_limit <= min(self.kv.bulk_commit_limit(seq), seq.limit - 1), "committed in bulk, but something falls due"
 
 
-def _are_plain(rows: StepRows, result: Result) -> bool:
-    """Whether each of the leading rows has one token and nothing else: no log-probabilities, drafts or errors."""
-    count = rows.num_decodes
-    if result.logprobs or (result.errors and min(row for row, _ in result.errors) < count):
-        return False
-    if (result.prompt_rows and min(result.prompt_rows) < count) or (result.draft_counts and any(result.draft_counts[:count])):
-        return False
-    return result.token_counts[:count] == rows.samples[:count]
-
-
 def _goes_on(seq: Sequence, computed: int, token: int) -> bool:
     """Whether this token ends nothing, so that the sequence's row may be committed in bulk.
 
@@ -404,12 +396,3 @@ def _goes_on(seq: Sequence, computed: int, token: int) -> bool:
     again with the commit of a row planned later.
     """
     return seq.bulk_commit_limit > 0 and computed < seq.limit - 1 and token not in seq.end_ids
-
-
-def _not_emitted(row: StepRow, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
-    """The entries, for prompt positions row.start + 1 and on, that were not emitted before a preemption or a repeated step."""
-    if not row.seq.is_first:
-        return ()  # the sequences of a request share their prompt, and the first one emits its log-probabilities
-    fresh = entries[max(0, row.seq.num_prompt_logprobs_emitted - row.start) :]
-    row.seq.num_prompt_logprobs_emitted += len(fresh)
-    return fresh

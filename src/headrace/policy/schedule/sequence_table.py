@@ -10,24 +10,25 @@ is undone without it). What a step contains is the planner's business.
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
+from headrace.core.errors import HeadraceError, Overloaded, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId, SeqId
 from headrace.core.load import EngineCounters
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import SequenceUpdate
-from headrace.core.waiting_bytes import RETRY_S
+from headrace.core.waiting_bytes import RETRY_S, submitted_bytes
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.queues import Queue, make_queue
+from headrace.policy.schedule.arrival import Arrivals
 from headrace.policy.schedule.deadlines import Deadlines, Limit
-from headrace.policy.schedule.displacement import displaced
+from headrace.policy.schedule.displacement import Family, displaced
 from headrace.policy.schedule.prerequisites import FORK, HOST_KV, NO_PREREQUISITES, NO_TIME_LIMIT
-from headrace.policy.schedule.sequence import BLOCKED, DONE, NO_ADMISSION, NO_SLOT, RUNNING, WAITING, Appended, SeqState, Sequence
+from headrace.policy.schedule.sequence import BLOCKED, DONE, NO_ADMISSION, RUNNING, WAITING, Appended, SeqState, Sequence
+from headrace.policy.schedule.slots import Slots
 from headrace.policy.schedule.step_rows import RunningColumns
 from headrace.policy.schedule.updates import NOTHING, RowOutput, sequence_update, token_updates
 from headrace.policy.schedule.waiting import WaitingWork
@@ -46,15 +47,10 @@ class SequenceTable:
         self.kv = kv
         self.tier = tier
         self.queue: Queue = make_queue(config.queue_policy)
-        self._running: dict[SeqId, Sequence] = {}
-        self.num_running_of = [0] * len(PriorityClass)
-        """Running sequences of each priority class."""
-        self.num_goals = 0
-        """Running sequences with a goal for each further token."""
+        self.slots = Slots(config.max_num_seqs)
+        self._arrivals = Arrivals(config, kv)
         self.last_premium = -math.inf
         """When a premium request came last."""
-        self.generation = 0
-        """Raised whenever a sequence starts to run or stops."""
         self.counters = EngineCounters()
         self.waiting = WaitingWork(config)
         self._blocked: dict[SeqId, Sequence] = {}
@@ -63,11 +59,7 @@ class SequenceTable:
         self._ended_admissions: list[AdmissionId] = []
         self._refused: list[tuple[EngineRequest, HeadraceError]] = []
         self._deadlines = Deadlines()
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._ended_slots: list[int] = []
         self._updates: list[SequenceUpdate] = []
-        self._eos = frozenset(config.eos_token_ids)
-        self._next_seq = 0
 
     # questions
 
@@ -78,47 +70,37 @@ class SequenceTable:
     @property
     def running(self) -> list[Sequence]:
         """Running sequences in the order in which they started. The list is the caller's own."""
-        return list(self._running.values())
+        return self.slots.running
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.slots)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or len(self.queue) or self._blocked or self._updates or self._ended_slots)
-
-    @property
-    def has_free_slot(self) -> bool:
-        return bool(self._free_slots)
-
-    @property
-    def num_free_slots(self) -> int:
-        return len(self._free_slots)
-
-    @property
-    def has_ended_slots(self) -> bool:
-        return bool(self._ended_slots)
+        return bool(len(self.slots) or len(self.queue) or self._blocked or self._updates or self.slots.has_ended)
 
     def alive(self) -> list[Sequence]:
         return [seq for family in self._families.values() for seq in family]
 
     # in
 
-    def check_admission(self, request: EngineRequest) -> None:
-        """Whether `add` may be called with a checked request now; changes nothing.
-
-        Where the queue is full, `add` may refuse requests that wait: see `displacement`.
+    def check_admission(self, request: EngineRequest) -> list[Family]:
+        """Whether `add` may be called with a checked request now; changes nothing. Returns the waiting requests that it takes the place
+        of where the queue is full (`displacement`): they are for `add`.
 
         Raises: Overloaded when the waiting queue is full, RequestTooLarge for what never fits, ValueError for a request id still in use.
         """
-        self.waiting.refuse_too_large(request)
-        self._refuse_what_never_fits(request)
+        num_bytes = submitted_bytes(request)
+        self.waiting.refuse_too_large(request, num_bytes)
+        self._arrivals.refuse_what_never_fits(request)
         self.waiting.refuse_beyond_part(request)
-        if not self._displaced(request):
-            self.waiting.refuse_while_full(request)
+        leaving = displaced(request, num_bytes, self.waiting, self._families.values(), self.config)
+        if not leaving:
+            self.waiting.refuse_while_full(request, num_bytes)
         if request.request_id in self._families:
             raise ValueError(f"request id {request.request_id} is in use")
+        return leaving
 
     def add(
         self,
@@ -127,16 +109,18 @@ class SequenceTable:
         prerequisites: Mapping[str, float] = NO_PREREQUISITES,
         *,
         admission: AdmissionId = NO_ADMISSION,
+        leaving: Iterable[Family] = (),
     ) -> None:
         """Add a request that `check_admission` has just let pass.
 
         prerequisites  names of what the request waits for, each with the seconds it may take
         admission      the number by which `satisfied`, `failed` and `take_ended` name this request
+        leaving        the waiting requests whose place it takes, as `check_admission` found them: they are refused
         """
         assert request.request_id not in self._families, "check_admission was not asked"
-        for family in self._displaced(request):
+        for family in leaving:
             self._refuse(family, Overloaded(DISPLACED, retry_after_s=RETRY_S), now)
-        family = [self._make_sequence(request, index, now, prerequisites) for index in request.indices]
+        family = [self._arrivals.make_sequence(request, index, now, prerequisites) for index in request.indices]
         self._families[request.request_id] = family
         if request.priority is PriorityClass.PREMIUM:
             self.last_premium = now
@@ -153,9 +137,6 @@ class SequenceTable:
             for seq in family:
                 seq.admission = admission
         self.counters.prompt_tokens += len(request.prompt_ids)
-
-    def _displaced(self, request: EngineRequest) -> list[list[Sequence]]:
-        return displaced(request, self.waiting, self._families.values(), self.config)
 
     def _refuse(self, family: list[Sequence], error: HeadraceError, now: float) -> None:
         """End a request that nothing was computed for: it is for `take_refused`."""
@@ -187,35 +168,6 @@ class SequenceTable:
             seq.end()
         del self._families[family[0].request.request_id]
 
-    def _refuse_what_never_fits(self, request: EngineRequest) -> None:
-        length = self._limit(request)
-        if reason := self.kv.shortage(length, self.config.uncommitted_tokens):
-            raise RequestTooLarge(
-                "max_tokens",
-                f"prompt ({len(request.prompt_ids)}) + output tokens that fit the KV cache: {reason}",
-                length - len(request.prompt_ids),
-                "Shorten the prompt or lower max_tokens.",
-            )
-
-    def _limit(self, request: EngineRequest) -> int:
-        """Length at which a sequence of this request ends."""
-        if request.params.max_tokens is None:
-            return self.config.max_model_len
-        return min(self.config.max_model_len, len(request.prompt_ids) + request.params.max_tokens)
-
-    def _make_sequence(self, request: EngineRequest, index: int, now: float, prerequisites: Mapping[str, float]) -> Sequence:
-        tokens = array("i", request.prompt_ids)
-        tokens.extend(request.output_ids)
-        self._next_seq += 1
-        seq = Sequence(
-            SeqId(self._next_seq), request, index, now, tokens, len(request.prompt_ids), self._limit(request), num_expected=len(tokens)
-        )
-        seq.stage_since = now
-        seq.end_ids = request.params.end_ids(self._eos)
-        seq.missing = {**prerequisites} if seq.is_first else {**prerequisites, FORK: NO_TIME_LIMIT}
-        self.kv.open(seq)
-        return seq
-
     def _place(self, seq: Sequence, *, may_fetch: bool = True) -> None:
         """Push a sequence to the queue, or block it while prerequisites are missing. may_fetch: it may have to wait for the host tier."""
         if may_fetch and not seq.missing and self.tier is not None and self.tier.fetch(seq):
@@ -231,7 +183,7 @@ class SequenceTable:
     def _charge_running(self) -> None:
         """A tenant that begins to wait is compared with the others by what all of them were served until now."""
         if self.queue.charges:
-            self.queue.charge(self._running.values())
+            self.queue.charge(self.slots.running)
 
     def satisfied(self, admission: AdmissionId, what: str) -> None:
         """A prerequisite is met. Unknown admissions are ignored: the request may have been cancelled meanwhile."""
@@ -259,24 +211,10 @@ class SequenceTable:
     # slots
 
     def start(self, seq: Sequence, now: float) -> None:
-        """Move a waiting sequence into a slot. The caller asked `has_free_slot` first."""
+        """Move a waiting sequence into a slot. The caller asked `slots.has_free` first."""
         self.queue.admit(seq, now)
         self.waiting.remove(seq)
-        self.num_running_of[seq.request.priority] += 1
-        self.num_goals += seq.request.tier.tpot_ms is not None
-        seq.start(self._free_slots.pop(), now)
-        self._running[seq.seq_id] = seq
-        self.generation += 1
-
-    def disown_rows(self, seq: Sequence) -> None:
-        """Rows in flight of a running sequence will not count: see `Sequence.disown_rows`."""
-        seq.disown_rows()
-        self.generation += 1  # `RunningColumns` hold its incarnation
-
-    def take_ended_slots(self) -> list[int]:
-        """Slots freed since the last plan, to be announced to the runner."""
-        ended, self._ended_slots = self._ended_slots, []
-        return ended
+        self.slots.start(seq, now)
 
     def preempt(self, seq: Sequence, now: float) -> None:
         """Free a running sequence's slot and blocks, and queue it again. It will compute anew what the prefix cache does not hold."""
@@ -376,23 +314,13 @@ class SequenceTable:
 
     def _leave_state(self, seq: Sequence) -> None:
         if seq.state is RUNNING:
-            if seq.slot != NO_SLOT:
-                del self._running[seq.seq_id]
-                self.num_running_of[seq.request.priority] -= 1
-                self.num_goals -= seq.request.tier.tpot_ms is not None
-                self.generation += 1
-                self._give_slot_back(seq)
+            self.slots.leave(seq)
             return
         self.waiting.remove(seq)
         if seq.state is WAITING:
             self.queue.remove(seq)
         else:
             self._blocked.pop(seq.seq_id, None)
-
-    def _give_slot_back(self, seq: Sequence) -> None:
-        self._ended_slots.append(seq.slot)
-        self._free_slots.append(seq.slot)
-        seq.slot = NO_SLOT
 
     def _forget(self, seq: Sequence) -> None:
         """Remove an ending sequence from its request's family. Siblings that waited to share its prompt will compute it themselves."""
@@ -454,15 +382,10 @@ class SequenceTable:
         """Raise AssertionError unless sequences, slots and blocks add up."""
         alive = self.alive()
         self.kv.check(alive)
-        slots = [seq.slot for seq in self.running]
-        assert len(set(slots)) == len(slots), "two sequences in one slot"
-        assert sorted([*slots, *self._free_slots]) == list(range(self.config.max_num_seqs)), "a slot was lost"
         states = {state: [seq for seq in alive if seq.state is state] for state in SeqState}
         assert not states[DONE], "a done sequence was not forgotten"
-        assert len(states[RUNNING]) == self.num_running == sum(self.num_running_of)
-        assert all(self.num_running_of[seq.request.priority] > 0 for seq in states[RUNNING]), "running sequences are miscounted by class"
+        self.slots.check(states[RUNNING])
         assert len(states[WAITING]) == len(self.queue)
-        assert self.num_goals == sum(seq.request.tier.tpot_ms is not None for seq in states[RUNNING]), "goals are miscounted"
         assert len(states[BLOCKED]) == len(self._blocked)
         prepared = {id(family) for family in self._prepared.values()}
         assert prepared <= {id(family) for family in self._families.values()}, "an admission outlived its request"

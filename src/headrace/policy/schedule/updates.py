@@ -11,7 +11,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.plan import Result, TokenLogprobs
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.policy.schedule.sequence import NO_DRAFTS, QUEUE, Sequence
-from headrace.policy.schedule.step_rows import RunningColumns
+from headrace.policy.schedule.step_rows import RunningColumns, StepRow, StepRows
 
 
 class RowOutput(NamedTuple):
@@ -24,6 +24,16 @@ class RowOutput(NamedTuple):
 
 
 NOTHING = RowOutput(array("i"))
+
+
+def are_plain(rows: StepRows, result: Result) -> bool:
+    """Whether each of the leading rows has one token and nothing else: no log-probabilities, drafts or errors."""
+    count = rows.num_decodes
+    if result.logprobs or (result.errors and min(row for row, _ in result.errors) < count):
+        return False
+    if (result.prompt_rows and min(result.prompt_rows) < count) or (result.draft_counts and any(result.draft_counts[:count])):
+        return False
+    return result.token_counts[:count] == rows.samples[:count]
 
 
 def outputs(result: Result, first: int) -> list[RowOutput]:
@@ -44,6 +54,16 @@ def _drafts_of(result: Result) -> dict[int, array[int]]:
     """Row -> the tokens drafted to follow it."""
     ends = accumulate(result.draft_counts)
     return {row: result.drafts[end - count : end] for row, (count, end) in enumerate(zip(result.draft_counts, ends, strict=True)) if count}
+
+
+def take_not_emitted(row: StepRow, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
+    """The entries, for prompt positions row.start + 1 and on, that were not emitted before a preemption or a repeated step. They count as
+    emitted from now on."""
+    if not row.seq.is_first:
+        return ()  # the sequences of a request share their prompt, and the first one emits its log-probabilities
+    fresh = entries[max(0, row.seq.num_prompt_logprobs_emitted - row.start) :]
+    row.seq.num_prompt_logprobs_emitted += len(fresh)
+    return fresh
 
 
 def sequence_update(

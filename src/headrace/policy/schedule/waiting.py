@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from headrace.core.errors import Overloaded, RequestTooLarge
 from headrace.core.request import EngineRequest, PriorityClass
-from headrace.core.waiting_bytes import RETRY_S, check_bytes, request_bytes, sequence_bytes, submitted_bytes
+from headrace.core.waiting_bytes import RETRY_S, check_bytes, request_bytes, sequence_bytes
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.schedule.sequence import Sequence
 
@@ -63,15 +63,15 @@ class WaitingWork:
         self.parts: dict[QueuePartKey, QueuePart] = {}
         self.num_sequences, self.num_tokens, self.num_bytes = ([0] * len(PriorityClass) for _ in range(3))
 
-    def refuse_too_large(self, request: EngineRequest) -> None:
-        """Raises RequestTooLarge for a request that could not wait even alone."""
+    def refuse_too_large(self, request: EngineRequest, num_bytes: int) -> None:
+        """Raises RequestTooLarge for a request that could not wait even alone. num_bytes: `submitted_bytes` of it"""
         config, n = self._config, request.params.n
         if n > config.max_waiting:
             raise RequestTooLarge("n", f"n <= max_waiting ({config.max_waiting})", n, "Send several requests.")
         per_tenant = config.max_waiting_per_tenant
         if per_tenant is not None and n > per_tenant:
             raise RequestTooLarge("n", f"n <= max_waiting_per_tenant ({per_tenant})", n, "Send several requests.")
-        check_bytes(0, submitted_bytes(request), config.max_waiting_bytes)
+        check_bytes(0, num_bytes, config.max_waiting_bytes)
 
     def refuse_beyond_part(self, request: EngineRequest) -> None:
         """Raises Overloaded for a request that would take what waits of its tenant beyond `max_waiting_per_tenant`."""
@@ -80,12 +80,12 @@ class WaitingWork:
             part = f"{of_tenant} of max_waiting_per_tenant {per_tenant}"
             raise Overloaded(f"this tenant's part of the waiting queue is full ({part})", retry_after_s=RETRY_S)
 
-    def refuse_while_full(self, request: EngineRequest) -> None:
-        """Raises Overloaded for a request that would take what waits beyond a bound."""
-        (num_sequences, num_bytes), most = self.counted_with(request), self._config.max_waiting
+    def refuse_while_full(self, request: EngineRequest, num_bytes: int) -> None:
+        """Raises Overloaded for a request that would take what waits beyond a bound. num_bytes: `submitted_bytes` of it"""
+        (num_sequences, bytes_waiting), most = self.counted_with(request), self._config.max_waiting
         if num_sequences + request.params.n > most:
             raise Overloaded(f"the engine's waiting queue is full ({num_sequences} of {most})", retry_after_s=RETRY_S)
-        check_bytes(num_bytes, submitted_bytes(request), self._config.max_waiting_bytes)
+        check_bytes(bytes_waiting, num_bytes, self._config.max_waiting_bytes)
 
     def counted_with(self, request: EngineRequest) -> tuple[int, int]:
         """Sequences and bytes that wait in the request's class and the higher ones, or of all where the policy knows no classes."""
