@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections import Counter
+from types import ModuleType
 
 import pytest
 from engine_kit import DrivenEngine, request
 
+from headrace.core import waiting_bytes
 from headrace.core.errors import Overloaded, RequestTooLarge
 from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.waiting_bytes import request_bytes, submitted_bytes
+from headrace.engine import inbox
+from headrace.policy.schedule import sequence_table
 from headrace.wire.codec import decode_submit, encode_submit
 from headrace.wire.handles import Handle
 
@@ -214,6 +219,34 @@ def test_what_was_computed_before_never_leaves() -> None:
 def test_a_policy_that_knows_no_tenants_refuses_the_newcomer(policy: str) -> None:
     driven = full_queue(*flood(4), queue_policy=policy)
     assert refused(driven, request("o", [2, 2], tenant="other", max_tokens=2)) == ["o"]
+
+
+def test_the_place_of_a_request_and_its_bytes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes once where it is handed in, and once where it is admitted."""
+    calls: Counter[str] = Counter()
+
+    def counted(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+
+        def call(*given: object) -> object:
+            calls[f"{module.__name__.rpartition('.')[2]}.{name}"] += 1
+            return function(*given)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(sequence_table, "displaced")
+    counted(waiting_bytes, "request_bytes")
+    counted(inbox, "submitted_bytes")
+    counted(sequence_table, "submitted_bytes")
+    driven = full_queue(*flood(4))
+    calls.clear()
+    assert refused(driven, request("o", [2, 2], tenant="other", max_tokens=2)) == ["f3"]
+    assert calls == {
+        "sequence_table.displaced": 1,
+        "inbox.submitted_bytes": 1,
+        "sequence_table.submitted_bytes": 1,
+        "waiting_bytes.request_bytes": 2,
+    }
 
 
 def test_bytes_are_parts_too() -> None:
