@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from virtual_engine import VirtualEngine, asked
 
@@ -62,7 +62,7 @@ asks = st.tuples(
 )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink an engine takes minutes
 @given(
     few=st.lists(asks, min_size=3, max_size=8),
     num_flood=st.integers(8, 16),
