@@ -10,9 +10,10 @@ from resume_kit import CHAT, COMPLETIONS, answer_of, kept, send, streaming_body,
 
 from headrace.text.folder import TextModel
 
-TEXT = 'na\u00efve \U0001f389 stop \u65e5\u672c\u8a9e "q" \\ and\nlines. The fox jumps over the lazy dog.'
+TEXT = 'na\u00efve \U0001f389 stop \u65e5 "q" \\\nIt jumps, lazy.'
+"""Short, because every event is left once, and each of these has two streams of up to as many events."""
 FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}}
-CALLS = '<think>\nhm \U0001f389?\n</think>\n\nLet me.\n\n<tool_call>\n{"name": "find", "arguments": {"q": "caf\u00e9"}}\n</tool_call>'
+CALLS = '<think>\n\U0001f389?\n</think>\n\nA.\n\n<tool_call>\n{"name": "find", "arguments": {"q": "f\u00e9"}}\n</tool_call>'
 USAGE = {"stream_options": {"include_usage": True}}
 EVERY_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
