@@ -186,7 +186,6 @@ async def tenants_on_page(bench: TestBench, key: str) -> tuple[set[str], bool]:
         answer = await bench.client.post("/v1/chat/completions", json=chat_body(), headers={"authorization": f"Bearer {used}"})
         assert answer.status_code == 200
     page = await bench.client.get("/metrics", headers={"authorization": f"Bearer {key}"} if key else {})
-    assert "headrace_requests_total" in page.text
     samples = [line for line in page.text.splitlines() if not line.startswith("#")]
     return set(re.findall(r'tenant="([^"]*)"', "\n".join(samples))), any(line.startswith("headrace_tier_") for line in samples)
 
@@ -197,6 +196,27 @@ async def test_a_key_reads_its_own_tenants_metrics_and_a_scrapers_key_all(
 ) -> None:
     async with open_bench(text, api_keys=OPS_KEYS, metrics_tenants=["ops"]) as bench:
         assert await tenants_on_page(bench, key) == (tenants, has_tiers)
+
+
+async def sites_families(bench: TestBench, key: str) -> set[str]:
+    """Families on the page that this key reads, without those of tenants and tiers."""
+    page = await bench.client.get("/metrics", headers={"authorization": f"Bearer {key}"})
+    families = re.findall(r"^# TYPE (\S+)", page.text, re.MULTILINE)
+    return {name for name in families if not name.startswith(("headrace_tenant_", "headrace_tier_"))}
+
+
+async def test_a_tenant_cannot_subtract_its_own_use_from_the_sites(text: TextModel) -> None:
+    async with open_bench(text, api_keys=OPS_KEYS, metrics_tenants=["ops"]) as bench:
+        assert await tenants_on_page(bench, KEY) == ({"alice"}, False)
+        assert await sites_families(bench, KEY) == {"headrace_replica_ready"}
+        assert {"headrace_requests_total", "headrace_generation_tokens_total", "headrace_gateway_requests_open"} <= await sites_families(
+            bench, OPS
+        )
+
+
+async def test_the_key_of_the_only_tenant_reads_the_whole_page(text: TextModel) -> None:
+    async with open_bench(text, api_keys=[KEYS[0]]) as bench:
+        assert {"headrace_requests_total", "headrace_generation_tokens_total"} <= await sites_families(bench, KEY)
 
 
 @pytest.mark.parametrize(("shows", "tenants"), [(False, set()), (True, {"alice", "bob"})])

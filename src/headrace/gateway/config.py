@@ -167,7 +167,7 @@ class GatewayConfig:
     api_keys       empty: open, every request is of the tenant "default". Otherwise every path but the probes and / wants one of them
     open_metrics   /metrics without a key although keys exist, without series of tenants and tiers
     open_tenant_metrics  with these too, beside `open_metrics`
-    metrics_tenants  tenants whose keys read every tenant's series on /metrics; any other key reads its own tenant's
+    metrics_tenants  tenants whose keys read the whole of /metrics; where there are several, any other key reads its own tenant's series
     vllm_metrics   /metrics has vLLM's names beside ours
     allowed_hosts  names that a Host header may carry, beside loopback names when bound to loopback. Empty: every name when bound elsewhere
     allowed_origins  origins whose pages may use this server, as browsers write them ("https://app.example"); "*": every page. Empty: none

@@ -42,8 +42,12 @@ class TenantShare:
 
     def __call__(self) -> float:
         """In (0, 1], at this moment."""
-        has_several = self.has_stored_keys or self.config.num_tenants > 1
-        return self.config.limits.max_tenant_share or (SEVERAL_TENANTS_SHARE if has_several else 1.0)
+        return self.config.limits.max_tenant_share or (SEVERAL_TENANTS_SHARE if self.has_several else 1.0)
+
+    @property
+    def has_several(self) -> bool:
+        """Whether keys may be of several tenants: stored ones may, whatever they are of now."""
+        return self.has_stored_keys or self.config.num_tenants > 1
 
 
 def memory_budget(config: GatewayConfig, machine_bytes: int, share: float) -> RequestMemory:

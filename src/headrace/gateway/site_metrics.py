@@ -24,9 +24,9 @@ class SiteMetrics:
         """num_open: of this process's generating requests"""
         self._metrics, self._num_open, self.siblings = metrics, num_open, siblings
 
-    async def page(self, accept: str, config: GatewayConfig, reader: Principal) -> tuple[bytes, str]:
-        """See `Metrics.page`."""
-        tenants = shown_tenants(config, reader)
+    async def page(self, accept: str, config: GatewayConfig, reader: Principal, *, has_several: bool) -> tuple[bytes, str]:
+        """See `Metrics.page`. has_several: keys may be of several tenants"""
+        tenants = shown_tenants(config, reader, has_several=has_several)
         return self._metrics.page(accept, None if self.siblings is None else await self.siblings.ask(METRICS), tenants)
 
     async def num_open(self) -> int:
@@ -41,10 +41,11 @@ def answers_of(metrics: Metrics, num_open: Callable[[], int]) -> Mapping[str, Ca
     return {METRICS: metrics.encoded, OPEN_REQUESTS: lambda: str(num_open()).encode()}
 
 
-def shown_tenants(config: GatewayConfig, reader: Principal) -> ShownTenants:
-    """Whose series a reader of /metrics sees. While the server has no keys, every reader sees all; a tenant's key sees its tenant's."""
+def shown_tenants(config: GatewayConfig, reader: Principal, *, has_several: bool) -> ShownTenants:
+    """Which series a reader of /metrics sees. Without keys, or where all keys are of one tenant, every reader sees all. Otherwise a key
+    sees its tenant's."""
     if config.open_metrics:
         return EVERY_TENANT if config.open_tenant_metrics else NO_TENANT
-    if not reader.key_id or reader.tenant in config.metrics_tenants:
+    if not reader.key_id or not has_several or reader.tenant in config.metrics_tenants:
         return EVERY_TENANT
     return ShownTenants(own=reader.tenant)

@@ -340,7 +340,7 @@ class Metrics:
         """
         encoder, content_type = choose_encoder(accept)
         own = self.registry.collect() if by_worker is None else merge_workers(by_worker)
-        families = [*tenants.shown(own), *self.reported.collect()]
+        families = tenants.shown([*own, *self.reported.collect()])
         more = vllm_families(families) if self._has_vllm_names else ()
         return encoder(_Page([*families, *more])), content_type
 

@@ -1,9 +1,9 @@
 """What tiers and the largest tenants use, on the metrics page.
 
-Labels are bounded: tiers come from the configuration, and at most MAX_TENANTS tenants have series of their own; the rest is `other`.
-Users and keys are no labels; `headrace usage` has them. A tenant's key reads the tenant's own series alone (`ShownTenants`). Every series
-only grows. A tenant that gets its own series begins at zero there, and what it used before stays with `other`; one that loses it ends, as a
-series of a process that was started again does.
+Labels are bounded: tiers come from the configuration, and at most MAX_TENANTS tenants have series of their own; the rest is `other`. Users
+and keys are no labels; `headrace usage` has them. Where there are several tenants, a tenant's key reads its own series alone
+(`ShownTenants`). Every series only grows. A tenant that gets its own series begins at zero there, and what it used before stays with
+`other`; one that loses it ends, as a series of a process that was started again does.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ NANOS = 1_000_000_000
 
 TIER_PREFIX, TENANT_PREFIX = "headrace_tier_", "headrace_tenant_"
 """How the names of these families begin."""
+
+FOR_EVERY_KEY = frozenset({"headrace_replica_ready", "headrace_gateway_worker_up"})
+"""Families of the whole site that a tenant's key reads: what `/ready` shows without a key. Every other one counts what all tenants did, and
+the only other tenant of a site could be read from it by subtraction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +122,16 @@ class LargestTenants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownTenants:
-    """Which of these series one reader of the page sees. is_all: every tenant's and tier's; own: this tenant's alone; "": none"""
+    """Which series one reader of the page sees.
+
+    is_all    every series
+    own       of tenants and tiers this tenant's alone; "": none of them
+    has_site  the site's series too, which count all tenants together; otherwise only FOR_EVERY_KEY of them
+    """
 
     is_all: bool = False
     own: str = ""
+    has_site: bool = False
 
     def shown(self, families: Iterable[Metric]) -> list[Metric]:
         """The families without the series that the reader may not see. Tiers count too, for a tier may have one tenant."""
@@ -131,14 +141,14 @@ class ShownTenants:
         if family.name.startswith(TIER_PREFIX):
             return None
         if not family.name.startswith(TENANT_PREFIX):
-            return family
+            return family if self.has_site or family.name in FOR_EVERY_KEY else None
         kept = Metric(family.name, family.documentation, family.type, family.unit)
         kept.samples = [sample for sample in family.samples if sample.labels["tenant"] == self.own != OTHER]
         return kept if kept.samples else None
 
 
 EVERY_TENANT = ShownTenants(is_all=True)
-NO_TENANT = ShownTenants()
+NO_TENANT = ShownTenants(has_site=True)
 
 
 class TenantMetrics(Collector):

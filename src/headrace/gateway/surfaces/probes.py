@@ -123,5 +123,6 @@ async def load(service: Service, exchange: Exchange) -> None:
 
 async def metrics(service: Service, exchange: Exchange) -> None:
     accept = (exchange.header(b"accept") or b"").decode("latin-1")
-    body, content_type = await service.site_metrics.page(accept, service.config, exchange.principal)
+    has_several = service.tenant_share.has_several
+    body, content_type = await service.site_metrics.page(accept, service.config, exchange.principal, has_several=has_several)
     await exchange.reply(200, body, [(b"content-type", content_type.encode())])
