@@ -186,11 +186,9 @@ def check_bound(name: str, value: object) -> None:
 
 def _check_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
     """low <= value <= high; with `above` low itself is outside. NaN and infinities never pass."""
-    rule = f"a number with {low:g} {'<' if above else '<='} {name} <= {high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
-        raise InvalidRequest(name, rule, value)
-    if above and value == low:
-        raise InvalidRequest(name, rule, value)
+    is_outside = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high
+    if is_outside or (above and value == low):
+        raise InvalidRequest(name, f"a number with {low:g} {'<' if above else '<='} {name} <= {high:g}", value)
 
 
 def _check_numbers(p: SamplingParams) -> None:

@@ -58,11 +58,13 @@ class TokenUpstream:
 
     @property
     def max_model_len(self) -> int | None:
-        return self._pool.info.max_model_len if self._pool.info else None
+        info = self._pool.info
+        return info.max_model_len if info else None
 
     @property
     def fingerprint(self) -> str | None:
-        digest = self._pool.info.digests.get("model", "") if self._pool.info else ""
+        info = self._pool.info
+        digest = info.digests.get("model", "") if info else ""
         return f"fp_{digest[:12]}" if digest else None
 
     def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
@@ -70,7 +72,8 @@ class TokenUpstream:
 
     @property
     def version(self) -> str:
-        return self._pool.info.version if self._pool.info else ""
+        info = self._pool.info
+        return info.version if info else ""
 
     def replicas(self) -> list[ReplicaHealth]:
         return self._pool.health()
@@ -121,11 +124,12 @@ class TokenUpstream:
 
     def _info(self) -> ModelInfo:
         """The model's facts. Raises Unavailable until a replica has said Hello."""
-        if self._pool.info is None:
+        info = self._pool.info
+        if info is None:
             if self._pool.unavailable:
                 raise self._pool.why_unavailable()
             raise Unavailable(f"The model {self._pool.model} is still starting.", retry_after_s=2.0)
-        return self._pool.info
+        return info
 
     def _params(self, request: GenerationRequest, info: ModelInfo, earlier_seed: int | None) -> SamplingParams:
         """The client's parameters, else the model's defaults (FROM_MODEL), with a seed. Raises InvalidRequest.
@@ -133,10 +137,10 @@ class TokenUpstream:
         earlier_seed  drawn for an earlier stream, which this one continues
         """
         chosen = {name: info.sampling_defaults[name] for name in FROM_MODEL if name in info.sampling_defaults}
-        params = SamplingParams(**{**chosen, **request.sampling})
-        seeds = (params.seed, earlier_seed)
+        seeds = (request.sampling.get("seed"), earlier_seed)
         seed = next((seed for seed in seeds if seed is not None), None)
-        return params.with_(seed=self._draw_seed() if seed is None else seed).checked(vocab_size=info.vocab_size)
+        given = {**chosen, **request.sampling, "seed": self._draw_seed() if seed is None else seed}
+        return SamplingParams(**given).checked(vocab_size=info.vocab_size)
 
     # -- prompts -------------------------------------------------------------------------------------------------------------------
 
