@@ -22,6 +22,7 @@ def _cache() -> None:
 @cache_app.command()
 def purge(
     tenant: Annotated[str, typer.Option("--tenant", help="Team or customer.")],
+    everything: Annotated[bool, typer.Option("--all", help="Sessions, and streams that could be continued, too.")] = False,
     config: ConfigFile = None,
     state: StateFolder = None,
     as_json: AsJson = False,
@@ -31,8 +32,10 @@ def purge(
     from headrace.cli.config import load_settings
     from headrace.cli.directory import administered
     from headrace.core.counted import counted
-    from headrace.gateway.cache.open import purge_answers
+    from headrace.gateway.purge import purge_all, purge_answers
 
     settings = load_settings(config, os.environ, {"state": state}, default_model=None if config else DEFAULT_MODEL).whole_gateway()
-    num_removed = administered(config, state, lambda admin: purge_answers(settings, tenant, admin, time.time))
-    print(json.dumps({"removed": num_removed}) if as_json else f"{counted(num_removed, 'answer')} of {tenant} removed")
+    work = purge_all if everything else purge_answers
+    num_removed = administered(config, state, lambda admin: work(settings, tenant, admin, time.time))
+    removed = f"{num_removed} kept records" if everything else counted(num_removed, "answer")
+    print(json.dumps({"removed": num_removed}) if as_json else f"{removed} of {tenant} removed")

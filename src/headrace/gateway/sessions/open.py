@@ -10,7 +10,7 @@ from headrace.gateway.config import GatewayConfig
 from headrace.gateway.sessions.sessions import Sessions
 from headrace.gateway.stores.guarded import GuardedStore
 from headrace.gateway.stores.open import open_part
-from headrace.gateway.stores.store import StoreLimits
+from headrace.gateway.stores.store import Store, StoreLimits
 from headrace.observe.session_metrics import SessionMetrics
 
 NAME = "sessions"
@@ -31,10 +31,16 @@ async def open_sessions(
     Raises ConfigError.
     """
     own = config.sessions
-    limits = StoreLimits(entry=ENTRY_MARGIN * own.max_session_bytes, total=own.max_bytes, tenant_share=tenant_share)
-    store = GuardedStore(open_part(NAME, config.store, config.state, limits, unix_time), NAME) if own.ttl_s else None
+    store = GuardedStore(open_session_store(config, tenant_share, unix_time), NAME) if own.ttl_s else None
     sessions = Sessions(store, own, metrics=metrics, unix_time=unix_time)
     try:
         yield sessions
     finally:
         await sessions.close()
+
+
+def open_session_store(config: GatewayConfig, tenant_share: Callable[[], float], unix_time: Clock) -> Store:
+    """Raises ConfigError."""
+    own = config.sessions
+    limits = StoreLimits(entry=ENTRY_MARGIN * own.max_session_bytes, total=own.max_bytes, tenant_share=tenant_share)
+    return open_part(NAME, config.store, config.state, limits, unix_time)

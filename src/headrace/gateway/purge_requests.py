@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
+from headrace.core.strict_decode import decode
 from headrace.gateway.access.administration import Administration
-from headrace.gateway.cache.open import purge_answers
 from headrace.gateway.config import GatewayConfig
+from headrace.gateway.purge import purge_all, purge_answers
 from headrace.gateway.stores.store import StoreFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PurgeBody:
+    """all: sessions, and streams that could be continued, too"""
+
+    all: bool = False
 
 
 class CacheRequests:
@@ -31,9 +40,10 @@ class CacheRequests:
         if method != "DELETE" or len(path) != 2 or path[0] != "cache":
             return None
         try:
+            purge = purge_all if decode(PurgeBody, body).all else purge_answers
             admin = self._open(f"{actor}, through the admin socket")
             try:
-                return 200, {"removed": await purge_answers(self._config(), path[1], admin, self._unix_time)}
+                return 200, {"removed": await purge(self._config(), path[1], admin, self._unix_time)}
             finally:
                 await admin.close()
         except ConfigError as error:
