@@ -20,7 +20,7 @@ import pytest
 from scripted_site import ScriptedSite, scripted_site
 from tls_kit import TOKEN, authority, write_certificates
 
-from headrace.cli import control, keys
+from headrace.cli import control, keys, tenants
 from headrace.cli.control_client import AdminClient, RemoteAdminClient, _TcpConnection, open_client
 from headrace.cli.directory import KeyDirectory
 from headrace.cli.exits import ServerFailed, UsageRefused
@@ -116,6 +116,28 @@ async def test_keys_are_created_and_revoked_from_another_machine(made: Site, tmp
             await asyncio.to_thread(lambda: keys.show("key-none", **place))
         with pytest.raises(UsageRefused, match="leave out --config and --state"):
             await asyncio.to_thread(lambda: keys.show(issued["id"], state=str(tmp_path), **place))
+
+
+async def test_tenants_are_created_changed_and_removed_from_another_machine(
+    made: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def administration(actor: str) -> Administration:
+        return Administration(SqliteKeys.open(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
+
+    place: dict[str, Any] = {"admin": made.url, "tls_dir": made.operator}
+    async with made.running([KeyRequests(administration)]):
+        await asyncio.to_thread(lambda: tenants.create("acme", budget=5.0, **place))
+        await asyncio.to_thread(lambda: tenants.set_tenant("acme", tier="premium", option=["cache=true"], **place))
+        capsys.readouterr()
+        await asyncio.to_thread(lambda: tenants.list_tenants(as_json=True, **place))
+        [tenant] = json.loads(capsys.readouterr().out)
+        assert (tenant["name"], tenant["tier"], tenant["budget"], tenant["options"]) == ("acme", "premium", 5.0, {"cache": True})
+        await asyncio.to_thread(lambda: tenants.remove("acme", **place))
+        capsys.readouterr()
+        await asyncio.to_thread(lambda: tenants.list_tenants(as_json=True, **place))
+        assert json.loads(capsys.readouterr().out) == []
+        with pytest.raises(UsageRefused, match="leave out --config and --state"):
+            await asyncio.to_thread(lambda: tenants.show("acme", state=str(tmp_path), **place))
 
 
 async def test_another_token_is_refused_that_of_the_unix_socket_too(made: Site, tmp_path: Path) -> None:

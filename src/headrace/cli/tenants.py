@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from headrace.cli.admin_flags import AdminFiles, AdminUrl
 from headrace.cli.directory import AsJson, ConfigFile, StateFolder
 from headrace.cli.keys import print_rows, print_with_limits
-
-if TYPE_CHECKING:
-    from headrace.gateway.access.administration import TenantChange
 
 tenants_app = typer.Typer(help="Create, list, change and remove tenants.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -37,12 +35,14 @@ def create(
     option: Options = None,
     config: ConfigFile = None,
     state: StateFolder = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
 ) -> None:
     """Create a tenant. `headrace keys create` does it too, with the key's tier."""
-    from headrace.cli.directory import administered
+    from headrace.cli.directory import KeyDirectory
 
-    change = _change(tier, budget, option)
-    administered(config, state, lambda admin: admin.create_tenant(name, change))
+    body = {"name": name, **_change(tier, budget, option)}
+    KeyDirectory(config, state, admin, tls_dir).ask("POST", "tenants", body=body)
     print(f"{name} is created")
 
 
@@ -54,34 +54,47 @@ def set_tenant(
     option: Options = None,
     config: ConfigFile = None,
     state: StateFolder = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
 ) -> None:
     """Change a tenant, on every gateway within two seconds."""
-    from headrace.cli.directory import administered
+    from headrace.cli.directory import KeyDirectory
     from headrace.cli.exits import UsageRefused
 
     if tier is None and budget is None and not option:
         raise UsageRefused("--tier, --budget, --option: give at least one of them")
-    change = _change(tier, budget, option)
-    administered(config, state, lambda admin: admin.set_tenant(name, change))
+    KeyDirectory(config, state, admin, tls_dir).ask("POST", "tenants", name, body=_change(tier, budget, option))
     print(f"{name} is changed")
 
 
 @tenants_app.command("list")
-def list_tenants(config: ConfigFile = None, state: StateFolder = None, as_json: AsJson = False) -> None:
+def list_tenants(
+    config: ConfigFile = None,
+    state: StateFolder = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
+    as_json: AsJson = False,
+) -> None:
     """List all tenants."""
-    from headrace.cli.directory import administered
-    from headrace.gateway.access.shown_records import shown_tenant
+    from headrace.cli.directory import KeyDirectory
 
-    found = [shown_tenant(tenant) for tenant in administered(config, state, lambda admin: admin.tenants())]
+    found = KeyDirectory(config, state, admin, tls_dir).ask("GET", "tenants")
     print_rows(found, ("name", "tier", "budget", "options", "created_at"), as_json)
 
 
 @tenants_app.command()
-def show(name: Name, config: ConfigFile = None, state: StateFolder = None, as_json: AsJson = False) -> None:
+def show(
+    name: Name,
+    config: ConfigFile = None,
+    state: StateFolder = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
+    as_json: AsJson = False,
+) -> None:
     """Show a tenant, and what it, its users and its keys have used of their limits."""
     from headrace.cli.directory import KeyDirectory
 
-    directory = KeyDirectory(config, state, None, None)
+    directory = KeyDirectory(config, state, admin, tls_dir)
     print_with_limits(directory.ask("GET", "tenants", name), directory.limits("tenants", name), as_json)
 
 
@@ -91,18 +104,19 @@ def remove(
     revoke_keys: Annotated[bool, typer.Option("--revoke-keys", help="Revoke the tenant's keys too.")] = False,
     config: ConfigFile = None,
     state: StateFolder = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
 ) -> None:
     """Remove a tenant that has no active key. What was recorded of it stays."""
-    from headrace.cli.directory import administered
+    from headrace.cli.directory import KeyDirectory
 
-    administered(config, state, lambda admin: admin.remove_tenant(name, revoke_keys=revoke_keys))
+    KeyDirectory(config, state, admin, tls_dir).ask("DELETE", "tenants", name, body={"revoke_keys": revoke_keys})
     print(f"{name} is removed")
 
 
-def _change(tier: str | None, budget: float | None, options: Sequence[str] | None) -> TenantChange:
-    from headrace.gateway.access.administration import TenantChange
-
-    return TenantChange(tier=tier, monthly_budget=budget, options=dict(map(_option, options or ())))
+def _change(tier: str | None, budget: float | None, options: Sequence[str] | None) -> dict[str, object]:
+    """Body of a request that creates or changes a tenant."""
+    return {"tier": tier, "budget": budget, "options": dict(map(_option, options or ()))}
 
 
 def _option(word: str) -> tuple[str, object]:
