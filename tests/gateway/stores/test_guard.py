@@ -218,3 +218,27 @@ async def test_a_write_that_fails_is_tried_again_for_its_time(monkeypatch: pytes
     await store.close()
     assert time.monotonic() - began < 1.0, "at the end nothing is tried again"
     assert (len(ended), bare.done) == (3, 1)
+
+
+async def test_time_by_which_the_event_loop_is_late_is_not_the_stores() -> None:
+    """A burst of requests made the loop late by more than a request may wait, and answers that had come were refused."""
+    one = StoreGuard("keys")
+
+    async def busy(seconds: float) -> None:
+        """Work of other requests, in pieces that hold the loop."""
+        for _ in range(4):
+            time.sleep(seconds / 4)
+            await asyncio.sleep(0)
+
+    async def answered_late() -> None:
+        for _ in range(3):  # an answer that wakes a task, which wakes another one
+            await asyncio.sleep(0.01)
+
+    with one_request() as wait:
+        reasons = await asyncio.gather(asked(one, answered_late), busy(2 * WAIT_S), asked(one, answered_late))
+        assert reasons == ["", None, ""]
+        assert wait.waited_s < WAIT_S
+        began = time.monotonic()
+        stopped, _ = await asyncio.gather(asked(one, never), busy(WAIT_S))
+    assert "in time" in stopped, "one that gives no answer is given up all the same"
+    assert time.monotonic() - began < 2 * WAIT_S + SLACK_S

@@ -18,7 +18,7 @@ from headrace.gateway.stores.store import StoreFailed
 MAX_FIRST_LOOKUPS = 4
 """Look-ups of keys that were not found before, that the store works on at a time: half of a Redis client's connections."""
 
-MAX_FIRST_WAITING = 64
+MAX_FIRST_WAITING = 512
 """Such look-ups in flight, with the ones that wait for their turn. A further key is refused at once, as the store has no time for it."""
 
 LookUp = Callable[[bytes, str], Awaitable[StoredKey | None]]
