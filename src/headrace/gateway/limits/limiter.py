@@ -100,8 +100,7 @@ class Limiter:
         if admission.is_held:
             holder = Holder(id=admission.request_id, gateway=self.gateway, beat=self._beat, saved=admission.saved)
         async with self._guard.waiting():
-            if any(ended.tenant == admission.principal.tenant_key for ended in self._uncharged.values()):
-                await self._charge()
+            await self._charge_ended(admission.principal.tenant_key)
             return await self._store.take(holder, claims)
 
     def check(self) -> None:
@@ -115,17 +114,34 @@ class Limiter:
             self._uncharged[admission.request_id] = _Ended(admission.principal.tenant_key, admission.used)
             self._has_uncharged.set()
 
+    async def _charge_ended(self, tenant: str) -> None:
+        """Charge what this tenant had that ended before this call. Raises StoreFailed.
+
+        Calls that wait for a charge that is under way share the next one: what ends while they wait is not theirs, so a tenant with many
+        refusals does not have its requests charge one after the other.
+        """
+        ended = [request_id for request_id, one in self._uncharged.items() if one.tenant == tenant]
+        while ended:
+            async with self._charging:
+                ended = [request_id for request_id in ended if request_id in self._uncharged]
+                if ended:
+                    await self._charge_batch()
+
     async def _charge(self) -> None:
         """Write the charges of what has ended, up to MAX_CHARGES. Raises StoreFailed; they are kept then."""
         async with self._charging:
-            batch = dict(islice(self._uncharged.items(), MAX_CHARGES))
-            if not batch:
-                return
-            await self._store.charge(self.gateway, {request_id: ended.used for request_id, ended in batch.items()})
-            for request_id in batch:
-                del self._uncharged[request_id]
-            if not self._uncharged:
-                self._has_uncharged.clear()
+            await self._charge_batch()
+
+    async def _charge_batch(self) -> None:
+        """`_charge`, under its lock."""
+        batch = dict(islice(self._uncharged.items(), MAX_CHARGES))
+        if not batch:
+            return
+        await self._store.charge(self.gateway, {request_id: ended.used for request_id, ended in batch.items()})
+        for request_id in batch:
+            del self._uncharged[request_id]
+        if not self._uncharged:
+            self._has_uncharged.clear()
 
     async def _charges(self) -> None:
         while not self._is_closing.is_set():
