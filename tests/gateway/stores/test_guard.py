@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 
@@ -242,3 +243,14 @@ async def test_time_by_which_the_event_loop_is_late_is_not_the_stores() -> None:
         stopped, _ = await asyncio.gather(asked(one, never), busy(WAIT_S))
     assert "in time" in stopped, "one that gives no answer is given up all the same"
     assert time.monotonic() - began < 2 * WAIT_S + SLACK_S
+
+
+async def test_an_answer_that_came_in_time_counts_where_the_event_loop_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "REQUEST_WAIT_S", 0.02)
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[int] = loop.create_future()
+    store_thread = threading.Timer(0.005, loop.call_soon_threadsafe, (answer.set_result, 7))
+    store_thread.start()
+    loop.call_soon(time.sleep, 0.05)  # the work of other requests
+    async with StoreGuard("limits").waiting():
+        assert await answer == 7
