@@ -62,7 +62,7 @@ class Limiter:
         self._admissions: dict[RequestId, Admission] = {}
         self._uncharged: dict[RequestId, _Ended] = {}
         self._has_uncharged = asyncio.Event()
-        self._charging = asyncio.Lock()
+        self._charging: asyncio.Task[None] | None = None
         self._is_closing = asyncio.Event()
         self._guard = StoreGuard("limits")
 
@@ -117,23 +117,25 @@ class Limiter:
     async def _charge_ended(self, tenant: str) -> None:
         """Charge what this tenant had that ended before this call. Raises StoreFailed.
 
-        Calls that wait for a charge that is under way share the next one: what ends while they wait is not theirs, so a tenant with many
-        refusals does not have its requests charge one after the other.
+        What ends while the call waits is not its own, so a tenant with many refusals does not have its requests charge one after the other.
         """
         ended = [request_id for request_id, one in self._uncharged.items() if one.tenant == tenant]
         while ended:
-            async with self._charging:
-                ended = [request_id for request_id in ended if request_id in self._uncharged]
-                if ended:
-                    await self._charge_batch()
+            await self._charge()
+            ended = [request_id for request_id in ended if request_id in self._uncharged]
 
     async def _charge(self) -> None:
-        """Write the charges of what has ended, up to MAX_CHARGES. Raises StoreFailed; they are kept then."""
-        async with self._charging:
-            await self._charge_batch()
+        """Write the charges of what has ended, up to MAX_CHARGES. Raises StoreFailed; they are kept then.
+
+        All callers that wait share the charge that is under way, and the event loop wakes them together: a lock would be handed on once in
+        each turn of the loop, which for hundreds of callers took longer than they may wait.
+        """
+        if self._charging is None or self._charging.done():
+            self._charging = asyncio.create_task(self._charge_batch(), name="limits charged")
+            self._charging.add_done_callback(_look_at_failure)
+        await asyncio.shield(self._charging)
 
     async def _charge_batch(self) -> None:
-        """`_charge`, under its lock."""
         batch = dict(islice(self._uncharged.items(), MAX_CHARGES))
         if not batch:
             return
@@ -191,4 +193,12 @@ class Limiter:
                     await self._charge()
                 await self._renew()
                 await self._store.expire(self.gateway, self._beat)
+        if self._charging is not None:
+            self._charging.cancel()
         await self._store.close()
+
+
+def _look_at_failure(charge: asyncio.Task[None]) -> None:
+    """asyncio would log it where no caller waits any more."""
+    if not charge.cancelled():
+        charge.exception()

@@ -49,7 +49,7 @@ class StoreWait:
 
 
 class LoopDelay:
-    """By how many seconds an event loop was late so far, measured while somebody wants to know."""
+    """By how many seconds an event loop was late so far, measured while a request waits."""
 
     def __init__(self) -> None:
         self._sum_s = 0.0
