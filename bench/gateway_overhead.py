@@ -240,7 +240,7 @@ def main() -> None:
             site.add_litellm(given.litellm)
         found = measure(site, given)
     print(json.dumps({key: value for key, value in found.items() if key != "rounds"}, indent=1))
-    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()}
+    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items() if name != "output"}
     write_json(given.output, {"environment": asdict(environment()), "arguments": arguments, **found})
 
 
