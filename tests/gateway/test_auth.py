@@ -14,6 +14,7 @@ import pytest
 from gateway_kit import MODEL, TestBench, chat_body, dial, metric, open_bench, serving
 
 from headrace.core.errors import ConfigError
+from headrace.core.ids import RequestId
 from headrace.core.request import PriorityClass, TierTerms
 from headrace.gateway.config import config_from
 from headrace.gateway.surfaces.routes import ENDPOINTS
@@ -212,6 +213,15 @@ async def test_a_tenant_cannot_subtract_its_own_use_from_the_sites(text: TextMod
         assert {"headrace_requests_total", "headrace_generation_tokens_total", "headrace_gateway_requests_open"} <= await sites_families(
             bench, OPS
         )
+
+
+@pytest.mark.parametrize(("key", "num_open"), [(KEY, 2), (OTHER, 0), (OPS, 2)])
+async def test_load_counts_the_requests_of_the_readers_tenant_and_for_a_scraper_all(text: TextModel, key: str, num_open: int) -> None:
+    async with open_bench(text, api_keys=OPS_KEYS, metrics_tenants=["ops"]) as bench:
+        admit = bench.gateway.service.open_requests.admit
+        with admit(RequestId("one"), "alice", lambda error: None), admit(RequestId("two"), "alice", lambda error: None):
+            answer = await bench.client.get("/load", headers={"authorization": f"Bearer {key}"})
+    assert answer.json() == {"server_load": num_open}
 
 
 async def test_the_key_of_the_only_tenant_reads_the_whole_page(text: TextModel) -> None:

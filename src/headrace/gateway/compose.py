@@ -232,13 +232,10 @@ def _text_pool(config: GatewayConfig, workers: Workers) -> TextPool:
 async def _site_metrics(
     stack: AsyncExitStack, metrics: Metrics, open_requests: OpenRequests, worker: GatewayWorker | None, num_workers: int
 ) -> SiteMetrics:
-    def num_open() -> int:
-        return open_requests.num_open
-
     if worker is None:
-        return SiteMetrics(metrics, num_open)
-    siblings = await stack.enter_async_context(Siblings(worker, num_workers, answers_of(metrics, num_open)))
-    return SiteMetrics(metrics, num_open, siblings)
+        return SiteMetrics(metrics, open_requests.by_tenant)
+    siblings = await stack.enter_async_context(Siblings(worker, num_workers, answers_of(metrics, open_requests.by_tenant)))
+    return SiteMetrics(metrics, open_requests.by_tenant, siblings)
 
 
 def _connect_metrics(app: Gateway, models: SiteModels) -> None:

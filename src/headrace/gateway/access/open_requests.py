@@ -58,6 +58,10 @@ class OpenRequests:
     def num_open(self) -> int:
         return len(self._open)
 
+    def by_tenant(self) -> dict[str, int]:
+        """Tenant -> its open requests."""
+        return dict(self._tenants)
+
     def admit(self, request_id: RequestId, tenant: str, cut: Callable[[HeadraceError], None]) -> OpenRequest:
         """
         cut  ends the request with an error before its time

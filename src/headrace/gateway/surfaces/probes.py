@@ -117,8 +117,10 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 
 async def load(service: Service, exchange: Exchange) -> None:
-    """vLLM's /load: generating requests in this server now, in all its workers."""
-    await exchange.reply(200, _encode(LoadReply(server_load=await service.site_metrics.num_open())))
+    """vLLM's /load: generating requests in this server now, in all its workers; for the key of one of several tenants, its tenant's."""
+    has_several = service.tenant_share.has_several
+    num_open = await service.site_metrics.num_open(service.config, exchange.principal, has_several=has_several)
+    await exchange.reply(200, _encode(LoadReply(server_load=num_open)))
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
