@@ -12,15 +12,17 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gateway_kit import gateway_config
 from scripted_site import ScriptedSite, scripted_site
 from tls_kit import TOKEN, authority, write_certificates
 
-from headrace.cli import control, keys, tenants
+from headrace.cli import cache, control, keys, tenants
 from headrace.cli.control_client import AdminClient, RemoteAdminClient, _TcpConnection, open_client
 from headrace.cli.directory import KeyDirectory
 from headrace.cli.exits import ServerFailed, UsageRefused
@@ -33,6 +35,10 @@ from headrace.fleet.config_change import check_can_become
 from headrace.gateway.access.admin_requests import KeyRequests
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.sqlite_keys import SqliteKeys
+from headrace.gateway.cache.open import open_answer_store
+from headrace.gateway.memory import TenantShare
+from headrace.gateway.purge_requests import CacheRequests
+from headrace.gateway.sessions.open import open_session_store
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.wire.tls.files import TlsFiles, TlsRole, files_in
 
@@ -138,6 +144,27 @@ async def test_tenants_are_created_changed_and_removed_from_another_machine(
         assert json.loads(capsys.readouterr().out) == []
         with pytest.raises(UsageRefused, match="leave out --config and --state"):
             await asyncio.to_thread(lambda: tenants.show("acme", state=str(tmp_path), **place))
+
+
+async def test_what_is_kept_of_a_tenant_is_removed_from_another_machine(
+    made: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = gateway_config(state=str(tmp_path))
+
+    def administration(actor: str) -> Administration:
+        return Administration(SqliteKeys.open(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
+
+    for opened in (open_answer_store, open_session_store):
+        store = opened(config, TenantShare(config), time.time)
+        await store.put("kept", b"", tenant="acme", ttl_s=60.0)
+        await store.close()
+    place: dict[str, Any] = {"admin": made.url, "tls_dir": made.operator}
+    async with made.running([CacheRequests(lambda: config, administration, time.time)]):
+        for everything, num_removed in ((False, 1), (True, 1), (True, 0)):
+            await asyncio.to_thread(partial(cache.purge, "acme", everything=everything, as_json=True, **place))
+            assert json.loads(capsys.readouterr().out) == {"removed": num_removed}
+        with pytest.raises(UsageRefused, match="leave out --config and --state"):
+            await asyncio.to_thread(lambda: cache.purge("acme", state=str(tmp_path), **place))
 
 
 async def test_another_token_is_refused_that_of_the_unix_socket_too(made: Site, tmp_path: Path) -> None:

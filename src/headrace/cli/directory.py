@@ -8,10 +8,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+from headrace.cli.admin_flags import AdminFiles, AdminUrl
 
 if TYPE_CHECKING:
     from headrace.cli.config import ServeConfig
@@ -47,25 +50,67 @@ class KeyDirectory:
 
         Raises: ConfigError, InvalidRequest and StoreFailed; ServerFailed and UsageRefused for a deployment.
         """
-        from headrace.cli.exits import UsageRefused
         from headrace.gateway.access.admin_requests import answer_request
 
-        if self.admin is None and self.tls_dir is None:
-            return administered(self.file, self.state, lambda admin: answer_request(admin, method, path, query, body))
-        if self.file is not None or self.state is not None:
-            raise UsageRefused("--admin: the deployment has its own file and state; leave out --config and --state.")
-        from headrace.cli.control_client import open_client
-
-        return open_client(None, self.admin, self.tls_dir).request(method, path, query or {}, body)
+        if self.is_remote:
+            return self._ask_deployment(method, *path, query=query, body=body)
+        return administered(self.file, self.state, lambda admin: answer_request(admin, method, path, query, body))
 
     def limits(self, kind: str, name: str) -> Any:
         """What is used of the limits of one of `kind`, keys or tenants. Raises as `ask`."""
         import asyncio
 
-        if self.admin is not None or self.tls_dir is not None:
-            return self.ask("GET", kind, name, "limits")
+        if self.is_remote:
+            return self._ask_deployment("GET", kind, name, "limits")
         config = _settings(self.file, self.state)
         return asyncio.run(read_limits(config, lambda report: report.of(kind, name), actor="headrace"))
+
+    def purge(self, tenant: str, *, is_all: bool) -> int:
+        """Remove what is kept of a tenant: its answers, or with `is_all` everything. Returns the number of entries. Raises as `ask`."""
+        from headrace.gateway.purge import purge_all, purge_answers
+
+        if self.is_remote:
+            return int(self._ask_deployment("DELETE", "cache", tenant, body={"all": is_all})["removed"])
+        work = purge_all if is_all else purge_answers
+        config = _settings(self.file, self.state).whole_gateway()
+        return administered(self.file, self.state, lambda admin: work(config, tenant, admin, time.time))
+
+    @property
+    def is_remote(self) -> bool:
+        """It is a deployment's, reached through its admin address."""
+        return self.admin is not None or self.tls_dir is not None
+
+    def _ask_deployment(
+        self, method: str, *path: str, query: Mapping[str, str] | None = None, body: Mapping[str, object] | None = None
+    ) -> Any:
+        from headrace.cli.control_client import open_client
+        from headrace.cli.exits import UsageRefused
+
+        if self.file is not None or self.state is not None:
+            raise UsageRefused("--admin: the deployment has its own file and state; leave out --config and --state.")
+        return open_client(None, self.admin, self.tls_dir).request(method, path, query or {}, body)
+
+
+def of_directory(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the flags that say which keys it is about, instead of its first parameter."""
+
+    def run(
+        *words: Any,
+        config: ConfigFile = None,
+        state: StateFolder = None,
+        admin: AdminUrl = None,
+        tls_dir: AdminFiles = None,
+        **given: Any,
+    ) -> None:
+        command(KeyDirectory(config, state, admin, tls_dir), *words, **given)
+
+    shape = signature(command, eval_str=True)
+    _, *own = shape.parameters.values()
+    _, *flags, _ = signature(run, eval_str=True).parameters.values()
+    together = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in (*own, *flags)]
+    run.__signature__ = shape.replace(parameters=together)  # type: ignore[attr-defined]
+    run.__name__, run.__doc__, run.__annotations__ = command.__name__, command.__doc__, {}
+    return run
 
 
 def administered(file: Path | None, state: str | None, work: Callable[[Administration], Awaitable[T]]) -> T:

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.admin_flags import AdminFiles, AdminUrl
-from headrace.cli.directory import AsJson, ConfigFile, StateFolder
+from headrace.cli.directory import AsJson, KeyDirectory, of_directory
 
 keys_app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -19,7 +18,9 @@ KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `headrace keys list
 
 
 @keys_app.command()
+@of_directory
 def create(
+    directory: KeyDirectory,
     tenant: Annotated[str, typer.Option("--tenant", help="Team or customer; created where it is not there yet.")],
     tier: Annotated[str | None, typer.Option("--tier", help="The key's rules. Default: its tenant's.")] = None,
     user: Annotated[str, typer.Option("--user", help="Person or program that gets the key.")] = "",
@@ -27,14 +28,9 @@ def create(
     budget: Annotated[float | None, typer.Option("--budget", help="Money per UTC month, in the currency of `prices`.")] = None,
     models: Annotated[str | None, typer.Option("--models", metavar="A,B", help="Models that it may use. Default: its tier's.")] = None,
     requests_per_minute: Annotated[int | None, typer.Option("--requests-per-minute", help="Of this key alone.")] = None,
-    config: ConfigFile = None,
-    state: StateFolder = None,
-    admin: AdminUrl = None,
-    tls_dir: AdminFiles = None,
     as_json: AsJson = False,
 ) -> None:
     """Create an API key and print it. It is shown once: only its digest is kept."""
-    from headrace.cli.directory import KeyDirectory
     from headrace.cli.durations import seconds_of
 
     wanted = {
@@ -46,83 +42,66 @@ def create(
         "requests_per_minute": requests_per_minute,
         "models": [name.strip() for name in models.split(",")] if models else [],
     }
-    _print_issued(KeyDirectory(config, state, admin, tls_dir).ask("POST", "keys", body=wanted), as_json)
+    _print_issued(directory.ask("POST", "keys", body=wanted), as_json)
 
 
 @keys_app.command("list")
+@of_directory
 def list_keys(
+    directory: KeyDirectory,
     tenant: Annotated[str | None, typer.Option("--tenant", help="Only of this tenant.")] = None,
-    config: ConfigFile = None,
-    state: StateFolder = None,
-    admin: AdminUrl = None,
-    tls_dir: AdminFiles = None,
     as_json: AsJson = False,
 ) -> None:
     """List all keys, revoked and expired ones too."""
-    from headrace.cli.directory import KeyDirectory
-
-    found = KeyDirectory(config, state, admin, tls_dir).ask("GET", "keys", query={} if tenant is None else {"tenant": tenant})
+    found = directory.ask("GET", "keys", query={} if tenant is None else {"tenant": tenant})
     print_rows(found, ("id", "first_chars", "tenant", "user", "tier", "state", "expires_at"), as_json)
 
 
 @keys_app.command()
+@of_directory
 def show(
+    directory: KeyDirectory,
     key_id: KeyId,
-    config: ConfigFile = None,
-    state: StateFolder = None,
-    admin: AdminUrl = None,
-    tls_dir: AdminFiles = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a key may do, and what is used of every limit that its requests are held to."""
-    from headrace.cli.directory import KeyDirectory
-
-    directory = KeyDirectory(config, state, admin, tls_dir)
     print_with_limits(directory.ask("GET", "keys", key_id), directory.limits("keys", key_id), as_json)
 
 
 @keys_app.command()
+@of_directory
 def rotate(
+    directory: KeyDirectory,
     key_id: KeyId,
     grace: Annotated[
         str, typer.Option("--grace", metavar="TIME", help="How long the old key is valid: 1h, 2d. Default: not at all.")
     ] = "0s",
-    config: ConfigFile = None,
-    state: StateFolder = None,
-    admin: AdminUrl = None,
-    tls_dir: AdminFiles = None,
     as_json: AsJson = False,
 ) -> None:
     """Replace a key by a new one of the same id, limits and budget, and print it."""
-    from headrace.cli.directory import KeyDirectory
     from headrace.cli.durations import seconds_of
 
     body = {"grace_s": seconds_of(grace, "--grace")}
-    _print_issued(KeyDirectory(config, state, admin, tls_dir).ask("POST", "keys", key_id, "rotate", body=body), as_json)
+    _print_issued(directory.ask("POST", "keys", key_id, "rotate", body=body), as_json)
 
 
 @keys_app.command()
-def revoke(key_id: KeyId, config: ConfigFile = None, state: StateFolder = None, admin: AdminUrl = None, tls_dir: AdminFiles = None) -> None:
+@of_directory
+def revoke(directory: KeyDirectory, key_id: KeyId) -> None:
     """End a key on every gateway, within two seconds."""
-    from headrace.cli.directory import KeyDirectory
-
-    KeyDirectory(config, state, admin, tls_dir).ask("DELETE", "keys", key_id)
+    directory.ask("DELETE", "keys", key_id)
     print(f"{key_id} is revoked")
 
 
 @keys_app.command()
+@of_directory
 def audit(
+    directory: KeyDirectory,
     limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="Newest records to show.")] = 100,
-    config: ConfigFile = None,
-    state: StateFolder = None,
-    admin: AdminUrl = None,
-    tls_dir: AdminFiles = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the changes to keys and tenants, newest first: when, by which user, what."""
-    from headrace.cli.directory import KeyDirectory
-
-    found = KeyDirectory(config, state, admin, tls_dir).ask("GET", "audit", query={"limit": str(limit)})
+    found = directory.ask("GET", "audit", query={"limit": str(limit)})
     print_rows(found, ("time", "actor", "action", "subject", "detail"), as_json)
 
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.admin_flags import AdminFiles, AdminUrl
-from headrace.cli.directory import AsJson, ConfigFile, StateFolder
+from headrace.cli.directory import AsJson, KeyDirectory, of_directory
 from headrace.cli.keys import print_rows, print_with_limits
 
 tenants_app = typer.Typer(help="Create, list, change and remove tenants.", no_args_is_help=True, rich_markup_mode=None)
@@ -28,89 +27,69 @@ Options = Annotated[
 
 
 @tenants_app.command()
+@of_directory
 def create(
+    directory: KeyDirectory,
     name: Name,
     tier: TierName = None,
     budget: Budget = None,
     option: Options = None,
-    config: ConfigFile = None,
-    state: StateFolder = None,
-    admin: AdminUrl = None,
-    tls_dir: AdminFiles = None,
 ) -> None:
     """Create a tenant. `headrace keys create` does it too, with the key's tier."""
-    from headrace.cli.directory import KeyDirectory
-
     body = {"name": name, **_change(tier, budget, option)}
-    KeyDirectory(config, state, admin, tls_dir).ask("POST", "tenants", body=body)
+    directory.ask("POST", "tenants", body=body)
     print(f"{name} is created")
 
 
 @tenants_app.command("set")
+@of_directory
 def set_tenant(
+    directory: KeyDirectory,
     name: Name,
     tier: TierName = None,
     budget: Budget = None,
     option: Options = None,
-    config: ConfigFile = None,
-    state: StateFolder = None,
-    admin: AdminUrl = None,
-    tls_dir: AdminFiles = None,
 ) -> None:
     """Change a tenant, on every gateway within two seconds."""
-    from headrace.cli.directory import KeyDirectory
     from headrace.cli.exits import UsageRefused
 
     if tier is None and budget is None and not option:
         raise UsageRefused("--tier, --budget, --option: give at least one of them")
-    KeyDirectory(config, state, admin, tls_dir).ask("POST", "tenants", name, body=_change(tier, budget, option))
+    directory.ask("POST", "tenants", name, body=_change(tier, budget, option))
     print(f"{name} is changed")
 
 
 @tenants_app.command("list")
+@of_directory
 def list_tenants(
-    config: ConfigFile = None,
-    state: StateFolder = None,
-    admin: AdminUrl = None,
-    tls_dir: AdminFiles = None,
+    directory: KeyDirectory,
     as_json: AsJson = False,
 ) -> None:
     """List all tenants."""
-    from headrace.cli.directory import KeyDirectory
-
-    found = KeyDirectory(config, state, admin, tls_dir).ask("GET", "tenants")
+    found = directory.ask("GET", "tenants")
     print_rows(found, ("name", "tier", "budget", "options", "created_at"), as_json)
 
 
 @tenants_app.command()
+@of_directory
 def show(
+    directory: KeyDirectory,
     name: Name,
-    config: ConfigFile = None,
-    state: StateFolder = None,
-    admin: AdminUrl = None,
-    tls_dir: AdminFiles = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a tenant, and what it, its users and its keys have used of their limits."""
-    from headrace.cli.directory import KeyDirectory
-
-    directory = KeyDirectory(config, state, admin, tls_dir)
     print_with_limits(directory.ask("GET", "tenants", name), directory.limits("tenants", name), as_json)
 
 
 @tenants_app.command()
+@of_directory
 def remove(
+    directory: KeyDirectory,
     name: Name,
     revoke_keys: Annotated[bool, typer.Option("--revoke-keys", help="Revoke the tenant's keys too.")] = False,
-    config: ConfigFile = None,
-    state: StateFolder = None,
-    admin: AdminUrl = None,
-    tls_dir: AdminFiles = None,
 ) -> None:
     """Remove a tenant that has no active key. What was recorded of it stays."""
-    from headrace.cli.directory import KeyDirectory
-
-    KeyDirectory(config, state, admin, tls_dir).ask("DELETE", "tenants", name, body={"revoke_keys": revoke_keys})
+    directory.ask("DELETE", "tenants", name, body={"revoke_keys": revoke_keys})
     print(f"{name} is removed")
 
 
