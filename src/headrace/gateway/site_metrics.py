@@ -39,7 +39,7 @@ class SiteMetrics:
 
 
 def _counts(answers: Mapping[int, bytes]) -> list[Mapping[str, int]]:
-    """Of the workers that answered: tenant -> requests."""
+    """Tenant -> requests, of each worker that answered."""
     counts: list[Mapping[str, int]] = []
     for answer in answers.values():
         with suppress(ValueError):  # no answer, or one of a worker that is being replaced by a newer version
