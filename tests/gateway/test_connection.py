@@ -6,15 +6,17 @@ import asyncio
 import json
 import resource
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 from gateway_kit import TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
 
 from headrace.core.descriptors import num_open
 from headrace.gateway.http import connection as protocol
+from headrace.gateway.http.client_transport import ClientTransport
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.text.folder import TextModel
@@ -48,6 +50,38 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
 
 async def test_server_answers(port: int) -> None:
     assert status(await talk(port, GET)) == 200
+
+
+class CountedWrites:
+    """A transport that counts its writes."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.sizes: list[int] = []
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        self.sizes.append(len(data))
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._transport, name)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+async def test_a_small_answer_is_one_write(port: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[CountedWrites] = []
+
+    def client(transport: asyncio.Transport, close: Callable[[], None]) -> ClientTransport:
+        counted.append(CountedWrites(transport))
+        return ClientTransport(cast(asyncio.Transport, counted[-1]), close)
+
+    monkeypatch.setattr(protocol, "ClientTransport", client)
+    kept_alive = GET.replace(b"connection: close\r\n", b"")
+    answer = await talk(port, kept_alive.replace(b"GET", method.encode()) + GET)
+    assert [len(each.sizes) for each in counted] == [2], "two answers, a write each"
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert sum(counted[0].sizes) == len(answer)
+    assert answer.endswith(b"}")
 
 
 BROKEN = {

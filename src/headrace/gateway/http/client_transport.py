@@ -48,10 +48,11 @@ class ClientTransport:
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.transport = transport
         self.close = close
-        self.write = transport.write  # called once per token: spares __getattr__
+        self.write: Callable[[bytes], object] = transport.write  # called once per token: spares __getattr__
         self.is_half_closed = False
         self.has_left = False
         self._is_cut = False
+        self._kept = b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)
@@ -67,6 +68,25 @@ class ClientTransport:
         if cycle is None or cycle.scope is not scope or not cycle.chunked_encoding:
             return False
         return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or self.is_closing())
+
+    def join_writes(self) -> None:
+        """Keep what is written next, an answer's head, until the write after it: one system call for both, and one packet."""
+        self.write = self._keep
+
+    def end_join(self) -> None:
+        """Write what is kept, where nothing came after it."""
+        if self._kept:
+            self._write_kept(b"")
+        self.write = self.transport.write
+
+    def _keep(self, head: bytes) -> None:
+        self._kept = head
+        self.write = self._write_kept
+
+    def _write_kept(self, body: bytes) -> None:
+        head, self._kept = self._kept, b""
+        self.write = self.transport.write
+        self.write(head + body)
 
     def write_chunk(self, body: bytes) -> None:
         """Right after `has_room`. body: not empty."""

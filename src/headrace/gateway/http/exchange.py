@@ -47,6 +47,8 @@ class ConnectionWriter(Protocol):
 
     def has_room(self, scope: Scope) -> bool: ...
     def write_chunk(self, body: bytes) -> None: ...
+    def join_writes(self) -> None: ...
+    def end_join(self) -> None: ...
 
 
 class Exchange:
@@ -255,9 +257,18 @@ class Exchange:
     # -- the answer --------------------------------------------------------------------------------------------------------------
 
     async def reply(self, status: int, body: bytes, headers: Headers = (_JSON,)) -> None:
-        """The whole answer. Returns and raises as `write` does."""
-        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
-        await self.write(body, is_last=True)
+        """The whole answer, its head and the body's first piece in one write. Returns and raises as `write` does."""
+        head = [*headers, (b"content-length", b"%d" % len(body))]
+        if self._writer is None or self.scope["method"] == "HEAD":  # whose answer has no second write
+            await self.start(status, head)
+            await self.write(body, is_last=True)
+            return
+        self._writer.join_writes()
+        try:
+            await self.start(status, head)
+            await self.write(body, is_last=True)
+        finally:
+            self._writer.end_join()
 
     async def reply_parts(self, parts: Sequence[bytes]) -> None:
         """The whole answer (200) from parts that are never joined, for some are large."""
