@@ -48,13 +48,13 @@ class Sources:
     clock      monotonic seconds: arrivals, deadlines, latencies, health
     unix_time  Unix seconds: `created` in answers
     draw_seed  draws the seed of a request that names none
-    random     draws the candidates that routing compares
+    random     draws the candidates that routing compares: nothing secret
     """
 
     clock: Clock = time.monotonic
     unix_time: Clock = time.time
     draw_seed: Callable[[], int] = field(default=lambda: secrets.randbelow(MAX_DRAWN_SEED))
-    random: Random = field(default_factory=random.SystemRandom)
+    random: Random = field(default_factory=random.Random)
 
 
 Connect = Callable[[ReplicaConfig, TextModel, Clock], Connection]
