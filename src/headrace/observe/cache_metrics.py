@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter
 
+from headrace.observe.tally import CountCollector
+
 
 class CacheResult(StrEnum):
     """What the response cache did for a request; also the value of the header x-headrace-cache."""
@@ -39,9 +41,8 @@ class ReplayOutcome(StrEnum):
 
 class AnswerCacheMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        requests = Counter(
-            "headrace_cache_requests", "Generating requests, by what the response cache did.", ("result",), registry=registry
-        )
+        requests = CountCollector("headrace_cache_requests", "Generating requests, by what the response cache did.", ("result",))
+        registry.register(requests)
         answers = Counter(
             "headrace_cache_answers", "Whole answers that could be cached, by what became of them.", ("outcome",), registry=registry
         )

@@ -15,19 +15,18 @@ metric has one. Their values are configured names and fixed words, never a clien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from headrace.core.load import STEP_BOUNDS_S, FailureKind, LoadSnapshot
-from headrace.observe.tally import TallyCollector
+from headrace.observe.tally import CountCollector, TallyCollector
 from headrace.observe.tenant_metrics import EVERY_TENANT, ShownTenants, TenantMetrics
 from headrace.observe.upstream_metrics import ReportedLoadCollector, UpstreamCollector, UpstreamReading
 from headrace.observe.vllm_metrics import vllm_families
@@ -238,56 +237,54 @@ class Metrics:
         self.tenants = TenantMetrics()
         registry.register(self.tenants)
         self._replicas: dict[tuple[str, str], ReplicaMetrics] = {}
-        self._outcomes: dict[tuple[str, str], set[str]] = {}
-        self.requests = Counter("headrace_requests", "Requests by outcome.", (*LABELS, "outcome"), registry=registry)
-        self.sequences_resumed = Counter(
-            "headrace_sequences_resumed",
-            "Sequences submitted again after the loss of their engine, by the replica of the last.",
-            LABELS,
-            registry=registry,
+        self.requests = self._counted("headrace_requests", "Requests by outcome.", (*LABELS, "outcome"))
+        self.sequences_resumed = self._counted(
+            "headrace_sequences_resumed", "Sequences submitted again after the loss of their engine, by the replica of the last.", LABELS
         )
-        self.time_to_first_token = Histogram(
-            "headrace_time_to_first_token_seconds",
-            "Arrival at the gateway to the first token.",
-            LABELS,
-            buckets=TTFT_BUCKETS,
-            registry=registry,
+        self.time_to_first_token = self._tallied(
+            "headrace_time_to_first_token_seconds", "Arrival at the gateway to the first token.", LABELS, TTFT_BUCKETS
         )
-        self.time_per_output_token = Histogram(
+        self.time_per_output_token = self._tallied(
             "headrace_time_per_output_token_seconds",
             "(last token - first token) / (tokens - 1), once per sequence.",
             LABELS,
-            buckets=TOKEN_BUCKETS,
-            registry=registry,
+            TOKEN_BUCKETS,
         )
-        self.inter_token_latency = TallyCollector(
+        self.inter_token_latency = self._tallied(
             "headrace_inter_token_latency_seconds",
             "Gaps between chunks of a sequence; a chunk of k tokens counts as k gaps of a k-th each.",
             LABELS,
             TOKEN_BUCKETS,
         )
-        registry.register(self.inter_token_latency)
-        self.request_latency = Histogram(
-            "headrace_request_latency_seconds", "Arrival to the end of the answer.", LABELS, buckets=LATENCY_BUCKETS, registry=registry
+        self.request_latency = self._tallied(
+            "headrace_request_latency_seconds", "Arrival to the end of the answer.", LABELS, LATENCY_BUCKETS
         )
-        self.queue_time = Histogram(
-            "headrace_queue_time_seconds", "Arrival at the engine to the first step.", LABELS, buckets=TTFT_BUCKETS, registry=registry
-        )
-        self.http_responses = Counter("headrace_http_responses", "Answers by status code.", ("status",), registry=registry)
+        self.queue_time = self._tallied("headrace_queue_time_seconds", "Arrival at the engine to the first step.", LABELS, TTFT_BUCKETS)
+        self.http_responses = self._counted("headrace_http_responses", "Answers by status code.", ("status",))
         self.requests_open = Gauge("headrace_gateway_requests_open", "Generating requests in this gateway.", registry=registry)
-        self.loop_lag = Histogram(
+        self.loop_lag = self._tallied(
             "headrace_gateway_loop_lag_seconds",
             "How late the gateway's event loop came to a regular look, four times a second.",
-            buckets=LAG_BUCKETS,
-            registry=registry,
-        )
-        self.store_wait = Histogram(
+            (),
+            LAG_BUCKETS,
+        ).labels()
+        self.store_wait = self._tallied(
             "headrace_store_wait_seconds",
             "What a generating request waited for all stores together: keys, limits, caches, sessions, streams.",
-            buckets=STORE_BUCKETS,
-            registry=registry,
-        )
+            (),
+            STORE_BUCKETS,
+        ).labels()
         self.log_dropped = Gauge("headrace_request_log_dropped", "Lines the request log could not write.", registry=registry)
+
+    def _counted(self, name: str, documentation: str, labels: Sequence[str]) -> CountCollector:
+        made = CountCollector(name, documentation, labels)
+        self.registry.register(made)
+        return made
+
+    def _tallied(self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float]) -> TallyCollector:
+        made = TallyCollector(name, documentation, labels, bounds)
+        self.registry.register(made)
+        return made
 
     def replica(self, model: str, replica: str) -> ReplicaMetrics:
         """The instruments of one replica, made once."""
@@ -298,19 +295,23 @@ class Metrics:
 
     def finished(self, model: str, replica: str, outcome: str) -> None:
         """Count one request. model and replica are configured names, or empty where it never got that far."""
-        self._outcomes.setdefault((model, replica), set()).add(outcome)
         self.requests.labels(model, replica, outcome).inc()
 
     def forget(self, model: str, replica: str | None = None) -> None:
         """Drop the series of a replica that left, or those of a whole model."""
-        for labels in [labels for labels in {*self._replicas, *self._outcomes} if labels[0] == model and replica in (None, labels[1])]:
-            self._replicas.pop(labels, None)
-            for outcome in self._outcomes.pop(labels, ()):
-                self.requests.remove(*labels, outcome)
-            self.inter_token_latency.remove(*labels)
-            for metric in (self.time_to_first_token, self.time_per_output_token, self.request_latency, self.queue_time):
-                _remove(metric, labels)
-            _remove(self.sequences_resumed, labels)
+        leading = (model,) if replica is None else (model, replica)
+        for labels in [labels for labels in self._replicas if labels[: len(leading)] == leading]:
+            del self._replicas[labels]
+        for metric in (self.requests, self.sequences_resumed):
+            metric.remove(*leading)
+        for histogram in (
+            self.time_to_first_token,
+            self.time_per_output_token,
+            self.inter_token_latency,
+            self.request_latency,
+            self.queue_time,
+        ):
+            histogram.remove(*leading)
 
     def read_engines(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
         self.registry.register(ReadyCollector(readings))
@@ -353,8 +354,3 @@ class _Page:
 
     def collect(self) -> list[Metric]:
         return self.families
-
-
-def _remove(metric: Counter | Histogram, labels: tuple[str, ...]) -> None:
-    with suppress(KeyError):  # older versions of the library raise for a series that never was
-        metric.remove(*labels)
