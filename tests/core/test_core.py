@@ -61,6 +61,8 @@ BROKEN = [
     ("stop", (1,)), ("stop_token_ids", (-1,)), ("stop_token_ids", (100,)), ("stop_token_ids", (1,) * 65), ("stop_token_ids", ("1",)),
     ("logit_bias", {1: 101.0}), ("logit_bias", {1: math.nan}), ("logit_bias", {100: 1.0}), ("logit_bias", {-1: 1.0}),
     ("logit_bias", dict.fromkeys(range(1025), 0.0)), ("logit_bias", [1]), ("ignore_eos", 1), ("skip_special_tokens", None),
+    ("temperature", True), ("presence_penalty", False), ("min_tokens", False), ("logit_bias", []),
+    ("ignore_eos", 0), ("detokenize", 1),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from headrace.core.errors import InvalidRequest
@@ -73,10 +74,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        elif not isinstance(self.stop, tuple):
-            object.__setattr__(self, "stop", tuple(self.stop or ()))
+        if not isinstance(self.stop, tuple):
+            object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         if not isinstance(self.stop_token_ids, tuple):
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
 
@@ -174,6 +173,11 @@ BOUNDS: Mapping[str, Bound] = {
 _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
 """Parameters that may be None; None is then a value with a meaning of its own."""
 
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize")
+_numbers_of, _flags_of = attrgetter(*BOUNDS), attrgetter(*_FLAGS)
+_DEFAULT_NUMBERS = _numbers_of(SamplingParams())
+"""Values that the parameters of BOUNDS have where they are not given, which needs no check: most parameters of most requests."""
+
 
 def check_bound(name: str, value: object) -> None:
     """Raise InvalidRequest for a number outside BOUNDS."""
@@ -192,15 +196,14 @@ def _check_float(name: str, value: object, low: float, high: float, *, above: bo
 
 
 def _check_numbers(p: SamplingParams) -> None:
-    for name in BOUNDS:
-        value = getattr(p, name)
-        if value is not None or name not in _OPTIONAL:
+    for name, value, default in zip(BOUNDS, _numbers_of(p), _DEFAULT_NUMBERS, strict=True):
+        if value is not default and (value is not None or name not in _OPTIONAL):
             check_bound(name, value)
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise InvalidRequest("min_tokens", f"min_tokens <= max_tokens ({p.max_tokens})", p.min_tokens)
-    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"):
-        if not isinstance(getattr(p, name), bool):
-            raise InvalidRequest(name, "true or false", getattr(p, name))
+    for name, flag in zip(_FLAGS, _flags_of(p), strict=True):
+        if flag is not True and flag is not False:
+            raise InvalidRequest(name, "true or false", flag)
     if not p.spaces_between_special_tokens:
         raise InvalidRequest("spaces_between_special_tokens", "true", False, "The supported tokenizers put no spaces there.")
 
@@ -228,8 +231,10 @@ def _check_stops(p: SamplingParams) -> None:
 def _check_token_ids(p: SamplingParams, vocab_size: int | None) -> None:
     if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", len(p.stop_token_ids))
-    if not isinstance(p.logit_bias, Mapping):
+    if type(p.logit_bias) is not dict and not isinstance(p.logit_bias, Mapping):  # asking Mapping is slow
         raise InvalidRequest("logit_bias", "a map from token id to bias", p.logit_bias)
+    if not (p.stop_token_ids or p.logit_bias):
+        return
     if len(p.logit_bias) > MAX_LOGIT_BIAS:
         raise InvalidRequest("logit_bias", f"at most {MAX_LOGIT_BIAS} entries", len(p.logit_bias))
     for bias in p.logit_bias.values():

@@ -53,14 +53,12 @@ NEITHER = CacheControl(no_cache=True, no_store=True)
 class Question:
     """All that an answer depends on, beside its tenant and `cache_salt`.
 
-    model     its name;  version  of its weights and whatever else results depend on, as far as it is known, and the numbers of the
-              caller's limits that bound the output
+    model     its name
     sampling  the parameters that the client gave, by the names of `SamplingParams`
     control   the client's wish
     """
 
     model: str
-    version: str
     prompt: Conversation | PlainPrompts
     sampling: Mapping[str, Any]
     grammar: RequestedGrammar | None
@@ -75,19 +73,24 @@ class Question:
     def has_prompt_logprobs(self) -> bool:
         return self.sampling.get("prompt_logprobs") is not None
 
-    def key(self, salt: bytes) -> str:
-        """Name of the answer among all. salt: of the tenant and of the client's `cache_salt`"""
+    def key(self, salt: bytes, version: str) -> str:
+        """Name of the answer among all.
+
+        salt     of the tenant and of the client's `cache_salt`
+        version  of the model's weights and whatever else results depend on, as far as it is known, and the numbers of the caller's limits
+                 that bound the output
+        """
         digest = hashlib.blake2b(salt, digest_size=32, person=b"headrace-answer")
-        digest.update(msgspec.msgpack.encode(self._parts()))
+        digest.update(msgspec.msgpack.encode(self._parts(version)))
         return digest.hexdigest()
 
-    def _parts(self) -> tuple[object, ...]:
+    def _parts(self, version: str) -> tuple[object, ...]:
         """In one order in every process: a set has none, so it is sorted. Keys of objects keep the order that the prompt shows."""
         prompt, names = self.prompt, list[str]()
         if isinstance(prompt, Conversation):
             names = sorted(prompt.tool_choice.allowed)
             prompt = replace(prompt, tool_choice=replace(prompt.tool_choice, allowed=frozenset()))
-        return self.model, self.version, type(prompt).__name__, prompt, names, sorted(self.sampling.items()), self.grammar
+        return self.model, version, type(prompt).__name__, prompt, names, sorted(self.sampling.items()), self.grammar
 
 
 def entry_salt(tenant: str, cache_salt: str) -> bytes:

@@ -31,6 +31,9 @@ from headrace.observe.cache_metrics import ReplayMetrics, ReplayOutcome
 log = logging.getLogger("headrace.gateway")
 
 HEADER = "Idempotency-Key"
+IDEMPOTENCY_KEY = HEADER.lower().encode()
+"""The header's name as requests have it."""
+
 _KEY = re.compile(rb"[\x21-\x7e]{1,255}")
 
 LEASE_S = 10.0
@@ -70,7 +73,7 @@ def replay_key(given: bytes, tenant: str) -> str:
 
 def retry_key(exchange: Exchange, config: IdempotencyConfig) -> str:
     """Name of the entry of a request's Idempotency-Key; empty: it has none, or the header has no effect. Raises InvalidRequest."""
-    given = [value for name, value in exchange.headers if name == HEADER.lower().encode()]
+    given = [value for name, value in exchange.headers if name == IDEMPOTENCY_KEY]
     if not given or not config.ttl_s:
         return ""
     return replay_key(given[0] if len(given) == 1 else b"", exchange.principal.tenant_key)

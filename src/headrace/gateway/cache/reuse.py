@@ -12,12 +12,13 @@ from types import TracebackType
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.gateway.access.budget import Held
 from headrace.gateway.cache.answer_cache import AnswerCache
-from headrace.gateway.cache.control import NEITHER, NO_WISH, Question, entry_salt
+from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question, entry_salt
 from headrace.gateway.cache.flights import Flight
 from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer
 from headrace.gateway.cache.replayed_stream import RecordedPrepared
-from headrace.gateway.cache.replays import HEADER, KeyClaim, Replays, retry_key
+from headrace.gateway.cache.replays import HEADER, IDEMPOTENCY_KEY, KeyClaim, Replays, retry_key
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
+from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import ClientLeft, SlowReader
 from headrace.gateway.http.exchange import Exchange
@@ -117,8 +118,10 @@ class AnswerReuse:
 
     # -- before anything is computed -----------------------------------------------------------------------------------------------
 
-    async def find(self, question: Question, cache_salt: str) -> RecordedPrepared | None:
+    async def find(self, question: Question, cache_salt: str, *, version: Callable[[], str]) -> RecordedPrepared | None:
         """An answer that is there already; None: it has to be computed.
+
+        version  gives what `Question.key` wants; called where the response cache is looked at
 
         Raises InvalidRequest for an Idempotency-Key that cannot be honoured, and what `Replays.find` raises.
         """
@@ -130,7 +133,7 @@ class AnswerReuse:
         if not self._may_cache(question):
             self._say(CacheResult.OFF)
             return None
-        found = await self._cached(question, cache_salt)
+        found = await self._cached(question.key(entry_salt(self._exchange.principal.tenant_key, cache_salt), version()), question.control)
         if found is None:
             self._say(CacheResult.MISS)
             return None
@@ -144,8 +147,8 @@ class AnswerReuse:
         config, tenant = self._service.config.idempotency, self._exchange.principal.tenant_key
         key = retry_key(self._exchange, config)
         if not key:
-            has_header = any(name == HEADER.lower().encode() for name, _ in self._exchange.headers)
-            self._exchange.ignored += [HEADER] if has_header else []
+            if not config.ttl_s and any(name == IDEMPOTENCY_KEY for name, _ in self._exchange.headers):
+                self._exchange.ignored.append(HEADER)
             return None
         for other, is_given in ((LAST_EVENT, self._continues), ("prompt_logprobs", question.has_prompt_logprobs)):
             if is_given:
@@ -159,7 +162,7 @@ class AnswerReuse:
     @property
     def _continues(self) -> bool:
         """Whether the stream may be continued event by event, which is another way to get the rest of an answer."""
-        return self._exchange.header(LAST_EVENT.lower().encode()) is not None
+        return self._exchange.header(LAST_EVENT_ID) is not None
 
     def _may_cache(self, question: Question) -> bool:
         config, control = self._service.config.cache, question.control
@@ -170,10 +173,9 @@ class AnswerReuse:
         is_kept = not (self._continues or question.has_prompt_logprobs or (control.no_cache and control.no_store))
         return is_kept and (question.is_deterministic or control.use_cache)
 
-    async def _cached(self, question: Question, cache_salt: str) -> WholeAnswer | None:
+    async def _cached(self, key: str, control: CacheControl) -> WholeAnswer | None:
         """The cached answer, or that of an equal request that is running."""
-        control, config = question.control, self._service.config.cache
-        key = question.key(entry_salt(self._exchange.principal.tenant_key, cache_salt))
+        config = self._service.config.cache
         if not control.no_store:
             self._key, self._ttl_s = key, min(config.ttl_s, control.ttl or config.ttl_s)
         if control.no_cache:
@@ -188,7 +190,7 @@ class AnswerReuse:
 
     def _say(self, result: CacheResult, *headers: tuple[bytes, bytes]) -> None:
         self._cache.metrics.request(result)
-        self._exchange.more_headers = (*self._exchange.more_headers, (b"x-headrace-cache", result.value.encode()), *headers)
+        self._exchange.more_headers = (*self._exchange.more_headers, (b"x-headrace-cache", result.encode()), *headers)
 
     # -- while it is computed ------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.ids import RequestId
 
 HEADER = "Last-Event-ID"
+LAST_EVENT_ID = HEADER.lower().encode()
+"""The header's name as requests have it."""
+
 NO_EVENT = "0"
 """The header's value in the first request of a stream that its client may want to continue: it has seen no event. Without the header events
 have no ids, since many clients take every line of a stream for data."""

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
 from headrace.core.ids import RequestId
-from headrace.gateway.generation.event_log import HEADER, NO_EVENT, EventId, places_of
+from headrace.gateway.generation.event_log import HEADER, LAST_EVENT_ID, NO_EVENT, EventId, places_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict, UnknownStream
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.stores.guarded import Ended, GuardedStore, TooMuchToWrite, Work
@@ -175,7 +175,7 @@ class KeptStreams:
 
         Raises InvalidRequest, UnknownStream, StreamConflict, or Unavailable where the store does not answer.
         """
-        given = (exchange.header(HEADER.lower().encode()) or b"").decode("latin-1")
+        given = (exchange.header(LAST_EVENT_ID) or b"").decode("latin-1")
         if given in ("", NO_EVENT):
             return None
         event = EventId.parsed(given)

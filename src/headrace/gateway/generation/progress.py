@@ -74,12 +74,11 @@ class RequestProgress:
         if (metrics := self._metrics_of(0)) is not None:
             metrics.request_latency.observe(now - self._arrived_at)
         for index in range(0, self.num_sequences, n):
-            metrics, queue_time_s = self._metrics_of(index), self._stream.queue_time_s(index)
-            if metrics is not None and queue_time_s is not None:
+            queue_time_s = self._stream.queue_time_s(index)
+            if queue_time_s is not None and (metrics := self._metrics_of(index)) is not None:
                 metrics.queue_time.observe(queue_time_s)
         for index, sequence in enumerate(self._sequences):
-            metrics = self._metrics_of(index)
-            if metrics is not None and (tpot_s := sequence.tpot_s) is not None:
+            if (tpot_s := sequence.tpot_s) is not None and (metrics := self._metrics_of(index)) is not None:
                 metrics.time_per_output_token.observe(tpot_s)
 
     @property

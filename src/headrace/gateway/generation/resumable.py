@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from headrace.core.errors import InvalidRequest, Unavailable
-from headrace.gateway.generation.event_log import HEADER, EventLog, places_of
+from headrace.gateway.generation.event_log import HEADER, LAST_EVENT_ID, EventLog, places_of
 from headrace.gateway.generation.kept_streams import FORM, ContinuedStream, KeptStream, is_worth_keeping
 from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.generation.service import Service
@@ -45,14 +45,16 @@ class ResumableStream:
         self._continued: ContinuedStream | None = None
         self._is_replayed = False
         self._num_sequences = 0
-        self._wants_ids = exchange.header(HEADER.lower().encode()) is not None
+        self._wants_ids = exchange.header(LAST_EVENT_ID) is not None
         self.answer_id = exchange.request_id
         self.created = int(service.unix_time())
         self.event_log: EventLog | None = None
 
     async def find(self, *, is_streaming: bool) -> EarlierOutput | None:
         """The output of the stream that this request continues; None: it begins one. Raises what `KeptStreams.find` raises."""
-        if not is_streaming and self._exchange.header(HEADER.lower().encode()):
+        if not self._wants_ids:
+            return None
+        if not is_streaming and self._exchange.header(LAST_EVENT_ID):
             raise InvalidRequest(HEADER, "stream = true in the body", None, "An answer that is not streamed has no events.")
         self._continued = found = await self._kept_streams.find(self._exchange)
         if found is None:

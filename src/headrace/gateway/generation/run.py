@@ -106,7 +106,7 @@ class Generation:
         """
         parsed, record = self.parsed, self.exchange.record
         earlier = await self.resumable.find(is_streaming=parsed.is_streaming)
-        if (recorded := await self.reuse.find(self._question(), parsed.cache_salt)) is not None:
+        if (recorded := await self.reuse.find(self._question(), parsed.cache_salt, version=self._version)) is not None:
             self._give_again(recorded)
             return recorded
         if earlier is None:
@@ -227,16 +227,19 @@ class Generation:
             self._close(stream, progress)
 
     def _question(self) -> Question:
-        parsed, model = self.parsed, self.model
-        ceiling = self.admission.ceiling(self.price).deciding(has_max_tokens=parsed.sampling.get("max_tokens") is not None)
+        parsed = self.parsed
         return Question(
-            model=model.name,
-            version=f"{model.upstream.version}/{ceiling}",
+            model=self.model.name,
             prompt=parsed.prompt,
             sampling=parsed.sampling,
             grammar=parsed.grammar,
             control=parsed.cache if parsed.fitting is ContextFitting.REFUSE else NEITHER,
         )
+
+    def _version(self) -> str:
+        """What an answer depends on beside the question: the model's version, and the caller's limits as far as they bound the output."""
+        ceiling = self.admission.ceiling(self.price).deciding(has_max_tokens=self.parsed.sampling.get("max_tokens") is not None)
+        return f"{self.model.upstream.version}/{ceiling}"
 
     def _principal(self) -> PrincipalFacts:
         principal = self.exchange.principal

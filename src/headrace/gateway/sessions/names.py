@@ -9,6 +9,9 @@ from hashlib import blake2b
 from headrace.core.errors import InvalidRequest
 
 HEADER = "x-session-id"
+RAW_HEADER = HEADER.encode()
+"""The header's name as requests have it."""
+
 METADATA_FIELD = "metadata.session_id"
 SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

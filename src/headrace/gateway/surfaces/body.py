@@ -9,18 +9,16 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from headrace.gateway.access.budget import RequestHeld
-from headrace.gateway.cache.replays import HEADER
+from headrace.gateway.cache.replays import IDEMPOTENCY_KEY
 from headrace.gateway.config import Limits
+from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.kept_streams import body_digest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.json_border import Caps, decode_object
-from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
+from headrace.gateway.sessions.names import RAW_HEADER
 
 T = TypeVar("T")
-
-IDEMPOTENCY_KEY = HEADER.lower().encode()
-SESSION_ID = SESSION_HEADER.encode()
 
 MAX_INLINE_BYTES = 16 << 10
 """Bytes of the largest body that is parsed on the event loop, which takes 4 ms at worst; handing it to a text worker takes a quarter of a
@@ -43,10 +41,10 @@ async def parsed(
     """
     limits = service.config.limits
     body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.prompts.add)
-    if service.kept_streams.is_on or exchange.header(IDEMPOTENCY_KEY) is not None:
-        sessions = [value for name, value in exchange.headers if name == SESSION_ID]
+    if exchange.header(LAST_EVENT_ID) is not None or exchange.header(IDEMPOTENCY_KEY) is not None:
+        sessions = [value for name, value in exchange.headers if name == RAW_HEADER]
         exchange.body_digest = body_digest(exchange.scope["path"], body, sessions)
-    if len(body) <= (MAX_INLINE_GBNF_BYTES if any(mark in body for mark in _GBNF_MARKS) else MAX_INLINE_BYTES):
+    if len(body) <= MAX_INLINE_GBNF_BYTES or (len(body) <= MAX_INLINE_BYTES and not any(mark in body for mark in _GBNF_MARKS)):
         made, ignored = parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
         exchange.ignored += ignored
         return made

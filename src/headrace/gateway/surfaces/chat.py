@@ -40,9 +40,9 @@ from headrace.gateway.surfaces.dialect.answers import (
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs
 from headrace.gateway.surfaces.dialect.parse import (
+    FieldsAsWritten,
     check_shared,
     convert,
-    fields_as_written,
     given_params,
     lowered_priority,
     surface_fields,
@@ -66,7 +66,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as held:
         request, grammar = await parsed(service, exchange, held, parse_chat)
         session_id = named_session(service, exchange, request.metadata)
-        with fields_as_written(_names(request, grammar)):
+        with FieldsAsWritten(_names(request, grammar)):
             if session_id is None:
                 await _answer(service, exchange, held, request, grammar)
                 return
@@ -153,6 +153,8 @@ def _parsed_request(request: ChatRequest, grammar: RequestedGrammar | None, prin
 def _fitting(request: ChatRequest, principal: Principal) -> ContextFitting:
     """What the request asks for, else the tenant's option; one that this version does not know means to refuse."""
     wanted = request.context_fitting or principal.options.get("context_fitting")
+    if wanted is None:
+        return ContextFitting.REFUSE
     return next((fitting for fitting in ContextFitting if fitting == wanted), ContextFitting.REFUSE)
 
 
@@ -257,7 +259,7 @@ def parse_chat(body: dict[str, object], limits: Limits) -> tuple[tuple[ChatReque
             )
         request.max_tokens = request.max_completion_tokens
     check_shared(request, limits)
-    if request.context_fitting not in (None, *ContextFitting):
+    if request.context_fitting is not None and request.context_fitting not in (*ContextFitting,):
         raise InvalidRequest("context_fitting", f"one of {', '.join(ContextFitting)}", request.context_fitting)
     if "session_id" in request.metadata:
         checked_session_id(METADATA_FIELD, request.metadata["session_id"])

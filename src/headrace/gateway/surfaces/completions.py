@@ -20,6 +20,7 @@ from headrace.gateway.generation.run import Generation
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
+from headrace.gateway.sessions.names import RAW_HEADER
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.answers import (
@@ -35,9 +36,9 @@ from headrace.gateway.surfaces.dialect.answers import (
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.logprobs import EchoedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs
 from headrace.gateway.surfaces.dialect.parse import (
+    FieldsAsWritten,
     check_shared,
     convert,
-    fields_as_written,
     given_params,
     lowered_priority,
     surface_fields,
@@ -59,9 +60,9 @@ async def completions(service: Service, exchange: Exchange) -> None:
     tenant = exchange.principal.tenant
     with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as held:
         request, prompts, grammar = await parsed(service, exchange, held, parse_completion)
-        if exchange.header(SESSION_HEADER.encode()) is not None:
+        if exchange.header(RAW_HEADER) is not None:
             exchange.ignored.append(SESSION_HEADER)
-        with fields_as_written({} if grammar is None else {"grammar": grammar.field}):
+        with FieldsAsWritten({} if grammar is None else {"grammar": grammar.field}):
             generation = Generation(service, exchange, held, _parsed_request(request, prompts, grammar, exchange.principal.priority))
             async with exchange.watching(), generation.reuse:
                 prepared = await exchange.unless_ended(generation.prepare())

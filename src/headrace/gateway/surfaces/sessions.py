@@ -11,7 +11,7 @@ from msgspec import Struct
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.sessions.names import HEADER, METADATA_FIELD, SessionKey, checked_session_id
+from headrace.gateway.sessions.names import HEADER, METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
 
 _encode = msgspec.json.encode
 
@@ -35,7 +35,7 @@ class SessionDeleted(Struct):
 
 def named_session(service: Service, exchange: Exchange, metadata: Mapping[str, str]) -> str | None:
     """The session that a chat belongs to; None: it is of none. Raises InvalidRequest."""
-    given = [(HEADER, value.decode("latin-1")) for name, value in exchange.headers if name == HEADER.encode()]
+    given = [(HEADER, value.decode("latin-1")) for name, value in exchange.headers if name == RAW_HEADER]
     if "session_id" in metadata:
         given.append((METADATA_FIELD, metadata["session_id"]))
     if not given:

@@ -6,8 +6,9 @@ What several surfaces share. Nothing here depends on the model: `upstream.tokens
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -48,6 +49,8 @@ AS_GIVEN += ("include_stop_str_in_output", "skip_special_tokens")
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters whose default comes from the model's generation_config.json."""
 
+_as_given_of, _from_model_of = attrgetter(*AS_GIVEN), attrgetter(*FROM_MODEL)
+
 _PATH = re.compile(r"(?P<what>.*?)(?: - at (?P<is_key>`key` in )?`\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
 _EXPECTED = re.compile(r"Expected (?P<kinds>`[^`]*`)(?:, got .*)?\Z", re.DOTALL)
 _KINDS = {
@@ -71,18 +74,21 @@ PRIORITIES: Mapping[int | str, PriorityClass] = {member.name.lower(): member for
 """Values of a body's `priority`. 0, vLLM's default, is none of them: it asks for nothing."""
 
 
-@contextmanager
-def fields_as_written(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the field of an InvalidRequest that is raised inside to the name that this client used for it.
+class FieldsAsWritten:
+    """Renames the field of an InvalidRequest that is raised inside to the name that this client used for it."""
 
-    names  `prompt`, `max_tokens`, `logprobs` or `grammar`, as rules below this floor name them -> the client's name
-    """
-    try:
-        yield
-    except InvalidRequest as error:
-        name = names.get(error.field)
-        if name is None:
-            raise
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """names: `prompt`, `max_tokens`, `logprobs` or `grammar`, as rules below this floor name them -> the client's name"""
+        self._names = names
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        name = self._names.get(error.field) if isinstance(error, InvalidRequest) else None
+        if name is None or not isinstance(error, InvalidRequest):
+            return
         limit, remedy = error.limit, error.remedy
         if error.field not in ("prompt", "grammar"):  # rules use these as plain words, too
             limit, remedy = limit.replace(error.field, name), remedy.replace(error.field, name)
@@ -93,8 +99,8 @@ def given_params(request: SamplingFields) -> dict[str, Any]:
     """The sampling parameters that both surfaces name alike, by the names of `SamplingParams`. Those of FROM_MODEL that the client left out
     are left out.
     """
-    given: dict[str, Any] = {name: getattr(request, name) for name in AS_GIVEN}
-    given |= {name: value for name in FROM_MODEL if (value := getattr(request, name)) is not None}
+    given: dict[str, Any] = dict(zip(AS_GIVEN, _as_given_of(request), strict=True))
+    given |= {name: value for name, value in zip(FROM_MODEL, _from_model_of(request), strict=True) if value is not None}
     given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     given["stop_token_ids"] = tuple(request.stop_token_ids)
     return given
@@ -128,7 +134,7 @@ def surface_fields(body: Mapping[str, object], surface: Surface, limits: Limits,
         if not kept.get("tools"):
             ignored |= dict.fromkeys([name for name in ("tool_choice", "parallel_tool_calls") if name in kept])
     for place in (Inside.STREAM_OPTIONS, Inside.STRUCTURED_OUTPUTS, Inside.RESPONSE_FORMAT, Inside.CACHE):
-        if isinstance(inside := kept.get(place), dict):
+        if place in kept and isinstance(inside := kept[place], dict):
             kept[place.value] = honoured_fields(inside, place, ignored, f"{place}.")
     response_format = kept.get("response_format")
     if isinstance(response_format, dict) and isinstance(inside := response_format.get("json_schema"), dict):
@@ -153,7 +159,10 @@ def checked_messages(messages: object, limits: Limits, ignored: dict[str, None])
 def _checked_message(message: object, prefix: str, ignored: dict[str, None]) -> dict[str, object]:
     if not isinstance(message, dict):
         raise InvalidRequest(prefix, "an object", message)
-    kept = message if message.keys() == PLAIN_MESSAGE else honoured_fields(message, Inside.MESSAGE, ignored, f"{prefix}.")
+    is_plain = message.keys() == PLAIN_MESSAGE
+    if is_plain and type(message["content"]) is str and message["role"] in ROLES:
+        return message
+    kept = message if is_plain else honoured_fields(message, Inside.MESSAGE, ignored, f"{prefix}.")
     if isinstance(content := kept.get("content"), list):
         parts = [_checked_part(part, f"{prefix}.content[{index}]", ignored) for index, part in enumerate(content)]
         kept = {**kept, "content": parts}
@@ -199,13 +208,15 @@ def _template_message(message: Message) -> dict[str, object]:
     if isinstance(content, list):
         content = [{"type": "text", "text": part.text} for part in content]
     entry: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    optional = {
-        "name": message.name,
-        "tool_calls": [{**msgspec.to_builtins(call), "type": call.type} for call in message.tool_calls] or None,
-        "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content or message.reasoning or None,
-    }
-    return entry | {name: value for name, value in optional.items() if value is not None}
+    if message.name is not None:
+        entry["name"] = message.name
+    if message.tool_calls:
+        entry["tool_calls"] = [{**msgspec.to_builtins(call), "type": call.type} for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        entry["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning_content or message.reasoning:
+        entry["reasoning_content"] = reasoning
+    return entry
 
 
 def convert(data: object, kind: type[T], prefix: str = "") -> T:

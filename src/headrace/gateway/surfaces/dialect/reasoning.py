@@ -7,6 +7,7 @@ answer is whether reasoning is shown, and whether it is separated from the text.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -83,16 +84,23 @@ class ReasoningFields(SamplingFields, kw_only=True):
 
     def given(self) -> dict[str, Any]:
         """The fields that the client gave, for a server that reads them itself."""
-        defaults = ReasoningFields()
-        values = {name: getattr(self, name) for name in FIELDS}
-        return {name: msgspec.to_builtins(value) for name, value in values.items() if value != getattr(defaults, name)}
+        values = _values_of(self)
+        if values == _DEFAULTS:
+            return {}
+        given = zip(FIELDS, values, _DEFAULTS, strict=True)
+        return {name: msgspec.to_builtins(value) for name, value, default in given if value != default}
 
 
 FIELDS = tuple(name for name in ReasoningFields.__struct_fields__ if name not in SamplingFields.__struct_fields__)
+_FIELD_SET = frozenset(FIELDS)
+_values_of = attrgetter(*FIELDS)
+_DEFAULTS = _values_of(ReasoningFields())
 
 
 def checked_reasoning(body: Mapping[str, object], ignored: dict[str, None]) -> dict[str, object]:
     """The reasoning fields of a body, with the honoured fields of the objects among them. Raises InvalidRequest for a word not known."""
+    if _FIELD_SET.isdisjoint(body):
+        return {}
     made = {name: body[name] for name in FIELDS if name in body}
     _check_word("reasoning_effort", made.get("reasoning_effort"), EFFORTS)
     _check_word("think", made.get("think"), THINK_WORDS, "true, false, ")

@@ -1,13 +1,14 @@
 """The fields that say what an answer must match, in the words of OpenAI, vLLM, SGLang, llama.cpp and Ollama, as one `Grammar`.
 
 A request has one of them at most. Nothing is compiled here: the engine does, and refuses what it cannot enforce; the surface then gives the
-refusal the name of the client's field (`parse.fields_as_written`).
+refusal the name of the client's field (`parse.FieldsAsWritten`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from headrace.core.errors import InvalidRequest
@@ -30,7 +31,10 @@ def requested_grammar(request: SamplingFields, body: Mapping[str, object], limit
 
     Raises InvalidRequest for two of the fields, and for a value that is no grammar.
     """
-    given = [name for name in READERS if getattr(request, name) is not None]
+    values = _values_of(request)
+    if values == _NOTHING:
+        return None
+    given = [name for name, value in zip(READERS, values, strict=True) if value is not None]
     if len(given) > 1:
         raise InvalidRequest(given[1], f"absent beside {given[0]}", remedy="One field says what the answer must match.")
     for name in given:
@@ -115,3 +119,6 @@ READERS: Mapping[str, Read] = {
     "grammar": _ebnf,
 }
 """Every field of a body that says what its answer must match."""
+
+_values_of = attrgetter(*READERS)
+_NOTHING = (None,) * len(READERS)

@@ -169,7 +169,7 @@ def tool_choice(given: str | ChosenTools | None, tools: Sequence[FunctionTool], 
     """Raises InvalidRequest for a call that is asked for and cannot be made."""
     if isinstance(given, ChosenTools):
         return _chosen(given, [tool.name for tool in tools], is_parallel=is_parallel)
-    mode = CallMode(given or "auto")
+    mode = CallMode(given) if given else CallMode.AUTO
     if mode is CallMode.REQUIRED and not tools:
         raise InvalidRequest("tool_choice", "tools beside it", given)
     return ToolChoice(mode=mode, is_parallel=is_parallel)
