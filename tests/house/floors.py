@@ -102,7 +102,7 @@ FLOORS: dict[str, Floor] = {
         _ours("core", "policy", "wire", "observe", "engine.config", "engine.loop", "engine.failpoints"), ("grpc", "google")
     ),
     # 4 edges
-    "headrace.gateway": Floor((*GROUND, *_ours("policy")), ("starlette", "uvicorn", "msgspec"), ("uvloop",)),
+    "headrace.gateway": Floor((*GROUND, *_ours("policy")), ("uvicorn", "msgspec"), ("uvloop",)),
     # above the seam nobody knows who answers, nor what a prompt becomes
     "headrace.gateway.surfaces": Floor(
         _ours(

@@ -1,8 +1,8 @@
 """The ASGI application: every request to every row of `surfaces.routes` enters and leaves here.
 
-`Gateway.__call__` gives a request its id and checks its Host and Origin; the router finds the endpoint by the decoded path; `dispatch`
-checks the key unless the path is public. Every request ends in one answer, one count, and one log line unless its path is quiet. Starlette
-is used for routing only; nothing of it stands between a handler and the socket.
+`Gateway.__call__` gives a request its id and checks its Host and Origin; `gateway.paths` finds the endpoint by the decoded path; `dispatch`
+checks the key unless the path is public. Every request ends in one answer, one count, and one log line unless its path is quiet. Few frames
+stand between a handler and the socket, because each time that a request waits and goes on, all of them are entered again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import re
 import time
 import traceback
 from contextlib import nullcontext
-from dataclasses import dataclass
-
-from starlette.routing import Route, Router
 
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
@@ -31,7 +28,6 @@ from headrace.gateway.http.errors import (
     INTERNAL,
     ClientLeft,
     HeadRefused,
-    MethodNotAllowed,
     RateLimitExceeded,
     RouteNotFound,
     SlowReader,
@@ -43,9 +39,8 @@ from headrace.gateway.http.forwarded import TrustedProxies
 from headrace.gateway.http.hosts import HostCheck
 from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight
 from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
+from headrace.gateway.paths import AnsweredPath, find_path, logged_path
 from headrace.gateway.stores.guard import StoreWait, one_request
-from headrace.gateway.surfaces.endpoint import Endpoint
-from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.observe.request_log import MAX_DETAIL_CHARS, Outcome, RequestLog, RequestLogRecord
 from headrace.observe.tenant_metrics import RequestUse
@@ -53,64 +48,8 @@ from headrace.policy.limits.price import FREE
 
 log = logging.getLogger("headrace.gateway")
 
-EXCHANGE = "headrace.exchange"
-ACTIVE = "headrace.active"
-"""Keys in the scope: the request's `Exchange`, and the `ActiveConfig` that it began with."""
-
-MAX_LOGGED_PATH = 200
-_PARAMETERS = {endpoint.shown_path.partition("{")[0]: endpoint.shown_path for endpoint in ENDPOINTS if endpoint.path_params}
-"""Beginnings of the paths that go on with a name, and these paths as they are shown: "/v1/sessions/" and "/v1/sessions/{id}"."""
-
 _FIELD = re.compile(r"[A-Za-z_]{1,40}(?:\[[0-9]{1,6}\]|\.[A-Za-z_]{1,40}){0,8}")
 UNPRINTED = "(a field of another form)"
-
-
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """One path and the endpoint of each of its methods."""
-
-    path: str
-    methods: dict[str, Endpoint[Handler]]
-
-    @property
-    def generates(self) -> bool:
-        return any(endpoint.generates for endpoint in self.methods.values())
-
-    @property
-    def is_quiet(self) -> bool:
-        return all(endpoint.is_quiet for endpoint in self.methods.values())
-
-    @property
-    def is_public(self) -> bool:
-        """Whether the path needs no key: all its methods are public."""
-        return all(endpoint.is_public for endpoint in self.methods.values())
-
-    def endpoint(self, method: str) -> Endpoint[Handler]:
-        """Raises MethodNotAllowed."""
-        is_get = method == "HEAD" or (method == "OPTIONS" and self.is_public)  # OPTIONS: how load balancers ask by default
-        found = self.methods.get("GET" if is_get else method)
-        if found is None:
-            raise MethodNotAllowed(method, tuple(sorted({*self.methods, "HEAD"} if "GET" in self.methods else self.methods)))
-        return found
-
-
-def _paths() -> list[_Path]:
-    """The endpoint table by path, in the table's order: the router takes the first path that matches."""
-    paths: dict[str, _Path] = {}
-    for endpoint in ENDPOINTS:
-        paths.setdefault(endpoint.path, _Path(endpoint.path, {})).methods[endpoint.method] = endpoint
-    return list(paths.values())
-
-
-class _Routed:
-    """The ASGI application of one path, for the router; of None for unknown paths."""
-
-    def __init__(self, path: _Path | None, gateway: Gateway) -> None:
-        self._path = path
-        self._gateway = gateway
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gateway.dispatch(self._path, scope[EXCHANGE], scope[ACTIVE])
 
 
 class ActiveConfig:
@@ -140,9 +79,6 @@ class Gateway:
     def __init__(self, service: Service, request_log: RequestLog) -> None:
         self.active = ActiveConfig(service)
         self.request_log = request_log
-        self._probes = frozenset(path.path for path in _paths() if path.is_public)
-        routes = [Route(path.path, _Routed(path, self)) for path in _paths()]
-        self._router = Router(routes, redirect_slashes=False, default=_Routed(None, self))
 
     @property
     def service(self) -> Service:
@@ -152,35 +88,32 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # no websockets; `gateway.compose` opens and closes, not ASGI's lifespan
-        with one_request() as store_wait:
-            await self._answer(scope, receive, send, store_wait)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, store_wait: StoreWait) -> None:
         active = self.active
-        exchange = self._open(scope, receive, send)
-        exchange.use(active.choosing)
-        scope[EXCHANGE], scope[ACTIVE] = exchange, active
-        try:
-            host = active.host_check(exchange, is_probe=scope["path"] in self._probes)
-            active.origins.check(exchange, host)
-            if is_preflight(exchange):
-                await answer_preflight(exchange)
-            else:
-                await self._router(scope, receive, send)
-            exchange.record.outcome = Outcome.COMPLETED
-        except HeadraceError as error:
-            await self._fail(exchange, error)
-        except asyncio.CancelledError:
-            exchange.record.detail = "cut off at the end of a shutdown"
-            raise
-        except Exception as error:  # the outermost border: a bug must not end the other requests of the connection
-            log.error("request %s failed: %s", exchange.request_id, fault(error))
-            exchange.record.detail = type(error).__name__
-            await self._fail(exchange, error)
-        finally:
-            self._close(exchange, active.service, store_wait)
+        exchange = self._open(active, scope, receive, send)
+        path, scope["path_params"] = find_path(scope["path"])
+        with one_request() as store_wait:
+            try:
+                exchange.use(active.choosing)
+                host = active.host_check(exchange, is_probe=path is not None and path.is_public)
+                active.origins.check(exchange, host)
+                if is_preflight(exchange):
+                    await answer_preflight(exchange)
+                else:
+                    await self.dispatch(path, exchange, active)
+                exchange.record.outcome = Outcome.COMPLETED
+            except HeadraceError as error:
+                await self._fail(exchange, error)
+            except asyncio.CancelledError:
+                exchange.record.detail = "cut off at the end of a shutdown"
+                raise
+            except Exception as error:  # the outermost border: a bug must not end the other requests of the connection
+                log.error("request %s failed: %s", exchange.request_id, fault(error))
+                exchange.record.detail = type(error).__name__
+                await self._fail(exchange, error)
+            finally:
+                self._close(exchange, active.service, store_wait)
 
-    async def dispatch(self, path: _Path | None, exchange: Exchange, active: ActiveConfig) -> None:
+    async def dispatch(self, path: AnsweredPath | None, exchange: Exchange, active: ActiveConfig) -> None:
         """Check the key, then call the handler. An unknown path wants a key too, so that the answer does not show which paths exist."""
         if path is not None:
             exchange.generates, exchange.is_quiet = path.generates, path.is_quiet
@@ -206,12 +139,12 @@ class Gateway:
         record.error, record.outcome = BAD_HTTP, Outcome.REFUSED
         self.request_log.write(record)
 
-    def _open(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
+    def _open(self, active: ActiveConfig, scope: Scope, receive: Receive, send: Send) -> Exchange:
         request_id = RequestId(os.urandom(12).hex())
         record = RequestLogRecord(request_id=request_id, method=scope["method"][:16], path=logged_path(scope["path"]), time=time.time())
-        exchange = Exchange(scope, receive, send, request_id=request_id, record=record, arrived_at=self.service.clock())
+        exchange = Exchange(scope, receive, send, request_id=request_id, record=record, arrived_at=active.service.clock())
         if peer := scope.get("client"):
-            record.client = self.active.proxies.client_of(peer[0], exchange.headers)
+            record.client = active.proxies.client_of(peer[0], exchange.headers)
         record.client_request_id = sane_request_id(exchange.header(b"x-request-id"))
         return exchange
 
@@ -233,25 +166,20 @@ class Gateway:
     def _close(self, exchange: Exchange, service: Service, store_wait: StoreWait) -> None:
         """service: of the configuration that the request began with"""
         exchange.release()
-        record = exchange.record
-        record.latency_s = self.service.clock() - exchange.arrived_at
-        self.service.metrics.http_responses.labels(str(record.status)).inc()
+        record, metrics = exchange.record, service.metrics
+        record.latency_s = service.clock() - exchange.arrived_at
+        metrics.http_responses.labels(str(record.status)).inc()
         if exchange.generates:
-            self.service.metrics.store_wait.observe(store_wait.waited_s)
-            self.service.metrics.finished(record.model or "", record.replica or "", counted_as(record))
+            metrics.store_wait.observe(store_wait.waited_s)
+            metrics.finished(record.model or "", record.replica or "", counted_as(record))
             price = service.config.prices.get(record.model or "", FREE)
             usage = usage_record(record, exchange.principal, price, prompt=exchange.logged_prompt) if is_recorded(record) else None
             if service.ledger is not None and usage is not None:
                 service.ledger.write(usage)
             if record.tenant is not None:
-                service.metrics.tenants.count(exchange.principal.tier_name, record.tenant, use_of(record, usage))
+                metrics.tenants.count(exchange.principal.tier_name, record.tenant, use_of(record, usage))
         if not (exchange.is_quiet and record.outcome is Outcome.COMPLETED):
             self.request_log.write(record)
-
-
-def logged_path(path: str) -> str:
-    """A path for the request log, without the name that a client put into it: sessions are named by clients."""
-    return next((shown for beginning, shown in _PARAMETERS.items() if path.startswith(beginning)), path)[:MAX_LOGGED_PATH]
 
 
 def outcome_of(error: Exception, status: int) -> Outcome:

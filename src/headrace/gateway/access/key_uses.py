@@ -6,8 +6,7 @@ Requests are checked after each change of the directory. A key that the store ha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 
 from headrace.core.errors import HeadraceError, Unauthorized
 from headrace.gateway.access.key_records import KeyRecord
@@ -22,21 +21,31 @@ class KeyRevoked(Unauthorized):
     """The key of a request was revoked while it was answered."""
 
 
+class KeyUse:
+    """One request that is answered with a key, for the length of a `with` block."""
+
+    __slots__ = ("_end", "_ends", "_key_id")
+
+    def __init__(self, ends: dict[str, set[End]], key_id: str, end: End) -> None:
+        self._ends, self._key_id, self._end = ends, key_id, end
+
+    def __enter__(self) -> None:
+        self._ends.setdefault(self._key_id, set()).add(self._end)
+
+    def __exit__(self, *error: object) -> None:
+        ends = self._ends[self._key_id]
+        ends.discard(self._end)
+        if not ends:
+            del self._ends[self._key_id]
+
+
 class KeyUses:
     def __init__(self) -> None:
         self._ends: dict[str, set[End]] = {}
 
-    @contextmanager
-    def use(self, key_id: str, end: End) -> Iterator[None]:
-        """The block answers a request with the key. end: ends the request early, with an error"""
-        ends = self._ends.setdefault(key_id, set())
-        ends.add(end)
-        try:
-            yield
-        finally:
-            ends.discard(end)
-            if not ends and self._ends.get(key_id) is ends:
-                del self._ends[key_id]
+    def use(self, key_id: str, end: End) -> KeyUse:
+        """For `with`: the block answers a request with the key. end: ends the request early, with an error"""
+        return KeyUse(self._ends, key_id, end)
 
     async def end_revoked(self, read: Callable[[str], Awaitable[KeyRecord | None]]) -> None:
         """read: the record of a key. Raises what it raises; then some keys were not checked."""

@@ -7,6 +7,7 @@ all other work of the gateway on it.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar
@@ -73,8 +74,10 @@ class Exchange:
         "_lost",
         "_on_ended",
         "_receive",
+        "_repeated",
         "_send",
         "_used",
+        "_values",
         "_writer",
         "arrived_at",
         "body_digest",
@@ -103,6 +106,8 @@ class Exchange:
         self.record = record
         self.arrived_at = arrived_at
         self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        self._values = dict(self.headers)
+        self._repeated = _repeated(self.headers) if len(self._values) < len(self.headers) else frozenset()
         self.principal: Principal = ANONYMOUS
         self.generates = False
         self.is_quiet = False
@@ -124,7 +129,8 @@ class Exchange:
     def use(self, count: UseCount) -> None:
         """Be one of `count`'s users, and no longer of the one before it."""
         count.enter()
-        self.release()
+        if self._used is not None:
+            self.release()
         self._used = count
 
     def join(self, joining: Joining) -> None:
@@ -144,8 +150,11 @@ class Exchange:
 
     def header(self, name: bytes) -> bytes | None:
         """The value of a header that is there exactly once."""
-        values = [value for key, value in self.headers if key == name]
-        return values[0] if len(values) == 1 else None
+        return None if name in self._repeated else self._values.get(name)
+
+    def has_header(self, name: bytes) -> bool:
+        """Whether a header is there, once or several times."""
+        return name in self._values
 
     async def json_body(self, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]) -> bytes:
         """The bytes of a body that says it is JSON.
@@ -163,7 +172,8 @@ class Exchange:
         """The whole body, its Content-Encoding undone. Stops reading at the first byte beyond the cap, inflated or not, and before the
         first one if its length was announced.
         """
-        decoder = decoder_of([value for name, value in self.headers if name == b"content-encoding"])
+        has_encoding = self.has_header(b"content-encoding")
+        decoder = decoder_of([value for name, value in self.headers if name == b"content-encoding"] if has_encoding else ())
         announced = self.header(b"content-length")
         if announced is not None and announced.isdigit() and int(announced[:20]) > max_bytes:
             raise _too_large(int(announced[:20]), max_bytes)
@@ -357,6 +367,12 @@ def joined_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
             found, size = [], 0
     if found:
         yield b"".join(found)
+
+
+def _repeated(headers: Headers) -> frozenset[bytes]:
+    """Names that several headers have."""
+    counts = Counter(name for name, _ in headers)
+    return frozenset(name for name, count in counts.items() if count > 1)
 
 
 def _too_large(size: int, max_bytes: int) -> InvalidRequest:

@@ -26,8 +26,10 @@ class TrustedProxies:
         The chain is read from its end, where the nearest proxy wrote, up to the first address that is not a trusted proxy's: what stands
         before that is the client's own invention. A word that is no address ends it likewise.
         """
+        if not self._networks:
+            return peer
         nearest = _address(peer)
-        if nearest is None or not self._networks:
+        if nearest is None:
             return peer
         words = islice(_from_the_end(headers), MAX_HOPS)
         while self._trusts(nearest) and (further := _address(next(words, ""))) is not None:

@@ -33,10 +33,10 @@ class HostCheck:
 
         Raises InvalidRequest for no, several or malformed Host headers, Forbidden for one that is not answered to.
         """
-        hosts = [value for name, value in exchange.headers if name == b"host"]
-        if not hosts and exchange.scope.get("http_version") == "1.0" and (is_probe or self._allowed is None):
+        value = exchange.header(b"host")
+        if value is None and self._may_lack_host(exchange, is_probe=is_probe):
             return ""
-        host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
+        host = "" if value is None else value.decode("latin-1")
         match = _HOST.fullmatch(host)
         if match is None:
             raise InvalidRequest("Host", "exactly one well-formed Host header")
@@ -48,3 +48,8 @@ class HostCheck:
                 rule="This server does not answer to the Host name.",
             )
         return host
+
+    def _may_lack_host(self, exchange: Exchange, *, is_probe: bool) -> bool:
+        """Whether a request without a Host is answered."""
+        may_lack = exchange.scope.get("http_version") == "1.0" and (is_probe or self._allowed is None)
+        return may_lack and not exchange.has_header(b"host")

@@ -47,9 +47,11 @@ class Origins:
         Raises Forbidden for a page of another origin that is not listed.
         """
         exchange.more_headers = self.answer_headers(exchange.headers)
+        if not exchange.has_header(b"origin"):
+            return
         origins = _origins(exchange.headers)
         is_same = len(origins) == 1 and _is_same_origin(origins[0], host)
-        if origins and not is_same and not self._is_allowed(origins):
+        if not is_same and not self._is_allowed(origins):
             raise Forbidden(_refusal(origins[0].lower()), rule="Requests of pages from this Origin are not answered.")
 
     def answer_headers(self, headers: Headers) -> Headers:
@@ -68,8 +70,8 @@ class Origins:
 
 def is_preflight(exchange: Exchange) -> bool:
     """Whether this is a preflight: a browser's question, before it sends a page's request, whether it may. Call `Origins.check` before."""
-    names = {name for name, _ in exchange.headers}
-    return exchange.scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
+    is_options = exchange.scope["method"] == "OPTIONS"
+    return is_options and exchange.has_header(b"origin") and exchange.has_header(b"access-control-request-method")
 
 
 async def answer_preflight(exchange: Exchange) -> None:
