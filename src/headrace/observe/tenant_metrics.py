@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -39,8 +40,7 @@ FOR_EVERY_KEY = frozenset({"headrace_replica_ready", "headrace_gateway_worker_up
 the only other tenant of a site could be read from it by subtraction."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestUse:
+class RequestUse(NamedTuple):
     """What one request used.
 
     cost_nanos  in 1/NANOS of the currency
@@ -161,11 +161,11 @@ class TenantMetrics(Collector):
 
     def count(self, tier: str, tenant: str, use: RequestUse) -> None:
         """Count one generating request. tier: a configured name"""
-        self._tiers.setdefault(tier, UseCounts()).add(use)
+        _of(self._tiers, tier).add(use)
         if (ended := self._largest.note(tenant)) is not None:
             self._tenants.pop(ended, None)
         label = tenant if tenant in self._largest.labelled else OTHER
-        self._tenants.setdefault(label, UseCounts()).add(use)
+        _of(self._tenants, label).add(use)
 
     def collect(self) -> Iterator[Metric]:
         yield from _families(TIER_PREFIX, "tier", self._tiers)
@@ -173,6 +173,13 @@ class TenantMetrics(Collector):
 
     def describe(self) -> Iterable[Metric]:
         return ()
+
+
+def _of(counts: dict[str, UseCounts], label: str) -> UseCounts:
+    found = counts.get(label)
+    if found is None:
+        found = counts[label] = UseCounts()
+    return found
 
 
 def _families(prefix: str, of: str, counts: Mapping[str, UseCounts]) -> Iterator[Metric]:

@@ -430,6 +430,19 @@ async def test_a_configured_key_is_good_without_the_store_and_has_its_tenants_la
         assert (await authenticator.principal(headers)).tenant_id == record.id
 
 
+async def test_a_caller_is_made_once_until_its_records_change(tmp_path: Path, admin: Administration) -> None:
+    issued = await admin.create_key(NewKey(tenant="acme"))
+    headers = [(b"authorization", b"Bearer " + issued.key.encode())]
+    async with StoredKeys(SqliteKeys.open(str(tmp_path / "keys.db")), clock=time.monotonic, unix_time=time.time) as keys:
+        authenticator = Authenticator((), {}, keys)
+        first = await authenticator.principal(headers)
+        assert await authenticator.principal(headers) is first
+        await admin.set_tenant("acme", TenantChange(options={"log_prompts": True}))
+        async with asyncio.timeout(FOLLOWS_S):
+            while not (await authenticator.principal(headers)).logs_prompts:
+                await asyncio.sleep(0.05)
+
+
 async def test_a_server_that_never_reached_its_store_is_closed(tmp_path: Path) -> None:
     store = broken(tmp_path)
     store.mode = "fails"

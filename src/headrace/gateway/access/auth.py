@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from headrace.core.errors import Unauthorized, UnusableKey
 from headrace.gateway.access.blinding import Blinding
-from headrace.gateway.access.key_records import StoredKey, TenantRecord
+from headrace.gateway.access.key_records import KeyRecord, StoredKey, TenantRecord
 from headrace.gateway.access.principal import ANONYMOUS, Principal
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.config import ApiKey, digest_of
@@ -26,7 +26,19 @@ MAX_KEY_BYTES = 512
 LOG_EVERY_S = 10.0
 """Least seconds between two log lines about one key that cannot be used: under load each request would give one."""
 
+MAX_MADE = 16_384
+"""Callers that are kept for their next request: as many as keys that a gateway remembers. One more is made in the place of the oldest."""
+
 _MESSAGE = "This server wants a valid API key: send it as 'Authorization: Bearer KEY'."
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A caller, and the records that it was made of."""
+
+    key: ApiKey | KeyRecord
+    tenant: TenantRecord | None
+    principal: Principal
 
 
 class Authenticator:
@@ -42,6 +54,7 @@ class Authenticator:
         self._stored = stored
         self._tiers = all_tiers(tiers)
         self._configured = {self._blind(bytes.fromhex(key.sha256)): key for key in api_keys}
+        self._made: dict[str, _Made] = {}
         self._logged_at: dict[str, float] = {}
         self._anonymous = replace(ANONYMOUS, tier=self._tiers[DEFAULT_TIER])
 
@@ -56,11 +69,23 @@ class Authenticator:
         key = key_in(headers)
         digest = digest_of(key)
         if (configured := self._configured.get(self._blind(digest))) is not None:
-            return self._of_configured(configured, None if self._stored is None else await self._stored.tenant(configured.tenant))
+            tenant = None if self._stored is None else await self._stored.tenant(configured.tenant)
+            return self._known(configured, tenant) or self._keep(configured, tenant, self._of_configured(configured, tenant))
         found = None if self._stored is None else await self._stored.find(digest)
         if found is None:
             raise Unauthorized(_MESSAGE)
-        return self._of_stored(found)
+        return self._known(found.key, found.tenant) or self._keep(found.key, found.tenant, self._of_stored(found))
+
+    def _known(self, key: ApiKey | KeyRecord, tenant: TenantRecord | None) -> Principal | None:
+        """The caller that was made of these very records before."""
+        made = self._made.get(key.sha256)
+        return made.principal if made is not None and made.key is key and made.tenant is tenant else None
+
+    def _keep(self, key: ApiKey | KeyRecord, tenant: TenantRecord | None, principal: Principal) -> Principal:
+        if len(self._made) >= MAX_MADE:
+            del self._made[next(iter(self._made))]
+        self._made[key.sha256] = _Made(key, tenant, principal)
+        return principal
 
     def _of_configured(self, key: ApiKey, tenant: TenantRecord | None) -> Principal:
         """tenant: its record, which gives what the key does not name; None: there is none"""
