@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -21,7 +24,7 @@ from headrace.gateway.limits.sqlite import SqliteLimits
 from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import StoreFailed
-from headrace.policy.limits.book import Claim, DictRows, Holder, LimitBook
+from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, DictRows, Holder, LimitBook
 from headrace.policy.limits.counters import DAY_MS, Amounts, Moment, Unit, Window
 
 NOON = 20_000 * DAY_MS + DAY_MS // 2
@@ -39,13 +42,14 @@ CLAIMS = (
 
 @dataclass
 class Act:
-    """One call, on the store or on the book."""
+    """One call, on the store or on the book. ended: request that a `take` charges on its way"""
 
     kind: str
     number: int
     gateway: str
     amounts: tuple[int, ...]
     ms: int
+    ended: int | None
 
 
 ACTS = st.lists(
@@ -56,6 +60,7 @@ ACTS = st.lists(
         st.sampled_from("ab"),
         st.tuples(*(st.sampled_from([None, 0, 1, 2, 40, LARGE]) for _ in CLAIMS)),
         st.integers(0, 90_000),
+        st.none() | st.integers(0, 6),
     ),
     max_size=30,
 )
@@ -83,13 +88,13 @@ async def both(act: Act, twin: Twin, store: LimitStore) -> tuple[object, object]
     if act.kind == "take":
         claims = [Claim(*one, amount) for one, amount in zip(CLAIMS, act.amounts, strict=True)]
         holder = None if act.number == 7 else Holder(id=f"{act.gateway}{name}", gateway=act.gateway, beat=twin.beat, saved=saved)
-        return twin.book.take(holder, claims, twin.now), await store.take(holder, claims)
+        charges = NO_CHARGES if act.ended is None else Charges(act.gateway, {f"{act.gateway}r{act.ended}": Amounts(1, 0, 4, 4, 8, 3)})
+        return twin.book.take(holder, claims, twin.now, charges), await store.take(holder, claims, charges)
     twin.beat += 3
     if act.kind == "charge":
-        used = {f"{act.gateway}{name}": Amounts(1, 0, 5, 5, 10, 17)}
-        for one in used.items():
-            twin.book.charge(*one)
-        await store.charge(act.gateway, used)
+        used = Amounts(1, 0, 5, 5, 10, 17)
+        twin.book.charge(f"{act.gateway}{name}", used)
+        await store.charge(Charges(act.gateway, {f"{act.gateway}{name}": used}))
         return None, None
     if act.kind == "renew":
         named = {f"{act.gateway}{name}": Amounts(1, 0, 9, 9, 18, LARGE + 1)}
@@ -214,7 +219,7 @@ async def test_of_many_survivors_one_charges_a_dead_gateways_requests(open_store
     counts = await gathered(*(store.expire("dead", 0) for store in survivors))
     assert sorted(map(str, counts)) == ["0", "0", "0", "1"]
     assert [reading.current for reading in (await first.take(None, [TOKENS._replace(amount=None)])).readings] == [5]
-    await first.charge("dead", {"r1": Amounts(tokens=12)})
+    await first.charge(Charges("dead", {"r1": Amounts(tokens=12)}))
     assert [reading.current for reading in (await first.take(None, [TOKENS._replace(amount=None)])).readings] == [12]
 
 
@@ -239,7 +244,7 @@ async def test_what_a_failed_transaction_took_is_not_counted(tmp_path: Path) -> 
         other.execute("DROP TRIGGER full")
         other.close()
         assert [reading.current for reading in (await store.take(holder("r3", "a"), [TOKENS])).readings] == [30]
-        await store.charge("a", {"r2": Amounts(tokens=99), "r3": Amounts(tokens=1)})
+        await store.charge(Charges("a", {"r2": Amounts(tokens=99), "r3": Amounts(tokens=1)}))
         assert [reading.current for reading in (await store.take(None, [TOKENS._replace(amount=None)])).readings] == [31]
     finally:
         await store.close()
@@ -254,11 +259,105 @@ async def test_a_request_of_a_known_client_costs_few_statements(tmp_path: Path) 
         await store.take(holder("r1", "a"), [TOKENS])
         store._thread.connection.set_trace_callback(statements.append)
         await store.take(holder("r2", "a"), [TOKENS])
-        await store.charge("a", {"r2": Amounts(tokens=3)})
+        await store.charge(Charges("a", {"r2": Amounts(tokens=3)}))
+        await store.take(holder("r3", "a"), [TOKENS], Charges("a", {"r1": Amounts(tokens=3)}))
         store._thread.connection.set_trace_callback(None)
     finally:
         await store.close()
     assert [statement.split()[0] for statement in statements] == [
         *("BEGIN", "PRAGMA", "INSERT", "INSERT", "COMMIT"),
         *("BEGIN", "PRAGMA", "INSERT", "DELETE", "COMMIT"),
+        *("BEGIN", "PRAGMA", "INSERT", "INSERT", "DELETE", "COMMIT"),
     ]
+
+
+USED = TOKENS._replace(amount=None)
+
+
+async def test_a_take_finds_what_its_own_charges_give_back(open_store: Open) -> None:
+    store = open_store()
+    for name in ("r1", "r2", "r3"):
+        assert (await store.take(holder(name, "a"), [TOKENS])).is_admitted
+    ended = Charges("a", {"r1": Amounts(tokens=10), "r2": Amounts(tokens=5)})
+    taken = await store.take(holder("r4", "a"), [TOKENS], ended)
+    assert (taken.is_admitted, taken.readings[0].current) == (True, 45)
+    assert [reading.current for reading in (await store.take(None, [USED], ended)).readings] == [75], "twice is once"
+
+
+async def test_a_take_that_is_refused_charges_all_the_same(open_store: Open) -> None:
+    store = open_store()
+    for name in ("r1", "r2", "r3"):
+        await store.take(holder(name, "a"), [TOKENS])
+    refused = await store.take(holder("r4", "a"), [TOKENS], Charges("a", {"r1": Amounts(tokens=29)}))
+    assert not refused.is_admitted
+    assert [reading.current for reading in (await store.take(None, [USED])).readings] == [89]
+
+
+async def test_a_call_finds_charged_what_a_failed_one_was_given(tmp_path: Path) -> None:
+    twin = Twin()
+    store = SqliteLimits(str(tmp_path / "limits.db"), clock=twin.clock, unix_time=twin.unix_time)
+    try:
+        for name in ("r1", "r2", "r3"):
+            await store.take(holder(name, "a"), [TOKENS])
+        other = sqlite3.connect(tmp_path / "limits.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")  # no transaction of the store can begin
+        with pytest.raises(StoreFailed, match="locked"):
+            await store.take(None, [USED], Charges("a", {"r1": Amounts(tokens=1)}))
+        other.execute("COMMIT")
+        other.execute("CREATE TRIGGER full BEFORE INSERT ON reservations BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+        with pytest.raises(StoreFailed, match="disk full"):
+            await store.take(holder("r4", "a"), [TOKENS], Charges("a", {"r2": Amounts(tokens=2)}))
+        other.execute("DROP TRIGGER full")
+        other.close()
+        assert [reading.current for reading in (await store.take(None, [USED])).readings] == [33]
+        assert [reading.current for reading in (await store.take(None, [USED])).readings] == [33]
+    finally:
+        await store.close()
+
+
+async def test_a_call_finds_charged_what_one_was_given_whose_caller_has_gone(tmp_path: Path) -> None:
+    twin = Twin()
+    store = SqliteLimits(str(tmp_path / "limits.db"), clock=twin.clock, unix_time=twin.unix_time)
+    try:
+        await store.take(holder("r1", "a"), [TOKENS])
+        go_on = threading.Event()
+        held = asyncio.create_task(store._thread.call(lambda: go_on.wait(10)))
+        gone = asyncio.create_task(store.take(holder("r2", "a"), [TOKENS], Charges("a", {"r1": Amounts(tokens=1)})))
+        after = asyncio.create_task(store.take(None, [USED]))
+        await asyncio.sleep(0)
+        gone.cancel()
+        go_on.set()
+        await held
+        assert [reading.current for reading in (await after).readings] == [1], "charged, and nothing taken for nobody"
+    finally:
+        await store.close()
+
+
+async def test_a_process_that_dies_within_a_take_has_done_all_of_it_or_nothing(tmp_path: Path) -> None:
+    """The charges and the amounts of one call are one transaction."""
+    path = str(tmp_path / "limits.db")
+    script = (
+        "import asyncio, os, sys\n"
+        "from headrace.gateway.limits.sqlite import SqliteLimits\n"
+        "from headrace.policy.limits.book import Charges, Claim, Holder\n"
+        "from headrace.policy.limits.counters import Amounts, Unit, Window\n"
+        "claim = Claim('tokens', Window.OPEN, Unit.TOKENS, 100, 30)\n"
+        "async def run():\n"
+        "    store = SqliteLimits(sys.argv[1], clock=lambda: 1.0, unix_time=lambda: 1.0)\n"
+        "    await store.take(Holder(id='r1', gateway='a', beat=0, saved=Amounts()), [claim])\n"
+        "    def die(statement):\n"
+        "        if sys.argv[2] in statement: os._exit(7)\n"
+        "    store._thread.connection.set_trace_callback(die)\n"
+        "    charges = Charges('a', {'r1': Amounts(tokens=1)})\n"
+        "    await store.take(Holder(id='r2', gateway='a', beat=0, saved=Amounts()), [claim], charges)\n"
+        "asyncio.run(run())\n"
+    )
+    claim = Claim("tokens", Window.OPEN, Unit.TOKENS, 100, None)
+    for number, statement in enumerate(["INTO used", "INTO reservations", "DELETE", "COMMIT"]):
+        died = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", script, f"{path}{number}", statement], check=False)
+        assert died.returncode == 7, statement
+        store = SqliteLimits(f"{path}{number}", clock=lambda: 1.0, unix_time=lambda: 1.0)
+        assert [reading.current for reading in (await store.take(None, [claim])).readings] == [30], statement
+        charges = Charges("a", {"r1": Amounts(tokens=1), "r2": Amounts(tokens=2)})
+        assert [reading.current for reading in (await store.take(None, [claim], charges)).readings] == [1]
+        await store.close()

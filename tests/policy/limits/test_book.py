@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.policy.limits.book import LATE_MS, UNNAMED_BEATS, Claim, DictRows, Holder, LimitBook, is_over
+from headrace.policy.limits.book import LATE_MS, UNNAMED_BEATS, Charges, Claim, DictRows, Holder, LimitBook, is_over
 from headrace.policy.limits.counters import DAY_MS, KEPT_BUCKETS, Amounts, Moment, Unit, Window, bucket_of
 from headrace.policy.limits.peers import LEASE_S, PeerWatch
 
@@ -162,7 +164,7 @@ class BookMachine(RuleBasedStateMachine):
         self.now = START
         self.open: dict[str, tuple[str, int]] = {}
         self.beats = {"a": 0, "b": 0}
-        self.charged: dict[int, int] = {}
+        self.ended: dict[str, Amounts] = {}
         self.number = 0
 
     def claims(self, amount: int) -> list[Claim]:
@@ -172,17 +174,35 @@ class BookMachine(RuleBasedStateMachine):
             Claim("input_tokens_per_minute", Window.MINUTE, Unit.INPUT, LIMITS["input_tokens_per_minute"], amount // 2),
         ]
 
-    @rule(gateway=st.sampled_from("ab"), amount=st.integers(0, 70))
-    def take(self, gateway: str, amount: int) -> None:
+    @rule(gateway=st.sampled_from("ab"), amount=st.integers(0, 70), data=st.data())
+    def take(self, gateway: str, amount: int, data: st.DataObject) -> None:
         self.number += 1
         name = f"r{self.number}"
         claims = self.claims(amount)
-        before = [self.book.read(claim, self.now) for claim in claims]
+        charges = Charges(gateway, self.some_ended(gateway, data))
+        twin = copy.deepcopy(self.rows)
+        for charge in charges.used.items():
+            LimitBook(twin).charge(*charge)
+        before = [LimitBook(twin).read(claim, self.now) for claim in claims]
         one = Holder(id=name, gateway=gateway, beat=self.beats[gateway], saved=Amounts(tokens=amount))
-        result = self.book.take(one, claims, self.now)
+        result = self.book.take(one, claims, self.now, charges)
+        assert list(result.readings) == before, "what is charged on the way counts for the take"
         assert result.is_admitted == (not any(is_over(*pair, self.now) for pair in zip(claims, before, strict=True)))
         if result.is_admitted:
             self.open[name] = (gateway, amount)
+
+        self.ended |= charges.used
+        assert not any(self.book.charge(*again) for again in self.ended.items()), "a charge that is sent again finds nothing"
+
+    def some_ended(self, gateway: str, data: st.DataObject) -> dict[str, Amounts]:
+        """Some requests of a gateway end, and some that were charged before are charged again."""
+        own = sorted(name for name, of in self.open.items() if of[0] == gateway)
+        names = data.draw(st.sets(st.sampled_from(own))) if own else set[str]()
+        again = data.draw(st.sets(st.sampled_from(sorted(self.ended)))) if self.ended else set[str]()
+        parts = {name: data.draw(st.integers(0, self.open.pop(name)[1])) for name in sorted(names)}
+        return {name: Amounts(requests=1, input=part // 2, tokens=part) for name, part in parts.items()} | {
+            name: self.ended[name] for name in again
+        }
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())

@@ -17,7 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.gateway.stores.redis_client import PREFIX, RedisCalls, open_redis
-from headrace.policy.limits.book import LATE_MS, MAX_LATE_REMOVED, UNNAMED_BEATS, Claim, ClaimReading, Holder, TakeResult
+from headrace.policy.limits.book import (
+    LATE_MS,
+    MAX_LATE_REMOVED,
+    NO_CHARGES,
+    UNNAMED_BEATS,
+    Charges,
+    Claim,
+    ClaimReading,
+    Holder,
+    TakeResult,
+)
 from headrace.policy.limits.counters import DAY_MS, KEPT_BUCKETS, MINUTE_MS, Amounts, Moment
 
 IDLE_MINUTE_MS = 3 * MINUTE_MS
@@ -102,7 +112,9 @@ TAKE = (
 local steady, unix = now_ms(ARGV[1]), now_ms(ARGV[2])
 local id, gateway, beat, saved = ARGV[3], ARGV[4], tonumber(ARGV[5]), ARGV[6]
 local answer, taken, windows, is_over = {{0, text(steady), text(unix)}}, {{}}, {{}}, false
-for first = 7, #ARGV, 5 do
+local first_claim = 9 + 2 * tonumber(ARGV[8])
+for first = 9, first_claim - 1, 2 do charge(ARGV[7], ARGV[first], amounts(ARGV[first + 1])) end
+for first = first_claim, #ARGV, 5 do
   local counter, window, unit = ARGV[first], ARGV[first + 1], tonumber(ARGV[first + 2])
   local limit, amount = tonumber(ARGV[first + 3]), ARGV[first + 4]
   local bucket = bucket_of(window, steady, unix)
@@ -197,6 +209,9 @@ return #held / 2
 class RedisLimits:
     """A `LimitStore`. Made by `open`; it connects with the first call."""
 
+    is_in_order = False
+    """Calls at the same time are on several connections."""
+
     def __init__(self, client: Any, *, now: Moment | None = None) -> None:
         """client: the package's asynchronous one; now: instead of the server's time, for tests"""
         self._client = client
@@ -209,15 +224,17 @@ class RedisLimits:
         """Raises ConfigError, as `open_redis` does."""
         return cls(open_redis(url, password=password))
 
-    async def take(self, holder: Holder | None, claims: Sequence[Claim]) -> TakeResult:
+    async def take(self, holder: Holder | None, claims: Sequence[Claim], charges: Charges = NO_CHARGES) -> TakeResult:
         held = ("", "", 0, "") if holder is None else (holder.id, holder.gateway, holder.beat, _joined(holder.saved))
+        ended = (charges.gateway, len(charges.used), *_pairs(charges.used))
         wanted = [word for claim in claims for word in _words(claim)]
-        is_admitted, steady_ms, unix_ms, *counts = map(int, await self._calls.answer(self._take(args=[*self._times(), *held, *wanted])))
+        script = self._take(args=[*self._times(), *held, *ended, *wanted])
+        is_admitted, steady_ms, unix_ms, *counts = map(int, await self._calls.answer(script))
         readings = tuple(map(ClaimReading, counts[::2], counts[1::2]))
         return TakeResult(bool(is_admitted), Moment(steady_ms, unix_ms), readings)
 
-    async def charge(self, gateway: str, used: Mapping[str, Amounts]) -> None:
-        await self._calls.answer(self._charge(args=[gateway, *_pairs(used)]))
+    async def charge(self, charges: Charges) -> None:
+        await self._calls.answer(self._charge(args=[charges.gateway, *_pairs(charges.used)]))
 
     async def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts]) -> dict[str, int]:
         found = await self._calls.answer(self._renew(args=[self._times()[0], gateway, beat, *_pairs(saved)]))

@@ -9,17 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from headrace.policy.limits.book import Claim, Holder, TakeResult
+from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, Holder, TakeResult
 from headrace.policy.limits.counters import Amounts
 
 
 class LimitStore(Protocol):
-    """Every method raises StoreFailed, and may be cancelled; what it asked for may then happen or not."""
+    """Every method raises StoreFailed, and may be cancelled; what it asked for may then happen or not.
 
-    async def take(self, holder: Holder | None, claims: Sequence[Claim]) -> TakeResult: ...
+    is_in_order  a call finds charged what earlier calls were given to charge, also where one of them failed or its caller has gone
+    """
 
-    async def charge(self, gateway: str, used: Mapping[str, Amounts]) -> None:
-        """End reservations of a gateway, by id. One that is not there is left out: it was charged before."""
+    is_in_order: bool
+
+    async def take(self, holder: Holder | None, claims: Sequence[Claim], charges: Charges = NO_CHARGES) -> TakeResult:
+        """As `LimitBook.take`, charges and amounts in one step."""
+        ...
+
+    async def charge(self, charges: Charges) -> None:
+        """End reservations. One that is not there is left out: it was charged before."""
         ...
 
     async def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts]) -> dict[str, int]: ...

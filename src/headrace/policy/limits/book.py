@@ -89,6 +89,16 @@ class Holder:
     saved: Amounts
 
 
+class Charges(NamedTuple):
+    """What ended requests of a gateway used, by reservation."""
+
+    gateway: str
+    used: Mapping[str, Amounts]
+
+
+NO_CHARGES = Charges("", {})
+
+
 class BookRows(Protocol):
     """Where the book is kept."""
 
@@ -118,8 +128,14 @@ class LimitBook:
     def __init__(self, rows: BookRows) -> None:
         self.rows = rows
 
-    def take(self, holder: Holder | None, claims: Sequence[Claim], now: Moment) -> TakeResult:
-        """Take all amounts, or none where one limit would be exceeded. holder: None where nothing is corrected later."""
+    def take(self, holder: Holder | None, claims: Sequence[Claim], now: Moment, charges: Charges = NO_CHARGES) -> TakeResult:
+        """Take all amounts, or none where one limit would be exceeded.
+
+        holder   None where nothing is corrected later
+        charges  made first, whether the amounts are then taken or not
+        """
+        for reservation_id, used in charges.used.items():
+            self.charge(reservation_id, used)
         readings = tuple(self.read(claim, now) for claim in claims)
         is_admitted = not any(is_over(claim, reading, now) for claim, reading in zip(claims, readings, strict=True))
         if is_admitted:
