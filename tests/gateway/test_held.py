@@ -24,7 +24,8 @@ from headrace.gateway.access.budget import Held, HeldLimits, RequestMemory
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.logprob_limits import first_answer_bytes
 from headrace.gateway.generation.run import Generation
-from headrace.gateway.http.exchange import ABORT_EXTENSION, Exchange
+from headrace.gateway.http.asgi import ABORT_EXTENSION
+from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
 from headrace.gateway.upstream.token_prompt import TokenPrompt

@@ -15,6 +15,7 @@ from headrace.core.errors import Overloaded, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
+from headrace.gateway.http.exchange import Exchange
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
 
@@ -41,6 +42,20 @@ async def test_client_that_leaves_is_cancelled_at_the_engine(either: TestBench, 
         await eventually(lambda: either.replica.cancelled == [either.replica.requests[0].request_id])
         await eventually(lambda: either.gateway.service.open_requests.num_open == 0)
         assert metric(either.gateway, "headrace_requests_total", model=MODEL, replica=either.label, outcome="cancelled") == 1
+
+
+@pytest.mark.parametrize("num_spaces", [0, 500_000], ids=["small body", "large body"])
+async def test_a_client_that_leaves_is_noticed_without_a_task(bench: TestBench, num_spaces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection says so, although reading was paused while the end of a large body came."""
+    monkeypatch.delattr(Exchange, "wait_left")
+    bench.replica.go.clear()
+    body = json.dumps(chat_body()).encode() + b" " * num_spaces
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    async with serving(bench.gateway) as port, dial(port) as (_, writer):
+        writer.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        await eventually(lambda: bool(bench.replica.requests))
+        writer.close()
+        await eventually(lambda: bench.replica.cancelled == [bench.replica.requests[0].request_id])
 
 
 async def test_client_that_leaves_mid_stream_is_cancelled(either: TestBench, either_port: int) -> None:

@@ -23,6 +23,7 @@ from headrace.gateway.access.key_uses import KeyRevoked
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.generation.service import Service
+from headrace.gateway.http.asgi import Receive, Scope, Send
 from headrace.gateway.http.errors import (
     BAD_HTTP,
     INTERNAL,
@@ -34,7 +35,7 @@ from headrace.gateway.http.errors import (
     error_reply,
     row_of,
 )
-from headrace.gateway.http.exchange import Exchange, Receive, Scope, Send
+from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.forwarded import TrustedProxies
 from headrace.gateway.http.hosts import HostCheck
 from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight

@@ -11,8 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from headrace.gateway.http.asgi import Scope
 from headrace.gateway.http.errors import ClientLeft, SlowReader
-from headrace.gateway.http.exchange import Scope
 
 
 class UntilClose(int):
@@ -53,12 +53,36 @@ class ClientTransport:
         self.has_left = False
         self._is_cut = False
         self._kept = b""
+        self._on_left: Callable[[], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)
 
     def is_closing(self) -> bool:
         return self.is_half_closed or self.transport.is_closing()
+
+    def has_body(self, scope: Scope) -> bool:
+        """Whether the body of this request has arrived whole. False where a later request waits behind it."""
+        cycle = self.cycle
+        return cycle is not None and cycle.scope is scope and not (cycle.more_body or cycle.waiting_for_100_continue)
+
+    def watch(self, on_left: Callable[[], None]) -> None:
+        """Call `on_left` once the connection is lost, at once if it is. Reads on, as a client that leaves is noticed by that alone."""
+        if self.cycle is None:
+            on_left()
+            return
+        self._on_left = on_left
+        self.cycle.flow.resume_reading()
+
+    def end_watch(self, on_left: Callable[[], None]) -> None:
+        if self._on_left == on_left:  # else the next request of the connection watches already
+            self._on_left = None
+
+    def connection_lost(self) -> None:
+        """Called by the protocol, last."""
+        on_left, self._on_left, self.cycle = self._on_left, None, None
+        if on_left is not None:
+            on_left()
 
     def has_room(self, scope: Scope) -> bool:
         """Whether the next bytes of this request's answer could be written at once: `RequestResponseCycle.send` would not wait, would

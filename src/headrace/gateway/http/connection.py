@@ -8,7 +8,7 @@ uvicorn parses and frames. The bounds that a public server needs and uvicorn doe
     answer    a client that does not catch up with 64 KiB of unsent bytes is cut off; an HTTP/1.0 answer has no chunks
 
 What the application gets in `scope["extensions"]`: "headrace.abort" drops the connection with its unsent bytes, "headrace.lost" says why it
-is gone, "headrace.writer" is a `ClientTransport`, which writes a stream's chunks without waking its consumer task.
+is gone, "headrace.connection" is a `ClientTransport`, which writes a stream's chunks without waking its consumer task.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.gateway.config import GatewayConfig
+from headrace.gateway.http.asgi import ABORT_EXTENSION, CONNECTION_EXTENSION, LOST_EXTENSION
 from headrace.gateway.http.client_transport import ClientTransport, UntilClose
 from headrace.gateway.http.errors import BAD_HTTP, ErrorBody, ErrorObject
-from headrace.gateway.http.exchange import ABORT_EXTENSION, LOST_EXTENSION, WRITER_EXTENSION
 from headrace.gateway.http.origins import Origins
 from headrace.gateway.http.tls_notice import TLS_HANDSHAKE, TlsNotice
 
@@ -83,6 +83,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _is_in_body = False
     _read_bytes = 0
     _wire_bytes = 0
+    _head_bytes = 0
     _body_bytes = 0
     _unwanted_bytes = 0
     _write_goal_bytes = 0
@@ -102,9 +103,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers("_head_timer", "_linger_timer", "_write_timer")
         self._client.has_left = True
-        self._client.cycle = None
         self._client.close = self._client.transport.close  # nothing is left to time, and this object is not kept alive by its method
         super().connection_lost(exc)
+        self._client.connection_lost()
 
     def eof_received(self) -> None:
         self._client.has_left = True
@@ -138,6 +139,8 @@ class BoundedProtocol(HttpToolsProtocol):
             # on_headers_complete checks a complete head; this is an incomplete one.
             if self._wire_bytes > limits.max_header_bytes:
                 self._refuse(431, f"Headers must be at most {limits.max_header_bytes} bytes.")
+            elif self._head_timer is None:
+                self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
         elif self._is_idle:
             # These bytes begin no request (parsers skip a stray CRLF), but they stopped uvicorn's timer. More of them do not stop this one.
             if self._head_timer is None:
@@ -149,17 +152,18 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._has_begun, self._is_in_head, self._is_in_body = True, True, False
         self._wire_bytes, self._body_bytes = self._read_bytes, 0  # at most: an earlier message's end may be in the same read
-        self._stop_timers("_head_timer")
-        self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
+        self._head_bytes = 0
+        self._stop_timers("_head_timer")  # most heads are complete at once; `data_received` times the others
         extensions: dict[str, Any] = {
             ABORT_EXTENSION: self._client.cut,
             LOST_EXTENSION: self._client.lost,
-            WRITER_EXTENSION: self._client,
+            CONNECTION_EXTENSION: self._client,
         }
         self.scope["extensions"] = extensions
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_in_head:  # trailers are skipped
+            self._head_bytes += len(name) + len(value) + 4
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -168,10 +172,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return  # pipelined behind something that was refused
         limits = self.bounds.limits
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if len(self.headers) > limits.max_headers:
             self._refuse(431, f"At most {limits.max_headers} headers are read.")
-        elif size > limits.max_header_bytes:
+        elif len(self.url) + self._head_bytes > limits.max_header_bytes:
             self._refuse(431, f"Headers must be at most {limits.max_header_bytes} bytes.")
         else:
             self._is_in_body = True

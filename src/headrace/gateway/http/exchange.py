@@ -8,34 +8,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, suppress
+from typing import TypeVar
 
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.principal import ANONYMOUS, Principal
 from headrace.gateway.access.use_count import UseCount
+from headrace.gateway.http.asgi import (
+    ABORT_EXTENSION,
+    CONNECTION_EXTENSION,
+    LOST_EXTENSION,
+    ClientConnection,
+    Headers,
+    Receive,
+    Scope,
+    Send,
+)
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.observe.request_log import RequestLogRecord
 from headrace.policy.admission.joining import Joining
 
 T = TypeVar("T")
-Scope = MutableMapping[str, Any]
-AsgiMessage = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[AsgiMessage]]
-Send = Callable[[AsgiMessage], Awaitable[None]]
-Headers = Sequence[tuple[bytes, bytes]]
-
-ABORT_EXTENSION = "headrace.abort"
-"""Key in scope["extensions"]: a function that drops the connection at once, unsent bytes included (`connection` provides it)."""
-
-LOST_EXTENSION = "headrace.lost"
-"""Key in scope["extensions"]: a function that says why the connection is gone, a ClientLeft or SlowReader; None while it stands."""
-
-WRITER_EXTENSION = "headrace.writer"
-"""Key in scope["extensions"]: a ConnectionWriter, where the server provides one."""
 
 PIECE_BYTES = 64 << 10
 """Bytes handed to the transport in one write: it reports a full buffer only between two writes."""
@@ -43,13 +39,27 @@ PIECE_BYTES = 64 << 10
 _JSON = (b"content-type", b"application/json")
 
 
-class ConnectionWriter(Protocol):
-    """Writes to the connection of a request whose answer has begun, without a task where there is room: half the cost of a token."""
+class Watching:
+    """While inside, a client that leaves is noticed at once: `end_reason` is set and the callbacks run. The body was read before."""
 
-    def has_room(self, scope: Scope) -> bool: ...
-    def write_chunk(self, body: bytes) -> None: ...
-    def join_writes(self) -> None: ...
-    def end_join(self) -> None: ...
+    __slots__ = ("_exchange", "_task")
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        if (connection := self._exchange.connection) is not None:
+            connection.watch(self._exchange.client_left)
+        else:
+            self._task = asyncio.create_task(self._exchange.wait_left())
+
+    async def __aexit__(self, *error: object) -> None:
+        if (connection := self._exchange.connection) is not None:
+            connection.end_watch(self._exchange.client_left)
+        if self._task is not None:
+            self._task.cancel()
+        self._exchange.forget_callbacks()
 
 
 class Exchange:
@@ -65,6 +75,7 @@ class Exchange:
     body_digest    of the path, the session and the body, where the request may be one of several that must be equal: a stream that is
                    continued, and a retry with an Idempotency-Key
     pending_bytes  bytes of the running write that the transport has not taken yet
+    connection     of the client, where the server gives one
     """
 
     __slots__ = (
@@ -78,9 +89,9 @@ class Exchange:
         "_send",
         "_used",
         "_values",
-        "_writer",
         "arrived_at",
         "body_digest",
+        "connection",
         "end_reason",
         "generates",
         "headers",
@@ -119,7 +130,7 @@ class Exchange:
         self.body_digest = b""
         self.pending_bytes = 0
         self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
-        self._writer: ConnectionWriter | None = scope.get("extensions", {}).get(WRITER_EXTENSION)
+        self.connection: ClientConnection | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
         self._closed = False
         self._is_event_stream = False
         self._used: UseCount | None = None
@@ -172,6 +183,15 @@ class Exchange:
         """The whole body, its Content-Encoding undone. Stops reading at the first byte beyond the cap, inflated or not, and before the
         first one if its length was announced.
         """
+        if self.connection is not None and self.connection.has_body(self.scope):
+            return await self._read_body(max_bytes, hold)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._read_body(max_bytes, hold)
+        except TimeoutError:
+            raise ReadTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
+
+    async def _read_body(self, max_bytes: int, hold: Callable[[int], None]) -> bytes:
         has_encoding = self.has_header(b"content-encoding")
         decoder = decoder_of([value for name, value in self.headers if name == b"content-encoding"] if has_encoding else ())
         announced = self.header(b"content-length")
@@ -179,29 +199,25 @@ class Exchange:
             raise _too_large(int(announced[:20]), max_bytes)
         chunks: list[bytes] = []
         size = received = 0
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientLeft("The client left before its body was read.")
-                    chunk: bytes = message.get("body", b"")
-                    received += len(chunk)
-                    if received > max_bytes:
-                        raise _too_large(received, max_bytes)
-                    for part in decoder.parts(chunk):
-                        size += len(part)
-                        if size > max_bytes:
-                            raise _too_large(size, max_bytes)
-                        hold(len(part))
-                        chunks.append(part)
-                        if part is not chunk:
-                            await asyncio.sleep(0)  # other requests are served between two inflated slices
-                    if not message.get("more_body", False):
-                        decoder.end()
-                        return b"".join(chunks)
-        except TimeoutError:
-            raise ReadTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft("The client left before its body was read.")
+            chunk: bytes = message.get("body", b"")
+            received += len(chunk)
+            if received > max_bytes:
+                raise _too_large(received, max_bytes)
+            for part in decoder.parts(chunk):
+                size += len(part)
+                if size > max_bytes:
+                    raise _too_large(size, max_bytes)
+                hold(len(part))
+                chunks.append(part)
+                if part is not chunk:
+                    await asyncio.sleep(0)  # other requests are served between two inflated slices
+            if not message.get("more_body", False):
+                decoder.end()
+                return b"".join(chunks)
 
     def add_header(self, name: str, value: str) -> None:
         """Every answer to this request has the header, an error too."""
@@ -209,15 +225,20 @@ class Exchange:
 
     # -- an answer that ends early ------------------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
-        """While inside, a client that leaves is noticed at once: `end_reason` is set and the callbacks run. The body was read before."""
-        watch = asyncio.create_task(self._watch())
-        try:
-            yield
-        finally:
-            watch.cancel()
-            self._on_ended.clear()
+    def watching(self) -> Watching:
+        return Watching(self)
+
+    def client_left(self) -> None:
+        self.end(self._lost() or ClientLeft("The client left."))
+
+    async def wait_left(self) -> None:
+        """For a server that gives no `connection`: read until it says that the client has left."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.client_left()
+
+    def forget_callbacks(self) -> None:
+        self._on_ended.clear()
 
     def on_ended(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the answer ends early; at once if it has already."""
@@ -259,26 +280,21 @@ class Exchange:
         if drop is not None:
             drop()
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.end(self._lost() or ClientLeft("The client left."))
-
     # -- the answer --------------------------------------------------------------------------------------------------------------
 
     async def reply(self, status: int, body: bytes, headers: Headers = (_JSON,)) -> None:
         """The whole answer, its head and the body's first piece in one write. Returns and raises as `write` does."""
         head = [*headers, (b"content-length", b"%d" % len(body))]
-        if self._writer is None or self.scope["method"] == "HEAD":  # whose answer has no second write
+        if self.connection is None or self.scope["method"] == "HEAD":  # whose answer has no second write
             await self.start(status, head)
             await self.write(body, is_last=True)
             return
-        self._writer.join_writes()
+        self.connection.join_writes()
         try:
             await self.start(status, head)
             await self.write(body, is_last=True)
         finally:
-            self._writer.end_join()
+            self.connection.end_join()
 
     async def reply_parts(self, parts: Sequence[bytes]) -> None:
         """The whole answer (200) from parts that are never joined, for some are large."""
@@ -344,15 +360,15 @@ class Exchange:
     @property
     def has_room(self) -> bool:
         """Whether `write` would return at once: nothing is being written or waits, and the client is there."""
-        if self._writer is None or self.pending_bytes or self._closed or self.end_reason is not None:
+        if self.connection is None or self.pending_bytes or self._closed or self.end_reason is not None:
             return False
-        return self._writer.has_room(self.scope)
+        return self.connection.has_room(self.scope)
 
     def write_now(self, body: bytes) -> None:
         """`write` without waiting, right after `has_room`."""
-        assert self._writer is not None
+        assert self.connection is not None
         if body:
-            self._writer.write_chunk(body)
+            self.connection.write_chunk(body)
 
 
 def joined_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -11,8 +11,9 @@ import re
 from collections.abc import Sequence
 
 from headrace.gateway.config import ANY_ORIGIN, ORIGIN
+from headrace.gateway.http.asgi import Headers
 from headrace.gateway.http.errors import Forbidden
-from headrace.gateway.http.exchange import Exchange, Headers
+from headrace.gateway.http.exchange import Exchange
 
 PREFLIGHT_AGE_S = 600
 """Seconds for which a browser may keep the answer to a preflight."""

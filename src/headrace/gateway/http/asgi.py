@@ -1,0 +1,39 @@
+"""The types of ASGI, and what `http.connection` gives an application beyond it in `scope["extensions"]`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, Protocol
+
+Scope = MutableMapping[str, Any]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+
+ABORT_EXTENSION = "headrace.abort"
+"""Key in scope["extensions"]: a function that drops the connection at once, unsent bytes included (`connection` provides it)."""
+
+LOST_EXTENSION = "headrace.lost"
+"""Key in scope["extensions"]: a function that says why the connection is gone, a ClientLeft or SlowReader; None while it stands."""
+
+CONNECTION_EXTENSION = "headrace.connection"
+"""Key in scope["extensions"]: a ClientConnection, where the server provides one."""
+
+
+class ClientConnection(Protocol):
+    """What the connection of a request can do without a task, and without ASGI's messages."""
+
+    def has_body(self, scope: Scope) -> bool:
+        """Whether the whole body has arrived."""
+        ...
+
+    def watch(self, on_left: Callable[[], None]) -> None:
+        """Call `on_left` when the client has left; at once if it has."""
+        ...
+
+    def end_watch(self, on_left: Callable[[], None]) -> None: ...
+    def has_room(self, scope: Scope) -> bool: ...
+    def write_chunk(self, body: bytes) -> None: ...
+    def join_writes(self) -> None: ...
+    def end_join(self) -> None: ...
