@@ -6,6 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from foreign_kit import DONE, FAR, ScriptedServer, head, said, scripted
+from foreign_kit import event as sent_event
 from gateway_kit import MODEL, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, say, serving
 
 from headrace.core.finish import FinishReason
@@ -108,6 +110,23 @@ async def test_a_stream_is_the_same_written_directly_and_by_its_task(bench: Test
     assert direct.count == num_direct
     if not ({"logprobs", "prompts"} & {*name.replace(",", "").split()}):
         assert num_direct > 3, "ordinary tokens take the short way"
+
+
+async def test_a_stream_of_a_foreign_server_is_the_same_written_directly_and_by_its_task(text: TextModel, direct: DirectWrites) -> None:
+    words = [said(f"{number} ") for number in range(20)]
+    usage = sent_event(choices=[], usage={"prompt_tokens": 3, "completion_tokens": 20})
+    server = ScriptedServer(head(), *words, said("end", "stop"), usage, DONE, pause_s=0.005)
+    async with scripted(text, server) as near, serving(near.gateway) as port:
+        fields = {"model": FAR, "stream_options": {"include_usage": True}}
+        found = events_of(await answer(port, CHAT, fields))
+        num_direct, direct.is_off = direct.count, True
+        expected = events_of(await answer(port, CHAT, fields))
+        num_finished = metric(near.gateway, "headrace_time_per_output_token_seconds_count", model=FAR, replica="foreign-0")
+    assert whole(found) == whole(expected)
+    assert dict[Any, Any](whole(found))[0]["text"] == "".join(f"{number} " for number in range(20)) + "end"
+    assert direct.count == num_direct
+    assert num_direct > 10, "ordinary tokens take the short way"
+    assert num_finished == 2, "tokens written directly count as all do"
 
 
 async def test_tokens_are_counted_and_timed_on_the_short_way_too(bench: TestBench, direct: DirectWrites) -> None:

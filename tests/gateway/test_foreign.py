@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -27,7 +26,7 @@ from headrace.gateway.config import config_from
 from headrace.gateway.foreign_config import ForeignConfig
 from headrace.gateway.upstream import foreign, foreign_events, foreign_server
 from headrace.gateway.upstream.foreign import HttpStream
-from headrace.gateway.upstream.foreign_events import BrokenStream, EventReader
+from headrace.gateway.upstream.foreign_events import BrokenStream, EventReader, EventSink
 from headrace.gateway.upstream.foreign_route import MAX_ATTEMPTS
 from headrace.gateway.upstream.foreign_session import read_key
 from headrace.gateway.upstream.generation_request import GenerationRequest, PlainPrompts, PrincipalFacts
@@ -570,12 +569,12 @@ async def test_an_error_whose_body_does_not_end_is_an_answer_all_the_same(text: 
 async def test_what_nobody_foresaw_is_logged_and_a_retryable_error(
     text: TextModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_streaming: bool
 ) -> None:
-    async def batches(self: EventReader, response: aiohttp.ClientResponse, **limits: float) -> AsyncIterator[list[OutputEvent]]:
+    async def read(self: EventReader, response: aiohttp.ClientResponse, sink: EventSink, **limits: Any) -> None:
         self.usage = TokenUsage(0, 1, 0)
-        yield [OutputEvent(0, text="one", num_tokens=1)]
+        sink.put([OutputEvent(0, text="one", num_tokens=1)])
         raise ZeroDivisionError(SECRET)
 
-    monkeypatch.setattr(EventReader, "batches", batches)
+    monkeypatch.setattr(EventReader, "read", read)
     async with scripted(text, ScriptedServer(head() + DONE)) as near:
         response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=is_streaming))
         error = events_of(response.text)[-1]["error"] if is_streaming else response.json()["error"]
@@ -610,15 +609,31 @@ class Pieces:
     async def read(self, size: int) -> bytes:
         return self._pieces.pop(0) if self._pieces else b""
 
+    def is_eof(self) -> bool:
+        return not self._pieces
+
+
+class FoundEvents:
+    """An `EventSink` that joins the events of each sequence."""
+
+    has_room = True
+
+    def __init__(self) -> None:
+        self.found: dict[int, OutputEvent] = {}
+
+    async def wait_for_room(self) -> None: ...
+
+    def put(self, events: list[OutputEvent]) -> None:
+        for each in events:
+            self.found[each.index] = OutputEvent.joined((self.found[each.index], each)) if each.index in self.found else each
+
 
 async def read_events(reader: EventReader, pieces: list[bytes]) -> dict[int, OutputEvent]:
     """Everything a reader makes of the pieces, by sequence."""
-    found: dict[int, OutputEvent] = {}
-    response = cast(aiohttp.ClientResponse, Pieces(pieces))
-    async for events in reader.batches(response, first_at=math.inf, inter_chunk_s=math.inf):
-        for each in events:
-            found[each.index] = OutputEvent.joined((found[each.index], each)) if each.index in found else each
-    return found
+    sink = FoundEvents()
+    async with asyncio.timeout(None) as deadline:
+        await reader.read(cast(aiohttp.ClientResponse, Pieces(pieces)), sink, deadline=deadline, inter_chunk_s=60.0)
+    return sink.found
 
 
 ANSWER = b"".join(

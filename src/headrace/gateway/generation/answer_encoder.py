@@ -1,7 +1,7 @@
 """How the events of an answer become bytes: what a surface's encoder and the recorders do, and the writer that needs no task.
 
-`generation.run` calls an encoder in the request's own task; `DirectChunkWriter` calls it from the wire connection's delivery task, while
-the request's task waits.
+`generation.run` calls an encoder in the request's own task; `DirectChunkWriter` calls it from the task that reads from the upstream (the
+wire connection's delivery task, or the reader of a foreign server's stream), while the request's task waits.
 """
 
 from __future__ import annotations

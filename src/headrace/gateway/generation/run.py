@@ -4,7 +4,7 @@
 
 A surface (`surfaces.chat`, `surfaces.completions`) parses the body into a `ParsedRequest`, makes a `Generation` of it, awaits `prepare`,
 then `answer` with the `AnswerEncoder` that turns events into its own JSON. This runs in the request's own task, except for
-`DirectChunkWriter` (both in `answer_encoder`), which the wire connection's delivery task calls while the request's task waits. When the
+`DirectChunkWriter` (both in `answer_encoder`), which the task that reads from the upstream calls while the request's task waits. When the
 answer ends early (`Exchange.end`), the event stream is cancelled; the task then finds it ended and unwinds. Once an event stream exists,
 `Generation._close` runs once, however the request ends.
 

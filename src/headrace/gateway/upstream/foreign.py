@@ -13,7 +13,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from headrace.gateway.upstream.foreign_server import BROKE, NOT_NOW, AttemptFail
 from headrace.gateway.upstream.foreign_session import open_session
 from headrace.gateway.upstream.foreign_watch import ServerWatch
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.output_events import NO_USAGE, OutputEvent, TokenUsage
 from headrace.gateway.upstream.seam import EventListener, ReplicaHealth, Tokenization
 from headrace.observe.upstream_metrics import UpstreamReading
 from headrace.policy.admission.joining import JoiningRequests
@@ -120,7 +120,9 @@ class HttpUpstream:
         max_prompt_tokens = most_prompt_tokens(request.prompt, self.max_model_len)
         request = _within(request, principal.ceiling, max_prompt_tokens)
         params = SamplingParams(**request.sampling).checked()
-        return HttpPrepared(self, request, params, foreign_body(request, params), principal.salt, max_prompt_tokens)
+        prompts = _prompts(request.prompt)
+        num_sequences = len(prompts) * params.n
+        return HttpPrepared(self, request, params, foreign_body(request, params), principal.salt, max_prompt_tokens, prompts, num_sequences)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")
@@ -159,6 +161,16 @@ class ForeignPrompt:
         return iter(())
 
 
+CHAT_PROMPTS = (ForeignPrompt(""),)
+"""The prompts of every conversation: its messages become text at the server."""
+
+
+def _prompts(prompt: Conversation | PlainPrompts) -> Sequence[ForeignPrompt]:
+    if isinstance(prompt, Conversation):
+        return CHAT_PROMPTS
+    return [ForeignPrompt(given if isinstance(given, str) else "") for given in prompt.prompts]
+
+
 @dataclass(frozen=True, slots=True)
 class HttpPrepared:
     """A body that was not sent yet. A `Prepared`."""
@@ -169,6 +181,8 @@ class HttpPrepared:
     _fields: dict[str, Any]
     _salt: bytes
     max_prompt_tokens: int
+    prompts: Sequence[ForeignPrompt]
+    num_sequences: int
 
     @property
     def ignored(self) -> Sequence[str]:
@@ -183,23 +197,12 @@ class HttpPrepared:
         return None if self._params.max_tokens is None else self._params.max_tokens * self.num_sequences
 
     @property
-    def num_sequences(self) -> int:
-        return len(self.prompts) * self._params.n
-
-    @property
     def seed(self) -> int | None:
         return self._params.seed
 
     @property
     def keeps_events(self) -> bool:
         return False
-
-    @property
-    def prompts(self) -> Sequence[ForeignPrompt]:
-        prompt = self._request.prompt
-        if isinstance(prompt, Conversation):
-            return [ForeignPrompt("")]
-        return [ForeignPrompt(given if isinstance(given, str) else "") for given in prompt.prompts]
 
     def stream(self) -> HttpStream:
         path = "chat/completions" if isinstance(self._request.prompt, Conversation) else "completions"
@@ -220,15 +223,16 @@ class HttpStream:
     def __init__(self, upstream: HttpUpstream, request: ForeignRequest) -> None:
         self._upstream = upstream
         self._request = request
-        self._reader = EventReader(request.num_sequences)
+        self._reader: EventReader | None = None
         self._server: ForeignServer | None = None
         self._task: asyncio.Task[None] | None = None
+        self._listener: EventListener | None = None
         self._unread: dict[int, OutputEvent] = {}
         self.unread_bytes = 0
         self._error: HeadraceError | None = None
         self._is_ended = False
-        self._has_more = asyncio.Event()
-        self._has_room = asyncio.Event()
+        self._wants_more: asyncio.Future[None] | None = None
+        self._wants_room: asyncio.Future[None] | None = None
 
     @property
     def num_resumes(self) -> int:
@@ -238,21 +242,18 @@ class HttpStream:
         if self._task is None and not self._is_ended:
             self._task = asyncio.create_task(self._read())
         while not self._unread and not self._is_ended:
-            self._has_more.clear()
-            await self._has_more.wait()
-        events = list(self._unread.values())
-        self._unread.clear()
-        self.unread_bytes = 0
-        self._has_room.set()
+            self._wants_more = asyncio.get_running_loop().create_future()
+            await self._wants_more
+        events = self._taken()
         if not events and self._error is not None:
             raise self._error
         return events
 
     def listen(self, listener: EventListener | None) -> None:
-        """Ignored: the task that reads is not the one that may write."""
+        self._listener = listener
 
     def usage(self) -> TokenUsage:
-        return self._reader.usage
+        return NO_USAGE if self._reader is None else self._reader.usage
 
     def replica(self, index: int) -> str | None:
         return None if self._server is None else self._server.name
@@ -273,13 +274,13 @@ class HttpStream:
         """The connection is closed, which is how the server hears of it."""
         self._is_ended = True
         self._unread.clear()
-        self._has_more.set()
+        _wake(self._wants_more)
         if self._task is not None:
             self._task.cancel()
 
     async def close(self) -> None:
         self.cancel()
-        if self._task is not None:
+        if self._task is not None and not self._task.done():
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _read(self) -> None:
@@ -293,7 +294,7 @@ class HttpStream:
             self._error = Unavailable(BROKE if self.usage().completion_tokens else NOT_NOW)
         finally:
             self._is_ended = True
-            self._has_more.set()
+            _wake(self._wants_more)
 
     async def _deliver(self) -> None:
         """The answer of the first attempt that gives one. Raises the error of the last attempt."""
@@ -302,22 +303,50 @@ class HttpStream:
             server = self._server = route.pick()
             self._reader = EventReader(self._request.num_sequences)
             try:
-                async with aclosing(server.attempt(self._request, self._reader, counts=server not in route.tried)) as batches:
-                    async for events in batches:
-                        await self._put(events)
+                await server.attempt(self._request, self._reader, self, counts=server not in route.tried)
                 return
             except AttemptFailed as failure:
                 await asyncio.sleep(route.pause_s(server, failure))
 
-    async def _put(self, events: list[OutputEvent]) -> None:
+    # -- what the reader gives its events to (`foreign_events.EventSink`) --------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        return self.unread_bytes <= MAX_UNREAD_BYTES
+
+    async def wait_for_room(self) -> None:
+        while not self.has_room:
+            self._wants_room = asyncio.get_running_loop().create_future()
+            await self._wants_room
+
+    def put(self, events: list[OutputEvent]) -> None:
         for event in events:
             before = self._unread.get(event.index)
             self._unread[event.index] = event if before is None else OutputEvent.joined((before, event))
             self.unread_bytes += EVENT_BYTES + event.num_bytes
-        self._has_more.set()
-        while self.unread_bytes > MAX_UNREAD_BYTES:
-            self._has_room.clear()
-            await self._has_room.wait()
+        if self._listener is not None and self._can_be_taken(self._listener):
+            self._listener.take(self._taken())
+        else:
+            _wake(self._wants_more)
+
+    def _can_be_taken(self, listener: EventListener) -> bool:
+        """Whether the listener may have the unread events: the consumer waits, and they are plain."""
+        if self._wants_more is None or self._wants_more.done() or not listener.has_room:
+            return False
+        return not any(event.finish is not None or event.logprobs for event in self._unread.values())
+
+    def _taken(self) -> list[OutputEvent]:
+        """The unread events, which are read now."""
+        events = list(self._unread.values())
+        self._unread.clear()
+        self.unread_bytes = 0
+        _wake(self._wants_room)
+        return events
+
+
+def _wake(waiting: asyncio.Future[None] | None) -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)
 
 
 @asynccontextmanager

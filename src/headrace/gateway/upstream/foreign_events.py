@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import aiohttp
 import msgspec
@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
-from headrace.gateway.upstream.generation_request import string_bytes
+from headrace.gateway.upstream.foreign_numbers import CallNumbers, NamedTexts
 from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs
 
@@ -51,10 +51,20 @@ LLAMA_CPP_OVERFLOW = "exceed_context_size_error"
 MAX_NAMES_BYTES = 128 << 10
 """Most memory of one table of token names, about 600 of them; then a new table begins, so that a long stream does not grow it."""
 
-NAME_BYTES = 200
-"""Memory of one token name without its text and its bytes."""
-
 Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class EventSink(Protocol):
+    """Takes an answer's events as they come."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be given now."""
+        ...
+
+    async def wait_for_room(self) -> None: ...
+
+    def put(self, events: list[OutputEvent]) -> None: ...
 
 
 class BrokenStream(Exception):
@@ -146,47 +156,6 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 _decode_error = msgspec.json.Decoder(_ErrorBody).decode
 
 
-class NamedTexts:
-    """Gives token ids to tokens that the server names by text alone. A `TokenTexts`. num_bytes: memory of the table"""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._numbers: dict[tuple[str, bytes], int] = {}
-        self._names: list[tuple[str, bytes]] = []
-
-    def number(self, token: str, raw: bytes) -> int:
-        name = (token, raw)
-        number = self._numbers.get(name)
-        if number is None:
-            number = self._numbers[name] = len(self._names)
-            self._names.append(name)
-            self.num_bytes += NAME_BYTES + string_bytes(token) + len(raw)
-        return number
-
-    def token_text(self, token_id: int) -> str:
-        return self._names[token_id][0]
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._names[token_id][1]
-
-
-class CallNumbers:
-    """Numbers the calls of one sequence. Some servers, Ollama among them, give all parallel calls the index 0: a piece with a name and
-    another id begins a further call. A new id alone does not: vLLM once drew one for every piece.
-    """
-
-    def __init__(self) -> None:
-        self._ids: list[str | None] = []
-        self._numbers: dict[int, int] = {}
-
-    def number(self, index: int, call_id: str | None, name: str | None) -> int:
-        number = self._numbers.get(index)
-        if number is None or (name and call_id and self._ids[number] not in (None, call_id)):
-            number = self._numbers[index] = len(self._ids)
-            self._ids.append(call_id)
-        return number
-
-
 class EventReader:
     """One answer.
 
@@ -195,25 +164,38 @@ class EventReader:
 
     def __init__(self, num_sequences: int) -> None:
         self._is_running = [True] * num_sequences
+        self._num_running = num_sequences
         self._num_chars = [0] * num_sequences
-        self._call_numbers = [CallNumbers() for _ in range(num_sequences)]
+        self._call_numbers: dict[int, CallNumbers] = {}
         self._names = NamedTexts()
         self.usage = TokenUsage(0, 0, 0)
         self._is_counted = False
         self._has_begun = False
+        self._has_events = False
         self._deadline_at: float | None = None
 
-    async def batches(self, response: aiohttp.ClientResponse, *, first_at: float, inter_chunk_s: float) -> AsyncIterator[list[OutputEvent]]:
-        """Its events as they come. Raises BrokenStream for anything that is no complete answer, and what reading raises.
+    async def read(
+        self,
+        response: aiohttp.ClientResponse,
+        sink: EventSink,
+        *,
+        deadline: asyncio.Timeout,
+        inter_chunk_s: float,
+        on_begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Give `sink` the answer's events as they come.
 
-        first_at       when the first event has to be there, on the event loop's clock; TimeoutError after it
-        inter_chunk_s  seconds between two events, without the time that the consumer takes; TimeoutError after it
+        deadline       of the first event; moved with each event, to which comments and empty events do not belong
+        inter_chunk_s  seconds between two events, without the time that `sink` takes
+        on_begun       called before the first event is given
+
+        Raises BrokenStream for anything that is no complete answer, and what reading raises.
         """
         kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "text/event-stream" or response.headers.get("content-encoding", "identity") != "identity":
             raise BrokenStream("it is no event stream")
-        buffer, num_bytes, event_at = bytearray(), 0, first_at
-        while piece := await self._piece(response, event_at):
+        buffer, num_bytes, now = bytearray(), 0, asyncio.get_running_loop().time
+        while piece := await (response.content.read(PIECE_BYTES) if self._num_running else self._last_piece(response)):
             num_bytes += len(piece)
             if num_bytes > MAX_ANSWER_BYTES:
                 raise BrokenStream(f"it is longer than {MAX_ANSWER_BYTES} bytes")
@@ -223,27 +205,25 @@ class EventReader:
             events: list[OutputEvent] = []
             try:
                 is_done = self._take(buffer, events)
-            except BrokenStream:
+            finally:  # what came before a broken part counts
                 if events:
-                    yield events  # what came before it counts
-                raise
-            if events:
-                yield events
-                event_at = asyncio.get_running_loop().time() + inter_chunk_s
+                    if not self._has_events:
+                        self._has_events = True
+                        on_begun()
+                    sink.put(events)
+            if events and not sink.has_room:
+                deadline.reschedule(None)
+                await sink.wait_for_room()
+            if events or not self._num_running:
+                deadline.reschedule(now() + inter_chunk_s if self._num_running else None)
             if is_done:
                 await _read_end(response)
                 break
-        if any(self._is_running):
+        if self._num_running:
             raise BrokenStream("it ended before it was complete")
 
-    async def _piece(self, response: aiohttp.ClientResponse, event_at: float) -> bytes:
-        """The next bytes; empty at the end, or when a server that has finished every sequence is silent for too long.
-
-        Raises TimeoutError at `event_at`, when the next event has to be there: comments and empty events do not count.
-        """
-        if any(self._is_running):
-            async with asyncio.timeout_at(event_at):
-                return await response.content.read(PIECE_BYTES)
+    async def _last_piece(self, response: aiohttp.ClientResponse) -> bytes:
+        """The next bytes after the end of every sequence; empty at the end, or when the server is silent for too long."""
         now = asyncio.get_running_loop().time()
         if self._deadline_at is None:
             self._deadline_at = now + END_OF_STREAM_S
@@ -256,20 +236,27 @@ class EventReader:
             return b""
 
     def _take(self, buffer: bytearray, events: list[OutputEvent]) -> bool:
-        """Add the events of the complete lines in `buffer`, which keeps the rest. True when [DONE] was among them."""
-        for line in _lines(buffer):
+        """Add the events of the complete lines in `buffer`, which keeps the rest. True when [DONE] was among them.
+
+        Raises BrokenStream, for a line without an end too.
+        """
+        complete, _, rest = buffer.rpartition(b"\n")
+        buffer[:] = rest
+        for line in complete.split(b"\n"):
             if not self._has_begun:
                 self._has_begun, line = True, line.removeprefix(BYTE_ORDER_MARK)
             if not line.startswith(b"data:"):
                 continue  # comments, and fields of other users of event streams
-            data = line[5:].strip()
+            data = bytes(line[5:]).strip()
             if data == b"[DONE]":
                 return True
             if data:
-                events.extend(self._chunk(data))
+                self._read_chunk(data, events)
+        if len(buffer) > MAX_LINE_BYTES:
+            raise BrokenStream(f"a line is longer than {MAX_LINE_BYTES} bytes")
         return False
 
-    def _chunk(self, data: bytes) -> Iterator[OutputEvent]:
+    def _read_chunk(self, data: bytes, events: list[OutputEvent]) -> None:
         try:
             chunk = _decode_chunk(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -280,7 +267,7 @@ class EventReader:
             if choice.index >= len(self._is_running):
                 raise BrokenStream("a choice was not asked for")
             if self._is_running[choice.index] and (event := self._event(choice)) is not None:
-                yield event
+                events.append(event)
         if chunk.usage is not None and chunk.usage.prompt_tokens is not None:  # after the choices, which it counts already
             self._is_counted = True
             self.usage = _usage(chunk.usage)
@@ -290,17 +277,18 @@ class EventReader:
         delta = choice.delta or _Delta()
         text = delta.content or delta.refusal or choice.text or ""
         reasoning = delta.reasoning_content or delta.reasoning or ""
-        calls = [_tool_call(call, self._call_numbers[choice.index]) for call in delta.tool_calls or ()]
+        calls: Sequence[ToolCall] = self._tool_calls(choice.index, delta.tool_calls) if delta.tool_calls else ()
         logprobs = (choice.logprobs and choice.logprobs.content) or []
-        num_tokens = len(logprobs) or int(bool(text or reasoning or calls))
+        num_tokens = len(logprobs) or (1 if text or reasoning or calls else 0)
         decoded = self._decoded_logprobs(choice.index, logprobs) if logprobs else ()
         finish, stop_reason = _finish(choice)
         if num_tokens == 0 and finish is None:
             return None
         if not self._is_counted:
-            self.usage = self.usage._replace(completion_tokens=self.usage.completion_tokens + num_tokens)
+            self.usage = TokenUsage(0, self.usage.completion_tokens + num_tokens, 0)
         if finish is not None:
             self._is_running[choice.index] = False
+            self._num_running -= 1
         return OutputEvent(
             index=choice.index,
             text=text,
@@ -312,6 +300,10 @@ class EventReader:
             tool_calls=calls,
             is_call_cut=stop_reason is not None and choice.finish_reason not in CALLED,
         )
+
+    def _tool_calls(self, index: int, calls: list[_ToolCall]) -> list[ToolCall]:
+        numbers = self._call_numbers.setdefault(index, CallNumbers())
+        return [_tool_call(call, numbers) for call in calls]
 
     def _decoded_logprobs(self, index: int, logprobs: list[_Logprob]) -> tuple[DecodedLogprobs, ...]:
         if self._names.num_bytes > MAX_NAMES_BYTES:
@@ -347,20 +339,11 @@ def sent_error(body: bytes) -> BrokenStream:
 
 async def _read_end(response: aiohttp.ClientResponse) -> None:
     """Wait for the end of the body for a moment. Whatever comes instead, the answer is complete."""
+    if response.content.is_eof():
+        return
     with suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
         async with asyncio.timeout(END_OF_BODY_S):
             await response.content.read(1)
-
-
-def _lines(buffer: bytearray) -> Iterator[bytes]:
-    """The complete lines at the beginning of `buffer`, taken out of it. Raises BrokenStream for one without an end."""
-    begin = 0
-    while (end := buffer.find(b"\n", begin)) >= 0:
-        yield bytes(buffer[begin:end])
-        begin = end + 1
-    del buffer[:begin]
-    if len(buffer) > MAX_LINE_BYTES:
-        raise BrokenStream(f"a line is longer than {MAX_LINE_BYTES} bytes")
 
 
 def _usage(counts: _Usage) -> TokenUsage:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import aiohttp
@@ -22,10 +21,9 @@ from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unav
 from headrace.core.ids import RequestId
 from headrace.gateway.foreign_config import MAX_FOREIGN_CONNECTIONS, ForeignConfig
 from headrace.gateway.http.errors import foreign_overflow
-from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, is_context_overflow
+from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, EventSink, is_context_overflow
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad, exhausted_s, retry_after_s
 from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
-from headrace.gateway.upstream.output_events import OutputEvent
 from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
 
 log = logging.getLogger("headrace.gateway")
@@ -47,7 +45,7 @@ RATE_LIMIT_S = 1.0
 """Seconds without new requests after a 429 that does not say how long."""
 
 
-class AttemptResult(Enum):
+class AttemptResult(StrEnum):
     """How one attempt ended. The values are the label `result` of headrace_upstream_attempts_total."""
 
     OK = "ok"
@@ -189,8 +187,8 @@ class ForeignServer:
 
     # ------------------------------------------------------------------------------------------------------------------ one attempt
 
-    async def attempt(self, request: ForeignRequest, reader: EventReader, *, counts: bool) -> AsyncGenerator[list[OutputEvent]]:
-        """The answer's events as they come. Raises AttemptFailed. The caller closes the generator.
+    async def attempt(self, request: ForeignRequest, reader: EventReader, sink: EventSink, *, counts: bool) -> None:
+        """Give `sink` the answer's events as they come. Raises AttemptFailed.
 
         counts  a failure counts for the circuit breaker. It does once per request and server: a request that a server always fails on, sent
                 again and again, does not open the circuit for all
@@ -199,14 +197,18 @@ class ForeignServer:
         result, has_begun = AttemptResult.ABANDONED, False
         self.num_open += 1
         self.num_sent += 1
-        first_at = asyncio.get_running_loop().time() + self.config.first_token_s
+
+        def begin() -> None:
+            nonlocal has_begun
+            has_begun = True
+            self.breaker.begin(ticket)
+
         try:
-            async with await self._respond(request, first_at) as response:
-                async for events in reader.batches(response, first_at=first_at, inter_chunk_s=self.config.inter_chunk_s):
-                    if not has_begun:
-                        has_begun = True
-                        self.breaker.begin(ticket)
-                    yield events
+            async with asyncio.timeout(self.config.first_token_s) as deadline, await self._respond(request) as response:
+                if response.status != 200:
+                    deadline.reschedule(None)  # the body of an error has a time of its own
+                    raise await self._refusal(response, request.request_id)
+                await reader.read(response, sink, deadline=deadline, inter_chunk_s=self.config.inter_chunk_s, on_begun=begin)
             result = AttemptResult.OK
         except AttemptFailed as failure:
             result = failure.result
@@ -229,22 +231,18 @@ class ForeignServer:
             else:
                 self.breaker.fail(ticket, self._clock())
 
-    async def _respond(self, request: ForeignRequest, first_at: float) -> aiohttp.ClientResponse:
-        """The response, with status 200. Raises AttemptFailed for any other one and where there is none, TimeoutError at `first_at`."""
+    async def _respond(self, request: ForeignRequest) -> aiohttp.ClientResponse:
+        """The response once its headers are there. Raises AttemptFailed where there is none."""
         body = request.body(self.far_name, with_salt=self.config.cache_salt)
         try:
-            async with asyncio.timeout_at(first_at):
-                response = await self.session.post(request.path, body, request.request_id)
+            response = await self.session.post(request.path, body, request.request_id)
         except (*NOT_CONNECTED, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             self.is_reachable = not isinstance(error, NOT_CONNECTED)
             self.log_fault(f"could not be asked: {type(error).__name__} (request {request.request_id})")
             raise AttemptFailed(AttemptResult.CONNECT, Unavailable(NOT_NOW)) from None
         self.is_reachable = True
         self._hold(response)
-        if response.status == 200:
-            return response
-        async with response:
-            raise await self._refusal(response, request.request_id)
+        return response
 
     def _hold(self, response: aiohttp.ClientResponse) -> None:
         """Send nothing new for as long as the answer's headers ask."""
