@@ -217,7 +217,8 @@ class Session:
     def unread_s(self) -> float:
         """Seconds for which the engine has read nothing, by heartbeats that were sent and not counted, without those that large prompts
         on their way may take. Time in which this process was delayed does not count: it sent none."""
-        return max(0.0, (self._num_pings - self._num_pings_seen) * HEARTBEAT_S - self.num_unseen_tokens / READ_TOKENS_PER_S)
+        num_unread = self._num_pings - self._num_pings_seen
+        return max(0.0, num_unread * HEARTBEAT_S - self.num_unseen_tokens / READ_TOKENS_PER_S) if num_unread > 0 else 0.0
 
     async def _watch(self) -> None:
         while self.silent_s < LEASE_S:

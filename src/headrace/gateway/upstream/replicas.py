@@ -207,9 +207,12 @@ class ReplicaPool:
 
         Replicas of one model may differ in `max_model_len`: it follows from the memory each has.
         """
-        infos = [replica.connection.info.model for replica in self.replicas if replica.connection.info is not None]
-        if infos:
-            self._last_info = max(infos, key=lambda info: info.max_model_len)
+        largest: ModelInfo | None = None
+        for replica in self.replicas:
+            info = replica.connection.info
+            if info is not None and (largest is None or info.model.max_model_len > largest.max_model_len):
+                largest = info.model
+        self._last_info = largest or self._last_info
         return self._last_info
 
     @property
@@ -238,13 +241,15 @@ class ReplicaPool:
         """
         num_tokens = prompt_tokens + (max_output_tokens or 1)
         size = RequestSize(prompt_tokens, self._expected_output_tokens(max_output_tokens))
-        left = [(r, reason) for r, reason in self.verdicts() if r.instance not in tried and r.max_model_len >= num_tokens]
+        left = [replica for replica in self.replicas if replica.instance not in tried and replica.max_model_len >= num_tokens]
         if numerics is not None:
-            left = [(replica, reason) for replica, reason in left if not why_not_resume(numerics, replica.numerics)]
-        left_out = self._ejected()
-        ready = [replica for replica, reason in left if not reason and replica.name not in left_out]
-        connected = [replica for replica, _ in left if replica.connection.state is ConnectionState.CONNECTED]
-        chosen = self._choose(ready, size, preferred) or self._choose(connected, size, preferred)
+            left = [replica for replica in left if not why_not_resume(numerics, replica.numerics)]
+        ready = [replica for replica, reason in self.verdicts() if not reason]
+        left_out = self._ejected(ready)
+        chosen = self._choose([replica for replica in ready if replica in left and replica.name not in left_out], size, preferred)
+        if chosen is None:
+            connected = [replica for replica in left if replica.connection.state is ConnectionState.CONNECTED]
+            chosen = self._choose(connected, size, preferred)
         if chosen is None:
             raise self.why_unavailable()
         return chosen
@@ -271,9 +276,9 @@ class ReplicaPool:
         info = replica.connection.info
         return replica.circuit.send(None if info is None else (info.instance_id, info.connected_at), self.clock)
 
-    def _ejected(self) -> frozenset[ReplicaId]:
-        """Ready replicas that get no request, because they failed several."""
-        return ejected({replica.name: replica.circuit.breaker for replica, reason in self.verdicts() if not reason}, self.clock())
+    def _ejected(self, ready: Sequence[Replica]) -> frozenset[ReplicaId]:
+        """The ready replicas that get no request, because they failed several."""
+        return ejected({replica.name: replica.circuit.breaker for replica in ready}, self.clock())
 
     def _started(self, fit: Sequence[Replica]) -> list[Replica]:
         """The replicas of `fit` that take part in a decision: a replica that has just connected does in a part of them."""
@@ -288,6 +293,8 @@ class ReplicaPool:
         return Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
 
     def _choose(self, fit: Sequence[Replica], size: RequestSize, preferred: str) -> Replica | None:
+        if len(fit) < 2:
+            return fit[0] if fit else None
         info = self.info
         chosen = choose(
             [_candidate(replica) for replica in self._started(fit)],
@@ -300,17 +307,25 @@ class ReplicaPool:
 
     def _expected_output_tokens(self, max_output_tokens: int | None) -> int:
         """Mean length of the answers that this model's replicas gave, as far as `max_output_tokens` allows it."""
-        snapshots = [replica.connection.snapshot for replica in self.replicas]
-        counters = [seen.load.counters for seen in snapshots if seen is not None]
-        num_finished = sum(sum(each.finished.values()) for each in counters)
-        mean = sum(each.generation_tokens for each in counters) // num_finished if num_finished else UNKNOWN_OUTPUT_TOKENS
+        num_finished, _, num_tokens = self._counted()
+        mean = num_tokens // num_finished if num_finished else UNKNOWN_OUTPUT_TOKENS
         return max(1, mean if max_output_tokens is None else min(mean, max_output_tokens))
+
+    def _counted(self) -> tuple[int, int, int]:
+        """Requests that this model's replicas finished, and the tokens of their prompts and outputs."""
+        num_finished = prompt_tokens = output_tokens = 0
+        for replica in self.replicas:
+            if (seen := replica.connection.snapshot) is not None:
+                counters = seen.load.counters
+                num_finished += sum(counters.finished.values())
+                prompt_tokens += counters.prompt_tokens
+                output_tokens += counters.generation_tokens
+        return num_finished, prompt_tokens, output_tokens
 
     def _joined(self, num_requests: int, num_replicas: int) -> SentSince:
         """One replica's part of requests that join, whose prompts are taken to be of the mean length."""
-        counters = [seen.load.counters for replica in self.replicas if (seen := replica.connection.snapshot) is not None]
-        num_finished = sum(sum(each.finished.values()) for each in counters)
-        mean = sum(each.prompt_tokens for each in counters) // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
+        num_finished, num_tokens, _ = self._counted()
+        mean = num_tokens // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
         num_each = -(-num_requests // num_replicas)
         return SentSince(num_each, num_each * mean)
 
@@ -332,8 +347,9 @@ class ReplicaPool:
             yield replica, verdict(replica.connection.state, replica.connection.snapshot, now)
 
     def health(self) -> list[ReplicaHealth]:
-        left_out, now = self._ejected(), self.clock()
-        return [_health(replica, EJECTED if replica.name in left_out else reason, now) for replica, reason in self.verdicts()]
+        verdicts, now = list(self.verdicts()), self.clock()
+        left_out = self._ejected([replica for replica, reason in verdicts if not reason])
+        return [_health(replica, EJECTED if replica.name in left_out else reason, now) for replica, reason in verdicts]
 
     def retired_health(self) -> list[ReplicaHealth]:
         now = self.clock()

@@ -130,8 +130,8 @@ class TokenStream:
         self.attempts.handle_plain_rows(self._handle_plain_rows if listener is not None else None)
 
     def usage(self) -> TokenUsage:
-        completion = sum(assembler.num_tokens for assembler in self._assemblers)
-        reasoning = sum(stage.num_reasoning_tokens for stage in self._stages if stage is not None)
+        completion = sum([assembler.num_tokens for assembler in self._assemblers])
+        reasoning = sum([stage.num_reasoning_tokens for stage in self._stages if stage is not None])
         earlier = completion if self._earlier is not None else min(completion, self._num_earlier_tokens)
         num_prompt = len(self.call.prompt_ids)
         earlier_prompt = num_prompt if self.call.earlier is not None else 0

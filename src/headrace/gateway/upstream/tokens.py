@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.core.errors import Unavailable
@@ -185,22 +185,18 @@ class TokenPrepared:
     prompts: tuple[TokenPrompt, ...]
     calls: tuple[Call, ...]
     ignored: Sequence[str] = ()
+    prompt_tokens: int = field(init=False)
+    max_output_tokens: int = field(init=False)
+    num_sequences: int = field(init=False)
 
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(call.prompt_ids) for call in self.calls)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_tokens", sum([len(call.prompt_ids) for call in self.calls]))
+        object.__setattr__(self, "max_output_tokens", sum([call.max_output_tokens * call.params.n for call in self.calls]))
+        object.__setattr__(self, "num_sequences", sum([call.params.n for call in self.calls]))
 
     @property
     def max_prompt_tokens(self) -> int:
         return self.prompt_tokens
-
-    @property
-    def max_output_tokens(self) -> int:
-        return sum(call.max_output_tokens * call.params.n for call in self.calls)
-
-    @property
-    def num_sequences(self) -> int:
-        return sum(call.params.n for call in self.calls)
 
     @property
     def seed(self) -> int | None:
