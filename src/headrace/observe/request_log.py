@@ -17,6 +17,7 @@ import threading
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from io import FileIO
+from operator import attrgetter
 
 from headrace.observe.logs import LogFormat, clock_time, printable, timestamp
 
@@ -115,9 +116,10 @@ class RequestLogRecord:
 
     def line(self) -> str:
         """One line of ASCII JSON: no control character survives, so nothing a client sends can forge a second line."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)} | {"time": timestamp(self.time)}
-        kept = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items() if value is not None}
-        return json.dumps(kept, ensure_ascii=True, separators=(",", ":"))
+        values = zip(_NAMES, _values_of(self), strict=True)
+        kept = {name: round(value, 6) if isinstance(value, float) else value for name, value in values if value is not None}
+        kept["time"] = timestamp(self.time)
+        return _encode(kept)
 
     def text(self, *, is_short: bool) -> str:
         """The main fields for people. is_short: the time without the day, for a terminal."""
@@ -142,6 +144,11 @@ class RequestLogRecord:
         return ", ".join(part for part in parts if part)
 
 
+_NAMES = tuple(item.name for item in fields(RequestLogRecord))
+_values_of = attrgetter(*_NAMES)
+_encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
+
+
 class RequestLog:
     """target: "on" (stdout), "stderr", "off" or a file's path (appended to). Raises OSError when that cannot be opened.
 
@@ -154,7 +161,7 @@ class RequestLog:
         self._worker = worker
         self._is_terminal = target in STREAMS and os.isatty(STREAMS[target])
         self._is_text = target in STREAMS and log_format.on(self._is_terminal) is LogFormat.TEXT
-        self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if target != OFF:
             self._thread = threading.Thread(target=self._run, args=(_open(target),), name="request-log", daemon=True)
@@ -164,11 +171,11 @@ class RequestLog:
         """Queue one line; never blocks. A full queue drops the line and counts it."""
         if self._thread is None:
             return
-        record.worker = self._worker
-        try:
-            self._queue.put_nowait(self._line(record))
-        except queue.Full:
+        if self._queue.qsize() >= MAX_QUEUED:
             self.num_dropped += 1
+            return
+        record.worker = self._worker
+        self._queue.put(self._line(record))
 
     def _line(self, record: RequestLogRecord) -> bytes:
         line = self._encoded(record)
@@ -182,10 +189,7 @@ class RequestLog:
         """Write what is queued, as far as `timeout_s` allows."""
         if self._thread is None:
             return
-        try:
-            self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
-            return
+        self._queue.put(None)
         self._thread.join(timeout_s)
 
     def _run(self, file: FileIO) -> None:

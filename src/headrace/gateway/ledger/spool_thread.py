@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, sleep
 
 from headrace.core.counted import counted
 from headrace.gateway.ledger.record import UsageRecord, encode_record
@@ -60,7 +60,6 @@ class SpoolThread:
         self._adopt_at = 0.0
         self._logged_at = -LOGGED_EVERY_S
         self._serial = 0
-        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="usage-spool", daemon=True)
         self._thread.start()
 
@@ -75,7 +74,6 @@ class SpoolThread:
 
     def close(self, timeout_s: float) -> None:
         """Write what is queued, as far as the time allows."""
-        self._closing.set()
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -97,7 +95,7 @@ class SpoolThread:
         batch: list[UsageRecord | None] = []
         with suppress(queue.Empty):
             batch.append(self._queue.get(timeout=max(0.0, due - monotonic())))
-            self._closing.wait(GATHER_S)
+            sleep(GATHER_S)
             while len(batch) < MAX_BATCH:
                 batch.append(self._queue.get_nowait())
         self._bytes_taken += sum(len(record.prompt or "") for record in batch if record is not None)
