@@ -21,3 +21,7 @@ class FinishReason(StrEnum):
     def is_answer(self) -> bool:
         """True when the sequence ended as requested. These are the values that OpenAI's `finish_reason` may show."""
         return self in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+FINISH_WORDS = {reason: reason.value for reason in FinishReason}
+"""The reasons as plain strings. A look-up costs less than an enum's `value`, which is a function."""

@@ -197,7 +197,9 @@ def _check_float(name: str, value: object, low: float, high: float, *, above: bo
 
 def _check_numbers(p: SamplingParams) -> None:
     for name, value, default in zip(BOUNDS, _numbers_of(p), _DEFAULT_NUMBERS, strict=True):
-        if value is not default and (value is not None or name not in _OPTIONAL):
+        if value == default and type(value) is type(default):
+            continue
+        if value is not None or name not in _OPTIONAL:
             check_bound(name, value)
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise InvalidRequest("min_tokens", f"min_tokens <= max_tokens ({p.max_tokens})", p.min_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.core.finish import FinishReason
+from headrace.core.finish import FINISH_WORDS, FinishReason
 from headrace.gateway.upstream.output_events import OutputEvent
 from headrace.gateway.upstream.seam import EventStream
 from headrace.observe.metrics import ReplicaMetrics
@@ -89,7 +89,7 @@ class RequestProgress:
 
     @property
     def finish_reasons(self) -> list[str]:
-        return [sequence.finish.value for sequence in self._sequences if sequence.finish is not None]
+        return [FINISH_WORDS[sequence.finish] for sequence in self._sequences if sequence.finish is not None]
 
     def _metrics_of(self, index: int) -> ReplicaMetrics | None:
         """Metrics of the replica that runs a sequence; each prompt may run on another replica. None before a replica is known."""

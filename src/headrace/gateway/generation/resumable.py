@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from headrace.core.errors import InvalidRequest, Unavailable
@@ -25,6 +25,8 @@ from headrace.gateway.upstream.seam import EventStream, Prepared
 
 REPLAY_STEP = 64
 """Events of a replay after which other requests have their turn: each takes about 10 us."""
+
+_NOTHING_KEPT = nullcontext()
 
 
 class EventEncoder(Protocol):
@@ -85,12 +87,12 @@ class ResumableStream:
         if self._continued is not None:
             await self._kept_streams.claim(self._continued)
 
-    @contextmanager
-    def sending(self, stream: EventStream) -> Iterator[None]:
+    def sending(self, stream: EventStream) -> AbstractContextManager[None]:
         """However the block ends, the stream is kept if its client may want the rest of it."""
-        if self.event_log is None:
-            yield
-            return
+        return _NOTHING_KEPT if self.event_log is None else self._kept_at_end(stream)
+
+    @contextmanager
+    def _kept_at_end(self, stream: EventStream) -> Iterator[None]:
         self._kept_streams.begin(self.answer_id, self._exchange)
         try:
             yield

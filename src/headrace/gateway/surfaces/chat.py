@@ -351,8 +351,9 @@ class ChatAnswer:
             yield b"}"
 
     def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]:
-        yield b'{"index":%d,"message":%b,"logprobs":' % (index, _encode(_message(output)))
-        yield from chat_logprobs(output.logprobs, self._num_top) if self._has_logprobs else (b"null",)
+        yield b'{"index":%d,"message":%b,"logprobs":%b' % (index, _encode(_message(output)), b"" if self._has_logprobs else b"null")
+        if self._has_logprobs:
+            yield from chat_logprobs(output.logprobs, self._num_top)
         yield whole_finish_part(output)
 
 

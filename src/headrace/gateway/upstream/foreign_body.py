@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.tools import CallMode
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts
 
-_DEFAULTS = SamplingParams(max_tokens=None)
+_NAME_TO_DEFAULT = {field.name: getattr(SamplingParams(max_tokens=None), field.name) for field in dataclasses.fields(SamplingParams)}
 _ALWAYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sent whenever the client names them: a model may have defaults of its own."""
 
@@ -67,7 +68,7 @@ def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
     fields = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in request.sampling.items()
-        if value != getattr(_DEFAULTS, name) or name in _ALWAYS
+        if value != _NAME_TO_DEFAULT[name] or name in _ALWAYS
     }
     num_top = fields.pop("logprobs", None)
     if num_top is not None:

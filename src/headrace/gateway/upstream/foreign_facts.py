@@ -120,15 +120,15 @@ def exhausted_s(headers: Mapping[str, str]) -> float:
 
     Read are OpenAI's x-ratelimit-remaining-requests, -tokens and their x-ratelimit-reset-*, and the IETF draft's ratelimit-remaining.
     """
-    waits = [0.0]
+    wait_s = 0.0
     for remaining, reset in (
         ("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
         ("x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
         ("ratelimit-remaining", "ratelimit-reset"),
     ):
-        if headers.get(remaining, "").strip() == "0":
-            waits.append(_duration_s(headers.get(reset, "")))
-    return max(waits)
+        if remaining in headers and headers[remaining].strip() == "0":
+            wait_s = max(wait_s, _duration_s(headers.get(reset, "")))
+    return wait_s
 
 
 def _duration_s(text: str) -> float:

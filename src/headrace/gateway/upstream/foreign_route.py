@@ -52,6 +52,8 @@ class ForeignRoute:
         left = left or [server for server in able if self.tried[server] in CAN_PASS]
         if not left:
             raise self._refusal(now)
+        if len(left) == 1:
+            return left[0]
         fit = [server for server in left if self._fits(server)] or left
         reachable = [server for server in fit if server.is_reachable] or fit
         order = min(server.config.order for server in reachable)

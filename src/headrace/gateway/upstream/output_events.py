@@ -65,11 +65,14 @@ class OutputEvent(NamedTuple):
     @property
     def text_bytes(self) -> int:
         """Approximate memory of its strings: text, reasoning, tool calls, stop reason, error."""
-        num_bytes = string_bytes(self.text)
+        text = self.text
+        num_bytes = len(text) if text.isascii() else string_bytes(text)  # nearly every event: once per token
         if self.reasoning or self.tool_calls:
             num_bytes += string_bytes(self.reasoning) + sum([call.num_bytes for call in self.tool_calls])
-        if self.finish is not None:
-            num_bytes += string_bytes(self.error or "") + (string_bytes(self.stop_reason) if isinstance(self.stop_reason, str) else 0)
+        if self.error is not None:
+            num_bytes += string_bytes(self.error)
+        if self.stop_reason is not None and isinstance(self.stop_reason, str):
+            num_bytes += string_bytes(self.stop_reason)
         return num_bytes
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import Struct
 
-from headrace.core.finish import FinishReason
+from headrace.core.finish import FINISH_WORDS, FinishReason
 from headrace.gateway.generation.event_log import EventLog
 from headrace.gateway.generation.run import Generation
 from headrace.gateway.http.sse import DONE
@@ -206,7 +206,7 @@ def whole_finish_part(output: ChoiceOutput) -> bytes:
 
 def finish_word(finish: FinishReason, *, is_tool_turn: bool) -> str:
     """OpenAI's finish_reason. A sequence that stopped after complete tool calls waits for the tools' answers: tool_calls."""
-    return "tool_calls" if is_tool_turn and finish is FinishReason.STOP else finish.value
+    return "tool_calls" if is_tool_turn and finish is FinishReason.STOP else FINISH_WORDS[finish]
 
 
 def around_choices(answer: Struct) -> tuple[bytes, bytes]:

@@ -69,7 +69,7 @@ class FieldRule:
     is_any: bool = False
 
     def is_off(self, value: object) -> bool:
-        return any(_is_same(value, off) for off in self.off)
+        return bool(self.off) and any(_is_same(value, off) for off in self.off)
 
     @property
     def off_words(self) -> str:

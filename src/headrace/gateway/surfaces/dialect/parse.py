@@ -150,7 +150,8 @@ def checked_messages(messages: object, limits: Limits, ignored: dict[str, None])
         raise InvalidRequest("messages", "a list of at least one message", messages)
     if len(messages) > limits.max_messages:
         raise InvalidRequest("messages", f"at most {limits.max_messages} messages", len(messages), "Drop the oldest ones.")
-    num_parts = sum(len(m["content"]) for m in messages if isinstance(m, dict) and isinstance(m.get("content"), list))
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    num_parts = sum([len(content) for content in contents if isinstance(content, list)])
     if num_parts > MAX_PARTS:
         raise InvalidRequest("messages", f"at most {MAX_PARTS} content parts in all", num_parts, "Join the texts.")
     return [_checked_message(message, f"messages[{index}]", ignored) for index, message in enumerate(messages)]
