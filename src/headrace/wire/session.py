@@ -96,7 +96,7 @@ class Session:
 
     @property
     def num_unseen_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens, _ in self._unseen) + self._commands.num_prefill_tokens
+        return sum([num_tokens for _, num_tokens, _ in self._unseen]) + self._commands.num_prefill_tokens
 
     def unseen_tokens_of(self, lowest: PriorityClass) -> list[int]:
         """As `num_unseen`, the tokens to compute of each Submit of this class or a higher one."""

@@ -107,10 +107,10 @@ class AnswerReuse:
         self.is_replayed = False
         """The answer is that to an earlier request with the same Idempotency-Key: nothing new happened."""
 
-    async def __aenter__(self) -> AnswerReuse:
+    def __enter__(self) -> AnswerReuse:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """What was not kept is free for the next request."""
         self.free_key()
         if self._flight is not None:

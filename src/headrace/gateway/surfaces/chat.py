@@ -100,12 +100,13 @@ async def _answer(
     generation = Generation(service, exchange, held, _parsed_request(request, grammar, exchange.principal, history))
     if turn is not None:
         generation.preferred_replica = turn.preferred_replica(generation.model.name)
-    async with exchange.watching(), generation.reuse:
-        prepared = await exchange.unless_ended(generation.prepare())
-        encoder = ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", generation))
-        if turn is not None and not generation.reuse.is_replayed:
-            turn.record(generation)
-        await generation.answer(encoder, prepared)
+    async with exchange.watching():
+        with generation.reuse:
+            prepared = await exchange.unless_ended(generation.prepare())
+            encoder = ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", generation))
+            if turn is not None and not generation.reuse.is_replayed:
+                turn.record(generation)
+            await generation.answer(encoder, prepared)
 
 
 def _names(request: ChatRequest, grammar: RequestedGrammar | None) -> dict[str, str]:

@@ -64,10 +64,11 @@ async def completions(service: Service, exchange: Exchange) -> None:
             exchange.ignored.append(SESSION_HEADER)
         with FieldsAsWritten({} if grammar is None else {"grammar": grammar.field}):
             generation = Generation(service, exchange, held, _parsed_request(request, prompts, grammar, exchange.principal.priority))
-            async with exchange.watching(), generation.reuse:
-                prepared = await exchange.unless_ended(generation.prepare())
-                answer = CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", generation), generation.memory.hold_json)
-                await generation.answer(answer, prepared)
+            async with exchange.watching():
+                with generation.reuse:
+                    prepared = await exchange.unless_ended(generation.prepare())
+                    answer = CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", generation), generation.memory.hold_json)
+                    await generation.answer(answer, prepared)
 
 
 def _parsed_request(

@@ -172,6 +172,8 @@ class CallAttempts:
         """As `cancel`, and no task is left."""
         self.cancel()
         tasks = list(self._reads)
+        if not tasks:
+            return
         self._reads.clear()
         for task in tasks:
             task.cancel()
