@@ -131,6 +131,7 @@ async def test_which_requests_use_it(cached: TestBench, fields: dict[str, Any], 
 
 async def test_no_cache_computes_anew_and_keeps_the_answer(cached: TestBench) -> None:
     assert result(await cached.chat(**GREEDY, cache={"no-cache": True})) == "miss"
+    await eventually(lambda: metric(cached.gateway, "headrace_cache_answers_total", outcome="kept") == 1)
     assert result(await cached.chat(**GREEDY)) == "hit"
 
 

@@ -17,7 +17,7 @@ from headrace.gateway.generation.logprob_limits import (
     unread_logprob_bytes,
 )
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.http.exchange import PIECE_BYTES
+from headrace.gateway.http.pieces import PIECE_BYTES
 from headrace.gateway.upstream.output_events import OutputEvent
 from headrace.gateway.upstream.seam import Prepared
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator
 
 from headrace.core.clock import Clock
-from headrace.gateway.http.exchange import PIECE_BYTES
+from headrace.gateway.http.pieces import PIECE_BYTES
 
 SLICE_S = 0.001
 """A slice ends with the piece that passes this many seconds. One piece takes less than a millisecond (`surfaces.dialect.logprobs`)."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
@@ -28,13 +28,11 @@ from headrace.gateway.http.asgi import (
 )
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
+from headrace.gateway.http.pieces import PIECE_BYTES, joined_pieces
 from headrace.observe.request_log import RequestLogRecord
 from headrace.policy.admission.joining import Joining
 
 T = TypeVar("T")
-
-PIECE_BYTES = 64 << 10
-"""Bytes handed to the transport in one write: it reports a full buffer only between two writes."""
 
 _JSON = (b"content-type", b"application/json")
 
@@ -247,21 +245,32 @@ class Exchange:
         else:
             self._on_ended.append(callback)
 
-    async def unless_ended(self, work: Awaitable[T]) -> T:
-        """The result of `work`. When the answer ends early, or has already ended, `work` is cancelled and `end_reason` raised."""
-        waiting = asyncio.ensure_future(work)
+    async def unless_ended(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
+        """The result of `work`. When the answer ends early, or has already ended, `work` is cancelled and `end_reason` raised.
+
+        It runs in the caller's task, as one of its own would cost another turn of the event loop.
+        """
+        if self.end_reason is not None:
+            work.cancel() if isinstance(work, asyncio.Future) else work.close()
+            raise self.end_reason
+        task = asyncio.current_task()
+        assert task is not None
+        num_cancelled, is_cut = task.cancelling(), False
 
         def cancel() -> None:
-            waiting.cancel()
+            nonlocal is_cut
+            is_cut = task.cancel()
 
-        self.on_ended(cancel)
+        self._on_ended.append(cancel)
         try:
-            return await waiting
+            return await work
         except asyncio.CancelledError:
-            if self.end_reason is not None and waiting.cancelled():
+            if self.end_reason is not None and is_cut and task.cancelling() == num_cancelled + 1:  # by nothing but `cancel`
                 raise self.end_reason from None
             raise
         finally:
+            if is_cut:
+                task.uncancel()
             if cancel in self._on_ended:  # it would keep what `work` gave for as long as the request runs
                 self._on_ended.remove(cancel)
 
@@ -369,20 +378,6 @@ class Exchange:
         assert self.connection is not None
         if body:
             self.connection.write_chunk(body)
-
-
-def joined_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in parts of about PIECE_BYTES: small pieces are joined, large ones stay."""
-    found: list[bytes] = []
-    size = 0
-    for piece in pieces:
-        found.append(piece)
-        size += len(piece)
-        if size >= PIECE_BYTES:
-            yield b"".join(found)
-            found, size = [], 0
-    if found:
-        yield b"".join(found)
 
 
 def _repeated(headers: Headers) -> frozenset[bytes]:
