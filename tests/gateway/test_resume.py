@@ -22,7 +22,7 @@ from headrace.gateway.generation.event_log import HEADER, NO_EVENT
 from headrace.gateway.generation.kept_streams import KeptStream
 from headrace.gateway.siblings import Siblings
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
-from headrace.gateway.stores.store import Store, StoreFailed
+from headrace.gateway.stores.store import Store, StoreFailed, StoreProgress
 from headrace.gateway.worker import GatewayWorker
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
@@ -280,6 +280,7 @@ class BadStore:
 
     def __init__(self, *, is_slow: bool) -> None:
         self.is_slow = is_slow
+        self.progress = StoreProgress()
 
     async def _fail(self, *_: object, **__: object) -> Any:
         if self.is_slow:

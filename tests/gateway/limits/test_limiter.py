@@ -17,7 +17,7 @@ from headrace.core.ids import RequestId
 from headrace.gateway.limits.admission import NOTHING
 from headrace.gateway.limits.ended import MAX_CHARGES
 from headrace.gateway.limits.limiter import Limiter
-from headrace.gateway.stores.store import StoreFailed
+from headrace.gateway.stores.store import StoreFailed, StoreProgress
 from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, DictRows, Holder, LimitBook, TakeResult
 from headrace.policy.limits.counters import Amounts, Moment, Unit, Window
 
@@ -32,6 +32,7 @@ class SlowStore:
 
     def __init__(self) -> None:
         self.carried: list[Mapping[str, Amounts]] = []
+        self.progress = StoreProgress()
         self.num_takes = 0
         self.fails = False
 
@@ -180,6 +181,7 @@ class SteppedStore:
 
     def __init__(self, *, is_in_order: bool) -> None:
         self.is_in_order = is_in_order
+        self.progress = StoreProgress()
         self.rows = DictRows()
         self.book = LimitBook(self.rows)
         self.calls: list[tuple[Holder | None, Sequence[Claim], Charges, asyncio.Future[TakeResult]]] = []

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -16,7 +20,8 @@ from headrace.gateway.stores.guard import MAX_UNANSWERED, StoreGuard, one_reques
 from headrace.gateway.stores.guarded import GuardedStore
 from headrace.gateway.stores.redis import RedisStore
 from headrace.gateway.stores.redis_client import RedisCalls
-from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed, StoreLimits
+from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread
+from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed, StoreLimits, StoreProgress
 
 WAIT_S, SLACK_S = 0.4, 0.6
 """What a request may wait here, and how late a busy machine may notice the end."""
@@ -33,7 +38,7 @@ def short(monkeypatch: pytest.MonkeyPatch, patience: None) -> None:
 async def asked(one: StoreGuard, work: Callable[[], Awaitable[object]]) -> str:
     """ "" for an answer, or why there is none."""
     try:
-        async with one.waiting():
+        with one.waiting():
             await work()
     except StoreFailed as error:
         return str(error)
@@ -53,7 +58,7 @@ async def fails() -> None:
 
 
 async def test_one_request_waits_for_all_stores_together_as_long_as_for_one() -> None:
-    guards = [StoreGuard(name) for name in ("keys", "limits", "answers", "sessions", "streams")]
+    guards = [StoreGuard(name, StoreProgress()) for name in ("keys", "limits", "answers", "sessions", "streams")]
     began = time.monotonic()
     with one_request() as wait:
         assert await asked(guards[0], lambda: asyncio.sleep(0.05)) == ""
@@ -66,7 +71,7 @@ async def test_one_request_waits_for_all_stores_together_as_long_as_for_one() ->
 
 
 async def test_a_store_without_answers_is_left_alone_and_asked_again_later() -> None:
-    one = StoreGuard("limits")
+    one = StoreGuard("limits", StoreProgress())
     reasons = await asyncio.gather(*(asked(one, never) for _ in range(MAX_UNANSWERED)))
     assert all("in time" in reason for reason in reasons)
     began = time.monotonic()
@@ -82,18 +87,17 @@ async def test_a_store_without_answers_is_left_alone_and_asked_again_later() -> 
 
 
 async def test_a_store_that_answers_with_errors_is_asked_each_time(caplog: pytest.LogCaptureFixture) -> None:
-    one = StoreGuard("limits")
+    one = StoreGuard("limits", StoreProgress())
     for _ in range(3 * MAX_UNANSWERED):
         assert await asked(one, fails) == "READONLY"
     assert await asked(one, at_once) == ""
-    with pytest.raises(EntryTooLarge):
-        async with one.waiting():
-            raise EntryTooLarge("too large")
+    with pytest.raises(EntryTooLarge), one.waiting():
+        raise EntryTooLarge("too large")
     assert [record.getMessage() for record in caplog.records] == ["the store of limits: READONLY (at most one such line in 10 s)"]
 
 
 async def test_a_poll_that_succeeds_ends_the_time_alone() -> None:
-    one = StoreGuard("keys")
+    one = StoreGuard("keys", StoreProgress())
     await asyncio.gather(*(asked(one, never) for _ in range(MAX_UNANSWERED)))
     one.answered()
     assert await asked(one, at_once) == ""
@@ -103,6 +107,8 @@ async def test_what_no_request_waits_for_is_no_part_of_its_wait() -> None:
     ended: list[StoreFailed | None] = []
 
     class Slow:
+        progress = StoreProgress()
+
         async def put(self) -> None:
             await asyncio.sleep(0.3)
 
@@ -189,6 +195,7 @@ class Failing:
     """A store whose first calls fail."""
 
     def __init__(self, num_failures: int) -> None:
+        self.progress = StoreProgress()
         self.left = num_failures
         self.done = 0
 
@@ -223,7 +230,7 @@ async def test_a_write_that_fails_is_tried_again_for_its_time(monkeypatch: pytes
 
 async def test_time_by_which_the_event_loop_is_late_is_not_the_stores() -> None:
     """A burst of requests made the loop late by more than a request may wait, and answers that had come were refused."""
-    one = StoreGuard("keys")
+    one = StoreGuard("keys", StoreProgress())
 
     async def busy(seconds: float) -> None:
         """Work of other requests, in pieces that hold the loop."""
@@ -245,6 +252,18 @@ async def test_time_by_which_the_event_loop_is_late_is_not_the_stores() -> None:
     assert time.monotonic() - began < 2 * WAIT_S + SLACK_S
 
 
+async def test_a_wait_with_little_time_left_ends_before_the_look_that_longer_ones_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "TICK_S", WAIT_S)
+    one, began = StoreGuard("limits", StoreProgress()), time.monotonic()
+    long = asyncio.create_task(asked(one, never))
+    await asyncio.sleep(0)
+    with one_request() as wait:
+        wait.waited_s = WAIT_S - 0.01
+        assert "in time" in await asked(one, never)
+        assert time.monotonic() - began < WAIT_S, "the look for the other one was due then"
+    assert "in time" in await long
+
+
 async def test_an_answer_that_came_in_time_counts_where_the_event_loop_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "REQUEST_WAIT_S", 0.02)
     loop = asyncio.get_running_loop()
@@ -252,5 +271,91 @@ async def test_an_answer_that_came_in_time_counts_where_the_event_loop_is_late(m
     store_thread = threading.Timer(0.005, loop.call_soon_threadsafe, (answer.set_result, 7))
     store_thread.start()
     loop.call_soon(time.sleep, 0.05)  # the work of other requests
-    async with StoreGuard("limits").waiting():
+    with StoreGuard("limits", StoreProgress()).waiting():
         assert await answer == 7
+
+
+# -- a process without time -----------------------------------------------------------------------------------------------------------
+
+EMPTY = SqliteForm(version=1, statements=("CREATE TABLE numbers (number INTEGER)",), synchronous="OFF")
+
+
+async def test_a_store_whose_thread_is_blocked_is_left_alone() -> None:
+    thread, go_on = SqliteThread.open(IN_MEMORY, EMPTY, where="state"), threading.Event()
+    one = StoreGuard("limits", thread.progress)
+    try:
+        blocked = asyncio.create_task(thread.call(lambda: go_on.wait(30)))
+        reasons = await asyncio.gather(*(asked(one, lambda: thread.call(lambda: 1)) for _ in range(MAX_UNANSWERED)))
+        assert all("in time" in reason for reason in reasons)
+        assert "a moment ago" in await asked(one, at_once)
+    finally:
+        go_on.set()
+    await blocked
+    await thread.close()
+
+
+async def test_a_store_that_is_slow_and_gets_on_is_not_left_alone() -> None:
+    """Its late answers refused requests for a second, and the first after that was late again: a gateway beside a debugger served none."""
+    thread = SqliteThread.open(IN_MEMORY, EMPTY, where="state")
+    one = StoreGuard("limits", thread.progress)
+    calls = [lambda: thread.call(lambda: time.sleep(WAIT_S / 4), is_read=True)] * 12
+    reasons = await asyncio.gather(*(asked(one, call) for call in calls))
+    assert sum("in time" in reason for reason in reasons) >= MAX_UNANSWERED
+    assert await asked(one, at_once) == ""
+    await thread.close()
+
+
+STOPPED = """
+import asyncio, sys, uvloop
+from headrace.gateway.stores.guard import StoreGuard, one_request
+from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread
+from headrace.gateway.stores.store import StoreFailed
+
+async def main():
+    form = SqliteForm(version=1, statements=("CREATE TABLE numbers (number INTEGER)",), synchronous="OFF")
+    thread = SqliteThread.open(IN_MEMORY, form, where="state")
+    guard, ends, waits = StoreGuard("limits", thread.progress), [], []
+    async def one():
+        with one_request() as wait:
+            try:
+                with guard.waiting():
+                    await thread.call(lambda: thread.connection.execute("INSERT INTO numbers VALUES (1)").fetchall())
+                ends.append("answered")
+            except StoreFailed as error:
+                ends.append(str(error))
+            waits.append(wait.waited_s)
+    print("ready", flush=True)
+    loop = asyncio.get_running_loop()
+    tasks, end_at = [], loop.time() + float(sys.argv[1])
+    while loop.time() < end_at:
+        tasks.append(asyncio.create_task(one()))
+        await asyncio.sleep(0.005)
+    await asyncio.gather(*tasks)
+    print(len(ends), ends.count("answered"), sum("a moment ago" in end for end in ends), max(waits))
+
+uvloop.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("stop_s", "run_s", "num"), [(0.4, 0.3, 3), (0.02, 0.005, 60)], ids=["stopped for 400 ms", "stopped most of the time"]
+)
+async def test_a_process_that_was_stopped_leaves_no_store_alone(stop_s: float, run_s: float, num: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, "1.5"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+        for _ in range(num):
+            await asyncio.sleep(run_s)
+            os.kill(process.pid, signal.SIGSTOP)
+            await asyncio.sleep(stop_s)
+            os.kill(process.pid, signal.SIGCONT)
+        shown = await asyncio.to_thread(process.stdout.read)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    num_asked, num_answered, num_left_alone, longest_s = map(float, shown.split())
+    assert num_left_alone == 0
+    assert num_answered > 0.5 * num_asked > 0
+    assert longest_s < 0.25, "the wait that is counted is the store's"

@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from headrace.core.errors import Unavailable
 from headrace.gateway.access.key_records import StoredKey
 from headrace.gateway.stores.guard import StoreGuard
-from headrace.gateway.stores.store import StoreFailed
+from headrace.gateway.stores.store import StoreFailed, StoreProgress
 
 MAX_FIRST_LOOKUPS = 4
 """Look-ups of keys that were not found before, that the store works on at a time: half of a Redis client's connections."""
@@ -32,7 +32,8 @@ class KeyLookups:
         """
         self._look_up = look_up
         self._guard = guard
-        self._first_guard = StoreGuard("keys not seen before")
+        self._first_progress = StoreProgress()
+        self._first_guard = StoreGuard("keys not seen before", self._first_progress)
         self._running: set[asyncio.Task[StoredKey | None]] = set()
         self._shared: dict[bytes, asyncio.Task[StoredKey | None]] = {}
         self._first_turns = asyncio.Semaphore(MAX_FIRST_LOOKUPS)
@@ -42,7 +43,7 @@ class KeyLookups:
         """What `look_up` gives. was_found: at some time before. Raises Unavailable, also where the request has waited as long as it may."""
         lookup: asyncio.Task[StoredKey | None] | None = None
         try:
-            async with (self._guard if was_found else self._first_guard).waiting():
+            with (self._guard if was_found else self._first_guard).waiting():
                 lookup = self._shared.get(blinded) or self._start(blinded, sha256, was_found=was_found)
                 return await asyncio.shield(lookup)
         except StoreFailed:
@@ -79,8 +80,8 @@ class KeyLookups:
         self._running.discard(lookup)
         self._num_first -= not was_found
         self._drop(blinded, lookup)
-        if not lookup.cancelled():
-            lookup.exception()  # asyncio would log it where no request waits any more
+        if not lookup.cancelled() and lookup.exception() is None:  # asked for here, since asyncio would log it
+            self._first_progress.num_answers += not was_found
 
     def _drop(self, blinded: bytes, lookup: asyncio.Task[StoredKey | None] | None) -> None:
         """Share the look-up no longer: it may hang."""

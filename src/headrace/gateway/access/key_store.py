@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.gateway.access.key_records import AuditRecord, KeyRecord, StoredKey, TenantRecord
+from headrace.gateway.stores.store import StoreProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class DirectoryChange:
 
 class KeyStore(Protocol):
     """Every method raises StoreFailed."""
+
+    progress: StoreProgress
 
     async def state(self) -> DirectoryState: ...
 

@@ -50,6 +50,7 @@ class RedisKeys:
         """client: the package's asynchronous one"""
         self._client = client
         self._calls = RedisCalls(client)
+        self.progress = self._calls.progress
         self._find_script = client.register_script(FIND)
         self._apply_script = client.register_script(APPLY)
 

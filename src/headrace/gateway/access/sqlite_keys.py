@@ -39,6 +39,7 @@ class SqliteKeys:
     def __init__(self, thread: SqliteThread) -> None:
         self._thread = thread
         self._connection = thread.connection
+        self.progress = thread.progress
 
     @classmethod
     def open(cls, path: str) -> SqliteKeys:

@@ -80,7 +80,7 @@ class StoredKeys:
         self._blind = Blinding()
         self._state: DirectoryState | None = None
         self._answered_at = float("-inf")
-        self._guard = StoreGuard("keys")
+        self._guard = StoreGuard("keys", store.progress)
         self._is_closing = asyncio.Event()
         self._found: dict[bytes, _Found] = {}
         self._absent: dict[bytes, float] = {}
@@ -204,7 +204,7 @@ class StoredKeys:
             self._reading = asyncio.create_task(self._read_once(), name="keys' version")
             self._reading.add_done_callback(_retrieve)
         try:
-            async with self._guard.waiting():
+            with self._guard.waiting():
                 await asyncio.shield(self._reading)
         except StoreFailed:
             raise unavailable() from None

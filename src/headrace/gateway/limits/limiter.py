@@ -57,7 +57,7 @@ class Limiter:
         self._admissions: dict[RequestId, Admission] = {}
         self._ended = EndedRequests(self.gateway)
         self._is_closing = asyncio.Event()
-        self._guard = StoreGuard("limits")
+        self._guard = StoreGuard("limits", store.progress)
 
     @classmethod
     @asynccontextmanager
@@ -93,7 +93,7 @@ class Limiter:
         if admission.is_held:
             holder = Holder(id=admission.request_id, gateway=self.gateway, beat=self._beat, saved=admission.saved)
         tenant = admission.principal.tenant_key
-        async with self._guard.waiting():
+        with self._guard.waiting():
             if not self._store.is_in_order:
                 await self._ended.answered(tenant)
             for _ in range((self._ended.num_waiting(tenant) - 1) // MAX_CHARGES):

@@ -216,6 +216,7 @@ class RedisLimits:
         """client: the package's asynchronous one; now: instead of the server's time, for tests"""
         self._client = client
         self._calls = RedisCalls(client)
+        self.progress = self._calls.progress
         self.now = now
         self._take, self._charge, self._renew, self._expire = [client.register_script(script) for script in (TAKE, CHARGE, RENEW, EXPIRE)]
 

@@ -78,6 +78,7 @@ class SqliteLimits:
         self._owed = _OwedCharges()
         self._book = LimitBook(self._rows)
         self._thread = SqliteThread(connection, begin_write=self._begin, end_write=self._rows.write, write_failed=self._failed)
+        self.progress = self._thread.progress
 
     async def take(self, holder: Holder | None, claims: Sequence[Claim], charges: Charges = NO_CHARGES) -> TakeResult:
         self._owed.add(charges)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from headrace.gateway.stores.store import StoreProgress
 from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, Holder, TakeResult
 from headrace.policy.limits.counters import Amounts
 
@@ -20,6 +21,7 @@ class LimitStore(Protocol):
     """
 
     is_in_order: bool
+    progress: StoreProgress
 
     async def take(self, holder: Holder | None, claims: Sequence[Claim], charges: Charges = NO_CHARGES) -> TakeResult:
         """As `LimitBook.take`, charges and amounts in one step."""

@@ -9,28 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import time
 from contextvars import ContextVar
-from dataclasses import dataclass
+from types import TracebackType
 from weakref import WeakKeyDictionary
 
-from headrace.gateway.stores.store import EntryTooLarge, StoreFailed
+from headrace.gateway.stores.store import EntryTooLarge, StoreFailed, StoreProgress
 
 log = logging.getLogger("headrace.gateway")
 
 REQUEST_WAIT_S = 0.24
 """Seconds that a request waits for all stores together. A quarter of a second is promised: a busy event loop notices the end late.
 
-Time by which the event loop is late does not count (`LoopDelay`): the answer may have come and not have been seen, and the requests of a
+Time by which the event loop is late does not count (`WaitClock`): the answer may have come and not have been seen, and the requests of a
 burst would be refused for a store that works.
 """
 
 TICK_S = 0.02
-"""Seconds between two looks at how late the event loop is, while requests wait for stores."""
+"""Most seconds between two looks at how late the event loop is, while requests wait for stores."""
 
 MAX_UNANSWERED = 3
-"""After this many calls in a row without an answer in time a store is left alone. One that answers with errors takes no time."""
+"""After this many calls in a row without an answer in time a store is left alone. One that answers with errors takes no time.
+
+A call counts only if the store has ended no other one while it waited. One that has is alive: it is slow, or this process had no time for
+it, as while it is stopped or the machine is stolen from it. To leave such a store alone would refuse every tenant, and end nothing sooner.
+"""
 
 RETRY_S = 1.0
 """Seconds for which a store is left alone: calls fail at once. The next call after that leaves it alone again if it gets no answer."""
@@ -41,123 +44,142 @@ LOG_EVERY_S = 10.0
 NO_ANSWER = "it does not answer in time"
 
 
-@dataclass(slots=True)
-class StoreWait:
-    """Seconds that one request has waited for stores so far."""
+class WaitClock:
+    """Seconds on one event loop, without the time by which the loop was late, and the waits that end when these have passed.
 
-    waited_s: float = 0.0
-
-
-class LoopDelay:
-    """By how many seconds an event loop was late so far, measured while a request waits."""
+    While requests wait, the loop looks at the clock each TICK_S: what a look comes late is left out, and one timer serves all waits.
+    """
 
     def __init__(self) -> None:
-        self._sum_s = 0.0
-        self._num_asking = 0
-        self._due: float | None = None
-        """When the next look is due; None: there is none."""
+        self._late_s = 0.0
+        self._due = float("inf")
+        """When the next look is due; infinite: there is none."""
+        self._waits: set[_Wait] = set()
 
-    def begin(self) -> float:
-        """Measure until `end` is called as often as this. Returns `sum_s`."""
-        self._num_asking += 1
-        if self._due is None:
-            self._look_later()
-        return self.sum_s()
+    def now(self) -> float:
+        return min(time.monotonic(), self._due) - self._late_s
 
-    def end(self) -> None:
-        self._num_asking -= 1
+    def begin(self, wait: _Wait) -> None:
+        """End `wait` when its time has come, unless `end` is called before."""
+        self._waits.add(wait)
+        if wait.until < self._due - self._late_s:
+            self._look_later(wait.until)
 
-    def sum_s(self) -> float:
-        return self._sum_s + (0.0 if self._due is None else max(0.0, _now() - self._due))
+    def end(self, wait: _Wait) -> None:
+        self._waits.discard(wait)
 
-    def _look_later(self) -> None:
-        self._due = _now() + TICK_S
-        asyncio.get_running_loop().call_at(self._due, self._look)
+    def _look_later(self, until: float) -> None:
+        """until: time of this clock after which the next look is too late for some wait"""
+        now = time.monotonic()
+        seconds = min(TICK_S, max(0.0, until + self._late_s - now))
+        self._due = now + seconds
+        asyncio.get_running_loop().call_later(seconds, self._look, self._due)
 
-    def _look(self) -> None:
-        self._sum_s, self._due = self.sum_s(), None
-        if self._num_asking:
-            self._look_later()
+    def _look(self, due: float) -> None:
+        if due != self._due:
+            return  # an earlier look took the place of this one
+        self._late_s += max(0.0, time.monotonic() - due)
+        self._due = float("inf")
+        now = self.now()
+        for wait in [wait for wait in self._waits if wait.until <= now]:
+            self._waits.discard(wait)
+            asyncio.get_running_loop().call_soon(wait.expire)  # what has come and is not seen yet comes first
+        if self._waits:
+            self._look_later(min([wait.until for wait in self._waits]))
 
 
-_delays: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopDelay] = WeakKeyDictionary()
+_clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, WaitClock] = WeakKeyDictionary()
+
+
+class StoreWait:
+    """One request. waited_s: seconds that it has waited for stores so far, on `clock`"""
+
+    __slots__ = ("_token", "clock", "waited_s")
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.clock = _clocks.get(loop) or _clocks.setdefault(loop, WaitClock())
+        self.waited_s = 0.0
+
+    def __enter__(self) -> StoreWait:
+        self._token = _request_wait.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _request_wait.reset(self._token)
+
 
 _request_wait: ContextVar[StoreWait | None] = ContextVar("store wait of this request", default=None)
 
 
-@contextmanager
-def one_request() -> Iterator[StoreWait]:
+def one_request() -> StoreWait:
     """Calls within the block, and within tasks that it begins, are one request's. Outside of such a block each call is a request."""
-    wait = StoreWait()
-    token = _request_wait.set(wait)
-    try:
-        yield wait
-    finally:
-        _request_wait.reset(token)
+    return StoreWait()
 
 
 class _Wait:
-    """The wait for one answer, from now on. Within `limit` it raises TimeoutError when it has taken its time, less the loop's delay."""
+    """`with StoreGuard.waiting():` in one task. until: time of the clock at which it ends"""
 
-    def __init__(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._seconds = seconds
-        self._delay = _delays.get(loop) or _delays.setdefault(loop, LoopDelay())
-        self._began_at, self._late_s = loop.time(), self._delay.begin()
-        self._timer = loop.call_later(seconds, self._look)
-        self.limit = asyncio.timeout(None)
+    __slots__ = ("_began_at", "_guard", "_has_ended", "_is_expired", "_num_answers", "_num_cancelled", "_request", "_task", "until")
 
-    def end(self) -> float:
-        """Seconds that it took."""
-        self._timer.cancel()
-        self._delay.end()
-        return self._taken_s()
+    def __init__(self, guard: StoreGuard) -> None:
+        self._guard = guard
+        self._is_expired = self._has_ended = False
 
-    def _taken_s(self) -> float:
-        return max(0.0, _now() - self._began_at - (self._delay.sum_s() - self._late_s))
+    def __enter__(self) -> None:
+        self._request = request = _request_wait.get() or StoreWait()
+        left_s = REQUEST_WAIT_S - request.waited_s
+        self._guard.check_asked(left_s)
+        self._num_answers = self._guard.progress.num_answers
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._num_cancelled = task, task.cancelling()
+        self._began_at = request.clock.now()
+        self.until = self._began_at + left_s
+        request.clock.begin(self)
 
-    def _look(self) -> None:
-        left_s = self._seconds - self._taken_s()
-        if left_s <= 0:
-            self.limit.reschedule(_now())
-        else:
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
+    def expire(self) -> None:
+        if not self._has_ended:
+            self._is_expired = True
+            self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        request, self._has_ended = self._request, True
+        request.clock.end(self)
+        request.waited_s += request.clock.now() - self._began_at
+        # As asyncio.Timeout does: where the task was cancelled besides, it stays cancelled.
+        if self._is_expired and self._task.uncancel() <= self._num_cancelled and kind is asyncio.CancelledError:
+            self._guard.unanswered(self._num_answers)
+            raise StoreFailed(NO_ANSWER) from None
+        if kind is None:
+            self._guard.answered()
+        elif isinstance(error, StoreFailed) and not isinstance(error, EntryTooLarge):
+            self._guard.warn(error)
 
 
 class StoreGuard:
-    """name: of what is kept, for the log"""
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, progress: StoreProgress) -> None:
+        """name: of what is kept, for the log;  progress: of the store"""
         self._name = name
+        self.progress = progress
         self._num_unanswered = 0
         self._retry_at = 0.0
         self._next_log_at = 0.0
 
-    @asynccontextmanager
-    async def waiting(self) -> AsyncIterator[None]:
+    def waiting(self) -> _Wait:
         """A request waits for the block, which asks the store.
 
-        Raises StoreFailed where the block does, at once while the store is left alone, and when the request has waited REQUEST_WAIT_S for
-        stores.
+        The block raises StoreFailed where the store does, at once while the store is left alone, and when the request has waited
+        REQUEST_WAIT_S for stores.
         """
-        wait = _request_wait.get() or StoreWait()
-        left_s = REQUEST_WAIT_S - wait.waited_s
-        if _now() < self._retry_at or left_s <= 0:
-            raise StoreFailed("it did not answer a moment ago" if left_s > 0 else "the request has waited for stores as long as it may")
-        running = _Wait(left_s)
-        try:
-            async with running.limit:
-                yield
-            self.answered()
-        except TimeoutError:
-            self._unanswered()
-            raise StoreFailed(NO_ANSWER) from None
-        except StoreFailed as error:
-            if not isinstance(error, EntryTooLarge):
-                self.warn(error)
-            raise
-        finally:
-            wait.waited_s += running.end()
+        return _Wait(self)
+
+    def check_asked(self, left_s: float) -> None:
+        """Raises StoreFailed where the store is not to be asked. left_s: seconds for which the request may wait"""
+        if left_s <= 0:
+            raise StoreFailed("the request has waited for stores as long as it may")
+        if self._retry_at and time.monotonic() < self._retry_at:
+            raise StoreFailed("it did not answer a moment ago")
 
     def answered(self) -> None:
         """The store works: ask it again."""
@@ -165,17 +187,15 @@ class StoreGuard:
 
     def warn(self, reason: object) -> None:
         """Log that something of the store failed, if nothing was logged of late."""
-        now = _now()
+        now = time.monotonic()
         if now >= self._next_log_at:
             self._next_log_at = now + LOG_EVERY_S
             log.warning("the store of %s: %s (at most one such line in %g s)", self._name, reason, LOG_EVERY_S)
 
-    def _unanswered(self) -> None:
-        self._num_unanswered += 1
-        if self._num_unanswered >= MAX_UNANSWERED:
-            self._retry_at = _now() + RETRY_S
+    def unanswered(self, num_answers: int) -> None:
+        """A request was given up. num_answers: of the store when it began to wait"""
+        if self.progress.num_answers == num_answers:
+            self._num_unanswered += 1
+            if self._num_unanswered >= MAX_UNANSWERED:
+                self._retry_at = time.monotonic() + RETRY_S
         self.warn(NO_ANSWER)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -44,7 +44,7 @@ class GuardedStore:
     def __init__(self, store: Store, name: str) -> None:
         """name: of what is kept, for the log"""
         self.store = store
-        self.guard = StoreGuard(name)
+        self.guard = StoreGuard(name, store.progress)
         self._writes: set[asyncio.Task[None]] = set()
         self._writing_bytes = 0
         self._turns = asyncio.Semaphore(MAX_WRITES)
@@ -52,7 +52,7 @@ class GuardedStore:
 
     async def asked(self, work: Callable[[Store], Awaitable[T]]) -> T:
         """What `work` gets from the store, while a request waits for it. Raises what `StoreGuard.waiting` raises, and EntryTooLarge."""
-        async with self.guard.waiting():
+        with self.guard.waiting():
             return await work(self.store)
 
     async def tried(self, work: Work, within_s: float) -> None:

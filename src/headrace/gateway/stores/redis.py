@@ -100,6 +100,7 @@ class RedisStore:
         """
         self._client = client
         self._calls = RedisCalls(client)
+        self.progress = self._calls.progress
         self._prefix = PREFIX + (f"{part}:" if part else "")
         self._limits = limits
         self._put_script = client.register_script(PUT)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from headrace.core.errors import ConfigError
-from headrace.gateway.stores.store import StoreFailed
+from headrace.gateway.stores.store import StoreFailed, StoreProgress
 
 T = TypeVar("T")
 
@@ -57,17 +57,20 @@ class RedisCalls:
         """client: what `open_redis` made; ended by `close`"""
         self._client = client
         self._given_up: set[asyncio.Future[Any]] = set()
+        self.progress = StoreProgress()
 
     async def answer(self, call: Awaitable[T]) -> T:
         """What a call gives. Raises StoreFailed for whatever goes wrong. The package's messages name the address and no password."""
         task = asyncio.ensure_future(call)
         try:
-            return await asyncio.shield(task)
+            found = await asyncio.shield(task)
         except asyncio.CancelledError:
             self._give_up(task)
             raise
         except Exception as error:  # beside RedisError and OSError: uvloop's RuntimeError where a connection has just closed
             raise StoreFailed(f"redis: {error}") from None
+        self.progress.num_answers += 1
+        return found
 
     async def close(self) -> None:
         """A server that hangs keeps no gateway from ending: a connection that cannot be closed in time is dropped."""

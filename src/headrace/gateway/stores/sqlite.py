@@ -44,6 +44,7 @@ class SqliteStore:
         self._unix_time = unix_time
         self._thread = SqliteThread.open(path, ENTRIES, where="store.path", begin_write=self._remove_expired)
         self._connection = self._thread.connection
+        self.progress = self._thread.progress
 
     async def put(self, key: str, value: bytes, *, tenant: str, ttl_s: float) -> None:
         self._limits.check(len(value), _size(key, value))

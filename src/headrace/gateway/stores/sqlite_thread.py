@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from headrace.core.errors import ConfigError
-from headrace.gateway.stores.store import StoreFailed
+from headrace.gateway.stores.store import StoreFailed, StoreProgress
 
 log = logging.getLogger("headrace.gateway")
 
@@ -80,6 +80,7 @@ class SqliteThread:
         """
         self.connection = connection
         self._begin_write, self._end_write, self._write_failed = begin_write, end_write, write_failed
+        self.progress = StoreProgress()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sqlite", daemon=True)
         self._thread.start()
@@ -129,7 +130,7 @@ class SqliteThread:
         is_read = all(call.is_read for call in calls)
         try:
             self._begin(is_read=is_read)
-            answers = [None if call.answer.cancelled() else call.work() for call in calls]
+            answers = [self._done(call) for call in calls]
             if not is_read:
                 self._end_write()
             self.connection.execute("COMMIT")
@@ -149,6 +150,11 @@ class SqliteThread:
             return
         for call, answer in zip(calls, answers, strict=True):
             call.end(answer)
+
+    def _done(self, call: _Call) -> object:
+        answer = None if call.answer.cancelled() else call.work()
+        self.progress.num_answers += 1  # also where the transaction then fails: the thread gets on
+        return answer
 
     def _begin(self, *, is_read: bool) -> None:
         if is_read:

@@ -18,6 +18,13 @@ class StoreFailed(HeadraceError):
     """The store cannot be reached, is full or broken. For the log: a client is answered with an error of its own."""
 
 
+@dataclass(slots=True)
+class StoreProgress:
+    """num_answers: calls that a store has ended so far, as its client in this process has seen, with an error or without"""
+
+    num_answers: int = 0
+
+
 class EntryTooLarge(StoreFailed):
     """One entry has more bytes than an entry, or all entries of a tenant, may have."""
 
@@ -51,6 +58,8 @@ class StoreLimits:
 
 class Store(Protocol):
     """Every method raises StoreFailed, and may be cancelled; what it asked for may then happen or not."""
+
+    progress: StoreProgress
 
     async def put(self, key: str, value: bytes, *, tenant: str, ttl_s: float) -> None:
         """Keep `value` for `ttl_s` seconds, in place of what was there. Raises EntryTooLarge."""
