@@ -20,9 +20,9 @@ from redis_kit import RedisServer
 
 from headrace.gateway.access.principal import KeyLimits, Principal
 from headrace.gateway.control.models import Sources
-from headrace.gateway.limits.rules import rules_of
+from headrace.gateway.limits.rules import ceiling_of, limits_of, rules_of
 from headrace.policy.limits.counters import DAY_MS
-from headrace.policy.limits.price import NANOS
+from headrace.policy.limits.price import FREE, NANOS, Price
 from headrace.policy.limits.tier import Tier
 from headrace.text.folder import TextModel
 
@@ -116,6 +116,36 @@ def test_the_limits_of_a_key_have_labels_of_their_own() -> None:
         tenant="acme", key_id="key-1", tier=Tier(requests_per_minute=1), limits=KeyLimits(requests_per_minute=1, monthly_budget=2.0)
     )
     assert [rule.label for rule in rules_of(caller)] == ["requests_per_minute", "key_requests_per_minute", "key_monthly_budget"]
+
+
+def test_what_depends_on_the_caller_alone_is_made_once_and_again_when_any_of_it_changes() -> None:
+    caller = Principal(tenant="acme", key_id="key-1", tier=Tier(requests_per_minute=1, daily_tokens=50), options={"no": ["hash"]})
+    limits = limits_of(caller)
+    assert limits_of(replace(caller, tier=Tier(requests_per_minute=1, daily_tokens=50), options={})) is limits
+    changed: list[dict[str, Any]] = [
+        {"tier": Tier(requests_per_minute=1, daily_tokens=60)},
+        {"tier_name": "other"},
+        {"limits": KeyLimits(monthly_budget=1.0)},
+        {"tenant": "other"},
+        {"tenant_id": "t-1"},
+        {"user": "ann"},
+        {"key_id": "key-2"},
+    ]
+    assert len({id(limits), *(id(limits_of(replace(caller, **change))) for change in changed)}) == 1 + len(changed)
+    dear = ceiling_of(limits, Price(output=5.0))
+    assert (dear.total_tokens, dear.price, ceiling_of(limits, Price(output=5.0))) == (50, Price(output=5.0), dear)
+    assert ceiling_of(limits, FREE).price == FREE
+
+
+async def test_an_answer_to_a_body_that_cannot_be_read_has_the_headers_of_what_was_taken_before(opened: Opened) -> None:
+    async with opened({"requests_per_minute": 5, "output_tokens_per_minute": 70}) as bench:
+        broken = await ask(bench, max_tokens="many")
+        assert (broken.status_code, broken.headers["x-ratelimit-remaining-requests"]) == (400, "4")
+        assert broken.headers["x-ratelimit-remaining-tokens"] == "70"
+        whole = await ask(bench, max_tokens=9)
+        shown = [name for name, _ in whole.headers.multi_items() if name.startswith("x-ratelimit")]
+        assert len(shown) == len(set(shown)) == 6, "each once, though two calls of the store were made"
+        assert (whole.headers["x-ratelimit-remaining-requests"], whole.headers["x-ratelimit-remaining-tokens"]) == ("3", "61")
 
 
 async def test_a_refused_request_is_not_read(opened: Opened) -> None:

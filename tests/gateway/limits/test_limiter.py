@@ -255,7 +255,7 @@ class LimiterRun:
         self.number += 1
         one = admission(self.number, TENANTS[place % 2], is_held=True)
         one.used, one.is_admitted = NOTHING, False
-        self.limiter._admissions[one.request_id] = one
+        self.limiter.opened(one)
         self.takes.append(asyncio.create_task(self.take(one)))
 
     async def take(self, one: Any) -> None:
@@ -273,7 +273,7 @@ class LimiterRun:
         if one.is_admitted:
             one.used = Amounts(requests=1, tokens=self.number % 7)
             self.used[tenant] += one.used.tokens
-        self.limiter._close(one)
+        self.limiter.closed(one)
         self.ended[tenant].append(one.request_id)
 
     async def settle(self) -> None:

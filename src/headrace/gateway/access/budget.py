@@ -9,8 +9,6 @@ streams, by what is left here. Nothing is counted per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -70,7 +68,7 @@ class ByteBudget:
         before = self._by_tenant.get(held.tenant, 0)
         of_tenant = before + num_bytes
         limits, is_new = self.limits, not held.num_bytes
-        most = min(limits.request, limits.tenant)
+        most = limits.request if limits.request < limits.tenant else limits.tenant
         if held.num_bytes + num_bytes > most:
             self.num_refused += 1
             rule = f"a request that needs at most {most} bytes here (limits.{self._name_of(most)})"
@@ -144,25 +142,31 @@ class RequestMemory:
         self.prompts.change(other.prompts.limits)
         self.answers.change(other.answers.limits)
 
-    @contextmanager
-    def open(self, tenant: str) -> Iterator[RequestHeld]:
+    def open(self, tenant: str) -> RequestHeld:
         """What one request holds of both sums, at first nothing."""
-        self.num_open += 1
-        try:
-            with self.prompts.open(tenant) as prompts, self.answers.open(tenant) as answers:
-                yield RequestHeld(prompts, answers)
-        finally:
-            self.num_open -= 1
-            self.num_closed += 1
+        return RequestHeld(self, tenant)
 
     def check(self) -> None:
         self.prompts.check()
         self.answers.check()
 
 
-@dataclass(frozen=True, slots=True)
 class RequestHeld:
-    """What one request holds of both sums."""
+    """What one request holds of both sums. The end of `with memory.open(tenant) as held:` gives it back."""
 
-    prompts: Held
-    answers: Held
+    __slots__ = ("_memory", "answers", "prompts")
+
+    def __init__(self, memory: RequestMemory, tenant: str) -> None:
+        self._memory = memory
+        self.prompts, self.answers = Held(memory.prompts, tenant), Held(memory.answers, tenant)
+
+    def __enter__(self) -> RequestHeld:
+        self._memory.num_open += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        memory = self._memory
+        memory.prompts._give_back(self.prompts)
+        memory.answers._give_back(self.answers)
+        memory.num_open -= 1
+        memory.num_closed += 1

@@ -68,6 +68,7 @@ class Exchange:
     arrived_at     the service clock when the request's headers were complete
     end_reason     why the answer will not be completed, once that is known: its client left, its deadline passed, the server shuts down
     more_headers   headers that every answer to this request has, an error too: CORS
+    late_headers   gives further ones when the answer begins, or None
     ignored        fields of the body that were accepted and changed nothing, for x-headrace-ignored: names of fields, never values
     logged_prompt  messages or prompts as JSON, of tenants that have them logged; else None
     body_digest    of the path, the session and the body, where the request may be one of several that must be equal: a stream that is
@@ -96,6 +97,7 @@ class Exchange:
         "ignored",
         "is_quiet",
         "is_started",
+        "late_headers",
         "logged_prompt",
         "more_headers",
         "pending_bytes",
@@ -124,6 +126,7 @@ class Exchange:
         self.ignored: list[str] = []
         self.end_reason: HeadraceError | None = None
         self.more_headers: Headers = ()
+        self.late_headers: Callable[[], Headers] | None = None
         self.logged_prompt: str | None = None
         self.body_digest = b""
         self.pending_bytes = 0
@@ -343,6 +346,7 @@ class Exchange:
                 "headers": [
                     *headers,
                     *self.more_headers,
+                    *(self.late_headers() if self.late_headers is not None else ()),
                     *((b"x-headrace-ignored", ", ".join(self.ignored).encode()) for _ in self.ignored[:1]),
                     (b"x-request-id", self.request_id.encode()),
                     (b"x-content-type-options", b"nosniff"),

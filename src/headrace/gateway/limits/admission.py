@@ -7,18 +7,18 @@ the prompt is tokenized, and `count` at the end of a stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.core.errors import Unavailable
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, amounts_of, ceiling_of, rules_of
-from headrace.gateway.limits.verdict import LimitState, headers, refusal, states, without_limit_headers
+from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, amounts_of, ceiling_of, limits_of
+from headrace.gateway.limits.verdict import headers, refusal, states
 from headrace.gateway.stores.store import StoreFailed
 from headrace.gateway.upstream.output_events import TokenUsage
 from headrace.policy.limits.book import Claim, TakeResult
 from headrace.policy.limits.ceiling import RequestCeiling
-from headrace.policy.limits.counters import Amounts, Unit
+from headrace.policy.limits.counters import Amounts
 from headrace.policy.limits.price import FREE, Price
 
 FIRST_TAIL_TOKENS = 256
@@ -32,6 +32,8 @@ class TakesLimits(Protocol):
     """The limiter, as an admission sees it."""
 
     async def take(self, admission: Admission, claims: Sequence[Claim]) -> TakeResult: ...
+    def opened(self, admission: Admission) -> None: ...
+    def closed(self, admission: Admission) -> None: ...
 
 
 class CountedRequest(Protocol):
@@ -45,28 +47,37 @@ class CountedRequest(Protocol):
     def num_sequences(self) -> int: ...
 
 
+class _LimitsTaken(NamedTuple):
+    """One answered take."""
+
+    rules: Sequence[LimitRule]
+    claims: Sequence[Claim]
+    result: TakeResult
+
+
 class Admission:
-    """
-    rules   every limit of the caller; none: nothing is asked of the store
+    """`async with` it: what it has taken is charged at the end of the block.
+
     is_held the store has, or may have, a reservation of this request
     saved   what to charge if the gateway dies now
     """
 
     __slots__ = (
         "_exchange",
+        "_first_taken",
         "_is_open_on_failure",
         "_last_completion",
         "_limiter",
+        "_limits",
         "_max_prompt_tokens",
         "_num_sequences",
         "_price",
         "_reserved",
-        "_states",
+        "_tokens_taken",
         "_usage",
         "is_held",
         "principal",
         "request_id",
-        "rules",
         "saved",
         "used",
     )
@@ -76,7 +87,7 @@ class Admission:
         self._limiter, self._exchange, self._is_open_on_failure = limiter, exchange, is_open_on_failure
         self.request_id = exchange.request_id
         self.principal: Principal = exchange.principal
-        self.rules = rules_of(exchange.principal)
+        self._limits = limits_of(exchange.principal)
         self.is_held = False
         self.used = self.saved = NOTHING
         self._reserved = NOTHING
@@ -85,18 +96,31 @@ class Admission:
         self._num_sequences = 1
         self._max_prompt_tokens = 0
         self._last_completion = 0
-        self._states: dict[str, LimitState] = {}
+        self._first_taken: _LimitsTaken | None = None
+        self._tokens_taken: _LimitsTaken | None = None
+
+    async def __aenter__(self) -> None:
+        """Raises what `begin` raises."""
+        self._limiter.opened(self)
+        try:
+            await self.begin()
+        except BaseException:
+            self._limiter.closed(self)
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._limiter.closed(self)
 
     def ceiling(self, price: Price) -> RequestCeiling:
         """What an answer without `max_tokens` may use of a model with this price."""
-        return ceiling_of(self.principal, self.rules, price)
+        return ceiling_of(self._limits, price)
 
     async def begin(self) -> None:
         """Take what needs no tokens. Raises RateLimitExceeded, or Unavailable where the store fails."""
-        rules = [rule for rule in self.rules if not rule.is_quota]
-        if any(rule.unit in BEFORE_PARSING for rule in rules):
-            self.is_held = any(rule.unit is Unit.OPEN for rule in rules)
-            await self._take(rules, [rule.claim(1 if rule.unit in BEFORE_PARSING else None) for rule in rules])
+        limits = self._limits
+        if limits.first_rules:
+            self.is_held = limits.takes_open
+            await self._take(limits.first_rules, limits.first_claims)
 
     async def reserve(self, price: Price, prepared: CountedRequest) -> None:
         """Take the most that a prepared request may use, besides what was taken before.
@@ -105,12 +129,14 @@ class Admission:
         """
         num_sequences, max_output_tokens = prepared.num_sequences, prepared.max_output_tokens or 1
         self._price, self._num_sequences, self._max_prompt_tokens = price, num_sequences, prepared.max_prompt_tokens
-        rules = [rule for rule in self.rules if rule.unit not in BEFORE_PARSING]
+        rules = self._limits.token_rules
         if not rules:
             return
         first_tokens = min(max_output_tokens, FIRST_TAIL_TOKENS * num_sequences)
         wanted = amounts_of(price, prompt_tokens=prepared.max_prompt_tokens, completion_tokens=max_output_tokens)
-        first = amounts_of(price, prompt_tokens=prepared.max_prompt_tokens, completion_tokens=first_tokens)
+        first = wanted
+        if first_tokens < max_output_tokens:
+            first = amounts_of(price, prompt_tokens=prepared.max_prompt_tokens, completion_tokens=first_tokens)
         self.is_held = True
         self.saved = _sum(self.used, first)
         await self._take(rules, [rule.claim(wanted[rule.unit]) for rule in rules])
@@ -160,12 +186,26 @@ class Admission:
             if not self._is_open_on_failure:
                 raise Unavailable(UNAVAILABLE, retry_after_s=1.0) from None
             return
-        self._states.update((state.rule.counter, state) for state in states(rules, claims, result))
-        self._exchange.more_headers = [*without_limit_headers(self._exchange.more_headers), *headers(list(self._states.values()))]
+        taken = _LimitsTaken(rules, claims, result)
+        if rules is self._limits.token_rules:
+            self._tokens_taken = taken
+        else:
+            self._first_taken = taken
+        self._exchange.late_headers = self._headers
         if not result.is_admitted:
             raise refusal(rules, claims, result)
+
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of each limit as the last take found it."""
+        first, tokens = self._first_taken, self._tokens_taken
+        found = [] if tokens is None else states(*tokens)
+        if first is not None:
+            found += [state for state in states(*first) if tokens is None or state.rule.unit in BEFORE_PARSING]
+        return headers(found)
 
 
 def _sum(one: Amounts, other: Amounts) -> Amounts:
     """Both together, of one request."""
+    if one is NOTHING:
+        return other
     return Amounts(*map(int.__add__, one, other))._replace(requests=1)

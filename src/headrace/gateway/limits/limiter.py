@@ -70,18 +70,22 @@ class Limiter:
         finally:
             await limiter._leave(tasks)
 
-    @asynccontextmanager
-    async def admit(self, exchange: Exchange, *, on_failure: str) -> AsyncIterator[None]:
-        """Hold a generating request to its limits until the block ends; then it is charged. on_failure: `limits.on_store_failure`
+    def admit(self, exchange: Exchange, *, on_failure: str) -> Admission:
+        """Hold a generating request to its limits while inside the `async with` block; then it is charged.
 
-        Raises RateLimitExceeded, or Unavailable where the store fails.
+        Entering it raises RateLimitExceeded, or Unavailable where the store fails. on_failure: `limits.on_store_failure`
         """
-        admission = self._admissions[exchange.request_id] = Admission(self, exchange, is_open_on_failure=on_failure == FAIL_OPEN)
-        try:
-            await admission.begin()
-            yield
-        finally:
-            self._close(admission)
+        return Admission(self, exchange, is_open_on_failure=on_failure == FAIL_OPEN)
+
+    def opened(self, admission: Admission) -> None:
+        """A request has begun."""
+        self._admissions[admission.request_id] = admission
+
+    def closed(self, admission: Admission) -> None:
+        """It has ended: charge it."""
+        del self._admissions[admission.request_id]
+        if admission.is_held and (admission.used != NOTHING or self.num_uncharged < MAX_GIVEN_UP):
+            self._ended.add(admission.principal.tenant_key, admission.request_id, admission.used)
 
     def admission(self, request_id: RequestId) -> Admission:
         """What an open request has taken of its limits."""
@@ -111,11 +115,6 @@ class Limiter:
         """Nothing is open or uncharged: for a gateway without requests."""
         assert not self._admissions
         assert not self.num_uncharged
-
-    def _close(self, admission: Admission) -> None:
-        del self._admissions[admission.request_id]
-        if admission.is_held and (admission.used != NOTHING or self.num_uncharged < MAX_GIVEN_UP):
-            self._ended.add(admission.principal.tenant_key, admission.request_id, admission.used)
 
     async def _carried(self, carried: CarriedCharges, call: Awaitable[T]) -> T:
         """What a call gives that has these charges. Raises StoreFailed; the charges are kept then, and where the caller is cancelled."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from headrace.gateway.access.principal import Principal
+from headrace.gateway.access.principal import KeyLimits, Principal
 from headrace.policy.limits.book import Claim
 from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.limits.counters import Amounts, Unit, Window
 from headrace.policy.limits.price import NANOS, Price
+from headrace.policy.limits.tier import Tier
+
+MAX_CALLERS = 4096
+"""Callers whose limits are kept in memory, some kilobytes each; those of the one that was seen longest ago are made again."""
 
 MAX_NUMBER = 2**62
 """The largest number that a counter is compared with: it fits the whole numbers of every store."""
@@ -64,17 +69,15 @@ class LimitRule:
 
 def rules_of(principal: Principal) -> tuple[LimitRule, ...]:
     """Every limit of a caller; none where nothing has to be counted."""
-    return tuple(_rules(principal))
+    return tuple(_rules(principal.tenant_key, principal.tier, principal.user, principal.key_id, principal.limits))
 
 
-def _rules(principal: Principal) -> Iterator[LimitRule]:
-    tenant = f"tenant:{principal.tenant_key}"
-    yield from _scope_rules(principal.tier, TIER_LIMITS, tenant, "")
-    if principal.tier.user_requests_per_minute is not None:
-        number = principal.tier.user_requests_per_minute
-        counter = f"user:{principal.tenant_key}:{principal.user}:requests_per_minute"
-        yield LimitRule("user_requests_per_minute", counter, Window.MINUTE, Unit.REQUESTS, number)
-    yield from _scope_rules(principal.limits, KEY_LIMITS, f"key:{principal.key_id}", OF_KEY)
+def _rules(tenant_key: str, tier: Tier, user: str, key_id: str, key_limits: KeyLimits) -> Iterator[LimitRule]:
+    yield from _scope_rules(tier, TIER_LIMITS, f"tenant:{tenant_key}", "")
+    if tier.user_requests_per_minute is not None:
+        counter = f"user:{tenant_key}:{user}:requests_per_minute"
+        yield LimitRule("user_requests_per_minute", counter, Window.MINUTE, Unit.REQUESTS, tier.user_requests_per_minute)
+    yield from _scope_rules(key_limits, KEY_LIMITS, f"key:{key_id}", OF_KEY)
 
 
 def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], scope: str, suffix: str) -> Iterator[LimitRule]:
@@ -84,18 +87,56 @@ def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], 
             yield LimitRule(name + suffix, f"{scope}:{name}", window, unit, min(counted, MAX_NUMBER))
 
 
-def ceiling_of(principal: Principal, rules: tuple[LimitRule, ...], price: Price) -> RequestCeiling:
-    def least(*units: Unit) -> int | None:
-        return min((rule.number for rule in rules if rule.unit in units), default=None)
+@dataclass(frozen=True, slots=True, eq=False)
+class CallerLimits:
+    """What depends on the caller of a request alone, made once for each caller.
 
-    return RequestCeiling(
-        tier=principal.tier_name,
-        context_tokens=principal.tier.max_context_tokens,
-        output_tokens=least(Unit.OUTPUT),
-        total_tokens=least(Unit.TOKENS),
-        nanos=least(Unit.NANOS),
-        price=price,
+    first_rules   which `first_claims` are of: taken or read before a body is read; none where nothing is taken then
+    takes_open    whether these need a reservation, which gives back an open request at its end
+    token_rules   what is taken once the prompt is tokenized
+    ceiling       of a free model
+    """
+
+    first_rules: tuple[LimitRule, ...]
+    first_claims: tuple[Claim, ...]
+    takes_open: bool
+    token_rules: tuple[LimitRule, ...]
+    ceiling: RequestCeiling
+
+
+def limits_of(principal: Principal) -> CallerLimits:
+    return _limits_of(principal.tenant_key, principal.tier_name, principal.tier, principal.user, principal.key_id, principal.limits)
+
+
+@lru_cache(maxsize=MAX_CALLERS)
+def _limits_of(tenant_key: str, tier_name: str, tier: Tier, user: str, key_id: str, key_limits: KeyLimits) -> CallerLimits:
+    """The parameters are all that the limits depend on, so that a change of the key, the tenant or the tier is another caller."""
+    rules = tuple(_rules(tenant_key, tier, user, key_id, key_limits))
+    has_first = any(rule.unit in BEFORE_PARSING for rule in rules)
+    first = tuple(rule for rule in rules if has_first and not rule.is_quota)
+    return CallerLimits(
+        first_rules=first,
+        first_claims=tuple(rule.claim(1 if rule.unit in BEFORE_PARSING else None) for rule in first),
+        takes_open=any(rule.unit is Unit.OPEN for rule in first),
+        token_rules=tuple(rule for rule in rules if rule.unit not in BEFORE_PARSING),
+        ceiling=RequestCeiling(
+            tier=tier_name,
+            context_tokens=tier.max_context_tokens,
+            output_tokens=_least(rules, Unit.OUTPUT),
+            total_tokens=_least(rules, Unit.TOKENS),
+            nanos=_least(rules, Unit.NANOS),
+        ),
     )
+
+
+@lru_cache(maxsize=MAX_CALLERS)
+def ceiling_of(limits: CallerLimits, price: Price) -> RequestCeiling:
+    """What a request of the caller may use at most of a model with this price."""
+    return replace(limits.ceiling, price=price)
+
+
+def _least(rules: Sequence[LimitRule], unit: Unit) -> int | None:
+    return min((rule.number for rule in rules if rule.unit is unit), default=None)
 
 
 def amounts_of(price: Price, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Amounts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from headrace.gateway.http.errors import QuotaExhausted, RateLimitExceeded
@@ -11,30 +11,39 @@ from headrace.policy.limits.book import Claim, ClaimReading, TakeResult, is_over
 from headrace.policy.limits.counters import Moment, Unit, Window, reset_ms, retry_after_s, used_of
 from headrace.policy.limits.price import NANOS
 
-PREFIX = b"x-ratelimit-"
-SHOWN = {b"requests": (Unit.REQUESTS,), b"tokens": (Unit.INPUT, Unit.OUTPUT, Unit.TOKENS)}
-"""Last word of a header -> units of the limits that it may be about. It is about the one of which the smallest part is left."""
+HeaderNames = tuple[bytes, bytes, bytes]
+"""Names of the headers of a limit's number, of what remains of it, and of when it is reset."""
+
+_OF_REQUESTS = (b"x-ratelimit-limit-requests", b"x-ratelimit-remaining-requests", b"x-ratelimit-reset-requests")
+_OF_TOKENS = (b"x-ratelimit-limit-tokens", b"x-ratelimit-remaining-tokens", b"x-ratelimit-reset-tokens")
+
+SHOWN = {Unit.REQUESTS: _OF_REQUESTS, Unit.INPUT: _OF_TOKENS, Unit.OUTPUT: _OF_TOKENS, Unit.TOKENS: _OF_TOKENS}
+"""Unit of a limit -> the headers that may be about it. They are about the one of which the smallest part is left."""
 
 _WINDOWS = {Window.OPEN: "at once", Window.MINUTE: "in any 60 s", Window.DAY: "in a UTC day", Window.MONTH: "in a UTC month"}
 
 
 class LimitState(NamedTuple):
-    """One limit after a `take`. used: what counts now, this request's amount included"""
+    """One limit after a `take` at `now`. used: what counts then, this request's amount included"""
 
     rule: LimitRule
     used: int
-    reset_ms: int
+    now: Moment
 
     @property
     def remaining(self) -> int:
         return max(0, self.rule.number - self.used)
+
+    @property
+    def reset_ms(self) -> int:
+        return reset_ms(self.rule.window, self.now) if self.used else 0
 
 
 def states(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResult) -> list[LimitState]:
     found = []
     for rule, claim, reading in zip(rules, claims, result.readings, strict=True):
         used = used_of(rule.window, result.now, *reading) + ((claim.amount or 0) if result.is_admitted else 0)
-        found.append(LimitState(rule, used, reset_ms(rule.window, result.now) if used else 0))
+        found.append(LimitState(rule, used, result.now))
     return found
 
 
@@ -51,17 +60,21 @@ def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeRes
     return kind(message, limit=rule.label, retry_after_s=wait_s)
 
 
-def headers(found: Sequence[LimitState]) -> list[tuple[bytes, bytes]]:
+def headers(found: Iterable[LimitState]) -> list[tuple[bytes, bytes]]:
     """The headers of what `found` has limits for."""
+    tightest: dict[HeaderNames, tuple[float, LimitState]] = {}
+    for state in found:
+        if (names := SHOWN.get(state.rule.unit)) is not None:
+            part = state.remaining / state.rule.number
+            if names not in tightest or part < tightest[names][0]:
+                tightest[names] = part, state
     made = []
-    for name, units in SHOWN.items():
-        if about := [state for state in found if state.rule.unit in units and state.rule.window is not Window.OPEN]:
-            tightest = min(about, key=lambda state: state.remaining / state.rule.number)
-            made += [
-                (PREFIX + b"limit-" + name, b"%d" % tightest.rule.number),
-                (PREFIX + b"remaining-" + name, b"%d" % tightest.remaining),
-                (PREFIX + b"reset-" + name, duration(tightest.reset_ms).encode()),
-            ]
+    for (limit, remaining, reset), (_, state) in sorted(tightest.items()):
+        made += [
+            (limit, b"%d" % state.rule.number),
+            (remaining, b"%d" % state.remaining),
+            (reset, duration(state.reset_ms).encode()),
+        ]
     return made
 
 
@@ -95,7 +108,3 @@ def _shown(rule: LimitRule, value: int) -> str:
     if rule.unit is not Unit.NANOS:
         return str(value)
     return f"{value // NANOS}.{value % NANOS:09}".rstrip("0").rstrip(".")
-
-
-def without_limit_headers(given: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
-    return ((name, value) for name, value in given if not name.startswith(PREFIX))

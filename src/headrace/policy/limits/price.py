@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from headrace.core.errors import ConfigError
 
@@ -19,6 +20,10 @@ PRICE_DECIMALS = 6
 
 MAX_PRICE = 1e6
 """Most per million tokens, in the currency's unit: sums of a month stay below what a 64-bit integer holds."""
+
+
+MAX_PRICES = 256
+"""Prices that are kept in memory as whole numbers; more of them are computed for each request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +47,13 @@ class Price:
     def cost_nanos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
         """Cost in NANOS, rounded up. cached_tokens: those of `prompt_tokens` that were found in a cache"""
         cached = self.input if self.cached_input is None else self.cached_input
-        parts = ((prompt_tokens - cached_tokens, self.input), (cached_tokens, cached), (completion_tokens, self.output))
-        picos = sum(num_tokens * picos_per_token(price) for num_tokens, price in parts)
+        picos = (prompt_tokens - cached_tokens) * picos_per_token(self.input) + completion_tokens * picos_per_token(self.output)
+        if cached_tokens:
+            picos += cached_tokens * picos_per_token(cached)
         return -(-picos // PICOS_PER_NANO)
 
 
+@lru_cache(maxsize=MAX_PRICES)
 def picos_per_token(price: float) -> int:
     """A price per million tokens as pico-units (a thousandth of a nano-unit) per token: whole, so that costs are exact."""
     return round(price * PICOS_OF_PRICE)
