@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -179,6 +180,18 @@ def test_the_redis_store_does_what_the_book_does(redis_server: RedisServer, acts
 
 TOKENS = Claim("t:acme/daily_tokens", Window.DAY, Unit.TOKENS, 100, 30)
 Open = Callable[[], LimitStore]
+EARLIER = (
+    "CREATE TABLE used (counter TEXT NOT NULL, bucket INTEGER NOT NULL, window TEXT NOT NULL, used INTEGER NOT NULL,"
+    " PRIMARY KEY (counter, bucket)) WITHOUT ROWID",
+    "CREATE INDEX used_by_minute ON used (bucket) WHERE window = 'minute'",
+    "CREATE TABLE reservations (id TEXT PRIMARY KEY, gateway TEXT NOT NULL, beat INTEGER NOT NULL,"
+    " saved BLOB NOT NULL, taken BLOB NOT NULL, expired_ms INTEGER)",
+    "CREATE INDEX reservations_by_gateway ON reservations (gateway, beat)",
+    "CREATE INDEX reservations_by_expiry ON reservations (expired_ms) WHERE expired_ms IS NOT NULL",
+    "CREATE TABLE gateways (gateway TEXT PRIMARY KEY, beat INTEGER NOT NULL)",
+    "PRAGMA user_version = 1",
+)
+"""Makes the file as programs did that had more indexes."""
 
 
 @pytest.fixture(params=["file", "redis"])
@@ -230,6 +243,40 @@ async def test_a_book_is_read_again_by_the_next_process(open_store: Open) -> Non
     await first.close()
     assert await open_store().renew("b", 1, {}) == {"a": 4, "b": 1}
     assert await open_store().expire("a", 4) == 1
+
+
+async def test_a_transaction_writes_one_page_of_counters_and_one_of_reservations(tmp_path: Path) -> None:
+    """With two indexes and an order of their own, reservations had four pages in each transaction."""
+    twin = Twin()
+    store = SqliteLimits(str(tmp_path / "limits.db"), clock=twin.clock, unix_time=twin.unix_time)
+    log = tmp_path / "limits.db-wal"
+    try:
+        for number in range(3):
+            before = log.stat().st_size
+            await store.take(holder(f"r{number}", "a"), [TOKENS], Charges("a", {f"r{number - 1}": Amounts(tokens=1)}))
+        assert log.stat().st_size - before <= 2 * (4096 + 24)
+    finally:
+        await store.close()
+
+
+async def test_a_file_of_an_earlier_program_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "limits.db"
+    earlier = sqlite3.connect(path, isolation_level=None)
+    for statement in EARLIER:
+        earlier.execute(statement)
+    earlier.execute("INSERT INTO gateways VALUES ('a', 4)")
+    taken = msgspec.msgpack.encode((("t:acme/daily_tokens", NOON // DAY_MS, Unit.TOKENS, 30),))
+    earlier.execute("INSERT INTO reservations VALUES ('r1', 'a', 1, ?, ?, NULL)", (msgspec.msgpack.encode((1, 0, 0, 0, 7, 0)), taken))
+    earlier.execute("INSERT INTO used VALUES ('t:acme/daily_tokens', ?, 'day', 30)", (NOON // DAY_MS,))
+    earlier.close()
+    twin = Twin()
+    store = SqliteLimits(str(path), clock=twin.clock, unix_time=twin.unix_time)
+    try:
+        assert (await store.take(holder("r2", "b"), [TOKENS])).readings[0].current == 30
+        assert await store.expire("a", 4) == 1
+        assert [reading.current for reading in (await store.take(None, [TOKENS._replace(amount=None)])).readings] == [37]
+    finally:
+        await store.close()
 
 
 async def test_what_a_failed_transaction_took_is_not_counted(tmp_path: Path) -> None:

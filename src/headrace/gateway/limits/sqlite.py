@@ -15,6 +15,8 @@ from headrace.gateway.stores.sqlite_thread import SqliteForm, SqliteThread, open
 from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, Holder, LimitBook, TakeResult
 from headrace.policy.limits.counters import Amounts, Moment, Window, bucket_of
 
+# Each index is a page more that each transaction writes: reservations are found by id, and all are read once to be found otherwise. Files
+# that earlier programs made have two indexes of reservations, which nothing needs.
 BOOK = SqliteForm(
     version=1,
     synchronous="NORMAL",
@@ -22,10 +24,8 @@ BOOK = SqliteForm(
         "CREATE TABLE used (counter TEXT NOT NULL, bucket INTEGER NOT NULL, window TEXT NOT NULL, used INTEGER NOT NULL,"
         " PRIMARY KEY (counter, bucket)) WITHOUT ROWID",
         "CREATE INDEX used_by_minute ON used (bucket) WHERE window = 'minute'",
-        "CREATE TABLE reservations (id TEXT PRIMARY KEY, gateway TEXT NOT NULL, beat INTEGER NOT NULL,"
-        " saved BLOB NOT NULL, taken BLOB NOT NULL, expired_ms INTEGER)",
-        "CREATE INDEX reservations_by_gateway ON reservations (gateway, beat)",
-        "CREATE INDEX reservations_by_expiry ON reservations (expired_ms) WHERE expired_ms IS NOT NULL",
+        "CREATE TABLE reservations (id TEXT PRIMARY KEY NOT NULL, gateway TEXT NOT NULL, beat INTEGER NOT NULL,"
+        " saved BLOB NOT NULL, taken BLOB NOT NULL, expired_ms INTEGER) WITHOUT ROWID",
         "CREATE TABLE gateways (gateway TEXT PRIMARY KEY, beat INTEGER NOT NULL)",
     ),
 )

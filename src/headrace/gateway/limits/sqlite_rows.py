@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -21,6 +22,16 @@ MAX_MINUTES_REMOVED = 256
 
 MAX_ROWS = 500
 """Rows that one statement writes at most: SQLite takes 32,766 values in one."""
+
+PUT_USED = "INSERT INTO used VALUES {} ON CONFLICT (counter, bucket) DO UPDATE SET used = excluded.used"
+"""What replaces a row would write the page of its index, too."""
+
+REMOVE_USED = "DELETE FROM used WHERE (counter, bucket) IN (VALUES {})"
+PUT_RESERVATIONS = "INSERT OR REPLACE INTO reservations VALUES {}"
+REMOVE_RESERVATIONS = "DELETE FROM reservations WHERE id IN (VALUES {})"
+
+MAX_STATEMENTS = 128
+"""Texts of statements, by their number of rows, that are kept in memory: as many as a connection keeps prepared."""
 
 _encode = msgspec.msgpack.encode
 _taken_decoder = msgspec.msgpack.Decoder(tuple[Taken, ...])
@@ -54,13 +65,13 @@ class SqliteRows:
 
     def write(self) -> None:
         """Called at the end of each transaction: write what it has changed."""
-        self._write("INSERT OR REPLACE INTO used VALUES {}", self._used_rows())
+        self._write(PUT_USED, self._used_rows())
         removed = [place for place in self._changed_used if place[1] not in self._counters[place[0]].buckets]
-        self._write("DELETE FROM used WHERE (counter, bucket) IN (VALUES {})", removed)
+        self._write(REMOVE_USED, removed)
         held = [_row(self._reservations[name]) for name in self._changed_reservations if name in self._reservations]
-        self._write("INSERT OR REPLACE INTO reservations VALUES {}", held)
+        self._write(PUT_RESERVATIONS, held)
         ended = [(name,) for name in self._changed_reservations if name not in self._reservations]
-        self._write("DELETE FROM reservations WHERE id IN (VALUES {})", ended)
+        self._write(REMOVE_RESERVATIONS, ended)
         self._changed_used.clear()
         self._changed_reservations.clear()
 
@@ -75,8 +86,7 @@ class SqliteRows:
     def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
         for first in range(0, len(rows), MAX_ROWS):
             part = rows[first : first + MAX_ROWS]
-            marks = f"({', '.join('?' * len(part[0]))})"
-            self._execute(statement.format(", ".join([marks] * len(part))), [value for row in part for value in row])
+            self._execute(_statement(statement, len(part[0]), len(part)), [value for row in part for value in row])
 
     def _forget(self) -> None:
         self._counters: dict[str, _Counter] = {}
@@ -182,6 +192,12 @@ class SqliteRows:
     def remove_gateway(self, gateway: str) -> None:
         self._execute("DELETE FROM gateways WHERE gateway = ?", (gateway,))
         self._beats = None
+
+
+@lru_cache(maxsize=MAX_STATEMENTS)
+def _statement(statement: str, num_columns: int, num_rows: int) -> str:
+    marks = f"({', '.join('?' * num_columns)})"
+    return statement.format(", ".join([marks] * num_rows))
 
 
 def _row(reservation: Reservation) -> tuple[object, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 from headrace.policy.limits.counters import KEPT_BUCKETS, Amounts, Moment, Unit, Window, bucket_of, used_of
@@ -136,14 +137,17 @@ class LimitBook:
         """
         for reservation_id, used in charges.used.items():
             self.charge(reservation_id, used)
-        readings = tuple(self.read(claim, now) for claim in claims)
-        is_admitted = not any(is_over(claim, reading, now) for claim, reading in zip(claims, readings, strict=True))
+        buckets = [bucket_of(claim.window, now) for claim in claims]
+        readings = tuple(map(self._reading, claims, buckets))
+        is_admitted = not any(map(is_over, claims, readings, repeat(now)))
         if is_admitted:
-            self._take(holder, claims, now)
+            self._take(holder, claims, buckets)
         return TakeResult(is_admitted, now, readings)
 
     def read(self, claim: Claim, now: Moment) -> ClaimReading:
-        bucket = bucket_of(claim.window, now)
+        return self._reading(claim, bucket_of(claim.window, now))
+
+    def _reading(self, claim: Claim, bucket: int) -> ClaimReading:
         previous = self.rows.used(claim.counter, bucket - 1) if claim.window is Window.MINUTE else 0
         return ClaimReading(self.rows.used(claim.counter, bucket) or 0, previous or 0)
 
@@ -180,27 +184,29 @@ class LimitBook:
         self.rows.remove_gateway(gateway)
         return len(reservations)
 
-    def _take(self, holder: Holder | None, claims: Sequence[Claim], now: Moment) -> None:
-        taken = tuple(
-            Taken(claim.counter, bucket_of(claim.window, now), claim.unit, claim.amount) for claim in claims if claim.amount is not None
-        )
-        windows = {claim.counter: claim.window for claim in claims}
-        for one in taken:
-            self._add(one, windows[one.counter])
+    def _take(self, holder: Holder | None, claims: Sequence[Claim], buckets: Sequence[int]) -> None:
+        taken: list[Taken] = []
+        for claim, bucket in zip(claims, buckets, strict=True):
+            if claim.amount is not None:
+                self._add(claim.counter, claim.window, bucket, claim.amount)
+                taken.append(Taken(claim.counter, bucket, claim.unit, claim.amount))
         if holder is None:
             return
         made = self.rows.reservation(holder.id)
-        if made is None:
-            made = Reservation(id=holder.id, gateway=holder.gateway, beat=holder.beat, saved=holder.saved)
-        self.rows.put_reservation(replace(made, saved=holder.saved, taken=(*made.taken, *taken)))
+        beat, before = (holder.beat, ()) if made is None else (made.beat, made.taken)
+        gateway = holder.gateway if made is None else made.gateway
+        expired_ms = None if made is None else made.expired_ms
+        self.rows.put_reservation(
+            Reservation(id=holder.id, gateway=gateway, beat=beat, saved=holder.saved, taken=(*before, *taken), expired_ms=expired_ms)
+        )
         if holder.gateway not in self.rows.beats():
             self.rows.set_beat(holder.gateway, holder.beat)
 
-    def _add(self, taken: Taken, window: Window) -> None:
-        used = self.rows.used(taken.counter, taken.bucket)
-        if used is None and len(buckets := self.rows.buckets(taken.counter)) >= KEPT_BUCKETS:
-            self.rows.remove_bucket(taken.counter, min(buckets))
-        self.rows.set_used(taken.counter, window, taken.bucket, (used or 0) + taken.amount)
+    def _add(self, counter: str, window: Window, bucket: int, amount: int) -> None:
+        used = self.rows.used(counter, bucket)
+        if used is None and len(buckets := self.rows.buckets(counter)) >= KEPT_BUCKETS:
+            self.rows.remove_bucket(counter, min(buckets))
+        self.rows.set_used(counter, window, bucket, (used or 0) + amount)
 
     def _replace(self, reservation: Reservation, used: Amounts) -> tuple[Taken, ...]:
         """Correct the counters. Where a counter gave twice, all that was used is in the first of both buckets."""

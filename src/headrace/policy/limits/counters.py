@@ -10,6 +10,7 @@ Everything is a whole number, so that a script in Redis and this module agree to
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 MINUTE_MS = 60_000
@@ -71,6 +72,7 @@ def bucket_of(window: Window, now: Moment) -> int:
     return day if window is Window.DAY else month_of(day)
 
 
+@lru_cache(maxsize=16)
 def month_of(day: int) -> int:
     """Months since the year 0 of a day, counted from 1970-01-01. Source: Hinnant, days_from_civil; the script in Redis repeats it."""
     day += 719_468
