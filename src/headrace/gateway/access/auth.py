@@ -68,7 +68,8 @@ class Authenticator:
             return self._anonymous
         key = key_in(headers)
         digest = digest_of(key)
-        if (configured := self._configured.get(self._blind(digest))) is not None:
+        configured = self._configured.get(self._blind(digest)) if self._configured else None
+        if configured is not None:
             tenant = None if self._stored is None else await self._stored.tenant(configured.tenant)
             return self._known(configured, tenant) or self._keep(configured, tenant, self._of_configured(configured, tenant))
         found = None if self._stored is None else await self._stored.find(digest)
