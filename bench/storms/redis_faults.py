@@ -399,6 +399,7 @@ def _gateway(site: HandStartedSite, name: str, engine: HandStarted, redis_port: 
         {"e0": engine.address},
         store={"url": f"redis://127.0.0.1:{redis_port}/0"},
         api_keys=keys,
+        metrics_tenants=["free"],
         cache={"enabled": True, "ttl_s": 5.0},
         tiers={"metered": LIMITS},
     )

@@ -219,6 +219,7 @@ class Generation:
                 else:
                     await self._whole(encoder, stream, progress)
         finally:
+            stream.listen(None)  # nothing is written any more, and the stream and its listener are in no cycle
             if deadline_timer is not None:
                 deadline_timer.cancel()
             if self.reuse.outlives_client:
@@ -334,7 +335,6 @@ class Generation:
 
     async def _read_to_end(self, stream: EventStream, progress: RequestProgress) -> None:
         """Record the rest of an answer whose client has left: it will come again with the same Idempotency-Key."""
-        stream.listen(None)
         with suppress(HeadraceError):
             while events := await stream.events():
                 progress.record(events, self.service.clock())

@@ -142,7 +142,7 @@ class Exchange:
         """Be one of `count`'s users, and no longer of the one before it."""
         count.enter()
         if self._used is not None:
-            self.release()
+            self._leave()
         self._used = count
 
     def join(self, joining: Joining) -> None:
@@ -150,7 +150,11 @@ class Exchange:
         self._joining = joining
 
     def release(self) -> None:
-        """The request is over and uses nothing any more."""
+        """The request is over and uses nothing any more. Nothing it held refers back to it, so its memory is free without a collection."""
+        self.late_headers = None
+        self._leave()
+
+    def _leave(self) -> None:
         if self._used is not None:
             self._used.leave()
             self._used = None
