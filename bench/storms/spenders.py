@@ -37,7 +37,7 @@ from bench.storms.common import RESULTS
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.config import FAIL_CLOSED
+from headrace.gateway.config import Limits
 from headrace.gateway.http.errors import RateLimitExceeded
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.limiter import Limiter
@@ -122,7 +122,7 @@ async def spend(limiter: Limiter, truth: BinaryIO, caller: Principal, stop: asyn
     while not stop.is_set():
         exchange = _exchange(caller)
         try:
-            async with limiter.admit(exchange, on_failure=FAIL_CLOSED):
+            async with limiter.admit(exchange, Limits()):
                 await use(limiter, truth, exchange.request_id)
             truth.write(b"ended\n")
         except RateLimitExceeded:

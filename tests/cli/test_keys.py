@@ -121,7 +121,8 @@ def test_a_tenants_limits_are_shown_with_what_is_used_and_left() -> None:
 def test_limits_of_keys_and_users_are_shown_with_their_tenant_and_by_themselves(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     models, tiers = "models: [{upstreams: [{url: http://h/v1}], name: far}]", "{requests_per_minute: 9, user_requests_per_minute: 3}"
-    file.write_text(f"{models}\ntiers: {{small: {tiers}}}\n")
+    site = "prices: {far: {output: 1}}\ngateway: {limits: {monthly_budget: 90}}"
+    file.write_text(f"{models}\ntiers: {{small: {tiers}}}\n{site}\n")
     config = ("--config", str(file))
     made = printed("keys", "create", "--tenant", "acme", "--tier", "small", "--user", "ann", "--budget", "2", *config)
     gone = printed("keys", "create", "--tenant", "acme", "--tier", "small", "--user", "bob", *config)
@@ -130,10 +131,11 @@ def test_limits_of_keys_and_users_are_shown_with_their_tenant_and_by_themselves(
         ("tenant", "requests_per_minute", 9),
         ("user ann", "user_requests_per_minute", 3),
         (f"key {made['id']}", "key_monthly_budget", 2.0),
+        ("deployment", "deployment_monthly_budget", 90.0),
     ]
     for command in (("tenants", "show", "acme"), ("keys", "show", made["id"])):
         shown = printed(*command, *config)["limits"]
-        assert [(row["of"], row["limit"], row["number"]) for row in shown] == expected
+        assert sorted((row["of"], row["limit"], row["number"]) for row in shown) == sorted(expected)
         assert all((row["used"], row["left"]) == (0, row["number"]) for row in shown)
     assert f"key {made['id']}  key_monthly_budget" in done("keys", "show", made["id"], *config)
 

@@ -27,9 +27,11 @@ OWN_LIMITS = {
     "max_pending_bytes",
     "max_tenant_share",
     "max_request_held_bytes",
+    "daily_budget",
+    "monthly_budget",
     "on_store_failure",
 }
-"""Limits of one request, connection or answer, and shares: the same in every worker."""
+"""Limits of one request, connection or answer, shares, and what the store counts for all workers: the same in every worker."""
 
 
 def test_every_limit_is_either_shared_or_each_workers_own() -> None:

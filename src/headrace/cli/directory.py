@@ -143,7 +143,7 @@ async def read_limits(
     try:
         store = open_limits(config.gateway.store, config.state, clock=time.monotonic, unix_time=time.time)
         try:
-            return await work(LimitReport(admin, store, all_tiers(config.tiers), time.time))
+            return await work(LimitReport(admin, store, all_tiers(config.tiers), config.gateway.limits.budget, time.time))
         finally:
             await store.close()
     finally:

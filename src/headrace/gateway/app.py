@@ -130,7 +130,7 @@ class Gateway:
             return
         keys = service.stored_keys if endpoint.generates else None
         with keys.uses.use(exchange.principal.key_id, exchange.end) if keys is not None else nullcontext():
-            async with service.limiter.admit(exchange, on_failure=service.config.limits.on_store_failure):
+            async with service.limiter.admit(exchange, service.config.limits):
                 await endpoint.handler(service, exchange)
 
     def refused(self, request_id: str, status: int, reason: str) -> None:

@@ -26,7 +26,7 @@ from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.limits.price import Price
-from headrace.policy.limits.tier import Tier, all_tiers
+from headrace.policy.limits.tier import DeploymentBudget, Tier, all_tiers
 
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 _HOST = r"(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])"
@@ -99,7 +99,8 @@ class Limits:
     max_tenant_share      of either and of each store, for one tenant. None: a quarter where keys name several tenants and from the first
                           stored key on, all where there is one
     max_request_held_bytes  of either, for one request; more is refused with 413
-    on_store_failure      what a request of a tenant with limits gets while their store fails: "closed": 503; "open": it is not counted
+    daily_budget, monthly_budget  money that all tenants together may use in a UTC day, a UTC month, in the currency of `prices`
+    on_store_failure      what a request with limits gets while their store fails: "closed": 503; "open": it is not counted
     """
 
     max_body_bytes: int = 1 << 20
@@ -119,7 +120,13 @@ class Limits:
     max_answer_bytes: int = 40 << 20
     max_tenant_share: float | None = None
     max_request_held_bytes: int = 32 << 20
+    daily_budget: float | None = None
+    monthly_budget: float | None = None
     on_store_failure: str = FAIL_CLOSED
+
+    @property
+    def budget(self) -> DeploymentBudget:
+        return DeploymentBudget(self.daily_budget, self.monthly_budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +243,9 @@ class GatewayConfig:
                     raise ConfigError(f"{part}.{item.name}", f"{given} is not positive")
         if self.limits.on_store_failure not in (FAIL_OPEN, FAIL_CLOSED):
             raise ConfigError("limits.on_store_failure", f"{self.limits.on_store_failure!r} is not one of {FAIL_OPEN}, {FAIL_CLOSED}")
+        for name, money in self.limits.budget._asdict().items():
+            if money is not None and not self.prices:
+                raise ConfigError(f"limits.{name}", "has no effect without prices", "Give prices of the models, or leave it out.")
         _check_share(self.limits.max_tenant_share, self.num_tenants)
         for section in (self.store, self.cache, self.idempotency):
             section.checked()

@@ -14,16 +14,17 @@ from typing import Any
 
 import httpx2
 import pytest
-from gateway_kit import SAID, TestBench, chat_body, eventually, open_bench
+from gateway_kit import SAID, TestBench, chat_body, eventually, gateway_config, open_bench
 from limits_kit import used
 from redis_kit import RedisServer
 
+from headrace.core.errors import ConfigError
 from headrace.gateway.access.principal import KeyLimits, Principal
 from headrace.gateway.control.models import Sources
 from headrace.gateway.limits.rules import ceiling_of, limits_of, rules_of
 from headrace.policy.limits.counters import DAY_MS
 from headrace.policy.limits.price import FREE, NANOS, Price
-from headrace.policy.limits.tier import Tier
+from headrace.policy.limits.tier import DeploymentBudget, Tier
 from headrace.text.folder import TextModel
 
 KEY, OTHER = "hr-limits-key-one", "hr-limits-key-two"
@@ -132,6 +133,7 @@ def test_what_depends_on_the_caller_alone_is_made_once_and_again_when_any_of_it_
         {"key_id": "key-2"},
     ]
     assert len({id(limits), *(id(limits_of(replace(caller, **change))) for change in changed)}) == 1 + len(changed)
+    assert limits_of(caller, DeploymentBudget(daily_budget=1.0)) is not limits
     dear = ceiling_of(limits, Price(output=5.0))
     assert (dear.total_tokens, dear.price, ceiling_of(limits, Price(output=5.0))) == (50, Price(output=5.0), dear)
     assert ceiling_of(limits, FREE).price == FREE
@@ -217,6 +219,36 @@ async def test_a_spent_budget_refuses_until_its_window_ends(opened: Opened, cloc
         assert (await ask(bench, max_tokens=9)).status_code == 429
         clocks.wait(1)
         assert (await ask(bench, max_tokens=9)).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["daily_budget", "monthly_budget"])
+async def test_the_deployments_budget_is_spent_by_all_tenants_together(opened: Opened, clocks: Clocks, name: str) -> None:
+    async with opened({}, prices={"fox": {"output": 1000}}, limits={name: 0.03}, open_metrics=True, open_tenant_metrics=True) as bench:
+        statuses = [(await ask(bench, key, max_tokens=9)).status_code for key in (KEY, OTHER, KEY, OTHER)]
+        assert statuses == [200, 200, 200, 429]
+        refused = await ask(bench, max_tokens=9)
+        error = error_of(refused)
+        assert (refused.status_code, error["type"], error["code"]) == (429, "rate_limit_error", "insufficient_quota")
+        assert error["message"].startswith(f"The {name} of this deployment does not allow this request. Try again in ")
+        assert not any(digits in error["message"] for digits in ("0.03", "0.027", "0.009")), "what others spend is not shown"
+        page = (await bench.client.get("/metrics")).text
+        assert f'headrace_tier_limited_total{{limit="deployment_{name}",tier="small"}} 2.0' in page
+        clocks.wait(int(refused.headers["retry-after"]))
+        assert (await ask(bench, max_tokens=9)).status_code == 200
+        change: dict[str, Any] = {name: 0.01}
+        config = bench.reloader.config
+        await bench.reloader.reload(lambda: replace(config, limits=replace(config.limits, **change)))
+        assert (await ask(bench, OTHER, max_tokens=9)).status_code == 429, "a reload changes it, and finds what is used"
+
+
+async def test_the_deployments_budget_holds_without_keys_too(text: TextModel) -> None:
+    async with open_bench(text, prices={"fox": {"output": 1000}}, limits={"daily_budget": 0.01}) as bench:
+        assert [(await bench.chat(max_tokens=9)).status_code for _ in range(2)] == [200, 429]
+
+
+def test_a_budget_of_the_deployment_without_prices_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"limits\.daily_budget: has no effect without prices"):
+        gateway_config(limits={"daily_budget": 5.0})
 
 
 async def test_an_answer_without_max_tokens_ends_where_a_limit_does(opened: Opened) -> None:

@@ -679,7 +679,7 @@ async def test_a_tenant_of_a_stored_key_may_fill_a_part_of_each_store(text: Text
     sections: dict[str, Any] = {section: {"max_bytes": 1 << 20} for section in SECTIONS}
     async with open_bench(text, state=str(tmp_path), **sections) as bench:
         assert await num_kept(bench, "default") == [8, 8, 8, 8], "the only tenant of an open server may fill all"
-        issued = await admin.create_key(NewKey(tenant="acme"))
+        await admin.create_key(NewKey(tenant="acme"))
         await becomes(bench, None, 401)
         assert await num_kept(bench, "acme") == [2, 2, 2, 2]
         await bench.reloader.reload(lambda: bench.reloader.config)

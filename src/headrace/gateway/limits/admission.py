@@ -20,6 +20,7 @@ from headrace.policy.limits.book import Claim, TakeResult
 from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.limits.counters import Amounts
 from headrace.policy.limits.price import FREE, Price
+from headrace.policy.limits.tier import DeploymentBudget
 
 FIRST_TAIL_TOKENS = 256
 """Output tokens of each sequence that are charged if the gateway dies before it has saved any: more than an engine gives in a second."""
@@ -82,12 +83,15 @@ class Admission:
         "used",
     )
 
-    def __init__(self, limiter: TakesLimits, exchange: Exchange, *, is_open_on_failure: bool) -> None:
-        """is_open_on_failure: the request goes on without a reservation where the store fails"""
+    def __init__(self, limiter: TakesLimits, exchange: Exchange, *, budget: DeploymentBudget, is_open_on_failure: bool) -> None:
+        """
+        budget              of the deployment
+        is_open_on_failure  the request goes on without a reservation where the store fails
+        """
         self._limiter, self._exchange, self._is_open_on_failure = limiter, exchange, is_open_on_failure
         self.request_id = exchange.request_id
         self.principal: Principal = exchange.principal
-        self._limits = limits_of(exchange.principal)
+        self._limits = limits_of(exchange.principal, budget)
         self.is_held = False
         self.used = self.saved = NOTHING
         self._reserved = NOTHING

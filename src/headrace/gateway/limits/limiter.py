@@ -16,7 +16,7 @@ from typing import TypeVar
 from headrace.core.clock import Clock
 from headrace.core.counted import counted
 from headrace.core.ids import RequestId
-from headrace.gateway.config import FAIL_OPEN
+from headrace.gateway.config import FAIL_OPEN, Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.admission import NOTHING, Admission
 from headrace.gateway.limits.ended import MAX_CHARGES, CarriedCharges, EndedRequests
@@ -70,12 +70,12 @@ class Limiter:
         finally:
             await limiter._leave(tasks)
 
-    def admit(self, exchange: Exchange, *, on_failure: str) -> Admission:
+    def admit(self, exchange: Exchange, limits: Limits) -> Admission:
         """Hold a generating request to its limits while inside the `async with` block; then it is charged.
 
-        Entering it raises RateLimitExceeded, or Unavailable where the store fails. on_failure: `limits.on_store_failure`
+        Entering it raises RateLimitExceeded, or Unavailable where the store fails.
         """
-        return Admission(self, exchange, is_open_on_failure=on_failure == FAIL_OPEN)
+        return Admission(self, exchange, budget=limits.budget, is_open_on_failure=limits.on_store_failure == FAIL_OPEN)
 
     def opened(self, admission: Admission) -> None:
         """A request has begun."""

@@ -1,4 +1,4 @@
-"""What tenants, users and keys have used of their limits, for people. Read from the book, whether servers run or not."""
+"""What tenants, users, keys and the deployment have used of their limits, for operators. Read from the book, whether servers run or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.limits.verdict import LimitState, states
 from headrace.policy.limits.counters import Unit
 from headrace.policy.limits.price import NANOS
-from headrace.policy.limits.tier import Tier
+from headrace.policy.limits.tier import DeploymentBudget, Tier
 
 MAX_KEYS = 1000
 """Keys of a tenant whose limits are shown: the rest is left out."""
@@ -39,8 +39,10 @@ def key_principal(key: KeyRecord, tenant: TenantRecord, tier: Tier) -> Principal
 class LimitReport:
     """Made for one report. All methods raise InvalidRequest for an unknown name, ConfigError and StoreFailed."""
 
-    def __init__(self, admin: Administration, store: LimitStore, tiers: Mapping[str, Tier], unix_time: Clock) -> None:
-        self._admin, self._store, self._tiers, self._unix_time = admin, store, tiers, unix_time
+    def __init__(
+        self, admin: Administration, store: LimitStore, tiers: Mapping[str, Tier], budget: DeploymentBudget, unix_time: Clock
+    ) -> None:
+        self._admin, self._store, self._tiers, self._budget, self._unix_time = admin, store, tiers, budget, unix_time
 
     async def of(self, kind: str, name: str) -> list[dict[str, object]]:
         """kind: keys or tenants"""
@@ -52,7 +54,7 @@ class LimitReport:
         return await self._shown([await self._key_principal(key)] if key.is_active(self._unix_time()) else [])
 
     async def of_tenant(self, name: str) -> list[dict[str, object]]:
-        """The tenant's limits, then those of its users and active keys, of MAX_KEYS keys at most."""
+        """The tenant's limits and the deployment's, then those of the tenant's users and active keys, of MAX_KEYS keys at most."""
         tenant = await self._admin.tenant(name)
         now = self._unix_time()
         active = [key for key in await self._admin.keys(name) if key.is_active(now)]
@@ -72,7 +74,7 @@ class LimitReport:
         """Each counter once, for the first caller that has it."""
         rows: dict[str, tuple[str, LimitRule]] = {}
         for caller in callers:
-            for rule in rules_of(caller):
+            for rule in rules_of(caller, self._budget):
                 rows.setdefault(rule.counter, (_owner(caller, rule), rule))
         rules = [rule for _, rule in rows.values()]
         claims = [rule.claim(None) for rule in rules]
@@ -81,6 +83,8 @@ class LimitReport:
 
 
 def _owner(caller: Principal, rule: LimitRule) -> str:
+    if rule.is_of_deployment:
+        return "deployment"
     if rule.counter.startswith("tenant:"):
         return "tenant"
     return f"key {caller.key_id}" if rule.counter.startswith("key:") else f"user {caller.user or '-'}"

@@ -1,4 +1,4 @@
-"""The limits that hold for a caller, from its tier and its key: which counter each has, and its number. Pure."""
+"""The limits that hold for a caller, from its tier, its key and the deployment: which counter each has, and its number. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.policy.limits.book import Claim
 from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.limits.counters import Amounts, Unit, Window
 from headrace.policy.limits.price import NANOS, Price
-from headrace.policy.limits.tier import Tier
+from headrace.policy.limits.tier import NO_BUDGET, DeploymentBudget, Tier
 
 MAX_CALLERS = 4096
 """Callers whose limits are kept in memory, some kilobytes each; those of the one that was seen longest ago are made again."""
@@ -37,7 +37,13 @@ KEY_LIMITS = (
 )
 """Field of `KeyLimits`, window, unit: of one key."""
 
-OF_KEY = " of this key"
+DEPLOYMENT_LIMITS = (
+    ("daily_budget", Window.DAY, Unit.NANOS),
+    ("monthly_budget", Window.MONTH, Unit.NANOS),
+)
+"""Field of `DeploymentBudget`, window, unit: of all tenants together."""
+
+OF_KEY, OF_DEPLOYMENT = " of this key", " of this deployment"
 
 BEFORE_PARSING = (Unit.REQUESTS, Unit.OPEN)
 """Units that are known before a body is read."""
@@ -55,8 +61,16 @@ class LimitRule:
 
     @property
     def label(self) -> str:
-        """Its name for metrics and logs, of which there are as many as `TIER_LIMITS` and `KEY_LIMITS` have rows, and one for users."""
-        return f"key_{self.name.removesuffix(OF_KEY)}" if self.name.endswith(OF_KEY) else self.name
+        """Its name for metrics and logs, of which there are as many as the tables above have rows, and one for users."""
+        for suffix, scope in ((OF_KEY, "key"), (OF_DEPLOYMENT, "deployment")):
+            if self.name.endswith(suffix):
+                return f"{scope}_{self.name.removesuffix(suffix)}"
+        return self.name
+
+    @property
+    def is_of_deployment(self) -> bool:
+        """Whether other tenants count in it too: its number and what is used of it are not for a tenant's eyes."""
+        return self.name.endswith(OF_DEPLOYMENT)
 
     @property
     def is_quota(self) -> bool:
@@ -67,17 +81,18 @@ class LimitRule:
         return Claim(self.counter, self.window, self.unit, self.number, amount)
 
 
-def rules_of(principal: Principal) -> tuple[LimitRule, ...]:
-    """Every limit of a caller; none where nothing has to be counted."""
-    return tuple(_rules(principal.tenant_key, principal.tier, principal.user, principal.key_id, principal.limits))
+def rules_of(principal: Principal, budget: DeploymentBudget = NO_BUDGET) -> tuple[LimitRule, ...]:
+    """Every limit of a caller; none where nothing has to be counted. budget: of the deployment, in which every caller's requests count"""
+    return tuple(_rules(principal.tenant_key, principal.tier, principal.user, principal.key_id, principal.limits, budget))
 
 
-def _rules(tenant_key: str, tier: Tier, user: str, key_id: str, key_limits: KeyLimits) -> Iterator[LimitRule]:
+def _rules(tenant_key: str, tier: Tier, user: str, key_id: str, key_limits: KeyLimits, budget: DeploymentBudget) -> Iterator[LimitRule]:
     yield from _scope_rules(tier, TIER_LIMITS, f"tenant:{tenant_key}", "")
     if tier.user_requests_per_minute is not None:
         counter = f"user:{tenant_key}:{user}:requests_per_minute"
         yield LimitRule("user_requests_per_minute", counter, Window.MINUTE, Unit.REQUESTS, tier.user_requests_per_minute)
     yield from _scope_rules(key_limits, KEY_LIMITS, f"key:{key_id}", OF_KEY)
+    yield from _scope_rules(budget, DEPLOYMENT_LIMITS, "deployment", OF_DEPLOYMENT)
 
 
 def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], scope: str, suffix: str) -> Iterator[LimitRule]:
@@ -104,14 +119,18 @@ class CallerLimits:
     ceiling: RequestCeiling
 
 
-def limits_of(principal: Principal) -> CallerLimits:
-    return _limits_of(principal.tenant_key, principal.tier_name, principal.tier, principal.user, principal.key_id, principal.limits)
+def limits_of(principal: Principal, budget: DeploymentBudget = NO_BUDGET) -> CallerLimits:
+    """budget: of the deployment"""
+    tier = principal.tier
+    return _limits_of(principal.tenant_key, principal.tier_name, tier, principal.user, principal.key_id, principal.limits, budget)
 
 
 @lru_cache(maxsize=MAX_CALLERS)
-def _limits_of(tenant_key: str, tier_name: str, tier: Tier, user: str, key_id: str, key_limits: KeyLimits) -> CallerLimits:
+def _limits_of(
+    tenant_key: str, tier_name: str, tier: Tier, user: str, key_id: str, key_limits: KeyLimits, budget: DeploymentBudget
+) -> CallerLimits:
     """The parameters are all that the limits depend on, so that a change of the key, the tenant or the tier is another caller."""
-    rules = tuple(_rules(tenant_key, tier, user, key_id, key_limits))
+    rules = tuple(_rules(tenant_key, tier, user, key_id, key_limits, budget))
     has_first = any(rule.unit in BEFORE_PARSING for rule in rules)
     first = tuple(rule for rule in rules if has_first and not rule.is_quota)
     return CallerLimits(

@@ -55,7 +55,8 @@ def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeRes
         if is_over(claim, reading, result.now)
     ]
     wait_s, rule, amount, used = max(over, key=lambda one: one[0])
-    message = f"{_sentence(rule, amount, used)} {_remedy(rule, amount, wait_s)}"
+    sentence = f"The {rule.name} does not allow this request." if rule.is_of_deployment else _sentence(rule, amount, used)
+    message = f"{sentence} {_remedy(rule, amount, wait_s)}"
     kind = QuotaExhausted if rule.is_quota else RateLimitExceeded
     return kind(message, limit=rule.label, retry_after_s=wait_s)
 

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from headrace.core.errors import ConfigError
 from headrace.core.request import PriorityClass, TierTerms
 
 MAX_WEIGHT = 1e6
+
+
+class DeploymentBudget(NamedTuple):
+    """Money that all tenants together may use in a UTC day, a UTC month, in the currency of `prices`. None: without this limit"""
+
+    daily_budget: float | None = None
+    monthly_budget: float | None = None
+
+
+NO_BUDGET = DeploymentBudget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
