@@ -178,6 +178,7 @@ class HandStartedSite:
             "models": [{"name": MODEL, "aliases": aliases, "remote": self._remote(addresses)}, *models],
             "gateway": {"host": at.host, "port": port, "request_log": "off", **section},
             "allow_open": True,
+            "state": str(self.folder / "state"),  # of all gateways of the site; by default it would be the user's own
             "tiers": tiers or {},
         }
         return self._started(["headrace", "gateway", "--config", self._file(f"{name}.yaml", content)], name, at, port)

@@ -62,7 +62,7 @@ def test_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
 
 def environment_of(site: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HEADRACE_"))}
-    return {**kept, "PYTHONPATH": str(site)}
+    return {**kept, "PYTHONPATH": str(site), "HEADRACE_STATE": str(site.parent / "state")}
 
 
 @contextmanager

@@ -28,6 +28,11 @@ SPIN_S = 0.002
 """A sender wakes this many seconds early and then yields until its send time: an event loop's timers are about a millisecond late."""
 
 
+WHOLE_ANSWERS: dict[str, float | int | bool] = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
+"""Sampling fields of answers that have all tokens asked for, each with a text: control tokens too. An answer that goes on behind its end
+token would have its first text only where the model says anything else, tens of tokens late."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTarget:
     """The server to load, and the request fields that are the same for all requests.
@@ -38,7 +43,7 @@ class LoadTarget:
     timeout_s        a request without its end by then has failed
     max_concurrency  most requests in flight; None: no limit, which is a true open loop. Waiting for a place is latency (it counts from
                      the intended time) and not the client's lag
-    sampling         further fields of the body, e.g. {"temperature": 0}
+    sampling         further fields of the body
     """
 
     url: str
@@ -46,7 +51,7 @@ class LoadTarget:
     api_key: str | None = None
     timeout_s: float = 600.0
     max_concurrency: int | None = None
-    sampling: dict[str, float | int | bool] = field(default_factory=lambda: {"temperature": 0, "ignore_eos": True})
+    sampling: dict[str, float | int | bool] = field(default_factory=lambda: dict(WHOLE_ANSWERS))
 
 
 class ConcurrencyLimit:
