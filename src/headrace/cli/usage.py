@@ -1,5 +1,5 @@
-"""`headrace usage`: what tenants used, from ClickHouse where it is configured, else from the usage.db of a state folder, whether a server
-runs on it or not."""
+"""`headrace usage`: what tenants used, and how fast they were answered, from ClickHouse where it is configured, else from the usage.db of a
+state folder, whether a server runs on it or not."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def usage(
     since: Annotated[str | None, Flag("--since", help="From this time on: 2026-11-30, 2026-11-30T12:00:00Z, or 90m, 24h, 7d ago.")] = None,
     until: Annotated[str | None, Flag("--until", help="Before this time.")] = None,
     tenant: Annotated[str | None, Flag("--tenant", help="Of this tenant alone.")] = None,
+    latency: Annotated[bool, Flag("--latency", help="Outcomes, and p50 and p99 of times in ms, instead of tokens and cost.")] = False,
     as_json: AsJson = False,
     as_csv: Annotated[bool, Flag("--csv", help="As comma-separated values.")] = False,
     local: Annotated[bool, Flag("--local", help="Of this machine alone, from usage.db, also where ClickHouse is configured.")] = False,
@@ -42,13 +43,15 @@ def usage(
     from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import load_settings
     from headrace.cli.exits import UsageRefused
-    from headrace.gateway.ledger.usage_query import UsageQuery, groups_of, unix_ms_of
+    from headrace.gateway.ledger.latency_figures import LATENCY
+    from headrace.gateway.ledger.usage_query import USE, UsageQuery, groups_of, unix_ms_of
 
     if as_json and as_csv:
         raise UsageRefused("--json and --csv: give one of them")
     now = time.time()
     query = UsageQuery(
         by=groups_of(by or ["tenant"]),
+        figures=LATENCY if latency else USE,
         since_ms=None if since is None else unix_ms_of("--since", since, now),
         until_ms=None if until is None else unix_ms_of("--until", until, now),
         tenant=tenant,
@@ -101,7 +104,7 @@ def site_rows(config: ClickHouseConfig, query: UsageQuery) -> list[dict[str, obj
 
 def shown(names: Sequence[str], rows: Sequence[dict[str, object]]) -> list[str]:
     """A table as lines: words to the left, numbers to the right."""
-    columns = [_aligned([name, *(_cell(row[name]) for row in rows)], is_word=isinstance(rows[0][name], str)) for name in names]
+    columns = [_aligned([name, *(_cell(name, row[name]) for row in rows)], is_word=isinstance(rows[0][name], str)) for name in names]
     return ["  ".join(line) for line in zip(*columns, strict=True)]
 
 
@@ -110,5 +113,7 @@ def _aligned(cells: Sequence[str], *, is_word: bool) -> list[str]:
     return [cell.ljust(width) if is_word else cell.rjust(width) for cell in cells]
 
 
-def _cell(value: object) -> str:
-    return f"{value:.6f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+def _cell(name: str, value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6f}" if name == "cost" else f"{value:,.1f}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -26,6 +26,7 @@ from headrace.core.strict_decode import plain
 from headrace.gateway.ledger.clickhouse import ClickHouseSink
 from headrace.gateway.ledger.clickhouse_usage import clickhouse_dialect, clickhouse_rows
 from headrace.gateway.ledger.config import ClickHouseConfig
+from headrace.gateway.ledger.latency_figures import LATENCY
 from headrace.gateway.ledger.record import encode_record
 from headrace.gateway.ledger.usage_db import DAY_MS, FILE, UsageDb
 from headrace.gateway.ledger.usage_query import GROUPS, UsageQuery, usage_rows, usage_statement
@@ -37,9 +38,11 @@ MIDNIGHT = 1_795_392_000_000
 MODELS = [{"name": "tiny", "engine": {"model": "headrace-tiny"}}]
 HOSTILE = "o'brien\\ OR 1=1 -- "
 RECORDS = [
-    usage(1, tenant="acme", user="ann", key_id="k1", time_ms=MIDNIGHT - 1),
-    usage(2, tenant="acme", user="bob", key_id="k2", time_ms=MIDNIGHT, cost_nanos=2**52),
-    usage(3, tenant="globex", user="ann", key_id="k3", time_ms=MIDNIGHT + DAY_MS - 1, model="owl", prompt_tokens=7),
+    usage(1, tenant="acme", user="ann", key_id="k1", time_ms=MIDNIGHT - 1, ttft_ms=12.5, tpot_ms=3.0),
+    usage(2, tenant="acme", user="bob", key_id="k2", time_ms=MIDNIGHT, cost_nanos=2**52, outcome="failed"),
+    usage(
+        3, tenant="globex", user="ann", key_id="k3", time_ms=MIDNIGHT + DAY_MS - 1, model="owl", prompt_tokens=7, ttft_ms=80.0, queue_ms=1.5
+    ),
     usage(4, tenant=HOSTILE, user="", key_id="k4", time_ms=MIDNIGHT + DAY_MS),
 ]
 QUERIES = [
@@ -49,6 +52,8 @@ QUERIES = [
     UsageQuery(by=["day"], tenant="acme", max_rows=1),
     UsageQuery(by=["tenant"], tenant=HOSTILE),
     UsageQuery(by=["tenant"], tenant="nobody\n"),
+    *(UsageQuery(by=[group], figures=LATENCY) for group in GROUPS),
+    UsageQuery(by=["day"], figures=LATENCY, since_ms=MIDNIGHT, tenant="acme"),
 ]
 
 
@@ -77,7 +82,7 @@ def test_both_stores_give_the_same_rows(server: ClickHouseServer, tmp_path: Path
     for query in QUERIES:
         found = clickhouse_rows(config, query, timeout_s=30)
         assert found == rows_of_one_machine(tmp_path, query), query
-    assert rows_of_one_machine(tmp_path, QUERIES[-2]), "the tenant with quotes has rows"
+    assert rows_of_one_machine(tmp_path, UsageQuery(by=["tenant"], tenant=HOSTILE)), "the tenant with quotes has rows"
 
 
 def test_before_anything_was_shipped_there_are_no_rows(server: ClickHouseServer) -> None:

@@ -13,11 +13,13 @@ import pytest
 from ledger_kit import usage
 
 from headrace.core.errors import InvalidRequest
+from headrace.gateway.ledger.latency_figures import LATENCY
 from headrace.gateway.ledger.record import encode_record
 from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, FILE, USAGE, UsageDb
 from headrace.gateway.ledger.usage_query import UsageQuery, groups_of, unix_ms_of, usage_rows
 from headrace.gateway.stores.sqlite_thread import has_table, open_sqlite
 
+OUTCOMES = ("cancelled", "failed", "deadline")
 NOON = 1_795_435_200_000
 """2026-11-23 12:00 UTC in Unix milliseconds."""
 
@@ -65,6 +67,29 @@ def test_rows_have_every_sum(connection: sqlite3.Connection) -> None:
         "cost": 1e-6,
     }
     assert list(row) == UsageQuery(by=["tenant"]).names
+
+
+def test_times_are_shown_as_quantiles_of_the_records_that_have_them(tmp_path: Path) -> None:
+    sink = UsageDb(str(tmp_path / FILE), retention_days=90, unix_time=lambda: NOON / 1000)
+    times = random.Random(1).sample(range(1, 1001), 1000)
+    records = [usage(number, model="owl", time_ms=NOON, ttft_ms=float(ms), tpot_ms=None) for number, ms in enumerate(times)]
+    records += [usage(2000 + number, model="owl", time_ms=NOON, outcome=outcome, ttft_ms=None) for number, outcome in enumerate(OUTCOMES)]
+    records += [usage(3000, model="elk", time_ms=NOON, ttft_ms=7.25)]
+    sink.ship([encode_record(record) for record in records])
+    sink.close()
+    connection = sqlite3.connect(tmp_path / FILE)
+    elk, owl = usage_rows(connection, UsageQuery(by=["model"], figures=LATENCY))
+    connection.close()
+    assert {name: owl[name] for name in ("model", "requests", "completed", "cancelled", "failed")} == {
+        "model": "owl",
+        "requests": 1003,
+        "completed": 1000,
+        "cancelled": 1,
+        "failed": 2,
+    }
+    assert (owl["ttft_ms_p50"], owl["ttft_ms_p99"]) == (501.0, 991.0)
+    assert (elk["requests"], elk["ttft_ms_p50"], elk["ttft_ms_p99"]) == (1, 7.25, 7.25)
+    assert list(owl) == list(elk) == ["model", *LATENCY.names]
 
 
 def test_times_are_from_and_before(connection: sqlite3.Connection) -> None:

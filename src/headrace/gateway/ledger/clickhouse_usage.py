@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace.gateway.ledger.clickhouse import UNKNOWN_DATABASE, UNKNOWN_TABLE, ClickHouseRefused, ClickHouseSink
 from headrace.gateway.ledger.config import ClickHouseConfig
-from headrace.gateway.ledger.usage_query import SqlDialect, UsageQuery, rows_of, usage_statement
+from headrace.gateway.ledger.usage_query import QUANTILES, SqlDialect, UsageQuery, rows_of, usage_statement
 
 MAX_QUESTIONS = 2
 """Questions that are with the server at a time; a further one waits for one of these to end."""
@@ -22,7 +22,12 @@ DAY = "toString(toDate(intDiv(time_ms, 86400000)))"
 
 def clickhouse_dialect(config: ClickHouseConfig) -> SqlDialect:
     """Rows that were shipped twice and are not merged yet are one row by FINAL."""
-    return SqlDialect(table=f"{config.database}.{config.table} FINAL", day=DAY, value=lambda _, value: _literal(value))
+    return SqlDialect(
+        table=f"{config.database}.{config.table} FINAL",
+        day=DAY,
+        value=lambda _, value: _literal(value),
+        quantiles=_quantiles,
+    )
 
 
 def clickhouse_rows(config: ClickHouseConfig, query: UsageQuery, *, timeout_s: float) -> list[dict[str, object]]:
@@ -56,6 +61,12 @@ class ClickHouseUsage:
     def close(self) -> None:
         """Questions that were asked before are answered still."""
         self._threads.shutdown(wait=False)
+
+
+def _quantiles(field: str) -> str:
+    """An empty array where no record of the group has the field: of no numbers ClickHouse gives zeros, or no numbers, by its version."""
+    found = f"quantilesExact({', '.join(map(str, QUANTILES))})({field})"
+    return f"arraySlice({found}, 1, if(count({field}) = 0, 0, {len(QUANTILES)}))"
 
 
 def _literal(value: int | str) -> str:

@@ -1,4 +1,5 @@
-"""What was used, by tenant, user, key, model or day: sums over usage records, as SQL of the store that is asked.
+"""What was used, by tenant, user, key, model or day, as SQL of the store that is asked: sums over usage records, or other `Figures` of
+them (`latency_figures`).
 
 `usage_statement` writes the statement for a dialect. `usage_rows` asks usage.db, and reads whole days from its sums of days;
 `clickhouse_usage` asks ClickHouse.
@@ -6,8 +7,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -29,22 +32,63 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 """What usage may be grouped by -> the columns of its rows, and the record's field of each; a dialect makes a UTC day of time_ms.
 Two tenants may have users of one name."""
 
-SUMS = {
-    "requests": "count(*)",
-    "prompt_tokens": "sum(prompt_tokens)",
-    "cached_tokens": "sum(cached_tokens)",
-    "completion_tokens": "sum(completion_tokens)",
-    "cost_nanos": "sum(cost_nanos)",
-}
 COST = "cost"
+QUANTILES = (0.5, 0.99)
+QUANTILES_OF = "quantiles_of"
+"""The aggregate that connections to usage.db get: SQLite has none."""
+
 _AGO = re.compile(r"([1-9][0-9]{0,5})([mhd])")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 TIME_RULE = "a day (2026-11-30), a time in UTC (2026-11-30T12:00:00Z), or how long ago (90m, 24h, 7d)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SqlDialect:
+    """How one store writes what stores write differently.
+
+    table  with what makes a record that was shipped twice count once
+    requests  number of the requests in a group's rows
+    day    the UTC day of time_ms as text
+    value  name and value of a parameter -> how a statement refers to it
+    quantiles  a field -> its QUANTILES over a group's rows without null, as an array or its JSON
+    """
+
+    table: str
+    day: str
+    value: Callable[[str, int | str], str]
+    quantiles: Callable[[str], str]
+    requests: str = "count(*)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What rows say of each group, beside what groups them.
+
+    names       keys of a row
+    statement   name -> expression over the records of the group
+    values      what these gave -> the values of `names`
+    are_summed  the sums of days say it, too
+    """
+
+    names: Sequence[str]
+    statement: Callable[[SqlDialect], Mapping[str, str]]
+    values: Callable[[Sequence[Any]], Sequence[object]]
+    are_summed: bool
+
+
+USE = Figures(
+    names=("requests", *SUMMED, COST),
+    statement=lambda dialect: {"requests": dialect.requests, **{name: f"sum({name})" for name in SUMMED}},
+    values=lambda found: [*found, found[-1] / NANOS],
+    are_summed=True,
+)
+"""Requests, tokens and money; `cost` is in the currency's unit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuery:
     """
+    figures       what rows say of each group
     by            keys of GROUPS, at least one
     since, until  Unix milliseconds of arrival: from, and before; None: from the first record, to the last
     tenant        of this one alone; None: of all
@@ -52,6 +96,7 @@ class UsageQuery:
     """
 
     by: Sequence[str]
+    figures: Figures = USE
     since_ms: int | None = None
     until_ms: int | None = None
     tenant: str | None = None
@@ -71,32 +116,21 @@ class UsageQuery:
     @property
     def names(self) -> list[str]:
         """Keys of a row, in order."""
-        return [*self.columns, *SUMS, COST]
+        return [*self.columns, *self.figures.names]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SqlDialect:
-    """How one store writes what stores write differently.
-
-    table  with what makes a record that was shipped twice count once
-    requests  number of the requests in a group's rows
-    day    the UTC day of time_ms as text
-    value  name and value of a parameter -> how a statement refers to it
-    """
-
-    table: str
-    day: str
-    value: Callable[[str, int | str], str]
-    requests: str = "count(*)"
-
-
-SQLITE = SqlDialect(table="usage", day="strftime('%Y-%m-%d', time_ms / 1000, 'unixepoch')", value=lambda name, _: f":{name}")
+SQLITE = SqlDialect(
+    table="usage",
+    day="strftime('%Y-%m-%d', time_ms / 1000, 'unixepoch')",
+    value=lambda name, _: f":{name}",
+    quantiles=lambda field: f"{QUANTILES_OF}({field})",
+)
 
 
 def usage_statement(query: UsageQuery, dialect: SqlDialect) -> str:
-    """One row per group, ordered by what groups, with the columns of `query.names` but the last one."""
+    """One row per group, ordered by what groups: the columns that group, then those of the figures' statement."""
     grouping = {name: dialect.day if name == DAY else field for name, field in query.columns.items()}
-    computed = ", ".join(f"{expression} AS {name}" for name, expression in (grouping | SUMS | {"requests": dialect.requests}).items())
+    computed = ", ".join(f"{expression} AS {name}" for name, expression in {**grouping, **query.figures.statement(dialect)}.items())
     limits = {"since_ms": "time_ms >= ", "until_ms": "time_ms < ", "tenant": "tenant = "}
     values = query.values
     where = " AND ".join(condition + dialect.value(name, values[name]) for name, condition in limits.items() if name in values)
@@ -107,8 +141,10 @@ def usage_statement(query: UsageQuery, dialect: SqlDialect) -> str:
 
 
 def usage_rows(connection: sqlite3.Connection, query: UsageQuery) -> list[dict[str, object]]:
-    """Rows of usage.db; `cost` is in the currency's unit. Raises sqlite3.Error."""
-    dialect = replace(SQLITE, table=table_of_days(query), requests="sum(requests)") if has_table(connection, DAYS) else SQLITE
+    """Rows of usage.db. Raises sqlite3.Error."""
+    has_days = query.figures.are_summed and has_table(connection, DAYS)
+    dialect = replace(SQLITE, table=table_of_days(query), requests="sum(requests)") if has_days else SQLITE
+    connection.create_aggregate(QUANTILES_OF, 1, QuantilesOfGroup)  # type: ignore[arg-type]  # typed as of whole numbers alone
     return rows_of(query, connection.execute(usage_statement(query, dialect), query.values))
 
 
@@ -144,8 +180,23 @@ def _where(text: str, column: str, since: int | None, until: int | None, tenant:
 
 def rows_of(query: UsageQuery, found: Iterable[Sequence[Any]]) -> list[dict[str, object]]:
     """What a store answered to `usage_statement`, as rows with all names of the query."""
-    rows = (dict(zip(query.names, values, strict=False)) for values in found)
-    return [row | {COST: row["cost_nanos"] / NANOS} for row in rows]
+    first, values = len(query.columns), query.figures.values
+    return [dict(zip(query.names, [*row[:first], *values(row[first:])], strict=True)) for row in found]
+
+
+class QuantilesOfGroup:
+    """QUANTILES of the numbers of one group as JSON, by the rule of ClickHouse's quantilesExact. Holds 8 bytes for each record."""
+
+    def __init__(self) -> None:
+        self._numbers = array("d")
+
+    def step(self, number: float | None) -> None:
+        if number is not None:
+            self._numbers.append(number)
+
+    def finalize(self) -> str | None:
+        ranked = sorted(self._numbers)
+        return json.dumps([ranked[int(level * len(ranked))] for level in QUANTILES]) if ranked else None
 
 
 def groups_of(words: Sequence[str]) -> list[str]:
