@@ -65,7 +65,7 @@ def tiered_server(
     content = {
         "models": [{"engine": {"model": model, **(engine or {})}}],
         "tiers": {name: {**TIER, **rules} for name, rules in tiers.items()},
-        "prices": {model: PRICE},
+        "prices": {Path(model).name: PRICE},
         "gateway": {"api_keys": keys, "metrics_tenants": [OPERATOR], **(gateway or {})},
     }
     with TemporaryDirectory(prefix="headrace-storm-") as folder:
@@ -82,7 +82,7 @@ def key_of(tenant: str) -> str:
 
 def target_of(server: Served, model: str, tenant: str, *, max_concurrency: int | None = None, patience_s: float = PATIENCE_S) -> LoadTarget:
     url = f"http://127.0.0.1:{server.port}"
-    return LoadTarget(url=url, model=model, api_key=key_of(tenant), timeout_s=patience_s, max_concurrency=max_concurrency)
+    return LoadTarget(url=url, model=Path(model).name, api_key=key_of(tenant), timeout_s=patience_s, max_concurrency=max_concurrency)
 
 
 async def saturating_rate(target: LoadTarget, seconds: float) -> float:

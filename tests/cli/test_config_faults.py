@@ -93,7 +93,7 @@ def test_a_file_without_one_of_its_lines_still_has_an_answer(broken: Path, numbe
 @pytest.mark.parametrize(
     ("text", "wheres"),
     [
-        ("", ["models"]),
+        ("", []),
         ("models: 5", ["models"]),
         ("models: [5]", ["models[0]"]),
         ("gateway: 7\nmodels: []", ["gateway", "models"]),

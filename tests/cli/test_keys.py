@@ -140,6 +140,37 @@ def test_limits_of_keys_and_users_are_shown_with_their_tenant_and_by_themselves(
     assert f"key {made['id']}  key_monthly_budget" in done("keys", "show", made["id"], *config)
 
 
+def test_a_file_of_tiers_alone_does_for_every_command(tmp_path: Path) -> None:
+    """It serves the bundled model. Every command but `serve MODEL` answered "models: is missing"."""
+    file = tmp_path / "server.yaml"
+    file.write_text(f"state: {tmp_path}/own\ntiers: {{free: {{requests_per_minute: 3, max_context_tokens: 64}}}}\n")
+    config = ("--config", str(file))
+    assert printed("keys", "create", "--tenant", "acme", "--tier", "free", *config)["key"].startswith("hr-")
+    assert [row["tenant"] for row in printed("keys", "list", *config)] == ["acme"]
+    assert printed("tenants", "show", "acme", *config)["limits"][0]["number"] == 3
+    assert printed("usage", "--by", "tenant", *config) == []
+    assert "1 model (headrace-tiny)" in done("config", "check", str(file))
+
+
+def test_the_deployments_budget_is_shown_without_any_tenant(tmp_path: Path) -> None:
+    assert "The deployment has no budget" in done("tenants", "budget")
+    file = tmp_path / "server.yaml"
+    file.write_text("prices: {headrace-tiny: {output: 1}}\ngateway: {limits: {daily_budget: 5}}\n")
+    (row,) = printed("tenants", "budget", "--config", str(file))
+    assert (row["of"], row["limit"], row["number"], row["used"]) == ("deployment", "deployment_daily_budget", 5.0, 0.0)
+    assert "deployment_daily_budget" in done("tenants", "budget", "--config", str(file))
+
+
+def test_what_a_command_does_not_know_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("tiers: {free: {requests_per_minute: 3}}\n")
+    made = CliRunner().invoke(app, ["keys", "create", "--tenant", "acme", "--models", "nosuch,headrace-tiny", "--config", str(file)])
+    assert made.exit_code == 0
+    assert "has no model nosuch; it has headrace-tiny" in made.stderr
+    assert "built-in tiers" in CliRunner().invoke(app, ["tenants", "show", "acme"]).stderr
+    assert "built-in tiers" not in CliRunner().invoke(app, ["tenants", "show", "acme", "--config", str(file)]).stderr
+
+
 async def test_limits_are_shown_over_the_admin_socket() -> None:
     made = await asyncio.to_thread(printed, "keys", "create", "--tenant", "acme", "--tier", "free", "--budget", "2")
     config = load_settings(None, os.environ, {"state": None}, default_model=DEFAULT_MODEL)
@@ -153,6 +184,7 @@ async def test_limits_are_shown_over_the_admin_socket() -> None:
         assert (status, [row["limit"] for row in rows]) == (200, ["requests_per_minute", "key_monthly_budget"])
     status, refused_with = await get("tenants", "absent", "limits")
     assert (status, "headrace tenants list" in refused_with["error"]) == (400, True)
+    assert await get("limits") == (200, []), "the deployment has no budget"
     assert await get("tenants", "acme") is None
 
 

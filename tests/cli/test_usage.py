@@ -61,16 +61,16 @@ def test_latencies_as_a_table_and_as_csv(state: Path) -> None:
     sink.ship([encode_record(usage(7, tenant="umbra", outcome="failed", ttft_ms=1234.56))])
     sink.close()
     head, acme, _, umbra = run("--latency", "--state", str(state)).stdout.splitlines()
-    assert head.split()[:7] == ["tenant", "requests", "completed", "cancelled", "failed", "ttft_ms_p50", "ttft_ms_p99"]
-    assert (acme.split()[:6], umbra.split()[:7]) == (["acme", "2", "2", "0", "0", "-"], ["umbra", "1", "0", "0", "1", "1,234.6", "1,234.6"])
+    assert head.split()[:7] == ["tenant", "requests", "completed", "cancelled", "failed", "from_cache", "ttft_ms_p50"]
+    assert (acme.split()[:6], umbra.split()[:7]) == (["acme", "2", "2", "0", "0", "0"], ["umbra", "1", "0", "0", "1", "0", "1,234.6"])
     [row] = csv.DictReader(io.StringIO(run("--latency", "--by", "model", "--csv", "--tenant", "umbra", "--state", str(state)).stdout))
     assert (row["model"], row["failed"], row["ttft_ms_p99"], row["queue_ms_p50"]) == ("fox", "1", "1234.56", "")
 
 
 def test_tenant_and_time_limit_the_rows(state: Path) -> None:
     assert run("--tenant", "globex", "--state", str(state)).stdout.count("\n") == 2
-    assert "No usage is recorded" in run("--until", "2023-11-14", "--state", str(state)).stdout
-    assert "No usage is recorded" in run("--since", "1h", "--state", str(state)).stdout
+    assert "No usage in this time is recorded" in run("--until", "2023-11-14", "--state", str(state)).stdout
+    assert "No usage in this time is recorded" in run("--since", "1h", "--state", str(state)).stdout
 
 
 def test_the_state_folder_is_found_as_every_command_finds_it(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headrace.bundled import bundled_path
+from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.cli.config_origins import flag_steps, named_by_origin
 from headrace.cli.config_variables import ELSEWHERE, apply_environment, set_at
 from headrace.cli.config_yaml import Raw, read_yaml
@@ -286,7 +286,7 @@ def load(
     flags: Mapping[str, object] | None = None,
     *,
     flag_names: Mapping[str, str] | None = None,
-    default_model: str | None = None,
+    default_model: str = DEFAULT_MODEL,
 ) -> ServeConfig:
     """The checked configuration: file, then environment, then flags.
 
@@ -308,15 +308,16 @@ def load_settings(
     flags: Mapping[str, object] | None = None,
     *,
     flag_names: Mapping[str, str] | None = None,
-    default_model: str | None = None,
+    default_model: str = DEFAULT_MODEL,
 ) -> ServeConfig:
     """As `load`, for a command that serves nothing: whether a key is wanted is not asked."""
     names = flag_names or {}
     raw = {} if file is None else read_yaml(file)
+    default = None if "models" in raw else default_model
     with named_by_origin(environment, ENV_PREFIX, names):
         apply_environment(ServeConfig, raw, environment, ENV_PREFIX)
         _apply_flags(raw, {path: value for path, value in (flags or {}).items() if value is not None}, names)
-        config = from_raw(raw, default_model)
+        config = from_raw(raw, default)
     return replace(config, state=str(state_folder(config.state, environment)))
 
 
@@ -350,6 +351,8 @@ def _apply_flags(raw: Raw, flags: Mapping[str, object], names: Mapping[str, str]
 
 def _fill(raw: Raw, default_model: str | None) -> None:
     """Add what a file may leave out and `ServeConfig` may not: a model, and the gateway's list of models. Raises ConfigError."""
+    if "models" not in raw:
+        default_model = default_model or DEFAULT_MODEL  # so that a file may say nothing of models
     if default_model is not None and not raw.get("models"):
         raw["models"] = [{}]
     models = raw.get("models")

@@ -68,9 +68,7 @@ def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
     print(f"{file}: ok. {models} ({names}), {engines}, {config.gateway.host}:{config.gateway.port}")
 
 
-def load_to_start(
-    file: Path | None, flags: Mapping[str, object], flag_names: Mapping[str, str], *, default_model: str | None = None
-) -> ServeConfig:
+def load_to_start(file: Path | None, flags: Mapping[str, object], flag_names: Mapping[str, str]) -> ServeConfig:
     """The checked configuration of a server that starts now (`config.load`). Variables that nothing reads are named on stderr.
 
     Raises: ConfigError, and typer.Exit where all faults of a file were printed.
@@ -81,7 +79,7 @@ def load_to_start(
     for line in unread_variables(os.environ):
         print(f"headrace: {line}", file=sys.stderr)
     try:
-        return load(file, os.environ, flags, flag_names=flag_names, default_model=default_model)
+        return load(file, os.environ, flags, flag_names=flag_names)
     except ConfigError as error:
         if file is not None and error.where not in flag_names.values():
             leave_if_faulty(file)
@@ -104,10 +102,9 @@ def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: t
     """Print the whole configuration as `serve` would use it, defaults included and keys hidden."""
     import yaml
 
-    from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import load
 
-    config = load(file, os.environ, default_model=None if file else DEFAULT_MODEL)
+    config = load(file, os.environ)
     print(yaml.safe_dump(shown(config), sort_keys=False, allow_unicode=False), end="")
 
 

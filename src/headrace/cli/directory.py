@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pwd
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -62,8 +63,28 @@ class KeyDirectory:
 
         if self.is_remote:
             return self._ask_deployment("GET", kind, name, "limits")
+        if self.file is None:
+            print("headrace: limits are those of built-in tiers; where the server has a configuration file, give --config", file=sys.stderr)
         config = _settings(self.file, self.state)
         return asyncio.run(read_limits(config, lambda report: report.of(kind, name), actor="headrace"))
+
+    def deployment_limits(self) -> Any:
+        """What is used of the budget that all tenants share. Raises as `ask`."""
+        import asyncio
+
+        if self.is_remote:
+            return self._ask_deployment("GET", "limits")
+        config = _settings(self.file, self.state)
+        return asyncio.run(read_limits(config, lambda report: report.of_deployment(), actor="headrace"))
+
+    def note_unknown_models(self, names: Sequence[str]) -> None:
+        """Say on stderr which of these models the configuration does not have: a key for them alone can ask for nothing."""
+        if self.file is None or not names:
+            return
+        served = [model for section in _settings(self.file, self.state).models for model in (section.served_name, *section.aliases)]
+        for name in names:
+            if name not in served:
+                print(f"headrace: {self.file} has no model {name}; it has {', '.join(served)}", file=sys.stderr)
 
     def purge(self, tenant: str, *, is_all: bool) -> int:
         """Remove what is kept of a tenant: its answers, or with `is_all` everything. Returns the number of entries. Raises as `ask`."""
@@ -152,10 +173,9 @@ async def read_limits(
 
 def _settings(file: Path | None, state: str | None) -> ServeConfig:
     """Raises ConfigError."""
-    from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import load_settings
 
-    return load_settings(file, os.environ, {"state": state}, default_model=None if file else DEFAULT_MODEL)
+    return load_settings(file, os.environ, {"state": state})
 
 
 def open_administration(config: ServeConfig, *, actor: str) -> Administration:

@@ -14,6 +14,9 @@ from headrace.cli.directory import AsJson, KeyDirectory, of_directory
 
 keys_app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True, rich_markup_mode=None)
 
+LIMIT_COLUMNS = ("of", "limit", "number", "used", "left", "reset_s")
+"""Keys of what `limits.report` says of one limit."""
+
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `headrace keys list` shows it.")]
 
 
@@ -33,6 +36,8 @@ def create(
     """Create an API key and print it. It is shown once: only its digest is kept."""
     from headrace.cli.durations import seconds_of
 
+    names = [name.strip() for name in models.split(",")] if models else []
+    directory.note_unknown_models(names)
     wanted = {
         "tenant": tenant,
         "tier": tier,
@@ -40,7 +45,7 @@ def create(
         "expires_s": None if expires is None else seconds_of(expires, "--expires"),
         "budget": budget,
         "requests_per_minute": requests_per_minute,
-        "models": [name.strip() for name in models.split(",")] if models else [],
+        "models": names,
     }
     _print_issued(directory.ask("POST", "keys", body=wanted), as_json)
 
@@ -128,7 +133,7 @@ def print_with_limits(record: Mapping[str, Any], limits: Sequence[Mapping[str, A
     print_one(record, as_json)
     if limits:
         print()
-        print_rows(limits, ("of", "limit", "number", "used", "left", "reset_s"), as_json)
+        print_rows(limits, LIMIT_COLUMNS, as_json)
 
 
 def print_rows(records: Sequence[Mapping[str, Any]], columns: Sequence[str], as_json: bool) -> None:

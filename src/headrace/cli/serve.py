@@ -113,7 +113,6 @@ def serve(
     engine: Given,
 ) -> None:
     """Serve a model over the OpenAI API."""
-    from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import ENV_PREFIX, load
     from headrace.cli.config_commands import load_to_start
     from headrace.cli.config_origins import named_by_origin
@@ -123,7 +122,7 @@ def serve(
         raise UsageRefused("MODEL and --model: give one of them")
     names = flag_names(context, sys.argv[1:], PATHS)
     flags = flags_of(context.params, engine)
-    resolved = load_to_start(config, flags, names, default_model=None if config else DEFAULT_MODEL)
+    resolved = load_to_start(config, flags, names)
     read_again = None if config is None else partial(load, config, os.environ, flags, flag_names=names)
     with named_by_origin(os.environ, ENV_PREFIX, names):  # a port in use is found only now
         raise typer.Exit(run(resolved, read_again=read_again))

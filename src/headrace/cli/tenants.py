@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.directory import AsJson, KeyDirectory, of_directory
-from headrace.cli.keys import print_rows, print_with_limits
+from headrace.cli.keys import LIMIT_COLUMNS, print_rows, print_with_limits
 
 tenants_app = typer.Typer(help="Create, list, change and remove tenants.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -79,6 +79,20 @@ def show(
 ) -> None:
     """Show a tenant, and what it, its users and its keys have used of their limits."""
     print_with_limits(directory.ask("GET", "tenants", name), directory.limits("tenants", name), as_json)
+
+
+@tenants_app.command("budget")
+@of_directory
+def deployment_budget(
+    directory: KeyDirectory,
+    as_json: AsJson = False,
+) -> None:
+    """Show what all tenants together have used of the deployment's budget (gateway.limits.daily_budget, monthly_budget)."""
+    rows = directory.deployment_limits()
+    if not rows and not as_json:
+        print("The deployment has no budget: gateway.limits.daily_budget and monthly_budget are not set.")
+        return
+    print_rows(rows, LIMIT_COLUMNS, as_json)
 
 
 @tenants_app.command()

@@ -40,7 +40,6 @@ def usage(
     state: StateFolder = None,
 ) -> None:
     """Show what was used, and what it costs."""
-    from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import load_settings
     from headrace.cli.exits import UsageRefused
     from headrace.gateway.ledger.latency_figures import LATENCY
@@ -56,7 +55,7 @@ def usage(
         until_ms=None if until is None else unix_ms_of("--until", until, now),
         tenant=tenant,
     )
-    settings = load_settings(config, os.environ, {"state": state}, default_model=None if config else DEFAULT_MODEL)
+    settings = load_settings(config, os.environ, {"state": state})
     folder, clickhouse = Path(settings.state), None if local else settings.usage.clickhouse
     rows = read_rows(folder, query) if clickhouse is None else site_rows(clickhouse, query)
     if as_json:
@@ -66,9 +65,13 @@ def usage(
         writer.writeheader()
         writer.writerows(rows)
     else:
-        print(
-            "\n".join(shown(query.names, rows)) if rows else f"No usage is recorded in {folder if clickhouse is None else clickhouse.url}."
-        )
+        print("\n".join(shown(query.names, rows)) if rows else _nothing(query, str(folder) if clickhouse is None else clickhouse.url))
+
+
+def _nothing(query: UsageQuery, where: str) -> str:
+    of_tenant = f" of the tenant {query.tenant}" if query.tenant is not None else ""
+    in_time = " in this time" if (query.since_ms, query.until_ms) != (None, None) else ""
+    return f"No usage{of_tenant}{in_time} is recorded in {where}."
 
 
 def read_rows(folder: Path, query: UsageQuery) -> list[dict[str, object]]:

@@ -25,7 +25,7 @@ from headrace.gateway.model_config import ModelConfig, check_models
 from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.admission.config import AdmissionRules
-from headrace.policy.limits.price import Price
+from headrace.policy.limits.price import Price, check_money
 from headrace.policy.limits.tier import DeploymentBudget, Tier, all_tiers
 
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
@@ -243,9 +243,7 @@ class GatewayConfig:
                     raise ConfigError(f"{part}.{item.name}", f"{given} is not positive")
         if self.limits.on_store_failure not in (FAIL_OPEN, FAIL_CLOSED):
             raise ConfigError("limits.on_store_failure", f"{self.limits.on_store_failure!r} is not one of {FAIL_OPEN}, {FAIL_CLOSED}")
-        for name, money in self.limits.budget._asdict().items():
-            if money is not None and not self.prices:
-                raise ConfigError(f"limits.{name}", "has no effect without prices", "Give prices of the models, or leave it out.")
+        self._check_money()
         _check_share(self.limits.max_tenant_share, self.num_tenants)
         for section in (self.store, self.cache, self.idempotency):
             section.checked()
@@ -255,6 +253,25 @@ class GatewayConfig:
             price.checked(f"prices.{name}")
         self.usage.checked()
         return self
+
+    def _check_money(self) -> None:
+        """Raise ConfigError for a price that no model has, and for a budget in which requests would cost nothing."""
+        names = {model.name for model in self.models}
+        for name in self.prices:
+            if self.models and name not in names:
+                of_alias = next((f"Write {model.name}: {name} is its alias." for model in self.models if name in model.aliases), None)
+                raise ConfigError(f"prices.{name}", "is no model's name", of_alias or f"The models are {', '.join(sorted(names))}.")
+        budgets = {f"tiers.{tier_name}.{name}": money for tier_name, tier in self.tiers.items() for name, money in tier.budgets.items()}
+        of_deployment = {f"limits.{name}": money for name, money in self.limits.budget._asdict().items() if money is not None}
+        for where, money in (budgets | of_deployment).items():
+            check_money(where, money)
+            if not self.prices:
+                raise ConfigError(where, "has no effect without prices", "Give prices of the models, or leave it out.")
+        for where in of_deployment:
+            if unpriced := sorted(names - set(self.prices)):
+                raise ConfigError(
+                    where, f"does not count the model {unpriced[0]}, which has no price", f"Give prices.{unpriced[0]}; 0 is free."
+                )
 
     def _check_metrics(self) -> None:
         """An option that would change nothing is refused. Raises ConfigError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -18,13 +19,16 @@ from headrace.core.errors import ConfigError
 from headrace.gateway.ledger import clickhouse
 from headrace.gateway.ledger.archive import Archive
 from headrace.gateway.ledger.clickhouse import ClickHouseRefused, ClickHouseSink, create_table
+from headrace.gateway.ledger.clickhouse_usage import clickhouse_dialect
 from headrace.gateway.ledger.config import ClickHouseConfig, KafkaConfig, UsageConfig
 from headrace.gateway.ledger.kafka import KafkaSink
+from headrace.gateway.ledger.latency_figures import LATENCY
 from headrace.gateway.ledger.record import encode_record
 from headrace.gateway.ledger.shipper import Shipper
 from headrace.gateway.ledger.sink import SinkFailed
 from headrace.gateway.ledger.spool import Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
+from headrace.gateway.ledger.usage_query import USE, UsageQuery, usage_statement
 
 TABLE = "headrace_test.headrace_usage"
 
@@ -198,4 +202,11 @@ def test_statements_are_those_of_a_recent_clickhouse(tmp_path: Path) -> None:
         session.query(f"INSERT INTO {TABLE} FORMAT JSONEachRow\n{rows}")
     found = session.query(f"SELECT count(), uniqExact(request_id), sum(prompt_tokens), min(time) FROM {TABLE} FINAL", "CSV")
     assert str(found).strip() == '100,100,1000,"2023-11-14 22:13:20"'
+    for figures, expected in (
+        (USE, [["fox", 100, 1000, 400, 500, 100_000]]),
+        (LATENCY, [["fox", 100, 100, 0, 0, 0, [1.5, 1.5], [], [], []]]),
+    ):
+        statement = usage_statement(UsageQuery(by=["model"], figures=figures), clickhouse_dialect(config))
+        settings = "SETTINGS output_format_json_quote_64bit_integers = 0"
+        assert json.loads(str(session.query(f"{statement} {settings}", "JSONCompact")))["data"] == expected
     session.close()

@@ -19,6 +19,7 @@ from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, FILE, USAGE, UsageDb
 from headrace.gateway.ledger.usage_query import UsageQuery, groups_of, unix_ms_of, usage_rows
 from headrace.gateway.stores.sqlite_thread import has_table, open_sqlite
 
+CACHES = ("response", "idempotency")
 OUTCOMES = ("cancelled", "failed", "deadline")
 NOON = 1_795_435_200_000
 """2026-11-23 12:00 UTC in Unix milliseconds."""
@@ -75,6 +76,7 @@ def test_times_are_shown_as_quantiles_of_the_records_that_have_them(tmp_path: Pa
     records = [usage(number, model="owl", time_ms=NOON, ttft_ms=float(ms), tpot_ms=None) for number, ms in enumerate(times)]
     records += [usage(2000 + number, model="owl", time_ms=NOON, outcome=outcome, ttft_ms=None) for number, outcome in enumerate(OUTCOMES)]
     records += [usage(3000, model="elk", time_ms=NOON, ttft_ms=7.25)]
+    records += [usage(3001 + number, model="elk", time_ms=NOON, ttft_ms=0.1, cache_tier=tier) for number, tier in enumerate(CACHES)]
     sink.ship([encode_record(record) for record in records])
     sink.close()
     connection = sqlite3.connect(tmp_path / FILE)
@@ -88,7 +90,7 @@ def test_times_are_shown_as_quantiles_of_the_records_that_have_them(tmp_path: Pa
         "failed": 2,
     }
     assert (owl["ttft_ms_p50"], owl["ttft_ms_p99"]) == (501.0, 991.0)
-    assert (elk["requests"], elk["ttft_ms_p50"], elk["ttft_ms_p99"]) == (1, 7.25, 7.25)
+    assert (elk["requests"], elk["from_cache"], elk["ttft_ms_p50"], elk["ttft_ms_p99"]) == (3, 2, 7.25, 7.25)
     assert list(owl) == list(elk) == ["model", *LATENCY.names]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -27,7 +28,9 @@ from headrace.policy.limits.price import FREE, NANOS, Price
 from headrace.policy.limits.tier import DeploymentBudget, Tier
 from headrace.text.folder import TextModel
 
+LATER_OR_SMALLER = "Try again later, or with a smaller max_tokens."
 KEY, OTHER = "hr-limits-key-one", "hr-limits-key-two"
+TWO_MODELS = [{"name": name, "folder": "/nowhere", "replicas": [{"name": "r0", "address": "unix:/nowhere"}]} for name in ("fox", "owl")]
 NOON_S = 20_000 * DAY_MS / 1000 + 43_200
 
 
@@ -228,12 +231,13 @@ async def test_the_deployments_budget_is_spent_by_all_tenants_together(opened: O
         assert statuses == [200, 200, 200, 429]
         refused = await ask(bench, max_tokens=9)
         error = error_of(refused)
-        assert (refused.status_code, error["type"], error["code"]) == (429, "rate_limit_error", "insufficient_quota")
-        assert error["message"].startswith(f"The {name} of this deployment does not allow this request. Try again in ")
-        assert not any(digits in error["message"] for digits in ("0.03", "0.027", "0.009")), "what others spend is not shown"
+        assert (refused.status_code, error["type"], error["code"]) == (429, "rate_limit_error", "rate_limit_exceeded")
+        assert error["message"] == f"The {name} of this deployment has no room for this request now. {LATER_OR_SMALLER}"
+        assert error_of(await ask(bench, max_tokens=400))["message"] == error["message"], "it says nothing of the budget's number"
+        assert refused.headers["retry-after"] == "60", "other requests may give back what they reserved"
         page = (await bench.client.get("/metrics")).text
-        assert f'headrace_tier_limited_total{{limit="deployment_{name}",tier="small"}} 2.0' in page
-        clocks.wait(int(refused.headers["retry-after"]))
+        assert f'headrace_tier_limited_total{{limit="deployment_{name}",tier="small"}} 3.0' in page
+        clocks.wait((DAY_MS if name == "daily_budget" else 31 * DAY_MS) / 1000)
         assert (await ask(bench, max_tokens=9)).status_code == 200
         change: dict[str, Any] = {name: 0.01}
         config = bench.reloader.config
@@ -246,9 +250,38 @@ async def test_the_deployments_budget_holds_without_keys_too(text: TextModel) ->
         assert [(await bench.chat(max_tokens=9)).status_code for _ in range(2)] == [200, 429]
 
 
-def test_a_budget_of_the_deployment_without_prices_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"limits\.daily_budget: has no effect without prices"):
-        gateway_config(limits={"daily_budget": 5.0})
+async def test_what_another_tenant_reserved_and_did_not_use_is_free_again(opened: Opened) -> None:
+    async with opened({}, prices={"fox": {"output": 1000}}, limits={"daily_budget": 0.1}) as bench:
+        bench.replica.go.clear()
+        running = asyncio.create_task(ask(bench, OTHER, max_tokens=95))
+        await eventually(lambda: len(bench.replica.requests) == 1)
+        refused = await ask(bench, max_tokens=9)
+        assert (refused.status_code, error_of(refused)["code"], refused.headers["retry-after"]) == (429, "rate_limit_exceeded", "60")
+        running.cancel()
+        bench.replica.go.set()
+        await asyncio.gather(running, return_exceptions=True)
+        await eventually(lambda: bench.gateway.service.limiter.num_uncharged == 0)
+        assert (await ask(bench, max_tokens=9)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"limits": {"daily_budget": 5.0}}, r"limits\.daily_budget: has no effect without prices"),
+        ({"tiers": {"small": {"monthly_budget": 5.0}}}, r"tiers\.small\.monthly_budget: has no effect without prices"),
+        ({"prices": {"owl": {}}}, r"prices\.owl: is no model's name\. The models are fox"),
+        ({"prices": {"gpt-4o": {}}}, r"prices\.gpt-4o: is no model's name\. Write fox: gpt-4o is its alias"),
+        ({"prices": {"fox": {}}, "limits": {"daily_budget": math.inf}}, r"limits\.daily_budget: inf is outside 1e-09\.\.1e\+09"),
+        ({"prices": {"fox": {}}, "tiers": {"small": {"daily_budget": 1e-12}}}, r"tiers\.small\.daily_budget: 1e-12 is outside"),
+        (
+            {"limits": {"daily_budget": 5.0}, "models": TWO_MODELS, "prices": {"fox": {}}},
+            r"does not count the model owl, which has no price",
+        ),
+    ],
+)
+def test_budgets_and_prices_that_would_count_nothing_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        gateway_config(**changes)
 
 
 async def test_an_answer_without_max_tokens_ends_where_a_limit_does(opened: Opened) -> None:

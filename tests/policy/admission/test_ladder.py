@@ -86,24 +86,12 @@ def test_a_goal_for_the_first_token_shortens_the_wait_and_never_lengthens_it() -
     assert RULES.wait_bound_s(100.0) == RULES.max_wait_s
 
 
-def test_what_a_request_has_waited_already_is_part_of_its_wait() -> None:
-    """At ten times the load of a gateway and its engine, requests were let in that had lost the time to their goal in the gateway."""
-
-    def after(waited_s: float, wait_s: float = 3.0) -> AdmissionStep:
-        queue = QueueState(0, wait_s)
-        return decide(queue, None, has_smaller=False, priority=STANDARD, rules=RULES, ttft_goal_s=8.0, waited_s=waited_s).step
-
-    assert after(1.0) is AdmissionStep.SERVED
-    assert after(1.01) is AdmissionStep.REFUSED
-    assert after(50.0, wait_s=0.0) is AdmissionStep.SERVED, "an idle engine has nothing better to do"
-
-
-@given(states, states, st.booleans(), st.sampled_from(PriorityClass), st.none() | st.floats(0.1, 100), st.floats(0, 10))
+@given(states, states, st.booleans(), st.sampled_from(PriorityClass), st.none() | st.floats(0.1, 100))
 def test_a_refusal_is_the_last_resort_and_says_when_to_come_back(
-    queue: QueueState | None, smaller: QueueState | None, has_smaller: bool, priority: PriorityClass, goal_s: float | None, waited_s: float
+    queue: QueueState | None, smaller: QueueState | None, has_smaller: bool, priority: PriorityClass, goal_s: float | None
 ) -> None:
-    verdict = decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES, ttft_goal_s=goal_s, waited_s=waited_s)
-    bound_s = max(0.0, RULES.wait_bound_s(goal_s) - waited_s)
+    verdict = decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES, ttft_goal_s=goal_s)
+    bound_s = RULES.wait_bound_s(goal_s)
     if verdict.step is AdmissionStep.REFUSED:
         assert queue is not None
         assert queue.wait_s > bound_s

@@ -20,6 +20,7 @@ from headrace.gateway.access.key_store import DirectoryChange, KeyStore
 from headrace.gateway.access.principal import KeyLimits
 from headrace.gateway.access.tenant_options import checked_options
 from headrace.gateway.stores.store import StoreFailed
+from headrace.policy.limits.price import MAX_MONEY, MIN_MONEY
 from headrace.policy.limits.tier import DEFAULT_TIER
 
 T = TypeVar("T")
@@ -34,8 +35,6 @@ USER = re.compile(r"[A-Za-z0-9._@+-]{1,128}")
 MAX_TRIES = 50
 """How often a change is decided again, because other ones came between."""
 
-MAX_BUDGET = 1e9
-"""Largest budget, in the currency's unit: in nano-units it is less than what a 64-bit integer holds."""
 
 MAX_EXPIRES_S = 100 * 366 * 86_400.0
 
@@ -309,8 +308,8 @@ def _new_tenant(name: str, tier: str, now: float) -> TenantRecord:
 
 
 def _check_budget(field: str, budget: float | None, *, least_is_zero: bool) -> None:
-    if budget is not None and not (0 < budget <= MAX_BUDGET or (least_is_zero and budget == 0)):
-        raise InvalidRequest(field, f"above 0, up to {MAX_BUDGET:g}", budget)
+    if budget is not None and not (MIN_MONEY <= budget <= MAX_MONEY or (least_is_zero and budget == 0)):
+        raise InvalidRequest(field, f"{MIN_MONEY:g} to {MAX_MONEY:g}", budget)
 
 
 def _changed(record: TenantRecord, change: TenantChange) -> TenantRecord:

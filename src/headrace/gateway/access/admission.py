@@ -22,21 +22,13 @@ class ModelBusy(Overloaded):
 
 
 def admitted_model(
-    asked: ServedModel,
-    models: ModelTable,
-    principal: Principal,
-    priority: PriorityClass,
-    rules: AdmissionRules,
-    turn: TenantTurn = ALONE,
-    *,
-    waited_s: float = 0.0,
+    asked: ServedModel, models: ModelTable, principal: Principal, priority: PriorityClass, rules: AdmissionRules, turn: TenantTurn = ALONE
 ) -> tuple[ServedModel, AdmissionStep]:
     """The model that answers, and why.
 
     models    that the caller may use
     priority  of the request, which may be lower than its key's
     turn      of its tenant among the tenants of this gateway
-    waited_s  seconds since the request came
 
     Raises ModelBusy.
     """
@@ -49,7 +41,6 @@ def admitted_model(
         priority=priority,
         rules=rules,
         ttft_goal_s=None if goal_ms is None else goal_ms / 1000,
-        waited_s=waited_s,
     )
     if verdict.step is AdmissionStep.REFUSED:
         raise ModelBusy(f"The queue of the model {asked.name} is full; try again later.", retry_after_s=verdict.retry_after_s)

@@ -151,9 +151,7 @@ class Generation:
         models = service.models.usable_by(exchange.principal)
         try:
             turn = service.open_requests.turn_of(exchange.principal.tenant)
-            waited_s = service.clock() - exchange.arrived_at
-            rules, priority = service.config.admission, self.parsed.priority
-            self.model, step = admitted_model(asked, models, exchange.principal, priority, rules, turn, waited_s=waited_s)
+            self.model, step = admitted_model(asked, models, exchange.principal, self.parsed.priority, service.config.admission, turn)
         except ModelBusy:
             exchange.more_headers = (*exchange.more_headers, *headers_of(asked, AdmissionStep.REFUSED))
             raise

@@ -1,8 +1,9 @@
-"""`GET /tenants/NAME/limits` and `GET /keys/ID/limits` on the admin socket: what is used of limits. docs/limits.md says what is shown."""
+"""`GET /limits`, `/tenants/NAME/limits` and `/keys/ID/limits` on the admin socket: what is used of limits (docs/limits.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.gateway.limits.report import LimitReport
@@ -22,10 +23,16 @@ class LimitRequests:
         self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
     ) -> tuple[int, object] | None:
         """Status and JSON; None: no request of these. path: its parts"""
-        if method != "GET" or len(path) != 3 or path[2] != "limits" or path[0] not in ("keys", "tenants"):
-            return None
+        work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]]
+        match [method, *path]:
+            case ["GET", "limits"]:
+                work = LimitReport.of_deployment
+            case ["GET", "keys" | "tenants" as kind, name, "limits"]:
+                work = partial(LimitReport.of, kind=kind, name=name)
+            case _:
+                return None
         try:
-            return 200, await self._read(lambda report: report.of(path[0], path[1]))
+            return 200, await self._read(work)
         except (InvalidRequest, ConfigError) as error:
             return 400, {"error": str(error)}
         except StoreFailed as error:

@@ -61,6 +61,10 @@ class LimitReport:
         callers = [await self._key_principal(key, tenant) for key in active[:MAX_KEYS]]
         return await self._shown([tenant_principal(tenant, self._tier(tenant.tier, name)), *callers])
 
+    async def of_deployment(self) -> list[dict[str, object]]:
+        """The budget that all tenants share; none where there is none."""
+        return await self._shown([Principal(tenant="", tier=Tier())])
+
     async def _key_principal(self, key: KeyRecord, tenant: TenantRecord | None = None) -> Principal:
         tenant = tenant or await self._admin.tenant(key.tenant)
         return key_principal(key, tenant, self._tier(key.tier or tenant.tier, key.tenant))

@@ -143,7 +143,7 @@ def _limits_of(
             context_tokens=tier.max_context_tokens,
             output_tokens=_least(rules, Unit.OUTPUT),
             total_tokens=_least(rules, Unit.TOKENS),
-            nanos=_least(rules, Unit.NANOS),
+            nanos=_least([rule for rule in rules if not rule.is_of_deployment], Unit.NANOS),
         ),
     )
 

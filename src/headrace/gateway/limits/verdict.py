@@ -20,6 +20,12 @@ _OF_TOKENS = (b"x-ratelimit-limit-tokens", b"x-ratelimit-remaining-tokens", b"x-
 SHOWN = {Unit.REQUESTS: _OF_REQUESTS, Unit.INPUT: _OF_TOKENS, Unit.OUTPUT: _OF_TOKENS, Unit.TOKENS: _OF_TOKENS}
 """Unit of a limit -> the headers that may be about it. They are about the one of which the smallest part is left."""
 
+DEPLOYMENT_RETRY_S = 60.0
+"""Most seconds after which a request beyond the deployment's budget may be sent again. What the running requests of other tenants have
+reserved and do not use is free within that time; the counter does not show how much of it is reserved."""
+
+_OF_DEPLOYMENT = "The {} has no room for this request now. Try again later, or with a smaller max_tokens."
+
 _WINDOWS = {Window.OPEN: "at once", Window.MINUTE: "in any 60 s", Window.DAY: "in a UTC day", Window.MONTH: "in a UTC month"}
 
 
@@ -55,10 +61,10 @@ def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeRes
         if is_over(claim, reading, result.now)
     ]
     wait_s, rule, amount, used = max(over, key=lambda one: one[0])
-    sentence = f"The {rule.name} does not allow this request." if rule.is_of_deployment else _sentence(rule, amount, used)
-    message = f"{sentence} {_remedy(rule, amount, wait_s)}"
+    if rule.is_of_deployment:
+        return RateLimitExceeded(_OF_DEPLOYMENT.format(rule.name), limit=rule.label, retry_after_s=min(wait_s, DEPLOYMENT_RETRY_S))
     kind = QuotaExhausted if rule.is_quota else RateLimitExceeded
-    return kind(message, limit=rule.label, retry_after_s=wait_s)
+    return kind(f"{_sentence(rule, amount, used)} {_remedy(rule, amount, wait_s)}", limit=rule.label, retry_after_s=wait_s)
 
 
 def headers(found: Iterable[LimitState]) -> list[tuple[bytes, bytes]]:

@@ -180,7 +180,7 @@ class FallbackStream:
         return events
 
     def listen(self, listener: EventListener | None) -> None:
-        """Called after the first events, when the stream stays where it is."""
+        """With a listener, called after the first events, when the stream stays where it is."""
         self._stream.listen(listener)
 
     def saved_state(self) -> bytes | None:

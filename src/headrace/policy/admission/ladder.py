@@ -93,15 +93,13 @@ def decide(
     priority: PriorityClass,
     rules: AdmissionRules,
     ttft_goal_s: float | None = None,
-    waited_s: float = 0.0,
 ) -> AdmissionVerdict:
     """The first step that holds.
 
     queue, smaller  of the model and of the smaller one; None: not known, as of foreign servers, and taken as short
     has_smaller     there is a smaller model that the caller may use
-    waited_s        seconds since the request came, in which the gateway was busy with others; they are part of its wait
     """
-    bound_s = max(0.0, rules.wait_bound_s(ttft_goal_s) - waited_s)
+    bound_s = rules.wait_bound_s(ttft_goal_s)
     if not _is_busy(queue, rules, bound_s):
         return AdmissionVerdict(AdmissionStep.SERVED)
     assert queue is not None
@@ -111,7 +109,7 @@ def decide(
         return AdmissionVerdict(AdmissionStep.SMALLER_MODEL)
     if may_wait:
         return AdmissionVerdict(AdmissionStep.QUEUED)
-    return AdmissionVerdict(AdmissionStep.REFUSED, _retry_s(queue, rules.wait_bound_s(ttft_goal_s)))
+    return AdmissionVerdict(AdmissionStep.REFUSED, min(MAX_RETRY_S, max(MIN_RETRY_S, queue.wait_s - bound_s)))
 
 
 def served_before(load: LoadSnapshot, lowest: PriorityClass) -> LoadSnapshot:
@@ -132,11 +130,6 @@ def queue_state(load: LoadSnapshot, sent: SentSince, size: RequestSize, *, block
     num_free_slots = max(0, load.max_num_seqs - load.num_running - load.num_waiting)
     depth = load.num_waiting + max(0, sent.num_requests - num_free_slots)
     return QueueState(depth, 0.0 if speed is None else wait_s(load, sent, size, speed, block_size=block_size))
-
-
-def _retry_s(queue: QueueState, bound_s: float) -> float:
-    """Until a new request would be let in, which has waited for nothing yet."""
-    return min(MAX_RETRY_S, max(MIN_RETRY_S, queue.wait_s - bound_s))
 
 
 def _is_busy(queue: QueueState | None, rules: AdmissionRules, bound_s: float) -> bool:

@@ -22,6 +22,9 @@ MAX_PRICE = 1e6
 """Most per million tokens, in the currency's unit: sums of a month stay below what a 64-bit integer holds."""
 
 
+MIN_MONEY, MAX_MONEY = 1e-9, 1e9
+"""Bounds of a budget, in the currency's unit: a nano-unit, and what is less in nano-units than a 64-bit integer holds."""
+
 MAX_PRICES = 256
 """Prices that are kept in memory as whole numbers; more of them are computed for each request."""
 
@@ -57,6 +60,12 @@ class Price:
 def picos_per_token(price: float) -> int:
     """A price per million tokens as pico-units (a thousandth of a nano-unit) per token: whole, so that costs are exact."""
     return round(price * PICOS_OF_PRICE)
+
+
+def check_money(where: str, money: float | None) -> None:
+    """Raise ConfigError for a budget that cannot be counted. None: there is none"""
+    if money is not None and not MIN_MONEY <= money <= MAX_MONEY:
+        raise ConfigError(where, f"{money} is outside {MIN_MONEY:g}..{MAX_MONEY:g}", "Leave it out for no limit.")
 
 
 FREE = Price()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from headrace.core.errors import ConfigError
 from headrace.core.request import PriorityClass, TierTerms
+from headrace.policy.limits.price import check_money
 
 MAX_WEIGHT = 1e6
 
@@ -77,7 +78,15 @@ class Tier:
             value = getattr(self, item.name)
             if isinstance(value, int | float) and not value > 0:
                 raise ConfigError(f"{where}.{item.name}", f"{value} is not positive", "Leave it out for no limit.")
+        for name, money in self.budgets.items():
+            check_money(f"{where}.{name}", money)
         return self
+
+    @property
+    def budgets(self) -> dict[str, float]:
+        """Name and money of each budget that is set."""
+        given = {"daily_budget": self.daily_budget, "monthly_budget": self.monthly_budget}
+        return {name: money for name, money in given.items() if money is not None}
 
 
 DEFAULT_TIER = "standard"
