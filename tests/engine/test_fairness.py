@@ -192,7 +192,7 @@ def test_a_goal_for_further_tokens_caps_the_prompts_beside_them(tpot_ms: float |
     shared.run(warm + talk + prompts)
     times = shared.token_times["talk"]
     longest = max(after - before for before, after in pairwise(times))
-    assert longest > 0.03 if tpot_ms is None else longest <= 0.0245
+    assert longest > 0.03 if tpot_ms is None else longest <= 0.9 * 0.024 + 0.0005, "a tenth is left for what a prediction misses"
 
 
 def test_a_goal_that_nothing_can_keep_stops_no_prompt() -> None:

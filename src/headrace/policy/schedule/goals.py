@@ -8,6 +8,10 @@ from collections.abc import Iterable
 from headrace.core.plan import StepCosts
 from headrace.policy.schedule.sequence import Sequence
 
+TPOT_SHARE = 0.9
+"""Part of a goal for further tokens that a step is predicted to take at most. The rest is for what the prediction misses and for the way to
+the client: with all of the goal, steps under load last as long as the goal, and every second request misses it by a few percent."""
+
 PREFILL_DIVISOR = 16
 """Prompts get 1/N of a step's tokens where the decoding sequences' goals allow twice as many: sequences are admitted only up to what that
 leaves, so prompts and decoding rows keep the goals together."""
@@ -27,9 +31,9 @@ def slack_s(seq: Sequence, now: float, costs: StepCosts) -> float:
 
 
 def tightest_tpot_s(sequences: Iterable[Sequence]) -> float:
-    """The shortest goal for further tokens, in seconds; infinite where none of the sequences has one."""
+    """What steps may take for the shortest goal for further tokens, in seconds; infinite where none of the sequences has one."""
     goals = [goal for seq in sequences if (goal := seq.request.tier.tpot_ms) is not None]
-    return min(goals) / 1000 if goals else math.inf
+    return TPOT_SHARE * min(goals) / 1000 if goals else math.inf
 
 
 def tokens_within(goal_s: float, costs: StepCosts) -> float:
