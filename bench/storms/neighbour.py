@@ -1,7 +1,7 @@
 """A noisy neighbour on a real deployment: one tenant's times to the first token, alone and beside another with fifty times its load.
 
     python -m bench.storms.neighbour [--model headrace-tiny] [--requests 300] [--rate 4] [--times 50] [--policy priority]
-        [--neighbour-tokens 32] -> bench/results/storms/neighbour.json (neighbour-POLICY.json of another policy)
+        [--neighbour-tokens 32] [--tpot-ms MS] -> bench/results/storms/neighbour.json (neighbour-POLICY.json of another policy)
 
 `headrace serve` with API keys of two tenants of one tier, which has every kind of limit. The victim sends `--requests` at random moments,
 `--rate` a second, and nothing else runs. Then the neighbour sends `--times` as many a second until it has all the open requests that a
@@ -141,12 +141,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--times", type=float, default=50.0)
     parser.add_argument("--policy", default="priority")
     parser.add_argument("--neighbour-tokens", type=int, default=SHAPE.output_tokens)
+    parser.add_argument("--tpot-ms", type=float, default=0.0, help="goal of both tenants for further tokens, which bounds steps; 0: none")
     parser.add_argument("--no-file", action="store_true")
     given = parser.parse_args(words)
     before = environment()
     tenants = {"victim": TIER, "neighbour": TIER}
     gateway = {"admission": {"max_wait_s": MAX_WAIT_S}}
-    with tiered_server(given.model, {TIER: {}}, tier_of=tenants, engine={"queue_policy": given.policy}, gateway=gateway) as server:
+    with tiered_server(given.model, {TIER: {"tpot_ms": given.tpot_ms} if given.tpot_ms else {}}, tier_of=tenants, engine={"queue_policy": given.policy}, gateway=gateway) as server:
         found = asyncio.run(run(server, given))
     broken = list(broken_promises(found))
     print(json.dumps(to_plain(found), indent=1), *broken, sep="\n", flush=True)
