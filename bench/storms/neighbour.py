@@ -147,7 +147,13 @@ def main(words: Sequence[str] | None = None) -> None:
     before = environment()
     tenants = {"victim": TIER, "neighbour": TIER}
     gateway = {"admission": {"max_wait_s": MAX_WAIT_S}}
-    with tiered_server(given.model, {TIER: {"tpot_ms": given.tpot_ms} if given.tpot_ms else {}}, tier_of=tenants, engine={"queue_policy": given.policy}, gateway=gateway) as server:
+    with tiered_server(
+        given.model,
+        {TIER: {"tpot_ms": given.tpot_ms} if given.tpot_ms else {}},
+        tier_of=tenants,
+        engine={"queue_policy": given.policy},
+        gateway=gateway,
+    ) as server:
         found = asyncio.run(run(server, given))
     broken = list(broken_promises(found))
     print(json.dumps(to_plain(found), indent=1), *broken, sep="\n", flush=True)
