@@ -309,7 +309,7 @@ def _new_tenant(name: str, tier: str, now: float) -> TenantRecord:
 
 def _check_budget(field: str, budget: float | None, *, least_is_zero: bool) -> None:
     if budget is not None and not (MIN_MONEY <= budget <= MAX_MONEY or (least_is_zero and budget == 0)):
-        raise InvalidRequest(field, f"{MIN_MONEY:g} to {MAX_MONEY:g}", budget)
+        raise InvalidRequest(field, f"above 0 (at least {MIN_MONEY:g}), up to {MAX_MONEY:g}", budget)
 
 
 def _changed(record: TenantRecord, change: TenantChange) -> TenantRecord:
