@@ -21,8 +21,8 @@ SHOWN = {Unit.REQUESTS: _OF_REQUESTS, Unit.INPUT: _OF_TOKENS, Unit.OUTPUT: _OF_T
 """Unit of a limit -> the headers that may be about it. They are about the one of which the smallest part is left."""
 
 DEPLOYMENT_RETRY_S = 60.0
-"""Most seconds after which a request beyond the deployment's budget may be sent again. What the running requests of other tenants have
-reserved and do not use is free within that time; the counter does not show how much of it is reserved."""
+"""Most seconds after which a client is asked to send a request beyond the deployment's budget again. Running requests of other tenants may
+give back what they reserved long before the day or the month ends; the counter does not show how much of it is reserved."""
 
 _OF_DEPLOYMENT = "The {} has no room for this request now. Try again later, or with a smaller max_tokens."
 
