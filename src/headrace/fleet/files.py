@@ -5,19 +5,18 @@ Sockets and configuration (which holds keys) live in one directory of mode 0700 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.cpus import allowed_cpus
 from headrace.core.errors import ConfigError
+from headrace.core.locked_folders import LockedFolder, is_locked, remove_unlocked
 from headrace.fleet.config import FleetConfig, ModelSpec
 
 PREFIX = "headrace-"
@@ -48,18 +47,17 @@ def run_dir(parent: Path | None) -> Iterator[Path]:
     What a killed supervisor left behind in the same place is removed first: its files hold keys.
     """
     base = parent or _default_parent()
-    _sweep(base)
+    remove_unlocked(base, PREFIX, LOCK)
     with _written(base):
-        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        folder = LockedFolder.make(base, PREFIX, LOCK)
     try:
-        if len(os.fsencode(path)) > MAX_DIR_BYTES:
+        if len(os.fsencode(folder.path)) > MAX_DIR_BYTES:
             raise ConfigError(
-                "run_dir", f"{path} has more than {MAX_DIR_BYTES} bytes", "Sockets need a short path: choose another run_dir."
+                "run_dir", f"{folder.path} has more than {MAX_DIR_BYTES} bytes", "Sockets need a short path: choose another run_dir."
             )
-        with _locked(path):
-            yield path
+        yield folder.path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        folder.remove()
 
 
 @contextmanager
@@ -73,26 +71,6 @@ def _written(path: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Says that `folder` is in use, for as long as this process lives. It is locked before it gets its name, so never seen unlocked."""
-    with ExitStack() as stack:
-        with _written(folder):
-            file = stack.enter_context(open(folder / "lock.new", "wb"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-            os.rename(folder / "lock.new", folder / LOCK)
-        yield
-
-
-def _sweep(base: Path) -> None:
-    """Remove directories of dead supervisors. One without a lock file is just being made; one of another user is left alone."""
-    for lock in base.glob(f"{PREFIX}*/{LOCK}"):
-        try:
-            _remove_if_unlocked(lock)
-        except OSError:
-            continue
-
-
 def running_deployments(parent: Path | None) -> list[Path]:
     """Folders of deployments that run now. parent: as for `run_dir`; None: of this user's, where they are by themselves"""
     may_be_another_users = parent is not None and os.geteuid() == 0
@@ -102,40 +80,11 @@ def running_deployments(parent: Path | None) -> list[Path]:
 
 def is_running(folder: Path) -> bool:
     """A supervisor has its files in `folder` now. Folders are private: another user's is seen by the superuser alone."""
-    try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid != _owner(folder):
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
+    return is_locked(folder, LOCK)
 
 
 def _owner(folder: Path) -> int:
     return folder.stat().st_uid
-
-
-def _remove_if_unlocked(lock: Path) -> None:
-    """In a directory that all users may write, a lock file may be anything: another user's FIFO or link must not block this process."""
-    if not stat.S_ISDIR(lock.parent.lstat().st_mode):
-        return
-    descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        info = os.fstat(descriptor)
-        if stat.S_ISREG(info.st_mode) and info.st_uid == lock.parent.lstat().st_uid == os.geteuid():
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import socket
 import tempfile
@@ -20,7 +19,8 @@ from wire_kit import PATIENCE_S, Served, read_all, request, until
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.server import listener
-from headrace.engine.server.listener import FOLDER_PREFIX, INNER_NAME, CannotListen, RefusalLog, TcpListener, check_can_listen
+from headrace.engine.server.listener import FOLDER_PREFIX, LOCK_NAME, CannotListen, RefusalLog, TcpListener, check_can_listen
+from headrace.fleet.files import running_deployments
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ReplicaClient
 from headrace.wire.target import parse_target
@@ -310,17 +310,32 @@ def test_an_address_that_is_not_this_machines_is_refused_before_weights_are_load
 
 def test_what_a_killed_engine_left_is_removed_and_a_living_ones_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead, living, starting = (tmp_path / f"{FOLDER_PREFIX}{name}" for name in ("dead", "living", "starting"))
-    for folder in (dead, living, starting):
-        folder.mkdir()
-    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
-        one.bind(str(dead / INNER_NAME))
-        one.close()
-        other.bind(str(living / INNER_NAME))
-        other.listen()
-        made = TcpListener(parse_target("127.0.0.1:0", TOKEN)).inner.parent
-        assert set(tmp_path.iterdir()) == {living, starting, made}
-        assert os.stat(made).st_mode & 0o777 == 0o700
+    target = parse_target("127.0.0.1:0", TOKEN)
+    dead = tmp_path / f"{FOLDER_PREFIX}dead"
+    dead.mkdir()
+    (dead / LOCK_NAME).touch()
+    living = TcpListener(target).inner
+    with socket.socket(socket.AF_UNIX) as starting:
+        starting.bind(str(living))  # and does not listen yet: connections are refused, as by a dead process's socket
+        made = TcpListener(target).inner
+    assert set(tmp_path.iterdir()) == {living.parent, made.parent}
+    assert living.exists()
+    assert made.parent.stat().st_mode & 0o777 == 0o700
+    assert running_deployments(tmp_path) == [], "an engine's folder is no deployment's, wherever it is"
+
+
+async def test_an_engine_whose_own_grpc_server_is_out_of_reach_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with engine_at(HOST, engine_files(tmp_path)) as engine:
+        assert engine.service._listener is not None
+        engine.service._listener.inner.unlink()
+        async with ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_files(tmp_path)):
+            await until(lambda: "this engine's gRPC server does not answer at " in caplog.text)
+
+
+def test_a_temporary_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        TcpListener(parse_target("127.0.0.1:0", TOKEN))
 
 
 def test_a_temporary_directory_too_deep_for_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import socket
 import ssl
-import stat
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +19,7 @@ from pathlib import Path
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.locked_folders import LockedFolder, remove_unlocked
 from headrace.wire.service import LEASE_S
 from headrace.wire.target import MAX_UNIX_PATH_BYTES, GrpcTarget, check_private
 from headrace.wire.tls.faults import handshake_fault
@@ -31,6 +30,8 @@ log = logging.getLogger(__name__)
 
 FOLDER_PREFIX = "headrace-wire-"
 INNER_NAME = "grpc.sock"
+LOCK_NAME = "engine.lock"
+"""Says that an engine uses the directory. Not "lock": such a directory would count as a deployment's (fleet/files.py)."""
 
 HANDSHAKE_S = 5.0
 """Seconds from the connection to the end of its handshake. A connection that takes longer is closed."""
@@ -77,7 +78,8 @@ class TcpListener:
         self._target = target
         self._certificates = None if target.tls is None else Certificates(target.tls, TlsRole.ENGINE)
         self._log_refusal = RefusalLog(clock)
-        self.inner = Path(_make_folder()) / INNER_NAME
+        self._folder = _make_folder()
+        self.inner = self._folder.path / INNER_NAME
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
@@ -101,7 +103,7 @@ class TcpListener:
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
-        shutil.rmtree(self.inner.parent, ignore_errors=True)
+        self._folder.remove()
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -122,7 +124,7 @@ class TcpListener:
                 _set_options(connection)
                 stream = await self._shake_hands(connection, host)
                 inner.setblocking(False)
-                await asyncio.get_running_loop().sock_connect(inner, str(self.inner))
+                await self._connect_inner(inner)
                 await relay(stream, PlainStream(inner))
                 await linger(connection)
             except HandshakeRefused as refused:
@@ -130,6 +132,13 @@ class TcpListener:
                     self._log_refusal(host, str(refused))
             except OSError as error:  # a connection that broke, TLS's own errors included
                 log.debug("connection from %s: %s", host, error)
+
+    async def _connect_inner(self, inner: socket.socket) -> None:
+        """Raises HandshakeRefused: the gateway sees a closed connection and cannot say why, so this end must."""
+        try:
+            await asyncio.get_running_loop().sock_connect(inner, str(self.inner))
+        except OSError as error:
+            raise HandshakeRefused(f"this engine's gRPC server does not answer at {self.inner} ({error.strerror})") from error
 
     async def _shake_hands(self, connection: socket.socket, host: str) -> ByteStream:
         """The connection's bytes. Raises HandshakeRefused or OSError."""
@@ -173,28 +182,19 @@ def _set_options(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))
 
 
-def _make_folder() -> str:
-    """A fresh private directory. What killed engines left is removed first. Raises ConfigError when its path is too long for a socket."""
-    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{INNER_NAME}"):
-        with suppress(OSError):
-            _remove_if_dead(left)
-    folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
-    if len(os.fsencode(folder)) + 1 + len(INNER_NAME) > MAX_UNIX_PATH_BYTES:
-        os.rmdir(folder)
-        raise ConfigError("TMPDIR", f"{tempfile.gettempdir()} is too long a path for a socket", "Set TMPDIR to a shorter one.")
+def _make_folder() -> LockedFolder:
+    """A fresh private directory. What killed engines left is removed first. Raises ConfigError when its path is too long for a socket, or
+    where it cannot be written."""
+    base = Path(tempfile.gettempdir())
+    remove_unlocked(base, FOLDER_PREFIX, LOCK_NAME)
+    try:
+        folder = LockedFolder.make(base, FOLDER_PREFIX, LOCK_NAME)
+    except OSError as error:
+        raise ConfigError("TMPDIR", f"{base} cannot be written ({error.strerror})", "Set TMPDIR to a directory that can.") from error
+    if len(os.fsencode(folder.path / INNER_NAME)) > MAX_UNIX_PATH_BYTES:
+        folder.remove()
+        raise ConfigError("TMPDIR", f"{base} is too long a path for a socket", "Set TMPDIR to a shorter one.")
     return folder
-
-
-def _remove_if_dead(inner: Path) -> None:
-    """Only in a directory of this user: others may have put anything into theirs."""
-    info = inner.parent.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(inner))
-        except ConnectionRefusedError:
-            shutil.rmtree(inner.parent, ignore_errors=True)
 
 
 def listening_sockets(target: GrpcTarget) -> list[socket.socket]:

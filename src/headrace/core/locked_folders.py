@@ -1,0 +1,105 @@
+"""Private directories that one process uses while it lives, and the removal of those whose process was killed.
+
+A directory's lock file is locked before it gets its name, and ends with the process. A socket in it shows less: between being bound and
+listening, that of a living process refuses connections as a dead one's does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+UNNAMED = ".new"
+"""Suffix of a lock file's name until it is locked."""
+
+
+class LockedFolder:
+    """A fresh directory of mode 0700, in use until `remove` or until this process ends."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def make(cls, base: Path, prefix: str, lock: str) -> Self:
+        """lock: name of the lock file, other than that of other kinds of directories whose names may begin alike. Raises OSError."""
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        try:
+            return cls(path, _lock(path, lock))
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+
+    def remove(self) -> None:
+        """With all that is in it. May be called again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def is_locked(folder: Path, lock: str) -> bool:
+    """A process has `folder` in use now. False where this user cannot see it, and for a lock file that is not the folder's owner's."""
+    try:
+        descriptor = _open_lock(folder / lock)
+    except OSError:
+        return False
+    try:
+        if not _is_owners(descriptor, folder):
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def remove_unlocked(base: Path, prefix: str, lock: str) -> None:
+    """Remove this user's directories in `base` whose process has ended. One without a lock file is just being made, and stays."""
+    for path in base.glob(f"{prefix}*/{lock}"):
+        with suppress(OSError):
+            _remove_if_unlocked(path)
+
+
+def _remove_if_unlocked(path: Path) -> None:
+    folder = path.parent
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        return
+    descriptor = _open_lock(path)
+    try:
+        if _is_owners(descriptor, folder) and folder.lstat().st_uid == os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _open_lock(path: Path) -> int:
+    """In a directory that all users may write, a lock file may be anything: another user's FIFO or link must not block this process."""
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _is_owners(descriptor: int, folder: Path) -> bool:
+    info = os.fstat(descriptor)
+    return stat.S_ISREG(info.st_mode) and info.st_uid == folder.lstat().st_uid
+
+
+def _lock(folder: Path, name: str) -> int:
+    """The descriptor that holds the lock. Python closes it in programs that this process starts."""
+    descriptor = os.open(folder / (name + UNNAMED), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.rename(folder / (name + UNNAMED), folder / name)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
