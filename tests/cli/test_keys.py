@@ -171,6 +171,24 @@ def test_what_a_command_does_not_know_is_said(tmp_path: Path) -> None:
     assert "built-in tiers" not in CliRunner().invoke(app, ["tenants", "show", "acme", "--config", str(file)]).stderr
 
 
+def test_a_budget_in_which_every_request_is_free_is_said(tmp_path: Path) -> None:
+    def noted(*words: str) -> str:
+        result = CliRunner().invoke(app, list(words))
+        assert result.exit_code == 0, result.output
+        return result.stderr
+
+    free, priced = tmp_path / "free.yaml", tmp_path / "priced.yaml"
+    free.write_text("tiers: {free: {requests_per_minute: 3}}\n")
+    priced.write_text("prices: {headrace-tiny: {output: 1}}\n")
+    key, tenant = ("keys", "create", "--tenant", "acme", "--budget", "2"), ("tenants", "set", "acme", "--budget", "3")
+    for command in (key, tenant):
+        assert f"{free} has no `prices`" in noted(*command, "--config", str(free))
+        assert "at the server's `prices`" in noted(*command)
+        assert "prices" not in noted(*command, "--config", str(priced))
+    assert "prices" not in noted("tenants", "set", "acme", "--budget", "0", "--config", str(free)), "the tier's again"
+    assert "prices" not in noted(*key[:-2])
+
+
 async def test_limits_are_shown_over_the_admin_socket() -> None:
     made = await asyncio.to_thread(printed, "keys", "create", "--tenant", "acme", "--tier", "free", "--budget", "2")
     config = load_settings(None, os.environ, {"state": None}, default_model=DEFAULT_MODEL)

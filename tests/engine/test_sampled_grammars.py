@@ -1,7 +1,7 @@
 """Outputs drawn from random weights, so that nothing is valid by luck: they come to their end, and then they match.
 
 The samples (`tests/support/grammar_samples.py`) are bounded, and each brings a check of its own. The slow test writes
-bench/results/sampled-grammars.json.
+sampled-grammars.json (`save_result`).
 """
 
 from __future__ import annotations

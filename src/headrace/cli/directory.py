@@ -59,23 +59,30 @@ class KeyDirectory:
 
     def limits(self, kind: str, name: str) -> Any:
         """What is used of the limits of one of `kind`, keys or tenants. Raises as `ask`."""
-        import asyncio
-
-        if self.is_remote:
-            return self._ask_deployment("GET", kind, name, "limits")
-        if self.file is None:
+        if self.file is None and not self.is_remote:
             print("headrace: limits are those of built-in tiers; where the server has a configuration file, give --config", file=sys.stderr)
-        config = _settings(self.file, self.state)
-        return asyncio.run(read_limits(config, lambda report: report.of(kind, name), actor="headrace"))
+        return self._report(lambda report: report.of(kind, name), kind, name)
 
     def deployment_limits(self) -> Any:
         """What is used of the budget that all tenants share. Raises as `ask`."""
+        return self._report(lambda report: report.of_deployment())
+
+    def _report(self, work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]], *path: str) -> Any:
+        """What `work` makes of a report; path: where a deployment answers it, before /limits. Raises as `ask`."""
         import asyncio
 
         if self.is_remote:
-            return self._ask_deployment("GET", "limits")
-        config = _settings(self.file, self.state)
-        return asyncio.run(read_limits(config, lambda report: report.of_deployment(), actor="headrace"))
+            return self._ask_deployment("GET", *path, "limits")
+        return asyncio.run(read_limits(_settings(self.file, self.state), work, actor="headrace"))
+
+    def note_budget_without_prices(self, budget: float | None) -> None:
+        """Say on stderr where a budget counts nothing: what a request costs comes from the configuration's `prices`."""
+        if not budget or self.is_remote:
+            return
+        if self.file is None:
+            print("headrace: budget: it counts money at the server's `prices`; without any, every request is free", file=sys.stderr)
+        elif not _settings(self.file, self.state).prices:
+            print(f"headrace: budget: {self.file} has no `prices`, so that every request is free in it", file=sys.stderr)
 
     def note_unknown_models(self, names: Sequence[str]) -> None:
         """Say on stderr which of these models the configuration does not have: a key for them alone can ask for nothing."""

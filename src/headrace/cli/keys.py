@@ -38,6 +38,7 @@ def create(
 
     names = [name.strip() for name in models.split(",")] if models else []
     directory.note_unknown_models(names)
+    directory.note_budget_without_prices(budget)
     wanted = {
         "tenant": tenant,
         "tier": tier,

@@ -10,7 +10,7 @@ from headrace.core.errors import ConfigError
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.key_records import KeyRecord, TenantRecord
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.limits.rules import LimitRule, rules_of
+from headrace.gateway.limits.rules import LimitRule, Scope, rules_of
 from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.limits.verdict import LimitState, states
 from headrace.policy.limits.counters import Unit
@@ -87,11 +87,8 @@ class LimitReport:
 
 
 def _owner(caller: Principal, rule: LimitRule) -> str:
-    if rule.is_of_deployment:
-        return "deployment"
-    if rule.counter.startswith("tenant:"):
-        return "tenant"
-    return f"key {caller.key_id}" if rule.counter.startswith("key:") else f"user {caller.user or '-'}"
+    names = {Scope.KEY: caller.key_id, Scope.USER: caller.user or "-"}
+    return f"{rule.scope} {names[rule.scope]}" if rule.scope in names else str(rule.scope)
 
 
 def _row(of: str, state: LimitState) -> dict[str, object]:

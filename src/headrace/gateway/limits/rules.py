@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
 
 from headrace.gateway.access.principal import KeyLimits, Principal
@@ -43,34 +44,44 @@ DEPLOYMENT_LIMITS = (
 )
 """Field of `DeploymentBudget`, window, unit: of all tenants together."""
 
-OF_KEY, OF_DEPLOYMENT = " of this key", " of this deployment"
-
 BEFORE_PARSING = (Unit.REQUESTS, Unit.OPEN)
 """Units that are known before a body is read."""
 
 
+class Scope(StrEnum):
+    """Whose requests one limit counts."""
+
+    TENANT = "tenant"
+    USER = "user"
+    KEY = "key"
+    DEPLOYMENT = "deployment"
+
+
 @dataclass(frozen=True, slots=True)
 class LimitRule:
-    """One limit of a caller. name: the option that sets it, for refusals; number: in tokens, requests or nano-units, inclusive"""
+    """One limit of a caller. option: the one that sets it; number: in tokens, requests or nano-units, inclusive"""
 
-    name: str
+    option: str
+    scope: Scope
     counter: str
     window: Window
     unit: Unit
     number: int
 
     @property
+    def name(self) -> str:
+        """For refusals. A tenant's and a user's options differ; a key and the deployment have options of the same names as a tenant."""
+        return self.option if self.scope in (Scope.TENANT, Scope.USER) else f"{self.option} of this {self.scope}"
+
+    @property
     def label(self) -> str:
         """Its name for metrics and logs, of which there are as many as the tables above have rows, and one for users."""
-        for suffix, scope in ((OF_KEY, "key"), (OF_DEPLOYMENT, "deployment")):
-            if self.name.endswith(suffix):
-                return f"{scope}_{self.name.removesuffix(suffix)}"
-        return self.name
+        return self.option if self.scope in (Scope.TENANT, Scope.USER) else f"{self.scope}_{self.option}"
 
     @property
     def is_of_deployment(self) -> bool:
         """Whether other tenants count in it too: its number and what is used of it are not for a tenant's eyes."""
-        return self.name.endswith(OF_DEPLOYMENT)
+        return self.scope is Scope.DEPLOYMENT
 
     @property
     def is_quota(self) -> bool:
@@ -87,19 +98,20 @@ def rules_of(principal: Principal, budget: DeploymentBudget = NO_BUDGET) -> tupl
 
 
 def _rules(tenant_key: str, tier: Tier, user: str, key_id: str, key_limits: KeyLimits, budget: DeploymentBudget) -> Iterator[LimitRule]:
-    yield from _scope_rules(tier, TIER_LIMITS, f"tenant:{tenant_key}", "")
-    if tier.user_requests_per_minute is not None:
-        counter = f"user:{tenant_key}:{user}:requests_per_minute"
-        yield LimitRule("user_requests_per_minute", counter, Window.MINUTE, Unit.REQUESTS, tier.user_requests_per_minute)
-    yield from _scope_rules(key_limits, KEY_LIMITS, f"key:{key_id}", OF_KEY)
-    yield from _scope_rules(budget, DEPLOYMENT_LIMITS, "deployment", OF_DEPLOYMENT)
+    yield from _scope_rules(tier, TIER_LIMITS, Scope.TENANT, f"tenant:{tenant_key}")
+    if (number := tier.user_requests_per_minute) is not None:
+        option = "user_requests_per_minute"
+        yield LimitRule(option, Scope.USER, f"user:{tenant_key}:{user}:requests_per_minute", Window.MINUTE, Unit.REQUESTS, number)
+    yield from _scope_rules(key_limits, KEY_LIMITS, Scope.KEY, f"key:{key_id}")
+    yield from _scope_rules(budget, DEPLOYMENT_LIMITS, Scope.DEPLOYMENT, "deployment")
 
 
-def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], scope: str, suffix: str) -> Iterator[LimitRule]:
-    for name, window, unit in limits:
-        if (number := getattr(numbers, name)) is not None:
+def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], scope: Scope, counters: str) -> Iterator[LimitRule]:
+    """counters: what the names of their counters begin with"""
+    for option, window, unit in limits:
+        if (number := getattr(numbers, option)) is not None:
             counted = round(number * NANOS) if unit is Unit.NANOS else number
-            yield LimitRule(name + suffix, f"{scope}:{name}", window, unit, min(counted, MAX_NUMBER))
+            yield LimitRule(option, scope, f"{counters}:{option}", window, unit, min(counted, MAX_NUMBER))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
