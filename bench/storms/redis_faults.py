@@ -285,8 +285,10 @@ class RedisSite:
         await asyncio.sleep(STEADY_S)
         began = time.monotonic()
         async with fault(name, self.server, self.links):
+            ended = time.monotonic()  # of the faults that are over by now
             await asyncio.sleep(fault_s)
-        ended = time.monotonic() if name not in (*FORGETS, "restarted") else began
+        if name not in (*FORGETS, "restarted"):
+            ended = time.monotonic()
         await asyncio.sleep(heal_s)
         load.is_over = True
         await running
