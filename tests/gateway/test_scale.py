@@ -18,6 +18,8 @@ from gateway_kit import MODEL, TestBench, chat_body, post
 from gateway_processes import Site, site
 from wire_kit import socket_dir
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 NUM_STREAMS = 1000
 NUM_TOKENS = 30
 STEP_SECONDS = 0.2

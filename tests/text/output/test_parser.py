@@ -14,6 +14,8 @@ from headrace.text.output import calls, json_calls, named_calls, python_calls, r
 from headrace.text.output import reasoning as splitting
 from headrace.text.output.formats import TOOL_FORMATS
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 F = '{"name": "f", "arguments": {"a": 1}}'
 SURROGATE = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
 PYTHON = "[f(a = 'it\\'s\\n\\u00e9', b=[True, None, {\"k\": -1.5e3,},],)]"
