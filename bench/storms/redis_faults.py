@@ -60,6 +60,9 @@ FAULTS = ("down", "restarted", "stopped", "half_open", "slow", "READONLY", "OOM"
 FORGETS = ("FLUSHALL",)
 """Faults after which the server has lost what it held."""
 
+OVER_AT_ONCE = ("FLUSHALL", "restarted")
+"""Faults that are over when `fault`'s block begins."""
+
 CALLERS = {
     "free": (200,),
     "cached": (200,),
@@ -164,7 +167,7 @@ class FaultyRedis:
 
 @asynccontextmanager
 async def fault(name: str, server: FaultyRedis, links: Sequence[FaultyLink]) -> AsyncIterator[None]:
-    """The server fails in the block, and works again after it. FLUSHALL and restarted are over when the block begins."""
+    """The server fails in the block, and works again after it."""
     commands = {
         "READONLY": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
         "OOM": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
@@ -287,7 +290,7 @@ class RedisSite:
         async with fault(name, self.server, self.links):
             ended = time.monotonic()  # of the faults that are over by now
             await asyncio.sleep(fault_s)
-        if name not in (*FORGETS, "restarted"):
+        if name not in OVER_AT_ONCE:
             ended = time.monotonic()
         await asyncio.sleep(heal_s)
         load.is_over = True

@@ -112,9 +112,11 @@ def test_a_second_ctrl_c_is_announced_and_ends_streams_with_an_error_event(tmp_p
     stopping = threading.Thread(target=stop)
     stopping.start()
     # Read all the while: a client that does not, on a fast machine, is cut off for that before the second signal comes.
-    with pytest.raises(ServerFailed, match="shut down before the answer was complete"):
-        list(answer)
-    stopping.join()
+    try:
+        with pytest.raises(ServerFailed, match="shut down before the answer was complete"):
+            list(answer)
+    finally:
+        stopping.join()
     assert process.wait(30) == 75
     assert "draining 1 request for up to 600 s; Ctrl-C again ends them now" in log.read_text()
 

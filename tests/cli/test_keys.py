@@ -171,7 +171,7 @@ def test_what_a_command_does_not_know_is_said(tmp_path: Path) -> None:
     assert "built-in tiers" not in CliRunner().invoke(app, ["tenants", "show", "acme", "--config", str(file)]).stderr
 
 
-def test_a_budget_in_which_every_request_is_free_is_said(tmp_path: Path) -> None:
+def test_models_whose_requests_are_free_in_a_budget_are_named(tmp_path: Path) -> None:
     def noted(*words: str) -> str:
         result = CliRunner().invoke(app, list(words))
         assert result.exit_code == 0, result.output
@@ -179,14 +179,21 @@ def test_a_budget_in_which_every_request_is_free_is_said(tmp_path: Path) -> None
 
     free, priced = tmp_path / "free.yaml", tmp_path / "priced.yaml"
     free.write_text("tiers: {free: {requests_per_minute: 3}}\n")
-    priced.write_text("prices: {headrace-tiny: {output: 1}}\n")
+    priced.write_text(
+        "prices: {a: {output: 1}}\n"
+        "models:\n  - {name: a, upstreams: [{url: 'http://127.0.0.1:9/v1'}]}\n"
+        "  - {name: b, aliases: [c], upstreams: [{url: 'http://127.0.0.1:9/v1'}]}\n"
+    )
     key, tenant = ("keys", "create", "--tenant", "acme", "--budget", "2"), ("tenants", "set", "acme", "--budget", "3")
+    for command in (key, tenant, ("tenants", "create", "other", "--budget", "3")):
+        assert f"{free} has no price of headrace-tiny: such requests cost nothing" in noted(*command, "--config", str(free))
     for command in (key, tenant):
-        assert f"{free} has no `prices`" in noted(*command, "--config", str(free))
-        assert "at the server's `prices`" in noted(*command)
-        assert "prices" not in noted(*command, "--config", str(priced))
-    assert "prices" not in noted("tenants", "set", "acme", "--budget", "0", "--config", str(free)), "the tier's again"
-    assert "prices" not in noted(*key[:-2])
+        assert "by the server's `prices`" in noted(*command)
+        assert "has no price of b: " in noted(*command, "--config", str(priced))
+    assert "has no price of b: " in noted(*key, "--models", "c", "--config", str(priced))
+    assert "price" not in noted(*key, "--models", "a", "--config", str(priced))
+    assert "price" not in noted("tenants", "set", "acme", "--budget", "0", "--config", str(free)), "the tier's again"
+    assert "price" not in noted(*key[:-2])
 
 
 async def test_limits_are_shown_over_the_admin_socket() -> None:

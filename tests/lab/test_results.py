@@ -14,10 +14,10 @@ from results import RECORD, save_result
 def test_a_committed_record_is_replaced_only_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: str
 ) -> None:
-    monkeypatch.setattr(results, "KEPT", tmp_path / "kept")
-    monkeypatch.setattr(results, "PASSING", tmp_path / "passing")
+    monkeypatch.setattr(results, "COMMITTED", tmp_path / "committed")
+    monkeypatch.setattr(results, "SCRATCH", tmp_path / "scratch")
     monkeypatch.setenv(RECORD, recorded)
     save_result("storm", {"num_requests": 3})
     (written,) = tmp_path.rglob("*.json")
-    assert written == tmp_path / ("kept" if recorded == "1" else "passing") / "storm.json"
+    assert written == tmp_path / ("committed" if recorded == "1" else "scratch") / "storm.json"
     assert json.loads(written.read_text())["num_requests"] == 3

@@ -11,7 +11,7 @@ from pathlib import Path
 from headrace.lab.environment import environment
 
 ROOT = Path(__file__).resolve().parents[2]
-KEPT, PASSING = ROOT / "bench" / "results", ROOT / "var" / "results"
+COMMITTED, SCRATCH = ROOT / "bench" / "results", ROOT / "var" / "results"
 
 RECORD = "HEADRACE_TEST_RECORD"
 """Variable that, set to 1, has results written over the committed ones. A run for its verdict alone, on a busy machine, leaves them."""
@@ -19,7 +19,7 @@ RECORD = "HEADRACE_TEST_RECORD"
 
 def save_result(name: str, values: Mapping[str, object]) -> None:
     """Write <name>.json: the values, and where they were measured (commit, machine, load)."""
-    folder = KEPT if os.environ.get(RECORD) == "1" else PASSING
+    folder = COMMITTED if os.environ.get(RECORD) == "1" else SCRATCH
     folder.mkdir(parents=True, exist_ok=True)
     content = {**values, "environment": asdict(environment())}
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")

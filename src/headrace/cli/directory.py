@@ -75,14 +75,17 @@ class KeyDirectory:
             return self._ask_deployment("GET", *path, "limits")
         return asyncio.run(read_limits(_settings(self.file, self.state), work, actor="headrace"))
 
-    def note_budget_without_prices(self, budget: float | None) -> None:
-        """Say on stderr where a budget counts nothing: what a request costs comes from the configuration's `prices`."""
+    def note_unpriced_models(self, budget: float | None, names: Sequence[str] = ()) -> None:
+        """Say on stderr of which models a request costs nothing in a budget. names: those that it is for; none: all"""
         if not budget or self.is_remote:
             return
         if self.file is None:
-            print("headrace: budget: it counts money at the server's `prices`; without any, every request is free", file=sys.stderr)
-        elif not _settings(self.file, self.state).prices:
-            print(f"headrace: budget: {self.file} has no `prices`, so that every request is free in it", file=sys.stderr)
+            print("headrace: --budget: it counts by the server's `prices`; give --config to have them looked at", file=sys.stderr)
+            return
+        config = _settings(self.file, self.state)
+        sections = [section for section in config.models if not names or {section.served_name, *section.aliases} & set(names)]
+        if unpriced := [section.served_name for section in sections if section.served_name not in config.prices]:
+            print(f"headrace: --budget: {self.file} has no price of {', '.join(unpriced)}: such requests cost nothing", file=sys.stderr)
 
     def note_unknown_models(self, names: Sequence[str]) -> None:
         """Say on stderr which of these models the configuration does not have: a key for them alone can ask for nothing."""

@@ -38,7 +38,7 @@ def create(
 
     names = [name.strip() for name in models.split(",")] if models else []
     directory.note_unknown_models(names)
-    directory.note_budget_without_prices(budget)
+    directory.note_unpriced_models(budget, names)
     wanted = {
         "tenant": tenant,
         "tier": tier,

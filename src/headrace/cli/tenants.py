@@ -36,7 +36,7 @@ def create(
     option: Options = None,
 ) -> None:
     """Create a tenant. `headrace keys create` does it too, with the key's tier."""
-    directory.note_budget_without_prices(budget)
+    directory.note_unpriced_models(budget)
     body = {"name": name, **_change(tier, budget, option)}
     directory.ask("POST", "tenants", body=body)
     print(f"{name} is created")
@@ -56,7 +56,7 @@ def set_tenant(
 
     if tier is None and budget is None and not option:
         raise UsageRefused("--tier, --budget, --option: give at least one of them")
-    directory.note_budget_without_prices(budget)
+    directory.note_unpriced_models(budget)
     directory.ask("POST", "tenants", name, body=_change(tier, budget, option))
     print(f"{name} is changed")
 

@@ -1,7 +1,8 @@
 """Private directories that one process uses while it lives, and the removal of those whose process was killed.
 
-A directory's lock file is locked before it gets its name, and ends with the process. A socket in it shows less: between being bound and
-listening, that of a living process refuses connections as a dead one's does.
+A directory's lock file is locked before it gets its name, and the lock ends with the process. A socket in it shows less: between being
+bound and listening, that of a living process refuses connections as a dead one's does. A directory without a lock file is left alone: its
+process may be about to make it, or was killed just then.
 """
 
 from __future__ import annotations
@@ -15,43 +16,44 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-UNNAMED = ".new"
+NOT_LOCKED_YET = ".new"
 """Suffix of a lock file's name until it is locked."""
 
 
 class LockedFolder:
     """A fresh directory of mode 0700, in use until `remove` or until this process ends."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, lock_name: str, descriptor: int) -> None:
         self.path = path
+        self._lock_name = lock_name
         self._descriptor = descriptor
 
     @classmethod
-    def make(cls, base: Path, prefix: str, lock: str) -> Self:
-        """lock: name of the lock file, other than that of other kinds of directories whose names may begin alike. Raises OSError."""
+    def make(cls, base: Path, prefix: str, lock_name: str) -> Self:
+        """lock_name: other than that of other kinds of directories whose names may begin alike. Raises OSError."""
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         try:
-            return cls(path, _lock(path, lock))
+            return cls(path, lock_name, _lock(path, lock_name))
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
 
     def remove(self) -> None:
         """With all that is in it. May be called again."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path, self._lock_name)
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
-def is_locked(folder: Path, lock: str) -> bool:
+def is_locked(folder: Path, lock_name: str) -> bool:
     """A process has `folder` in use now. False where this user cannot see it, and for a lock file that is not the folder's owner's."""
     try:
-        descriptor = _open_lock(folder / lock)
+        descriptor = _open_lock(folder / lock_name)
     except OSError:
         return False
     try:
-        if not _is_owners(descriptor, folder):
+        if not _is_lock_of(descriptor, folder.stat().st_uid):
             return False
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -63,24 +65,35 @@ def is_locked(folder: Path, lock: str) -> bool:
     return False
 
 
-def remove_unlocked(base: Path, prefix: str, lock: str) -> None:
-    """Remove this user's directories in `base` whose process has ended. One without a lock file is just being made, and stays."""
-    for path in base.glob(f"{prefix}*/{lock}"):
+def remove_unlocked(base: Path, prefix: str, lock_name: str) -> None:
+    """Remove this user's directories in `base` whose process has ended."""
+    for path in base.glob(f"{prefix}*/{lock_name}"):
         with suppress(OSError):
             _remove_if_unlocked(path)
 
 
 def _remove_if_unlocked(path: Path) -> None:
-    folder = path.parent
-    if not stat.S_ISDIR(folder.lstat().st_mode):
+    info = path.parent.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
         return
     descriptor = _open_lock(path)
     try:
-        if _is_owners(descriptor, folder) and folder.lstat().st_uid == os.geteuid():
+        if _is_lock_of(descriptor, info.st_uid):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(path.parent, path.name)
     finally:
         os.close(descriptor)
+
+
+def _remove(folder: Path, lock_name: str) -> None:
+    """The lock file last: what a process that is killed meanwhile leaves is found by the next one."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != lock_name:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _open_lock(path: Path) -> int:
@@ -88,17 +101,17 @@ def _open_lock(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def _is_owners(descriptor: int, folder: Path) -> bool:
+def _is_lock_of(descriptor: int, uid: int) -> bool:
     info = os.fstat(descriptor)
-    return stat.S_ISREG(info.st_mode) and info.st_uid == folder.lstat().st_uid
+    return stat.S_ISREG(info.st_mode) and info.st_uid == uid
 
 
 def _lock(folder: Path, name: str) -> int:
     """The descriptor that holds the lock. Python closes it in programs that this process starts."""
-    descriptor = os.open(folder / (name + UNNAMED), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(folder / (name + NOT_LOCKED_YET), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.rename(folder / (name + UNNAMED), folder / name)
+        os.rename(folder / (name + NOT_LOCKED_YET), folder / name)
     except BaseException:
         os.close(descriptor)
         raise

@@ -24,7 +24,7 @@ from headrace.fleet.files import running_deployments
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ReplicaClient
 from headrace.wire.target import parse_target
-from headrace.wire.tls.files import TlsFiles, TlsRole
+from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole
 from headrace.wire.tls.stream import PlainStream
 
 HOST = "127.0.0.2"
@@ -308,20 +308,47 @@ def test_an_address_that_is_not_this_machines_is_refused_before_weights_are_load
         check_can_listen(parse_target(f"{host}:7001", TOKEN, engine_files(tmp_path)))
 
 
-def test_what_a_killed_engine_left_is_removed_and_a_living_ones_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_killed_engine_left_is_removed_and_a_living_ones_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     target = parse_target("127.0.0.1:0", TOKEN)
     dead = tmp_path / f"{FOLDER_PREFIX}dead"
     dead.mkdir()
     (dead / LOCK_NAME).touch()
-    living = TcpListener(target).inner
+    living = TcpListener(target)
     with socket.socket(socket.AF_UNIX) as starting:
-        starting.bind(str(living))  # and does not listen yet: connections are refused, as by a dead process's socket
-        made = TcpListener(target).inner
-    assert set(tmp_path.iterdir()) == {living.parent, made.parent}
-    assert living.exists()
-    assert made.parent.stat().st_mode & 0o777 == 0o700
+        starting.bind(str(living.inner))  # and does not listen yet: connections are refused, as by a dead process's socket
+        made = TcpListener(target)
+    assert set(tmp_path.iterdir()) == {living.inner.parent, made.inner.parent}
+    assert living.inner.exists()
+    assert made.inner.parent.stat().st_mode & 0o777 == 0o700
     assert running_deployments(tmp_path) == [], "an engine's folder is no deployment's, wherever it is"
+    await living.close()
+    await made.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_engine_that_ends_refuses_no_connection_for_want_of_its_grpc_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gateways connect again at once when their stream ends."""
+    async with engine_at(HOST, engine_files(tmp_path)) as engine:
+        host, _, port = engine.service.address.rpartition(":")
+        context = Certificates(gateway_files(tmp_path), TlsRole.GATEWAY).current().context
+        is_over = False
+
+        async def connect() -> None:
+            while not is_over:
+                with suppress(OSError):
+                    _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+                    writer.transport.abort()
+                await asyncio.sleep(0)
+
+        connecting = [asyncio.create_task(connect()) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        await engine.service.stop()
+        is_over = True
+        await asyncio.gather(*connecting)
+    assert "does not answer" not in caplog.text
 
 
 async def test_an_engine_whose_own_grpc_server_is_out_of_reach_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -74,7 +74,7 @@ class TcpListener:
     """
 
     def __init__(self, target: GrpcTarget, *, clock: Clock = time.monotonic) -> None:
-        """Raises ConfigError for certificates that cannot be used."""
+        """Raises ConfigError for certificates and for a directory of temporary files that cannot be used."""
         self._target = target
         self._certificates = None if target.tls is None else Certificates(target.tls, TlsRole.ENGINE)
         self._log_refusal = RefusalLog(clock)
@@ -84,6 +84,7 @@ class TcpListener:
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
         self._num_handshakes = 0
+        self._is_stopping = False
 
     async def start(self) -> str:
         """The address with its port. Raises CannotListen."""
@@ -91,13 +92,18 @@ class TcpListener:
         self._accepting = [asyncio.create_task(self._accept(listening)) for listening in self._sockets]
         return f"{self._target.address.rpartition(':')[0]}:{self._sockets[0].getsockname()[1]}"
 
-    async def close(self) -> None:
-        """Accepts no more, and lets connections that the gRPC server has closed deliver the rest of their bytes."""
+    async def stop_accepting(self) -> None:
+        """Before the gRPC server stops: a connection that comes then would be refused for want of it."""
+        self._is_stopping = True
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
         for listening in self._sockets:
             listening.close()
+
+    async def close(self) -> None:
+        """Accepts no more, and lets connections that the gRPC server has closed deliver the rest of their bytes."""
+        await self.stop_accepting()
         if self._serving:
             await asyncio.wait(self._serving, timeout=LINGER_S)
         for task in self._serving:
@@ -138,6 +144,8 @@ class TcpListener:
         try:
             await asyncio.get_running_loop().sock_connect(inner, str(self.inner))
         except OSError as error:
+            if self._is_stopping:
+                raise HandshakeRefused from error
             raise HandshakeRefused(f"this engine's gRPC server does not answer at {self.inner} ({error.strerror})") from error
 
     async def _shake_hands(self, connection: socket.socket, host: str) -> ByteStream:
@@ -190,7 +198,7 @@ def _make_folder() -> LockedFolder:
     try:
         folder = LockedFolder.make(base, FOLDER_PREFIX, LOCK_NAME)
     except OSError as error:
-        raise ConfigError("TMPDIR", f"{base} cannot be written ({error.strerror})", "Set TMPDIR to a directory that can.") from error
+        raise ConfigError("TMPDIR", f"{base} cannot be written ({error.strerror})", "Set TMPDIR to one that can be written.") from error
     if len(os.fsencode(folder.path / INNER_NAME)) > MAX_UNIX_PATH_BYTES:
         folder.remove()
         raise ConfigError("TMPDIR", f"{base} is too long a path for a socket", "Set TMPDIR to a shorter one.")

@@ -104,8 +104,8 @@ class EngineService:
         return self._heartbeat
 
     async def start(self) -> None:
-        """Binds and serves. Raises ConfigError for a socket directory open to others or certificates that cannot be used, CannotListen
-        when the address is taken."""
+        """Binds and serves. Raises ConfigError for a socket directory open to others, and for certificates or a directory of temporary
+        files that cannot be used; CannotListen when the address is taken."""
         if self._target.path is not None:
             check_private(self._target.path)
             self._target.path.unlink(missing_ok=True)
@@ -135,6 +135,8 @@ class EngineService:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.gather(self._heartbeat, return_exceptions=True)
+        if self._listener is not None:
+            await self._listener.stop_accepting()
         if self._server is not None:
             await self._server.stop(grace=None)
         if self._listener is not None:
