@@ -157,7 +157,7 @@ def objects_of(schema: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     fields = {name: values_of(each) for name, each in schema["properties"].items()}
     required = {name: fields.pop(name) for name in schema.get("required", ())}
     # All optional fields at once would end in a body of nulls and offs: a few of them meet each other.
-    some = st.lists(st.sampled_from(sorted(fields)), max_size=4, unique=True)
+    some = st.lists(st.sampled_from(sorted(fields)), max_size=4, unique=True) if fields else st.just([])
     return some.flatmap(lambda chosen: st.fixed_dictionaries({**required, **{name: fields[name] for name in chosen}}))
 
 
