@@ -81,7 +81,6 @@ class TcpListener:
         self._folder = _make_folder()
         self.inner = self._folder.path / INNER_NAME
         self._sockets: list[socket.socket] = []
-        self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
         self._num_handshakes = 0
         self._is_stopping = False
@@ -89,21 +88,21 @@ class TcpListener:
     async def start(self) -> str:
         """The address with its port. Raises CannotListen."""
         self._sockets = await asyncio.to_thread(listening_sockets, self._target)
-        self._accepting = [asyncio.create_task(self._accept(listening)) for listening in self._sockets]
+        for listening in self._sockets:
+            self._accept_from(listening)
         return f"{self._target.address.rpartition(':')[0]}:{self._sockets[0].getsockname()[1]}"
 
-    async def stop_accepting(self) -> None:
-        """Before the gRPC server stops: a connection that comes then would be refused for want of it."""
+    def stop_accepting(self) -> None:
+        """Before the gRPC server stops: a connection that comes then would be refused for want of it. May be called again."""
         self._is_stopping = True
-        for task in self._accepting:
-            task.cancel()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
         for listening in self._sockets:
+            asyncio.get_running_loop().remove_reader(listening)
             listening.close()
+        self._sockets = []
 
     async def close(self) -> None:
         """Accepts no more, and lets connections that the gRPC server has closed deliver the rest of their bytes."""
-        await self.stop_accepting()
+        self.stop_accepting()
         if self._serving:
             await asyncio.wait(self._serving, timeout=LINGER_S)
         for task in self._serving:
@@ -111,18 +110,25 @@ class TcpListener:
         await asyncio.gather(*self._serving, return_exceptions=True)
         self._folder.remove()
 
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(listening)
-            except OSError as error:
-                self._log_refusal("any address", f"no connection can be accepted ({error.strerror})")
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            task = asyncio.create_task(self._serve(connection, address[0]))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+    def _accept_from(self, listening: socket.socket) -> None:
+        """By callback: a task that is cancelled may have accepted a connection that nothing closes then."""
+        if not self._is_stopping:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            connection, address = listening.accept()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._log_refusal("any address", f"no connection can be accepted ({error.strerror})")
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listening)
+            loop.call_later(ACCEPT_PAUSE_S, self._accept_from, listening)
+            return
+        task = asyncio.create_task(self._serve(connection, address[0]))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
         with connection, socket.socket(socket.AF_UNIX) as inner:

@@ -136,7 +136,7 @@ class EngineService:
             self._heartbeat.cancel()
             await asyncio.gather(self._heartbeat, return_exceptions=True)
         if self._listener is not None:
-            await self._listener.stop_accepting()
+            self._listener.stop_accepting()
         if self._server is not None:
             await self._server.stop(grace=None)
         if self._listener is not None:
