@@ -77,10 +77,11 @@ class Twin:
         self.beat = 0
 
     def clock(self) -> float:
-        return self.now.steady_ms / 1000
+        """In the middle of its millisecond: what the store cuts off must not be one that a float of seconds falls short of."""
+        return (self.now.steady_ms + 0.5) / 1000
 
     def unix_time(self) -> float:
-        return self.now.unix_ms / 1000
+        return (self.now.unix_ms + 0.5) / 1000
 
 
 async def both(act: Act, twin: Twin, store: LimitStore) -> tuple[object, object]:
