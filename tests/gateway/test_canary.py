@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,7 @@ class Caller:
         return shown
 
 
-async def use_everything(caller: Caller) -> None:
+async def use_everything(caller: Caller, state: Path) -> None:
     """Every part of the gateway that sees what a client says, with success, refused and failing."""
     bench = caller.bench
     for _ in range(2):  # the second is a hit
@@ -93,10 +95,10 @@ async def use_everything(caller: Caller) -> None:
         await caller.ask("POST", CHAT, 200, {**said(context_fitting=fitting), "messages": long})
     await caller.ask("POST", "/v1/completions", 200, {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "echo": True})
     await caller.ask("POST", "/tokenize", 200, {"model": MODEL, "prompt": PROMPT})
-    await fail(caller)
+    await fail(caller, state)
 
 
-async def fail(caller: Caller) -> None:
+async def fail(caller: Caller, state: Path) -> None:
     """A bug, and a session whose store fails, while the client says its canaries."""
 
     def bug(request: EngineRequest, stream: ReplicaStream) -> None:
@@ -106,10 +108,10 @@ async def fail(caller: Caller) -> None:
     replica.on_submit = bug
     await caller.ask("POST", CHAT, 500, said("another"), session_id=SESSION, idempotency_key=REPLAY + "-2")
     replica.on_submit = None
-    connection = caller.bench.gateway.service.sessions.store.store._connection  # type: ignore[attr-defined]
-    connection.execute("ALTER TABLE entries RENAME TO hidden")
-    await caller.ask("POST", CHAT, 503, said("another"), session_id=SESSION)
-    connection.execute("ALTER TABLE hidden RENAME TO entries")  # what waits to be written is tried again
+    with closing(sqlite3.connect(state / "sessions.db", isolation_level=None)) as other:  # its own: the store's may be within a transaction
+        other.execute("ALTER TABLE entries RENAME TO hidden")
+        await caller.ask("POST", CHAT, 503, said("another"), session_id=SESSION)
+        other.execute("ALTER TABLE hidden RENAME TO entries")  # what waits to be written is tried again
     await eventually(lambda: not caller.bench.gateway.service.sessions.num_pending)
 
 
@@ -170,7 +172,7 @@ async def test_what_a_client_says_is_written_down_nowhere_and_shown_to_no_other(
     async with open_bench(text, state=str(tmp_path), request_log=str(tmp_path / "requests.log")) as bench:
         bench.replica.said = ANSWER
         caller, stranger = Caller(bench, issued.key), Caller(bench, other.key)
-        await use_everything(caller)
+        await use_everything(caller, tmp_path)
         seen = ["".join(caller.refusals)]
         for path in ("/metrics", "/health", "/ready", "/live", "/load", "/v1/models", "/v1/usage", "/version", "/openapi.json"):
             seen.append(await stranger.ask("GET", path, 200))
