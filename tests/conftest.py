@@ -33,6 +33,7 @@ from typing import TextIO
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from headrace.observe.logs import LogHandler
 
@@ -45,6 +46,9 @@ pytest-xdist replaces."""
 
 STACKS_S = 3.0
 """Seconds that a child process has to write its stacks."""
+
+settings.register_profile("headrace", deadline=None)  # an example that a busy machine delays is no failure
+settings.load_profile("headrace")
 
 _stderr = pytest.StashKey[TextIO]()
 _state = pytest.StashKey[str]()

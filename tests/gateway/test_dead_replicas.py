@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
+from lateness import loop_lateness
 from wire_kit import Served, request
 
 from headrace.core.request import EngineRequest
@@ -29,7 +30,6 @@ NUM_TOKENS = 3
 DEAD_AFTER_S = 2.0
 FAULT_S = 4.0
 PACE_S = 0.04
-TICK_S = 0.01
 
 
 class NotedClient(ReplicaClient):
@@ -98,26 +98,11 @@ async def two_engines() -> AsyncIterator[TwoEngines]:
         yield TwoEngines(pool, link, clients[0], clients[1])
 
 
-@dataclass
-class LoopLateness:
-    """Seconds by which a busy machine has stopped this loop, and with it both ends' timers: what they promise comes as much later."""
-
-    late_s: float = 0.0
-
-    async def watch(self) -> None:
-        while True:
-            due = time.monotonic() + TICK_S
-            await asyncio.sleep(TICK_S)
-            late_s = time.monotonic() - due
-            self.late_s += late_s if late_s > TICK_S else 0.0
-
-
 async def cut(both: TwoEngines, *directions: Direction) -> None:
     both.link.set(CUT, *directions)
-    began, lateness = time.monotonic(), LoopLateness()
-    watching = asyncio.create_task(lateness.watch())
-    took = await both.ask_for(FAULT_S)
-    watching.cancel()
+    began = time.monotonic()
+    async with loop_lateness() as lateness:
+        took = await both.ask_for(FAULT_S)
     late = [at - began for at in both.bad.submits if at > began + DEAD_AFTER_S + lateness.late_s]
     assert not late, f"requests went to a dead replica {late} s after it died; the loop was {lateness.late_s:.2f} s late"
     assert max(took) < DEAD_AFTER_S + 2.5 + lateness.late_s, "what was sent there before that moved"
