@@ -23,9 +23,8 @@ def default_action() -> Iterator[None]:
 
 @pytest.fixture
 async def stop() -> StopSignals:
-    made = StopSignals()
-    made.close()
-    return made
+    with StopSignals() as made:
+        return made
 
 
 async def hang_up() -> None:

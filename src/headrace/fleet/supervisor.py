@@ -112,15 +112,15 @@ class Supervisor:
 
     async def run(self) -> FleetExit:
         """Until drained. Raises ConfigError or FleetFailed when nothing can be served. Leaves no process behind."""
-        stop = StopSignals()
         reload = asyncio.Event()
         self._admin = None if self._config.admin is None else self._config.admin.opened()
-        try:
-            # First of all: a signal that comes while processes start waits until they serve.
-            with on_hangup(None if self._source is None else reload.set, stop), run_dir(self._config.run_dir) as folder, self._address():
-                return await self._run_in(folder, stop, reload)
-        finally:
-            stop.close()
+        with (
+            StopSignals() as stop,  # first of all: a signal that comes while processes start waits until they serve
+            on_hangup(None if self._source is None else reload.set, stop),
+            run_dir(self._config.run_dir) as folder,
+            self._address(),
+        ):
+            return await self._run_in(folder, stop, reload)
 
     @contextmanager
     def _address(self) -> Iterator[None]:

@@ -66,31 +66,31 @@ async def serve(
 
     Raises CannotBind, ConfigError for what only opening it shows, or CheckpointError where no model can be served.
     """
-    stop = StopSignals(duplicate_signal_s=0.0 if leash.is_held else DUPLICATE_SIGNAL_S)
-    limit = limit_connections(config)
-    async with open_gateway(config, texts, workers, worker=worker) as opened:
-        gateway = opened.app
-        await first_connections(gateway.service.models)
-        server = Server(gateway, config, gateway.refused, limit)
-        try:
-            port = await server.start(shares_port=leash.is_held)  # with the supervisor, which keeps it
-        except OSError as error:
-            raise CannotBind(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
-        opened.reloader.follow(partial(follow_connections, server))
-        # Every object made so far stays for good: frozen, no collection visits it.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(YOUNG_OBJECTS)
-        log.info("listening on %s://%s:%d; a model answers once its engine is up", config.scheme, config.host, port)
-        leash.ready({"host": config.host, "port": port, "scheme": config.scheme})
-        closed = asyncio.Event()
-        serving = asyncio.create_task(server.serve_until(closed))
-        async with answering(leash, opened.reloader, read_again, stop):
-            await first_of(stop.soft)
-            is_complete = await drain(gateway.service.open_requests, opened.reloader.config.timeouts.drain_s, stop.hard)
-            closed.set()
-            await serving
-            return is_complete
+    with StopSignals(duplicate_signal_s=0.0 if leash.is_held else DUPLICATE_SIGNAL_S) as stop:
+        limit = limit_connections(config)
+        async with open_gateway(config, texts, workers, worker=worker) as opened:
+            gateway = opened.app
+            await first_connections(gateway.service.models)
+            server = Server(gateway, config, gateway.refused, limit)
+            try:
+                port = await server.start(shares_port=leash.is_held)  # with the supervisor, which keeps it
+            except OSError as error:
+                raise CannotBind(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+            opened.reloader.follow(partial(follow_connections, server))
+            # Every object made so far stays for good: frozen, no collection visits it.
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(YOUNG_OBJECTS)
+            log.info("listening on %s://%s:%d; a model answers once its engine is up", config.scheme, config.host, port)
+            leash.ready({"host": config.host, "port": port, "scheme": config.scheme})
+            closed = asyncio.Event()
+            serving = asyncio.create_task(server.serve_until(closed))
+            async with answering(leash, opened.reloader, read_again, stop):
+                await first_of(stop.soft)
+                is_complete = await drain(gateway.service.open_requests, opened.reloader.config.timeouts.drain_s, stop.hard)
+                closed.set()
+                await serving
+                return is_complete
 
 
 def limit_connections(config: GatewayConfig, num_connections: int = 0) -> ConnectionLimit:

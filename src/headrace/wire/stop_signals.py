@@ -11,7 +11,7 @@ DUPLICATE_SIGNAL_S = 0.5
 
 
 class StopSignals:
-    """The first signal asks for a drain, a later one means now. Made inside a running loop on the main thread.
+    """The first signal asks for a drain, a later one means now. Made inside a running loop on the main thread, for the length of a block.
 
     soft  done, with the reason, at the first signal or call of `ask`
     hard  done at a later one
@@ -35,7 +35,10 @@ class StopSignals:
         elif not self.hard.done() and now - self._asked_s > self._duplicate_signal_s:
             self.hard.set_result(None)
 
-    def close(self) -> None:
+    def __enter__(self) -> StopSignals:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Gives the signals back their default action. After a second signal they are ignored instead: the process is ending, and a
         third one must not change its exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):

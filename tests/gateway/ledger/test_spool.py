@@ -8,9 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from ledger_kit import usage
 
+from headrace.gateway.ledger import spool as spool_module
 from headrace.gateway.ledger.segment import frame, read_segment
 from headrace.gateway.ledger.spool import DISK_BLOCK_BYTES, MANY_SEGMENTS, OPEN, OpenSegment, Spool
+from headrace.gateway.ledger.spool_thread import SpoolThread
 
 
 @pytest.fixture
@@ -129,6 +132,26 @@ def test_a_segment_that_cannot_be_begun_leaves_nothing(spool: Spool, monkeypatch
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
         OpenSegment(spool, serial=1)
+    assert not os.listdir(spool.folder / OPEN)
+
+
+def test_a_segment_that_another_process_takes_before_it_is_locked_is_begun_again(
+    spool: Spool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, lock, taken = Spool(tmp_path / "spool", ["sql", "kafka"], 1 << 20), spool_module._try_lock, []
+
+    def late(descriptor: int) -> bool:
+        if not taken:
+            taken.extend(os.listdir(spool.folder / OPEN))
+            other.adopt()
+        return lock(descriptor)
+
+    monkeypatch.setattr(spool_module, "_try_lock", late)
+    thread = SpoolThread(spool, fsync="never", on_segment=lambda: None)
+    thread.put(usage(1))
+    thread.close(10.0)
+    assert (len(taken), thread.num_recorded, thread.dropped) == (1, 1, {})
+    assert len(payloads(spool, "sql")) == len(payloads(spool, "kafka")) == 1
     assert not os.listdir(spool.folder / OPEN)
 
 

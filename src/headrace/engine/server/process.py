@@ -104,7 +104,7 @@ class LoopThread:
 def run_process(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> EngineExitCode:
     """Serves until the process is drained, stopped or its loop dies. The caller passes the status to `leave`."""
     leash.watch()
-    return asyncio.run(_serve(make_engine, config, leash))
+    return asyncio.run(_run_until_stopped(make_engine, config, leash))
 
 
 def leave(code: EngineExitCode) -> None:
@@ -115,8 +115,12 @@ def leave(code: EngineExitCode) -> None:
     os._exit(code)
 
 
-async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> EngineExitCode:
-    stop = StopSignals()
+async def _run_until_stopped(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> EngineExitCode:
+    with StopSignals() as stop:
+        return await _serve(make_engine, config, leash, stop)
+
+
+async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash, stop: StopSignals) -> EngineExitCode:
     loop = asyncio.get_running_loop()
     # By default the signal ends the process; a dump that is asked for too early must not.
     loop.add_signal_handler(signal.SIGUSR1, log.info, "SIGUSR1: there are no plans to dump before the engine is ready")

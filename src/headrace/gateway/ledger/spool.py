@@ -133,15 +133,15 @@ class OpenSegment:
     """
 
     def __init__(self, spool: Spool, *, serial: int) -> None:
-        """serial: of this process's segments. Raises OSError; then there is no segment."""
+        """serial: of this process's segments. Raises OSError; BlockingIOError: another process took it. Then there is no segment."""
         self._spool = spool
         self.path = spool.folder / OPEN / f"{time.time_ns():020d}-{os.getpid()}-{serial}{SUFFIX}"
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.num_bytes = 0
         self.error: OSError | None = None
         try:
-            # Another process may have taken it for a dead one's, in the moment before it was locked.
-            if not _try_lock(self._descriptor) or os.fstat(self._descriptor).st_nlink == 0:
+            # Another process may have taken it for a dead one's, in the moment before it was locked. Sinks have links to it then.
+            if not _try_lock(self._descriptor) or not self.path.exists():
                 raise BlockingIOError(0, "the new segment was taken away", str(self.path))
             if self.append([MAGIC]) == 0 and self.error is not None:
                 raise self.error

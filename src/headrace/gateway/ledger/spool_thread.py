@@ -120,10 +120,16 @@ class SpoolThread:
     def _open_segment(self) -> OpenSegment:
         """Raises OSError."""
         if self._segment is None:
-            self._serial += 1
-            self._segment = OpenSegment(self._spool, serial=self._serial)
+            try:
+                self._segment = self._new_segment()
+            except BlockingIOError:  # another process took it; that looks for the next ones after ADOPT_S
+                self._segment = self._new_segment()
             self._close_at = monotonic() + SEGMENT_S
         return self._segment
+
+    def _new_segment(self) -> OpenSegment:
+        self._serial += 1
+        return OpenSegment(self._spool, serial=self._serial)
 
     def _tend(self, *, is_last: bool) -> None:
         """Close the segment and look for abandoned ones, where that is due."""

@@ -1,0 +1,55 @@
+"""The first signal drains, a later one means now, and one that comes while the process ends changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.wire.stop_signals import StopSignals
+
+BOTH = signal.SIGTERM, signal.SIGINT
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    kept = [signal.getsignal(number) for number in BOTH]
+    yield
+    for number, handler in zip(BOTH, kept, strict=True):
+        signal.signal(number, handler)
+
+
+async def sent(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.02)
+
+
+async def test_the_first_one_drains_and_a_later_one_means_now() -> None:
+    with StopSignals(duplicate_signal_s=0.0) as stop:
+        await sent(signal.SIGTERM)
+        assert (stop.soft.result(), stop.hard.done()) == ("stopped by SIGTERM", False)
+        await sent(signal.SIGINT)
+        assert stop.hard.done()
+
+
+async def test_one_that_comes_twice_at_once_counts_once() -> None:
+    with StopSignals(duplicate_signal_s=60.0) as stop:
+        await sent(signal.SIGINT, signal.SIGINT)
+        assert (stop.soft.done(), stop.hard.done()) == (True, False)
+
+
+async def test_after_the_block_they_have_their_default_actions() -> None:
+    with StopSignals() as stop:
+        await sent(signal.SIGTERM)
+    assert not stop.hard.done()
+    assert [signal.getsignal(number) for number in BOTH] == [signal.SIG_DFL, signal.default_int_handler]
+
+
+async def test_after_the_block_of_a_process_that_has_to_end_now_they_are_ignored() -> None:
+    with StopSignals(duplicate_signal_s=0.0):
+        await sent(signal.SIGTERM, signal.SIGTERM)
+    await sent(*BOTH)  # would end this process
