@@ -44,6 +44,7 @@ from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.gateway.worker import GatewayWorker
+from headrace.observe.budget_metrics import BudgetCollector
 from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
@@ -112,7 +113,7 @@ async def open_gateway(
         _join_workers(service)
         _share_between_tenants(app)
         _connect_metrics(app, models)
-        yield OpenGateway(app, _followed(Reloader(app, models, loaded, open_log), service.ledger))
+        yield OpenGateway(app, _followed(Reloader(app, models, loaded, open_log), service))
 
 
 async def _open_service(
@@ -141,7 +142,7 @@ async def _open_service(
         tenant_share=share,
         kept_streams=await stack.enter_async_context(_kept_streams(config, share, metrics, sources)),
         sessions=await stack.enter_async_context(_sessions(config, share, metrics, sources)),
-        limiter=await stack.enter_async_context(_limiter(config, sources)),
+        limiter=await _limiter(stack, config, metrics, sources),
         answer_cache=await stack.enter_async_context(open_answer_cache(config, share, metrics, sources.unix_time)),
         replays=await stack.enter_async_context(open_replays(config, share, metrics, sources.unix_time)),
         metrics=metrics,
@@ -198,9 +199,11 @@ async def _kept_streams(config: GatewayConfig, share: TenantShare, metrics: Metr
         await streams.close()
 
 
-def _limiter(config: GatewayConfig, sources: Sources) -> AbstractAsyncContextManager[Limiter]:
+async def _limiter(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics, sources: Sources) -> Limiter:
     store = open_limits(config.store, config.state, clock=sources.clock, unix_time=sources.unix_time)
-    return Limiter.running(store, clock=sources.clock)
+    limiter = await stack.enter_async_context(Limiter.running(store, clock=sources.clock, budget=config.limits.budget))
+    metrics.registry.register(BudgetCollector(limiter.budget_readings))
+    return limiter
 
 
 async def _ledger(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics, sources: Sources) -> Ledger | None:
@@ -211,10 +214,11 @@ async def _ledger(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics
     return ledger
 
 
-def _followed(reloader: Reloader, ledger: Ledger | None) -> Reloader:
-    """The reloader, whose changes of `usage` the ledger follows."""
-    if ledger is not None:
+def _followed(reloader: Reloader, service: Service) -> Reloader:
+    """The reloader, whose changes of `usage` the ledger follows, and the limiter those of the deployment's budget."""
+    if (ledger := service.ledger) is not None:
         reloader.follow(lambda config: ledger.prepare(config.usage))
+    reloader.follow(lambda config: partial(service.limiter.follow_budget, config.limits.budget))
     return reloader
 
 

@@ -20,12 +20,17 @@ from headrace.gateway.config import FAIL_OPEN, Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.admission import NOTHING, Admission
 from headrace.gateway.limits.ended import MAX_CHARGES, CarriedCharges, EndedRequests
+from headrace.gateway.limits.rules import deployment_rules
 from headrace.gateway.limits.store import LimitStore
+from headrace.gateway.limits.verdict import LimitState, states
 from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed
+from headrace.observe.budget_metrics import BudgetReading
 from headrace.policy.limits.book import Claim, Holder, TakeResult
 from headrace.policy.limits.counters import Amounts
 from headrace.policy.limits.peers import PeerWatch
+from headrace.policy.limits.price import NANOS
+from headrace.policy.limits.tier import NO_BUDGET, DeploymentBudget
 
 log = logging.getLogger("headrace.gateway")
 
@@ -48,8 +53,11 @@ book finds by itself what is not named."""
 class Limiter:
     """gateway: name of this process in the book, another one at each start"""
 
-    def __init__(self, store: LimitStore, *, clock: Clock) -> None:
+    def __init__(self, store: LimitStore, *, clock: Clock, budget: DeploymentBudget = NO_BUDGET) -> None:
+        """budget: of the deployment, for `budget_readings` alone"""
         self.gateway = secrets.token_hex(8)
+        self._budget = budget
+        self._budget_states: Sequence[LimitState] = ()
         self._store = store
         self._clock = clock
         self._watch = PeerWatch(self.gateway)
@@ -61,9 +69,9 @@ class Limiter:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, store: LimitStore, *, clock: Clock) -> AsyncIterator[Limiter]:
+    async def running(cls, store: LimitStore, *, clock: Clock, budget: DeploymentBudget = NO_BUDGET) -> AsyncIterator[Limiter]:
         """A limiter that beats until the block ends, and the store closed then."""
-        limiter = cls(store, clock=clock)
+        limiter = cls(store, clock=clock, budget=budget)
         tasks = [asyncio.create_task(work(), name=f"limits {work.__name__}") for work in (limiter._beats, limiter._charges)]
         try:
             yield limiter
@@ -111,6 +119,14 @@ class Limiter:
         """Requests that have ended and whose charges the store has not taken, as far as this gateway knows."""
         return self._ended.num_uncharged
 
+    def follow_budget(self, budget: DeploymentBudget) -> None:
+        """Read another budget from the next beat on: the configuration has changed."""
+        self._budget = budget
+
+    def budget_readings(self) -> list[BudgetReading]:
+        """What was used of the deployment's budget at the last beat; none without one, and none where the store failed."""
+        return [BudgetReading(rule.label, rule.number / NANOS, used / NANOS) for rule, used, _ in self._budget_states]
+
     def check(self) -> None:
         """Nothing is open or uncharged: for a gateway without requests."""
         assert not self._admissions
@@ -147,10 +163,18 @@ class Limiter:
         while not self._is_closing.is_set():
             try:
                 await self._renew()
+                self._budget_states = await self._read_budget()
                 self._guard.answered()
             except StoreFailed as error:
+                self._budget_states = ()
                 self._guard.warn(error)
             await self._pause(BEAT_S)
+
+    async def _read_budget(self) -> Sequence[LimitState]:
+        """Raises StoreFailed."""
+        rules = deployment_rules(self._budget)
+        claims = [rule.claim(None) for rule in rules]
+        return states(rules, claims, await self._store.take(None, claims)) if rules else ()
 
     async def _pause(self, seconds: float) -> None:
         """So long, or until the end."""

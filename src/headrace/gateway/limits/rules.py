@@ -97,13 +97,18 @@ def rules_of(principal: Principal, budget: DeploymentBudget = NO_BUDGET) -> tupl
     return tuple(_rules(principal.tenant_key, principal.tier, principal.user, principal.key_id, principal.limits, budget))
 
 
+def deployment_rules(budget: DeploymentBudget) -> tuple[LimitRule, ...]:
+    """The limits that all tenants share; none without a budget."""
+    return tuple(_scope_rules(budget, DEPLOYMENT_LIMITS, Scope.DEPLOYMENT, "deployment"))
+
+
 def _rules(tenant_key: str, tier: Tier, user: str, key_id: str, key_limits: KeyLimits, budget: DeploymentBudget) -> Iterator[LimitRule]:
     yield from _scope_rules(tier, TIER_LIMITS, Scope.TENANT, f"tenant:{tenant_key}")
     if (number := tier.user_requests_per_minute) is not None:
         option = "user_requests_per_minute"
         yield LimitRule(option, Scope.USER, f"user:{tenant_key}:{user}:requests_per_minute", Window.MINUTE, Unit.REQUESTS, number)
     yield from _scope_rules(key_limits, KEY_LIMITS, Scope.KEY, f"key:{key_id}")
-    yield from _scope_rules(budget, DEPLOYMENT_LIMITS, Scope.DEPLOYMENT, "deployment")
+    yield from deployment_rules(budget)
 
 
 def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], scope: Scope, counters: str) -> Iterator[LimitRule]:

@@ -1,0 +1,64 @@
+"""The deployment's budget on the metrics page."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_kit import TestBench, eventually, metric, open_bench
+
+from headrace.gateway.stores.store import StoreFailed
+from headrace.text.folder import TextModel
+
+PRICES = {"fox": {"output": 1000}}  # 0.001 for each token
+
+
+def shown(bench: TestBench, limit: str = "deployment_daily_budget") -> tuple[float, float]:
+    """The budget, and what is used of it; 0 where there is no series."""
+    return metric(bench.gateway, "headrace_budget", limit=limit), metric(bench.gateway, "headrace_budget_used", limit=limit)
+
+
+async def test_what_is_reserved_and_used_is_shown(text: TextModel) -> None:
+    async with open_bench(text, prices=PRICES, limits={"daily_budget": 0.5, "monthly_budget": 2.0}) as bench:
+        await eventually(lambda: shown(bench) == (0.5, 0.0))
+        bench.replica.go.clear()
+        running = asyncio.create_task(bench.chat(max_tokens=90))
+        await eventually(lambda: shown(bench)[1] == 0.09)
+        bench.replica.go.set()
+        tokens = (await running).json()["usage"]["completion_tokens"]
+        assert tokens < 90
+        await eventually(lambda: shown(bench) == (0.5, tokens / 1000))
+
+
+async def test_two_gateways_of_one_store_show_the_same_sum(text: TextModel, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"prices": PRICES, "limits": {"monthly_budget": 2.0}, "state": str(tmp_path)}
+    async with open_bench(text, **changes) as one, open_bench(text, **changes) as two:
+        tokens = [(await bench.chat(max_tokens=9)).json()["usage"]["completion_tokens"] for bench in (one, two)]
+        expected = 2.0, sum(tokens) / 1000
+        await eventually(lambda: shown(one, "deployment_monthly_budget") == shown(two, "deployment_monthly_budget") == expected)
+
+
+async def test_a_reload_changes_it_and_takes_it_away(text: TextModel) -> None:
+    async with open_bench(text, prices=PRICES, limits={"daily_budget": 0.5}) as bench:
+        await eventually(lambda: shown(bench)[0] == 0.5)
+        config = bench.reloader.config
+        for budget in (0.25, None):
+            limits = replace(config.limits, daily_budget=budget)
+            await bench.reloader.reload(lambda limits=limits: replace(config, limits=limits))  # type: ignore[misc]
+            await eventually(lambda budget=budget: shown(bench)[0] == (budget or 0.0))  # type: ignore[misc]
+        assert "headrace_budget{" not in (await bench.client.get("/metrics")).text
+
+
+async def test_while_the_store_fails_there_is_none(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(*_: object) -> None:
+        raise StoreFailed("down")
+
+    async with open_bench(text, prices=PRICES, limits={"daily_budget": 0.5}) as bench:
+        await eventually(lambda: shown(bench)[0] == 0.5)
+        with monkeypatch.context() as failure:
+            failure.setattr(bench.gateway.service.limiter._store, "take", failing)
+            await eventually(lambda: shown(bench)[0] == 0.0)
+        await eventually(lambda: shown(bench)[0] == 0.5)
