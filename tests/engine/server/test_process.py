@@ -83,13 +83,13 @@ async def test_sigterm_lets_running_streams_finish_and_exits_zero(start: Any) ->
     assert engine.hear()["event"] == "ready"
     async with ReplicaClient(engine.address) as replica:
         await replica.wait_connected(PATIENCE_S)
-        one = request("r", max_tokens=40)
+        one = request("r", max_tokens=150)
         stream = replica.submit(one)
         first = await stream.__anext__()
         engine.process.send_signal(signal.SIGTERM)
         await until(lambda: replica.state is ConnectionState.DRAINING)
         rest = await read_all(stream)
-        assert [*first.token_ids, *rest[0]] == fake_answer(one, 0, 40, FakeOptions())  # type: ignore[union-attr]
+        assert [*first.token_ids, *rest[0]] == fake_answer(one, 0, 150, FakeOptions())  # type: ignore[union-attr]
         assert await engine.wait() == EngineExitCode.DRAINED
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from lateness import loop_lateness
 from wire_kit import PATIENCE_S, Served, connected, read_all, read_updates, request, served, until
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
@@ -27,12 +28,22 @@ from headrace.wire.codec import encode_cancel, encode_submit
 from headrace.wire.handles import Handle
 from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, DRAIN, PROTOCOL_VERSION, SNAPSHOT, Expectation
 from headrace.wire.session import Session
+from headrace.wire.stream import ReplicaStream
 
 SLOW = FakeOptions(step_seconds=0.02)
 HASHED = FakeOptions(numerics={"weights": "ab"})
 ENDLESS = 4000
+LONG = 500
+"""Tokens that at SLOW's pace outlast what happens beside them, on a machine that stands still for seconds too."""
 UNKNOWN_FIELD = b"\xc0\x3e\x01"
 """Number 1000, of a later version."""
+
+
+async def num_first_tokens(stream: ReplicaStream) -> int:
+    """Waits for the first update: one token, more where a late thread has merged updates."""
+    first = await stream.__anext__()
+    assert isinstance(first, SequenceUpdate)
+    return len(first.token_ids)
 
 
 async def test_many_requests_get_exactly_their_tokens() -> None:
@@ -182,14 +193,20 @@ async def test_cancel_ends_the_iterator() -> None:
 
 async def test_a_stop_string_found_upstairs_ends_one_sequence_and_later_news_of_it_is_dropped() -> None:
     async with served(SLOW) as engine, connected(engine) as replica:
-        stream = replica.submit(request("r", n=2, max_tokens=12))
+        stream = replica.submit(request("r", n=2, max_tokens=LONG))
         seen: dict[int, int] = {0: 0, 1: 0}
-        async for update in stream:
-            assert isinstance(update, SequenceUpdate)
-            seen[update.index] += len(update.token_ids)
-            if update.index == 0 and seen[0] == 3:
+        stopped_at = 0
+        while updates := await stream.batch():  # all that is unread: it stays readable after `finish`
+            for update in updates:
+                assert isinstance(update, SequenceUpdate)
+                seen[update.index] += len(update.token_ids)
+            if seen[0] >= 3 and not stopped_at:  # more than 3 where a late thread has merged updates
+                stopped_at = seen[0]
                 replica.finish(RequestId("r"), 0, 2, FinishReason.STOP)
-        assert seen == {0: 3, 1: 12}
+                await until(lambda: "stop" in engine.engine.snapshot().counters.finished)
+                engine.runner.close()  # no more waiting for steps
+        assert seen == {0: stopped_at, 1: LONG}
+        assert stopped_at < LONG
         await until(lambda: engine.is_idle)
         assert engine.engine.snapshot().counters.finished == {"stop": 1, "length": 1}
 
@@ -229,13 +246,13 @@ async def test_the_client_reconnects_when_the_engine_is_back() -> None:
 
 async def test_the_engine_refuses_by_field_and_its_neighbours_go_on() -> None:
     config = EngineConfig(model="fake", max_num_seqs=1, max_waiting=2, max_num_batched_tokens=512)
-    async with served(FakeOptions(step_seconds=0.02, vocab_size=100, max_model_len=64), config) as engine, connected(engine) as replica:
-        neighbour = replica.submit(request("ok", max_tokens=30))
-        await neighbour.__anext__()
+    async with served(FakeOptions(step_seconds=0.02, vocab_size=100, max_model_len=1024), config) as engine, connected(engine) as replica:
+        neighbour = replica.submit(request("ok", max_tokens=LONG))
+        num_first = await num_first_tokens(neighbour)
         for bad, field in (
             (request("v", (100,)), "prompt"),
-            (request("l", tuple(range(64))), "prompt"),
-            (request("m", max_tokens=64), "max_tokens"),
+            (request("l", (7,) * 1024), "prompt"),
+            (request("m", max_tokens=1024), "max_tokens"),
             (request("t", temperature=9.0), "temperature"),
             (request("p", top_p=float("nan")), "top_p"),
         ):
@@ -245,7 +262,8 @@ async def test_the_engine_refuses_by_field_and_its_neighbours_go_on() -> None:
         waiting = [replica.submit(request(f"w{i}")) for i in range(3)]
         with pytest.raises(Overloaded):
             await read_all(waiting[-1])
-        assert len((await read_all(neighbour))[0]) == 29
+        engine.runner.close()  # no more waiting for steps
+        assert len((await read_all(neighbour))[0]) == LONG - num_first
         for stream in waiting[:2]:
             assert len((await read_all(stream))[0]) == 8
 
@@ -254,15 +272,16 @@ async def test_a_queue_full_of_bytes_refuses_the_next_prompt_with_a_time_to_come
     config = EngineConfig(model="fake", max_num_seqs=1, max_waiting_bytes=2**16, max_num_batched_tokens=4096)
     options = FakeOptions(step_seconds=0.02, vocab_size=100, max_model_len=4096)
     async with served(options, config) as engine, connected(engine) as replica:
-        neighbour = replica.submit(request("ok", max_tokens=30))
-        await neighbour.__anext__()
+        neighbour = replica.submit(request("ok", max_tokens=LONG))
+        num_first = await num_first_tokens(neighbour)
         waiting = [replica.submit(request(f"w{i}", (7,) * 1000, max_tokens=2)) for i in range(2)]
         with pytest.raises(Overloaded, match="max_waiting_bytes 65536") as refused:
             await read_all(waiting[-1])
         assert refused.value.retry_after_s > 0
         with pytest.raises(RequestTooLarge, match="max_waiting_bytes"):
             await read_all(replica.submit(request("big", (7,) * 2000, max_tokens=2)))
-        assert len((await read_all(neighbour))[0]) == 29
+        engine.runner.close()  # no more waiting for steps
+        assert len((await read_all(neighbour))[0]) == LONG - num_first
         assert len((await read_all(waiting[0]))[0]) == 2
 
 
@@ -291,13 +310,14 @@ async def test_a_passed_deadline_ends_the_request() -> None:
 
 async def test_draining_takes_no_new_work_and_lets_running_streams_finish() -> None:
     async with served(SLOW) as engine, connected(engine) as replica:
-        stream = replica.submit(request("r", max_tokens=20))
-        await stream.__anext__()
+        stream = replica.submit(request("r", max_tokens=LONG))
+        num_first = await num_first_tokens(stream)
         engine.service.drain("stopping")
         await until(lambda: replica.state is ConnectionState.DRAINING)
         with pytest.raises(Unavailable, match="draining"):
             replica.submit(request("late"))
-        assert len((await read_all(stream))[0]) == 19
+        engine.runner.close()  # no more waiting for steps
+        assert len((await read_all(stream))[0]) == LONG - num_first
         assert await engine.service.drained(PATIENCE_S)
 
 
@@ -350,10 +370,11 @@ async def test_a_replica_without_heartbeats_is_silent_before_a_second_is_over(mo
 
         async def nothing_comes(session: Session, frame: object) -> None: ...
 
-        monkeypatch.setattr(Session, "_take", nothing_comes)
-        stopped_s = time.monotonic()
-        await until(lambda: replica.state is ConnectionState.SILENT)
-        assert time.monotonic() - stopped_s < 1.0
+        async with loop_lateness() as lateness:
+            monkeypatch.setattr(Session, "_take", nothing_comes)
+            stopped_s = time.monotonic()
+            await until(lambda: replica.state is ConnectionState.SILENT)
+            assert time.monotonic() - stopped_s < 1.0 + lateness.late_s
         monkeypatch.undo()
         await until(lambda: replica.state is ConnectionState.CONNECTED)
 
@@ -579,14 +600,15 @@ async def test_a_gateway_that_does_not_read_loses_its_lease_and_its_requests() -
 
 async def test_control_shows_the_load_and_drains() -> None:
     async with served(SLOW) as engine, connected(engine) as replica:
-        stream = replica.submit(request("r", max_tokens=20))
-        await stream.__anext__()
+        stream = replica.submit(request("r", max_tokens=LONG))
+        num_first = await num_first_tokens(stream)
         seen = pb.SnapshotReply.FromString(await call_control(engine, SNAPSHOT, pb.SnapshotRequest()))
         assert (seen.num_streams, seen.num_open, seen.draining, seen.hello.replica) == (1, 1, False, "fake-0")
         assert seen.load.num_running == 1
         assert pb.DrainReply.FromString(await call_control(engine, DRAIN, pb.DrainRequest())).num_open == 1
         await until(lambda: replica.state is ConnectionState.DRAINING)
-        assert len((await read_all(stream))[0]) == 19
+        engine.runner.close()  # no more waiting for steps
+        assert len((await read_all(stream))[0]) == LONG - num_first
 
 
 @pytest.mark.parametrize(("method", "message"), [(DRAIN, UNKNOWN_FIELD), (SNAPSHOT, UNKNOWN_FIELD), (DRAIN, b"\xff"), (SNAPSHOT, b"\xff")])
