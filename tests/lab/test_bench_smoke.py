@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,15 +24,16 @@ from bench.smoke.children import Worker, running
 from bench.smoke.run import SCREEN_ROUNDS, SERVED_ROUNDS, START, STREAMING, Compared, Pair, in_turns, log_ratios, pairs_of, table
 from bench.smoke.trees import Side, SmokeError, default_base, git, two_trees
 from bench.smoke.verdict import LEVEL, SUSPECT_P, hodges_lehmann, holm, judge, rounds_needed, signed_rank_p, suspects
+from tests.lab.test_fake_clock import VirtualClock
 
 ROWS = 12
 STUB = """
 import json, os, sys, time
-print(json.dumps({"ready": {"headrace": os.environ.get("STUB_ORIGIN")}}), flush=True)
+print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     began = time.perf_counter()
-    if asked["row"] == os.environ.get("STUB_ROW", "slow"):
+    if asked["row"] == "slow":
         time.sleep(float(os.environ["STUB_SLEEP_S"]))
     if asked["row"] == "dies":
         sys.exit("the stub gives up")
@@ -217,21 +220,35 @@ def test_a_planted_sleep_is_found_and_named(tmp_path: Path) -> None:
     assert any(line.startswith("slow ") and line.endswith("SLOWER") for line in text.splitlines())
 
 
+class StubWorker:
+    """Takes 22 ms of the clock for `slow` in the candidate, and about 2 ms for any other row."""
+
+    def __init__(self, side: Side, slow: str, clock: VirtualClock) -> None:
+        self._side, self._slow, self._clock = side, slow, clock
+
+    def hear(self) -> dict[str, Any]:
+        return {"ready": {"headrace": str(self._side.source / "headrace")}}
+
+    def seconds(self, row: str, seed: int) -> float:
+        took_s = 0.002 * (1.0 + 0.001 * (seed % 7))
+        if self._side.name == "candidate" and row == self._slow:
+            took_s += 0.02
+        self._clock.wait(took_s)
+        return took_s
+
+
 def test_time_left_goes_to_the_rows_that_looked_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comparison from end to end, over stubs: one row of two sleeps in the candidate."""
-    script = tmp_path / "stub.py"
-    script.write_text(STUB)
+    """A comparison from end to end, over stubs and on virtual time: one row of two is slow in the candidate."""
     slow, same = run.WORKER_ROWS[0], run.WORKER_ROWS[-1]
     started: list[str] = []
+    clock = VirtualClock()
 
     @contextmanager
-    def stub(side: Side, model: Path, log: Path) -> Iterator[Worker]:
+    def stub(side: Side, model: Path, log: Path) -> Iterator[StubWorker]:
         started.append(side.name)
-        sleep_s = 0.02 if side.name == "candidate" else 0.0
-        environ = {**os.environ, "STUB_SLEEP_S": str(sleep_s), "STUB_ROW": slow, "STUB_ORIGIN": str(side.source / "headrace")}
-        with running([sys.executable, str(script)], environ, log) as process:
-            yield Worker(side.name, process, log)
+        yield StubWorker(side, slow, clock)
 
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(run, "worker", stub)
     monkeypatch.setattr(run, "make_model", lambda folder: folder)
     monkeypatch.setattr(run, "WORKER_S", 0.0)

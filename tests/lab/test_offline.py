@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
+from headrace.lab import offline
 from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.metrics import LoadRecord, summarize
@@ -19,6 +22,7 @@ from headrace.lab.offline import (
     dollars_per_million_tokens,
     run_offline,
 )
+from tests.lab.test_fake_clock import VirtualClock
 
 
 def engine_with(config: EngineConfig | None = None, **options: int | float) -> tuple[Engine, Collector]:
@@ -48,11 +52,16 @@ def test_second_run_does_not_see_the_first_but_its_cache_does() -> None:
     assert len(second.step_s) == 2
 
 
-def test_arrivals_are_kept_and_latency_counts_from_them() -> None:
-    engine, collector = engine_with(step_seconds=0.005)
-    run = run_offline(engine, collector, [LoadRequest((1, 2, 3), 4)] * 3, arrivals_s=[0.0, 0.05, 0.05])
+def test_arrivals_are_kept_and_latency_counts_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+    monkeypatch.setattr(offline, "time", SimpleNamespace(sleep=clock.wait))
+    collector = Collector(clock)
+    options = FakeOptions(vocab_size=500, step_seconds=0.005)
+    engine = fake_engine(collector, options, EngineConfig(model="fake"), clock=clock, wait=clock.wait)
+    # An eighth of a second is exact in binary: one that is rounded may leave the clock just short of an arrival, and no wait in between.
+    run = run_offline(engine, collector, [LoadRequest((1, 2, 3), 4)] * 3, arrivals_s=[0.0, 0.125, 0.125])
     offsets = [record.intended_s - run.began_s for record in run.records]
-    assert offsets == pytest.approx([0.0, 0.05, 0.05])
+    assert offsets == pytest.approx([0.0, 0.125, 0.125])
     assert all(record.sent_s is not None and record.sent_s >= record.intended_s for record in run.records)
     assert run.records[0].end_s < run.records[1].intended_s
 
