@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -180,15 +181,6 @@ def read_until(terminal: int, word: str) -> str:
     return shown
 
 
-def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C until it is heard: readline misses one that comes between its prompt and its wait for a key."""
-    for _ in range(60):
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)
-            return
-
-
 @pytest.fixture
 def _heard_interrupts() -> Iterator[None]:
     """Tests run in the background of a shell may inherit SIGINT ignored, and pass that on. What a terminal starts hears it."""
@@ -223,12 +215,13 @@ main()
 """
 
 
-def press_until(terminal: int, key: bytes, word: str) -> str:
-    """Press a key and wait for `word`; again where readline missed it (it came between the prompt and the wait for a key)."""
+def press_until(terminal: int, press: Callable[[], object], word: str) -> str:
+    """Press Ctrl-C and wait for `word`, or for the end; again where readline missed it (it came between the prompt and the wait for a
+    key)."""
     shown = ""
     for _ in range(6):
         time.sleep(0.3)
-        os.write(terminal, key)
+        press()
         end = time.monotonic() + 10
         while time.monotonic() < end:
             if select.select([terminal], [], [], 0.1)[0]:
@@ -250,16 +243,17 @@ def test_ctrl_c_stops_an_answer_and_not_the_chats_own_server(tmp_path: Path) -> 
     command = [sys.executable, "-c", WITH_ITS_OWN_SERVER, str(stand_in), str(ROOT), str(seen)]
     process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, start_new_session=True)
     os.close(inner)
+    press = partial(os.write, terminal, b"\x03")
     try:
         read_until(terminal, "> ")
         os.write(terminal, b"count\n")
         read_until(terminal, "one two")
-        assert "[stopped]" in press_until(terminal, b"\x03", "> ")
-        assert "Ctrl-C again to leave" in press_until(terminal, b"\x03", "leave, or Ctrl-D.)")
+        assert "[stopped]" in press_until(terminal, press, "> ")
+        assert "Ctrl-C again to leave" in press_until(terminal, press, "leave, or Ctrl-D.)")
         os.write(terminal, b"go on\n")
         assert "fine" in read_until(terminal, "fine")
-        press_until(terminal, b"\x03", "leave, or Ctrl-D.)")  # what was typed between is no first one of two
-        press_until(terminal, b"\x03", "")
+        press_until(terminal, press, "leave, or Ctrl-D.)")  # what was typed between is no first one of two
+        press_until(terminal, press, "")
         assert process.wait(30) == CommandExitCode.INTERRUPTED
     finally:
         process.kill()
@@ -279,7 +273,9 @@ def test_terminal_prompts_answers_and_leaves_on_interrupt() -> None:
         assert "Talking to tiny" in read_until(terminal, "> ")
         os.write(terminal, b"capital?\n")
         assert "Paris" in read_until(terminal, "> ")
-        interrupt(process)
+        press = partial(process.send_signal, signal.SIGINT)
+        press_until(terminal, press, "leave, or Ctrl-D.)")
+        press_until(terminal, press, "")
         _, stderr = process.communicate(timeout=60)
         os.close(terminal)
     assert process.returncode == CommandExitCode.INTERRUPTED

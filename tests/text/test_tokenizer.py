@@ -139,26 +139,31 @@ def test_lone_surrogates_are_refused_by_name(tokenizer: Tokenizer) -> None:
 
 def test_a_megabyte_of_text_is_encoded_without_blocking_other_threads(byte_level: Tokenizer) -> None:
     text = "the quick brown fox " * 52_429
-    gaps: list[float] = []
-    done = threading.Event()
 
-    def tick() -> None:
-        last = time.perf_counter()
-        while not done.wait(0.001):
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
+    def longest_gap() -> tuple[float, float]:
+        """Seconds: the longest that a thread stood still during a call, and the call's."""
+        gaps = [0.0]
+        done = threading.Event()
 
-    ticker = threading.Thread(target=tick)
-    ticker.start()
-    began = time.perf_counter()
-    ids = byte_level.encode(text, add_special_tokens=False)
-    took = time.perf_counter() - began
-    done.set()
-    ticker.join()
-    assert byte_level.decode(ids) == text
-    # With the interpreter lock held, the ticker would see one gap as long as the whole call.
-    assert max(gaps, default=0.0) < max(0.5 * took, 0.2)
+        def tick() -> None:
+            last = time.perf_counter()
+            while not done.wait(0.001):
+                now = time.perf_counter()
+                gaps.append(now - last)
+                last = now
+
+        ticker = threading.Thread(target=tick)
+        ticker.start()
+        began = time.perf_counter()
+        ids = byte_level.encode(text, add_special_tokens=False)
+        took = time.perf_counter() - began
+        done.set()
+        ticker.join()
+        assert byte_level.decode(ids) == text
+        return max(gaps), took
+
+    # With the interpreter lock held, every call would be one gap for the ticker. A busy machine makes such a gap now and then.
+    assert any(gap < max(0.5 * took, 0.2) for gap, took in (longest_gap() for _ in range(5)))
 
 
 def test_every_token_has_exact_bytes(tokenizer: Tokenizer) -> None:

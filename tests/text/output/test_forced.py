@@ -21,6 +21,8 @@ from headrace.text.output.format_types import CallSyntax, ToolFormat
 from headrace.text.output.formats import TOOL_FORMATS
 from headrace.text.output.parser import OutputParser
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")  # two tests measure CPU time
+
 FIND = FunctionTool(
     name="find",
     parameters={
