@@ -19,7 +19,7 @@ from server_kit import KEY, EngineLoad, Server, serving
 
 from headrace.bundled import bundled_path
 
-COUNT = 400
+COUNT = 1200
 BODIES: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 1.0, "n": 2, "stop": ["qq", "zz"]},
@@ -70,10 +70,17 @@ async def running(server: Server) -> str:
     return busy[0]
 
 
+@pytest.fixture(scope="module")
+def unbroken(two_engines: Server) -> list[object]:
+    """One after the other."""
+    return [seen(asyncio.run(ask(two_engines, number))) for number in range(6)]
+
+
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_streams_of_an_engine_that_dies_or_hangs_are_the_unbroken_ones(two_engines: Server, fault: signal.Signals) -> None:
+async def test_streams_of_an_engine_that_dies_or_hangs_are_the_unbroken_ones(
+    two_engines: Server, unbroken: list[object], fault: signal.Signals
+) -> None:
     server = two_engines
-    unbroken = [seen(await ask(server, number)) for number in range(6)]
     resumed = server.metric("headrace_sequences_resumed_total")
     tasks = [asyncio.create_task(ask(server, number)) for number in range(6)]
     name = await running(server)

@@ -23,7 +23,7 @@ OPEN = {"flood": int(MAX_REQUESTS * TENANT_SHARE), "capped": 4}
 """Tenant -> its most open requests: by its share of the gateway's, and by its tier."""
 
 NUM_STREAMS, NUM_ASKED = 200, 5
-VICTIMS_TOKENS, FLOODS_TOKENS = 8, 1500
+VICTIMS_TOKENS, FLOODS_TOKENS = 8, 1900
 MAX_WAITING = 16
 MAX_GROWTH_BYTES, MAX_PROMPT_BYTES = 48 << 20, 2 << 20
 """Of the gateway's resident memory, and of the prompts of all its requests."""

@@ -24,6 +24,13 @@ def client(server: Server) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="module")
+def slow_client(fake_server: Server) -> Iterator[OpenAI]:
+    """For answers that are left before their end: 500 tokens take 25 seconds."""
+    with OpenAI(base_url=f"http://127.0.0.1:{fake_server.port}/v1", api_key=KEY, max_retries=0, timeout=60.0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
 def said(client: OpenAI) -> str:
     """The greedy answer to MESSAGES."""
     answer = client.chat.completions.create(
@@ -204,21 +211,22 @@ def cancellations(server: Server) -> float:
     return server.metric("headrace_sequences_finished_total", reason="cancelled")
 
 
-def test_closing_a_stream_early_frees_its_blocks(server: Server, client: OpenAI) -> None:
-    before = cancellations(server)
-    stream = client.completions.create(model="random", prompt=[9, 8, 7], max_tokens=500, n=8, stream=True, extra_body=NEVER_STOP)
+def test_closing_a_stream_early_frees_its_blocks(fake_server: Server, slow_client: OpenAI) -> None:
+    before = cancellations(fake_server)
+    stream = slow_client.completions.create(model="fake", prompt=[9, 8, 7], max_tokens=500, n=8, stream=True, extra_body=NEVER_STOP)
     next(iter(stream))
     stream.close()
-    server.until(lambda: cancellations(server) == before + 8)
-    server.until(lambda: server.load().is_idle)
+    fake_server.until(lambda: cancellations(fake_server) == before + 8)
+    fake_server.until(lambda: fake_server.load().is_idle)
 
 
-def test_a_clients_timeout_frees_its_blocks(server: Server, client: OpenAI) -> None:
-    before = cancellations(server)
+def test_a_clients_timeout_frees_its_blocks(fake_server: Server, slow_client: OpenAI) -> None:
+    before = cancellations(fake_server)
+    impatient = slow_client.with_options(timeout=4.0)  # long enough for the request to reach the engine of a machine that stands still
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.5).completions.create(model="random", prompt=[4, 5], max_tokens=500, n=32, extra_body=NEVER_STOP)
-    server.until(lambda: cancellations(server) == before + 32)
-    server.until(lambda: server.load().is_idle)
+        impatient.completions.create(model="fake", prompt=[4, 5], max_tokens=500, n=32, extra_body=NEVER_STOP)
+    fake_server.until(lambda: cancellations(fake_server) == before + 32)
+    fake_server.until(lambda: fake_server.load().is_idle)
 
 
 async def test_the_async_client_runs_many_at_once(server: Server, said: str) -> None:

@@ -16,13 +16,15 @@ from typing import Any
 
 import psutil
 import pytest
-from http_kit import COMPLETIONS, Connection, ask, request_bytes, stream
+from http_kit import COMPLETIONS, Answer, Connection, ask, request_bytes, stream
 from plain_loop import Checkpoint
 from real_engine import ROOMY
 from server_kit import KEY, Server, is_alive, serving, serving_fake
 
 TOLD_S = 2.5
 """The promise is one second; the rest is for a busy machine."""
+TRIES = 3
+"""A machine that stands still for seconds does not do so every time."""
 COUNT = 12
 
 
@@ -39,22 +41,25 @@ def completion(model: str, prompt: tuple[int, ...], max_tokens: int = COUNT, **m
 
 def test_a_stopped_engine_is_not_ready_until_it_goes_on(server: Server) -> None:
     pid = server.pids()["e0"]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        took = server.until(lambda: not ready(server))
-        status, said = server.get("/ready")
-        assert (status, said["ok"], said["replicas"][0]["ok"]) == (503, False, False)
-        assert server.get("/live")[0] == 200, "the gateway itself is well"
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert took < TOLD_S
-    assert server.until(lambda: ready(server)) < TOLD_S
+    for _ in range(TRIES):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            stop_s = server.until(lambda: not ready(server))
+            status, said = server.get("/ready")
+            assert (status, said["ok"], said["replicas"][0]["ok"]) == (503, False, False)
+            assert server.get("/live")[0] == 200, "the gateway itself is well"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        back_s = server.until(lambda: ready(server))
+        if max(stop_s, back_s) < TOLD_S:
+            break
+    assert max(stop_s, back_s) < TOLD_S
     assert server.pids()["e0"] == pid
 
 
 async def test_streams_of_an_engine_that_was_stopped_for_a_moment_go_on(server: Server, random_checkpoint: Checkpoint) -> None:
     prompt = random_checkpoint.plain.clear_one(random_checkpoint.prompts, 300)
-    running = asyncio.create_task(stream(server.port, COMPLETIONS, completion("random", tuple(prompt), 300, n=4), key=KEY))
+    running = asyncio.create_task(stream(server.port, COMPLETIONS, completion("random", tuple(prompt), 300, n=32), key=KEY))
     await server.eventually(lambda: server.load().num_running > 0)
     pid = server.pids()["e0"]
     os.kill(pid, signal.SIGSTOP)
@@ -65,7 +70,7 @@ async def test_streams_of_an_engine_that_was_stopped_for_a_moment_go_on(server: 
         os.kill(pid, signal.SIGCONT)
     answer = await running
     assert answer.is_done
-    assert dict(answer.text) == dict.fromkeys(range(4), random_checkpoint.plain.text(random_checkpoint.plain.greedy(prompt, 300)))
+    assert dict(answer.text) == dict.fromkeys(range(32), random_checkpoint.plain.text(random_checkpoint.plain.greedy(prompt, 300)))
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +97,19 @@ def doomed(random_folder: Path) -> Iterator[Server]:
 async def test_a_killed_engine_is_told_in_band_restarted_and_ready_again(doomed: Server, random_checkpoint: Checkpoint) -> None:
     before, instance = doomed.pids(), doomed.load().instance_id
     body = completion("random", random_checkpoint.prompts[0], 450, n=8)
-    streams = [asyncio.create_task(stream(doomed.port, COMPLETIONS, {**body, "cache_salt": str(n)}, key=KEY)) for n in range(3)]
-    whole = asyncio.create_task(ask(doomed.port, "POST", COMPLETIONS, body, key=KEY))
-    await doomed.eventually(lambda: doomed.load().num_running > 0 and doomed.load().num_open == 4)
-    os.kill(before["e0"], signal.SIGKILL)
-    answers = await asyncio.gather(*streams)
-    assert any(answer.status == 200 and any(answer.text.values()) for answer in answers), "one had begun, and is told in its stream"
-    for answer in answers:
+    async with Connection(doomed.port) as connection:
+        await connection.send(request_bytes("POST", COMPLETIONS, {**body, "stream": True}, key=KEY))
+        begun, events = Answer((await connection.head())[0]), connection.events()
+        while not any(begun.text.values()):
+            begun.take(await anext(events))
+        streams = [asyncio.create_task(stream(doomed.port, COMPLETIONS, {**body, "cache_salt": str(n)}, key=KEY)) for n in range(2)]
+        whole = asyncio.create_task(ask(doomed.port, "POST", COMPLETIONS, body, key=KEY))
+        await doomed.eventually(lambda: doomed.load().num_running > 0 and doomed.load().num_open == 4)
+        os.kill(before["e0"], signal.SIGKILL)
+        async for event in events:
+            begun.take(event)
+    assert begun.status == 200
+    for answer in (begun, *await asyncio.gather(*streams)):
         assert not answer.is_done
         assert answer.error is not None
         assert answer.error["code"] == "unavailable"
@@ -130,7 +141,7 @@ async def test_sigterm_lets_streams_finish_refuses_new_work_and_exits_clean(doom
     async with Connection(doomed.port) as kept:
         await kept.send(body)
         assert (await kept.reply()).status == 200
-        running = asyncio.create_task(stream(doomed.port, COMPLETIONS, completion("random", tuple(prompt), 300, n=4), key=KEY))
+        running = asyncio.create_task(stream(doomed.port, COMPLETIONS, completion("random", tuple(prompt), 300, n=16), key=KEY))
         await doomed.eventually(lambda: doomed.load().num_running > 0)
         doomed.process.send_signal(signal.SIGTERM)
         await doomed.eventually(lambda: doomed.get("/ready")[1]["reason"] == "draining")
@@ -139,7 +150,7 @@ async def test_sigterm_lets_streams_finish_refuses_new_work_and_exits_clean(doom
         assert refused.headers["retry-after"]
         answer = await running
     assert answer.is_done
-    assert dict(answer.text) == dict.fromkeys(range(4), random_checkpoint.plain.text(random_checkpoint.plain.greedy(prompt, 300)))
+    assert dict(answer.text) == dict.fromkeys(range(16), random_checkpoint.plain.text(random_checkpoint.plain.greedy(prompt, 300)))
     assert await asyncio.to_thread(doomed.process.wait, 60.0) == 0
     assert not [name for name, pid in pids.items() if is_alive(pid)]
 
@@ -147,7 +158,7 @@ async def test_sigterm_lets_streams_finish_refuses_new_work_and_exits_clean(doom
 # -- engines that compute nothing -------------------------------------------------------------------------------------------------------
 
 STALL_STEP = 40
-STALL_S = 3.0
+STALL_S = 8.0
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +171,24 @@ def stalling(random_folder: Path) -> Iterator[Server]:
 
 async def test_a_blocked_runner_is_not_ready_while_its_process_answers(stalling: Server) -> None:
     """The step hangs in the loop's thread; heartbeats come from another one, and tell of the step's age."""
-    assert ready(stalling)
+    await stalling.eventually(lambda: ready(stalling))
     began = time.monotonic()
     body = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": STALL_STEP + 20, "seed": 3, "ignore_eos": True}
     running = asyncio.create_task(stream(stalling.port, COMPLETIONS, body))
-    await stalling.eventually(lambda: not ready(stalling))
-    assert time.monotonic() - began < 1.0 + TOLD_S
+    await stalling.eventually(lambda: stalling.load().num_running == 1)
+    running_s = asked_s = time.monotonic()
+
+    def is_seen() -> bool:
+        nonlocal asked_s
+        look_s = time.monotonic()
+        if not ready(stalling):
+            return True
+        asked_s = look_s
+        return False
+
+    await stalling.eventually(is_seen)
+    # The last look that found it ready, not the first that did not: a machine that stands still delays looks.
+    assert asked_s - running_s < 1.0 + TOLD_S
     said = stalling.get("/ready")[1]["reason"]
     assert "a step has taken" in said
     load = await asyncio.to_thread(stalling.load)

@@ -111,15 +111,15 @@ class Seen:
         return self.text, self.tokens, self.finish, self.usage
 
 
-def body_of(number: int) -> tuple[str, bytes]:
+def body_of(number: int, num_tokens: int) -> tuple[str, bytes]:
     path, fields = BODIES[number % len(BODIES)]
-    given = {"model": "tiny", "seed": number, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
+    given = {"model": "tiny", "seed": number, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     return path, json.dumps({**given, **fields}).encode()
 
 
-async def read(port: int, number: int, seen: Seen, *, leave_after: int | None = None) -> int:
+async def read(port: int, number: int, seen: Seen, *, leave_after: int | None = None, num_tokens: int = NUM_TOKENS) -> int:
     """One connection of a client, which goes on after what it has seen. Returns the status."""
-    path, body = body_of(number)
+    path, body = body_of(number, num_tokens)
     headers = {"last-event-id": seen.last or NO_EVENT}
     async with asyncio.timeout(PATIENCE_S), Connection(port) as connection:
         await connection.send(request_bytes("POST", path, body, headers=headers))
@@ -163,22 +163,24 @@ async def test_clients_leave_and_come_back_at_the_other_gateway(two: TwoGateways
 
 async def test_a_stream_that_a_drain_cuts_goes_on_at_the_other_gateway(two: TwoGateways) -> None:
     """A third gateway, which leaves in the middle of a stream and has no time for it."""
+    num_tokens = 10 * NUM_TOKENS  # six seconds, so that SIGTERM comes before the end
     config = {**json.loads((two.folder / "gateway0.json").read_text()), "timeouts": {"drain_s": 0.01}}
     path = two.folder / "gateway2.json"
     path.write_text(json.dumps(config))
     whole, seen = Seen(), Seen()
-    await read(two.ports[0], 0, whole)
     with child(GATEWAY, path) as leaving:
         port = leaving.wait_ready()["port"]
         Site(leaving, [], f"http://127.0.0.1:{port}").wait_until("/ready", 200)
-        cut = asyncio.create_task(read(port, 0, seen))
+        uncut = asyncio.create_task(read(two.ports[0], 0, whole, num_tokens=num_tokens))
+        cut = asyncio.create_task(read(port, 0, seen, num_tokens=num_tokens))
         while seen.num_events < 5:
             await asyncio.sleep(0.005)
         leaving.signal(signal.SIGTERM)
         with pytest.raises(AssertionError, match="unavailable"):
             await cut
         assert leaving.wait() == 75
-    await come_back(two.ports[1], 0, seen)
+    await come_back(two.ports[1], 0, seen, num_tokens=num_tokens)
+    assert await uncut == 200
     assert seen.answer == whole.answer
 
 
