@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from gateway_kit import TestBench, eventually, metric, open_bench
+from lateness import loop_lateness
 from resume_kit import CHAT, COMPLETIONS, Event, answer_of, equal, kept, send, streaming_body, two_gateways
 from wire_kit import socket_dir
 
@@ -156,13 +157,20 @@ async def test_a_stream_is_forgotten_after_its_time(text: TextModel, tmp_path: P
         assert (unknown.status, unknown.headers["retry-after"]) == (404, "1"), "another gateway may still keep it"
 
 
-async def test_of_two_resumes_at_once_one_wins(text: TextModel, tmp_path: Path) -> None:
+async def test_of_two_resumes_at_once_one_wins(text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.stores.sqlite_thread.BUSY_MS", 5000)  # one gateway's thread may be held within a transaction
     async with two_gateways(text, tmp_path) as (first, second):
         for bench in (first, second):
             bench.replica.token_delay_s = 0.02
         for _ in range(5):
             events = await left(first)
-            answers = await asyncio.gather(*(go_on(bench, events[-1].id) for bench in (first, second, first, second)))
+            for bench in (first, second):
+                bench.replica.go.clear()  # the winner's stream lasts until all have asked, however late they are
+            asking = [asyncio.create_task(go_on(bench, events[-1].id)) for bench in (first, second, first, second)]
+            await eventually(lambda asking=asking: sum(task.done() for task in asking) >= 3)  # type: ignore[misc]
+            for bench in (first, second):
+                bench.replica.go.set()
+            answers = await asyncio.gather(*asking)
             assert sorted(answer.status for answer in answers) == [200, 409, 409, 409]
             (won,) = [answer for answer in answers if answer.status == 200]
             assert won.events[-1].data == "[DONE]"
@@ -208,9 +216,11 @@ async def test_a_stranger_cannot_end_a_stream(text: TextModel) -> None:
         bench.replica.token_delay_s = 0.01
         old = asyncio.create_task(send(bench.gateway, CHAT, BODY, on_body=sent.append, key="key-of-one"))
         await eventually(lambda: len(sent) >= 3)
+        bench.replica.go.clear()  # it is still being sent when the others ask
         answer_id = sent[0].split(b"/")[0].removeprefix(b"id: ").decode()
         assert (await go_on(bench, f"{answer_id}/2", key="key-of-two")).status == 404
         assert (await go_on(bench, f"{answer_id}/2", BODY + b" ", key="key-of-one")).status == 404
+        bench.replica.go.set()
         assert (await old).events[-1].data == "[DONE]"
 
 
@@ -302,14 +312,16 @@ async def test_a_bad_store_costs_resuming_and_no_answer(
     monkeypatch.setattr("headrace.gateway.stores.guarded.WRITE_S", 0.2)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
-        began = time.monotonic()
-        events = (await send(bench.gateway, CHAT, BODY)).events
-        assert events[-1].data == "[DONE]"
-        assert time.monotonic() - began < 0.2, "the answer does not wait for the store"
-        began = time.monotonic()
-        failed = await go_on(bench, events[3].id)
-        assert (failed.status, failed.error["code"]) == (503, "unavailable")
-        assert time.monotonic() - began < REQUEST_WAIT_S + 0.2
+        async with loop_lateness() as lateness:
+            began = time.monotonic()
+            events = (await send(bench.gateway, CHAT, BODY)).events
+            assert events[-1].data == "[DONE]"
+            assert time.monotonic() - began < 0.2 + lateness.late_s, "the answer does not wait for the store"
+        async with loop_lateness() as lateness:
+            began = time.monotonic()
+            failed = await go_on(bench, events[3].id)
+            assert (failed.status, failed.error["code"]) == (503, "unavailable")
+            assert time.monotonic() - began < REQUEST_WAIT_S + 0.2 + lateness.late_s
         await kept(bench)
         assert metric(bench.gateway, "headrace_streams_kept_total", outcome="failed") == 1
         assert metric(bench.gateway, "headrace_streams_continued_total", outcome="failed") == 1
@@ -324,10 +336,11 @@ async def test_a_claim_that_comes_too_late_is_given_back(text: TextModel, monkey
         events = await left(bench)
         store = _store(bench)
         late: list[asyncio.Task[bool]] = []
+        is_given_up = asyncio.Event()
 
         async def swap_late(*given: Any, **more: Any) -> bool:
             async def swap() -> bool:
-                await asyncio.sleep(REQUEST_WAIT_S + 0.15)
+                await is_given_up.wait()
                 return await real(*given, **more)
 
             late.append(asyncio.create_task(swap()))
@@ -339,6 +352,8 @@ async def test_a_claim_that_comes_too_late_is_given_back(text: TextModel, monkey
             running = asyncio.create_task(go_on(bench, events[-1].id))
             await eventually(lambda: bool(late))
         assert (await running).status == 503
+        await asyncio.sleep(0.15)  # the claim is asked back in vain
+        is_given_up.set()
         assert await late[0], "the store took the claim after all"
         await kept(bench)
         continued = await go_on(bench, events[-1].id)
@@ -367,7 +382,7 @@ async def test_a_claim_that_is_given_back_leaves_the_claim_of_another_request(te
 
 async def test_what_waits_to_be_written_is_bounded(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.gateway.compose.open_store", lambda *_: BadStore(is_slow=True))
-    monkeypatch.setattr("headrace.gateway.stores.guarded.WRITE_S", 0.2)
+    monkeypatch.setattr("headrace.gateway.stores.guarded.WRITE_S", 30.0)
     monkeypatch.setattr("headrace.gateway.stores.guarded.MAX_WRITING_BYTES", 1000)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
@@ -376,6 +391,7 @@ async def test_what_waits_to_be_written_is_bounded(text: TextModel, monkeypatch:
         assert 0 < bench.gateway.service.kept_streams.num_writing < 8
         dropped = metric(bench.gateway, "headrace_streams_kept_total", outcome="dropped")
         assert dropped + bench.gateway.service.kept_streams.num_writing == 8
+        monkeypatch.setattr("headrace.gateway.stores.guarded.WRITE_S", 0.01)  # the end waits so long for them
 
 
 async def test_an_entry_of_another_version_is_unknown(text: TextModel) -> None:
