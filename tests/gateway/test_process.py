@@ -7,7 +7,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,10 +133,14 @@ def test_client_that_leaves_frees_its_blocks(shared: Site) -> None:
     with shared.client() as client:
         with opened(client, ignore_eos=True):
             pass
-        start = time.monotonic()
-        while not all(line in client.get("/metrics").text for line in IDLE):
-            assert time.monotonic() - start < 10
-            time.sleep(0.05)
+        eventually(lambda: all(line in client.get("/metrics").text for line in IDLE))
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < 10
+        time.sleep(0.02)
 
 
 # -- engines that stop, hang and die; gateways that end ----------------------------------------------------------------------------
@@ -148,8 +152,13 @@ def test_a_stopped_then_killed_engine(folder: Path, text_folder: Path) -> None:
     And when the supervisor goes, so does the gateway.
     """
     with site(folder, text_folder, PACED, timeouts={"failover_s": 0}) as made, made.client() as client:
-        made.engines[0].signal(signal.SIGSTOP)
-        assert made.wait_until("/ready", 503) < 2.0
+        took: list[float] = []
+        while len(took) < 3 and min(took, default=2.0) >= 2.0:  # again where the machine itself stood still
+            made.engines[0].signal(signal.SIGCONT)
+            made.wait_until("/ready", 200)
+            made.engines[0].signal(signal.SIGSTOP)
+            took.append(made.wait_until("/ready", 503))
+        assert min(took) < 2.0
         assert client.get("/ready").json()["reason"].startswith("fox/r0 ")
         assert client.get("/live").status_code == 200
         refused = client.post("/v1/chat/completions", json=chat())
@@ -177,7 +186,8 @@ def test_a_hanging_step_and_the_end_of_patience(folder: Path, text_folder: Path)
         with opened(client, ignore_eos=True) as lines:
             made.wait_until("/ready", 503)
             with made.client() as other:
-                assert "a step has taken" in other.get("/ready").json()["reason"]
+                # At first it may be that the machine stood still, and the engine with it: "does not answer".
+                eventually(lambda: "a step has taken" in other.get("/ready").json()["reason"])
                 assert other.get("/health").status_code == 200
             made.gateway.signal(signal.SIGTERM)
             last = list(lines)[-1]
@@ -221,9 +231,9 @@ def test_replicas_change_through_the_leash_while_a_stream_runs(folder: Path, tex
     with site(folder, text_folder, PACED, num_engines=2) as made, made.client() as client, made.client() as other:
         write_gateway_file(folder, text_folder, 1, {})
         assert asked(made, "reload") == {"event": "reloaded"}
-        with opened(client, ignore_eos=True, max_tokens=200) as lines:
-            replicas = asked(made, "status")["models"]["fox"]
-            assert replicas == {"r0": {"ready": True, "reason": "", "open": 1, "refused": False}}
+        with opened(client, ignore_eos=True, max_tokens=600) as lines:
+            running = {"ready": True, "reason": "", "open": 1, "refused": False}
+            eventually(lambda: asked(made, "status")["models"]["fox"] == {"r0": running})
             path = folder / "gateway.json"
             path.write_text(path.read_text().replace("e0", "e1").replace("r0", "r1"))
             assert asked(made, "reload") == {"event": "reloaded"}
@@ -231,10 +241,8 @@ def test_replicas_change_through_the_leash_while_a_stream_runs(folder: Path, tex
             made.wait_until("/ready", 200)
             assert other.post("/v1/chat/completions", json=chat(max_tokens=3)).status_code == 200
             assert list(lines)[-1] == "data: [DONE]"
-        start = time.monotonic()
-        while asked(made, "status")["models"]["fox"] != {"r1": {"ready": True, "reason": "", "open": 0, "refused": False}}:
-            assert time.monotonic() - start < 10
-            time.sleep(0.02)
+        idle = {"ready": True, "reason": "", "open": 0, "refused": False}
+        eventually(lambda: asked(made, "status")["models"]["fox"] == {"r1": idle})
         path.write_text(path.read_text().replace('"port": 0', '"port": 1'))
         said = asked(made, "reload")
         assert (said["event"], "port" in said["reason"]) == ("refused", True)

@@ -64,11 +64,12 @@ def eventually(condition: Callable[[], bool]) -> None:
 @contextmanager
 def by_hand(folder: Path, content: dict[str, Any]) -> Iterator[Gateway]:
     """content: the file, without the port, which is a free one"""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    content["gateway"]["port"] = port
-    (folder / "headrace.yaml").write_text(yaml.safe_dump(content))
-    with open(folder / "log", "wb") as log:
+    with socket.socket() as held, open(folder / "log", "wb") as log:
+        # Bound and not listening, it keeps the port from other programs; the gateway listens there all the same, as both reuse addresses.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        content["gateway"]["port"] = port = held.getsockname()[1]
+        (folder / "headrace.yaml").write_text(yaml.safe_dump(content))
         command = [*GATEWAY, "--config", str(folder / "headrace.yaml")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, env=environment)
@@ -84,14 +85,19 @@ def by_hand(folder: Path, content: dict[str, Any]) -> Iterator[Gateway]:
 
 
 @contextmanager
-def engines(folder: Path, texts: dict[str, Path]) -> Iterator[None]:
-    """A fake engine per replica, which listens at a socket of its name. texts: replica -> the folder that it serves"""
+def engines(folder: Path, texts: dict[str, Path], **step_seconds: float) -> Iterator[None]:
+    """A fake engine per replica, which listens at a socket of its name.
+
+    texts         replica -> the folder that it serves
+    step_seconds  replica -> those of its steps, where they are not FAKE's
+    """
     with ExitStack() as stack:
         started = []
         for name, text in texts.items():
             config = folder / f"{name}.json"
+            fake = FAKE | {"step_seconds": step_seconds.get(name, FAKE["step_seconds"])}
             config.write_text(
-                json.dumps({"replica": name, "address": f"unix:{folder}/{name}", "engine": {"model": str(text)}, "fake": FAKE})
+                json.dumps({"replica": name, "address": f"unix:{folder}/{name}", "engine": {"model": str(text)}, "fake": fake})
             )
             started.append(stack.enter_context(child(ENGINE, config)))
         for engine in started:
@@ -104,7 +110,7 @@ def model(name: str, folder: Path, text: Path, *replicas: str) -> dict[str, Any]
     return {"name": name, "remote": {"model": str(text), "replicas": listed}}
 
 
-def stream(gateway: Gateway, seed: int, name: str = "fox", num_tokens: int = 600) -> str:
+def stream(gateway: Gateway, seed: int, name: str = "fox", num_tokens: int = 1200) -> str:
     """The text of a whole stream. Fails where it does not end as it should."""
     body = {"model": name, "messages": [{"role": "user", "content": "Hello"}], "stream": True, "seed": seed, "ignore_eos": True}
     with gateway.client() as client:
@@ -127,8 +133,8 @@ def test_streams_run_over_every_reload(folder: Path) -> None:
     text, other = model_folder(folder / "fox"), model_folder(folder / "owl")
     seeds = range(4)
     with (
-        engines(folder, {"r0": text, "r1": text, "o0": other}),
-        by_hand(folder, {"models": [model("fox", folder, text, "r0")], "gateway": {"api_keys": [{"key": KEY}]}}) as gateway,
+        engines(folder, {"quick": text, "r0": text, "r1": text, "o0": other}, quick=0.001),
+        by_hand(folder, {"models": [model("fox", folder, text, "quick")], "gateway": {"api_keys": [{"key": KEY}]}}) as gateway,
         concurrent.futures.ThreadPoolExecutor(8) as threads,
         gateway.client() as client,
     ):
@@ -146,6 +152,8 @@ def test_streams_run_over_every_reload(folder: Path) -> None:
         eventually(lambda: is_ready("/ready"))
         alone = list(threads.map(lambda seed: stream(gateway, seed), seeds))
         assert len(set(alone)) == len(alone)
+        gateway.reload({"models": [model("fox", folder, text, "r0")], "gateway": server}, "was read again")
+        eventually(lambda: is_ready("/ready"))
         running = [threads.submit(stream, gateway, seed) for seed in seeds]
         eventually(lambda: open_requests() == len(seeds))
 
