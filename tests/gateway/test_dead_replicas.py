@@ -141,7 +141,9 @@ async def test_a_dead_replica_gets_no_request_beyond_two_seconds_and_comes_back(
     async def one(name: str) -> None:
         async with two_engines() as both:
             await both.ask_for(0.6)
-            assert both.bad.submits, "both are used while all is well"
+            async with asyncio.timeout(10.0):
+                while not both.bad.submits:  # both are used while all is well
+                    await both.ask_for(0.2)
             await FAULTS[name](both)
             before = len(both.bad.submits)
             async with asyncio.timeout(REPLICA_LIMITS.cooldown_s + 10.0):
@@ -165,6 +167,12 @@ async def test_a_replica_that_loses_what_it_is_sent_gets_three_requests(num_fail
             return stream
 
         both.bad.submit = submit_and_reset  # type: ignore[method-assign]
-        took = await both.ask_for(3.0)
-        assert len(both.bad.submits) == num_failures
-        assert max(took) < 2.0
+        submits, took = both.bad.submits, list[float]()
+        async with loop_lateness() as lateness:
+            async with asyncio.timeout(30.0):
+                while len(submits) < num_failures:
+                    took += await both.ask_for(0.2)
+            took += await both.ask_for(2.5)
+        closed_until = submits[num_failures - 1] + REPLICA_LIMITS.cooldown_s  # a busy machine may bring the test that far
+        assert sum(at < closed_until for at in submits) == num_failures
+        assert max(took) < 2.0 + lateness.late_s
