@@ -85,14 +85,17 @@ async def test_what_is_said_to_one_who_is_gone_is_forgotten() -> None:
 
 @asynccontextmanager
 async def stopped_host(folder: Path) -> AsyncIterator[tuple[TextPool, HostProcess, ModelText, asyncio.Task[object]]]:
-    """One worker in the middle of a heavy job, its host stopped by a signal."""
+    """One worker in the middle of a heavy job, its host stopped by a signal. So is the worker: the job lasts until it is killed."""
     host = HostProcess(frames.HostConfig({"fox": str(folder)}, Limits()))
     async with TextPool(host, max_workers=1, max_queue=9, max_queue_bytes=8 << 20) as pool:
         text = ModelText(pool, "fox", load_text(folder).tokenizer)
+        await eventually(lambda: len(pool._idle) == 1)
+        assert host._process is not None
+        (worker,) = psutil.Process(host._process.pid).children()
+        worker.suspend()
         job = text.encode(["fox " * (HEAVY_BYTES * 4)], add_special_tokens=False, max_model_len=None, tenant="t")
         heavy: asyncio.Task[object] = asyncio.create_task(job)
         await eventually(lambda: len(pool._running) == 1)
-        assert host._process is not None
         os.kill(host._process.pid, signal.SIGSTOP)
         yield pool, host, text, heavy
         pool.check()

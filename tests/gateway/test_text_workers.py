@@ -62,6 +62,14 @@ async def encode(text: ModelText, content: str, tenant: str = "t") -> list[int]:
     return list(ids)
 
 
+async def stop_worker(pool: TextPool, host: HostProcess) -> None:
+    """Stop the only worker by a signal: its next job lasts until it is killed, however late this process comes to that."""
+    await eventually(lambda: len(pool._idle) == 1)
+    assert host._process is not None
+    (worker,) = psutil.Process(host._process.pid).children()
+    worker.suspend()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return text_kit.save_byte_level(tmp_path / "m", chat_template=STEERED)
@@ -164,7 +172,8 @@ async def test_a_template_that_is_a_bomb_fails_its_model_alone(tmp_path: Path, t
 
 
 async def test_who_leaves_frees_its_place_and_its_worker(folder: Path) -> None:
-    async with workers(folder, max_workers=1) as (text, pool, _, _):
+    async with workers(folder, max_workers=1) as (text, pool, host, _):
+        await stop_worker(pool, host)
         heavy = asyncio.create_task(text.encode(["fox " * (HEAVY_BYTES * 4)], add_special_tokens=False, max_model_len=None, tenant="t"))
         await eventually(lambda: len(pool._running) == 1)
         waiting = [asyncio.create_task(encode(text, "Hello")) for _ in range(10)]
@@ -182,7 +191,7 @@ async def test_heavy_jobs_leave_one_worker_to_short_ones(folder: Path) -> None:
     async with workers(folder) as (text, pool, _, _):
         big = ["fox " * (HEAVY_BYTES * 2)]
         heavy = [asyncio.create_task(text.encode(big, add_special_tokens=False, max_model_len=None, tenant="t")) for _ in range(4)]
-        await eventually(lambda: len(pool._running) == 1 and pool.reading().num_waiting == 3)
+        await eventually(lambda: len(pool._running) == 1 and pool.reading().num_waiting <= 3)
         for _ in range(5):
             assert await encode(text, "Hello")
         assert not all(task.done() for task in heavy)
@@ -209,6 +218,7 @@ async def test_a_lost_host_fails_what_ran_and_is_started_again(folder: Path, mon
     monkeypatch.setattr("headrace.gateway.text_workers.processes.RESTART_S", 0.01)
     async with workers(folder, max_workers=1) as (text, pool, host, _):
         await encode(text, "Hello")
+        await stop_worker(pool, host)
         running = asyncio.create_task(text.encode(["fox " * (HEAVY_BYTES * 4)], add_special_tokens=False, max_model_len=None, tenant="t"))
         waiting = asyncio.create_task(encode(text, "Hello"))
         await eventually(lambda: len(pool._running) == 1)
@@ -259,9 +269,9 @@ async def test_a_folder_that_is_damaged_at_a_restart_fails_its_model_alone(tmp_p
 
 async def test_while_the_host_is_down_jobs_wait_so_long_and_no_longer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.gateway.text_workers.processes.RESTART_S", 60.0)
-    monkeypatch.setattr("headrace.gateway.text_workers.processes.ADD_TIMEOUT_S", 0.05)
     async with workers(folder, max_workers=1) as (text, _, host, _):
         assert await encode(text, "Hello")
+        monkeypatch.setattr("headrace.gateway.text_workers.processes.ADD_TIMEOUT_S", 0.05)  # now: it bounds the first fork, too
         assert host._process is not None
         host._process.kill()
         await eventually(lambda: host.reason != "")
@@ -350,7 +360,8 @@ async def main():
     host = HostProcess(frames.HostConfig({"fox": sys.argv[1]}, Limits()))
     async with TextPool(host, max_workers=2, max_queue=9, max_queue_bytes=1 << 24) as pool:
         text = ModelText(pool, "fox", load_text(sys.argv[1]).tokenizer)
-        await text.encode(["x"], add_special_tokens=False, max_model_len=None, tenant="t")
+        while len(pool._idle) < 2:
+            await asyncio.sleep(0.01)
         asyncio.create_task(text.encode(["fox " * 400_000], add_special_tokens=False, max_model_len=None, tenant="t"))
         await asyncio.sleep(0.05)
         print(host._process.pid, flush=True)
