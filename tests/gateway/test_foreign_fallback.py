@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -116,9 +117,12 @@ async def test_a_server_that_is_not_there_is_left_for_the_next(text: TextModel) 
 async def test_a_server_that_is_silent_before_its_first_token_is_left_for_the_next(text: TextModel) -> None:
     for pieces in ((), (head(), b": ping\n\n"), (head(), said("", role="assistant"))):
         silent, good = ScriptedServer(*pieces, hangs=True), ScriptedServer(GOOD)
-        async with listening(silent, good) as ports, open_bench(text, models=in_order(*ports, first_token_s=0.2)) as near:
-            assert await said_by(near) == "good"
-            assert metric(near.gateway, "headrace_upstream_attempts_total", model=FAR, replica="foreign-0", result="lost") == 1
+        async with listening(silent, good) as ports:
+            models = in_order(*ports)
+            models[0]["upstreams"][0]["first_token_s"] = 0.2
+            async with open_bench(text, models=models) as near:
+                assert await said_by(near) == "good"
+                assert metric(near.gateway, "headrace_upstream_attempts_total", model=FAR, replica="foreign-0", result="lost") == 1
 
 
 async def test_comments_do_not_keep_a_stream_alive_that_sends_no_tokens(text: TextModel) -> None:
@@ -338,13 +342,12 @@ async def test_a_server_that_comes_back_is_found_without_a_request(text: TextMod
     monkeypatch.setattr(foreign_watch, "UNREACHABLE_S", 0.05)
     monkeypatch.setattr(foreign_watch, "LOAD_S", 0.05)
     server = ScriptedServer(GOOD)
-    async with listening(server) as (port,):
-        pass
-    async with open_bench(text, models=far_models(port)) as near:
+    held = socket.socket()  # bound and not listening, it keeps the port from other programs
+    held.bind(("127.0.0.1", 0))
+    async with open_bench(text, models=far_models(held.getsockname()[1])) as near:
         await eventually(lambda: not servers_of(near)[0].is_reachable)
         assert not (await near.client.get("/ready")).json()["replicas"][0]["ok"]
-        again = await asyncio.start_server(server, "127.0.0.1", port)
-        async with again:
+        async with await asyncio.start_server(server, sock=held):
             await eventually(lambda: servers_of(near)[0].is_reachable)
             assert (await near.client.get("/ready")).json()["replicas"][0]["ok"]
             assert server.heads == []
@@ -381,6 +384,7 @@ async def test_a_server_without_known_metrics_is_not_asked_for_them_again_before
         assert (server.gets.count("/v1/models"), server.gets.count("/metrics")) == (1, 1)
     alone = ScriptedServer(GOOD)
     async with scripted(text, alone):
+        await eventually(lambda: bool(alone.gets))
         await asyncio.sleep(0.1)
     assert alone.gets == ["/v1/models"], "load decides among several servers only"
 
@@ -412,6 +416,8 @@ async def test_a_server_that_refuses_its_key_is_named_in_the_log_once(
 
 async def test_a_server_that_is_slow_to_list_its_models_still_counts_as_reachable(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_session, "FACTS_S", 0.05)
+    monkeypatch.setattr(foreign_watch, "MODELS_S", 0.0)  # on a busy machine the time may be over before the server has been asked
+    monkeypatch.setattr(foreign_watch, "LOAD_S", 0.05)
     server = ScriptedServer(GOOD, pages={"/v1/models": b""}, pause_get_s=0.3)
     async with scripted(text, server) as near:
         await eventually(lambda: bool(server.gets))

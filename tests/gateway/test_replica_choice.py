@@ -143,6 +143,8 @@ async def test_a_client_that_leaves_leaves_no_trace_in_the_circuit(text: TextMod
         while len(slow.requests) == before:
             await ask(bench, 1)
         slow.go.set()
+        patient = replace(bench.reloader.config, timeouts=replace(bench.reloader.config.timeouts, request_s=None))
+        await bench.reloader.reload(lambda: patient)
         assert await ask(bench, 30) == [200] * 30
         assert len(slow.requests) > before + 5
 
