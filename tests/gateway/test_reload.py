@@ -666,10 +666,13 @@ async def test_series_of_what_left_are_dropped_after_a_while(bench: TestBench, m
 
 
 async def test_a_name_that_comes_back_keeps_its_series(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site_models, "SERIES_KEPT_S", 0.05)
+    monkeypatch.setattr(site_models, "SERIES_KEPT_S", 3600.0)
+    timers = bench.reloader._models._forgetting
     await bench.chat()
     await apply(bench, model(MODEL, "r1"))
-    await eventually(lambda: bench.replicas["r0"].is_closed)
+    await eventually(lambda: bool(timers))
+    (timer,) = timers.values()
     await apply(bench, model(MODEL, "r0", "r1"))
-    await asyncio.sleep(0.1)
+    assert timer.cancelled()
+    assert not timers
     assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="stop") == 1
