@@ -21,6 +21,8 @@ from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.text.folder import TextModel, load_text
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")  # or a slice would include the collection of what other tests left
+
 LONGEST_S = 0.025
 HEAVY: dict[str, Any] = {
     "n": 64,
