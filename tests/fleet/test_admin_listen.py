@@ -56,37 +56,44 @@ def folder_of(parent: Path, name: str, role: TlsRole, made_by: SiteAuthority, to
     return folder
 
 
-def listen_in(folder: Path, port: int = 0, tls: TlsFiles | None = None) -> AdminListen:
-    return AdminListen(listen=f"127.0.0.1:{port}", token_file=str(folder / "token"), tls=tls)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def listen_in(folder: Path, tls: TlsFiles | None = None) -> AdminListen:
+    return AdminListen(listen="127.0.0.1:0", token_file=str(folder / "token"), tls=tls)
 
 
 class Site:
-    """A deployment whose admin requests are answered at `url` over TLS, and what an operator has."""
+    """A deployment whose admin requests are answered at `url` over TLS once it runs, and what an operator has."""
 
-    def __init__(self, folder: Path) -> None:
-        self.authority, self.port = authority(), free_port()
+    url: str
+
+    def __init__(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+        self.authority = authority()
         self.server = folder_of(folder, "server", TlsRole.ENGINE, self.authority)
         self.operator = folder_of(folder, "operator", TlsRole.GATEWAY, self.authority)
-        self.url = f"https://127.0.0.1:{self.port}"
 
     @asynccontextmanager
     async def running(self, requests: Sequence[AdminRequests] = ()) -> AsyncIterator[ScriptedSite]:
-        async with scripted_site(requests=requests, admin=listen_in(self.server, self.port, files_in(self.server))) as site:
+        self._caplog.set_level(logging.INFO, "headrace.fleet.admin")
+        async with scripted_site(requests=requests, admin=listen_in(self.server, files_in(self.server))) as site:
+            [self.url] = re.findall(r"answered at (https://\S+)", self._caplog.text)
             yield site
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where commands find it."""
+        return {"admin": self.url, "tls_dir": self.operator}
 
     async def status(self, files: Path) -> Any:
         return await asyncio.to_thread(lambda: RemoteAdminClient(self.url, files).status())
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Site:
-    return Site(tmp_path)
+def made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Site:
+    return Site(tmp_path, caplog)
 
 
 async def test_commands_work_from_another_machine(made: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,8 +113,8 @@ async def test_keys_are_created_and_revoked_from_another_machine(made: Site, tmp
     def administration(actor: str) -> Administration:
         return Administration(SqliteKeys.open(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
-    place: dict[str, Any] = {"admin": made.url, "tls_dir": made.operator}
     async with made.running([KeyRequests(administration)]):
+        place = made.place
         await asyncio.to_thread(lambda: keys.create(tenant="acme", budget=5.0, as_json=True, **place))
         issued = json.loads(capsys.readouterr().out)
         assert (await asyncio.to_thread(KeyDirectory(None, None, *place.values()).ask, "GET", "keys", issued["id"]))["budget"] == 5.0
@@ -130,8 +137,8 @@ async def test_tenants_are_created_changed_and_removed_from_another_machine(
     def administration(actor: str) -> Administration:
         return Administration(SqliteKeys.open(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
-    place: dict[str, Any] = {"admin": made.url, "tls_dir": made.operator}
     async with made.running([KeyRequests(administration)]):
+        place = made.place
         await asyncio.to_thread(lambda: tenants.create("acme", budget=5.0, **place))
         await asyncio.to_thread(lambda: tenants.set_tenant("acme", tier="premium", option=["cache=true"], **place))
         capsys.readouterr()
@@ -158,8 +165,8 @@ async def test_what_is_kept_of_a_tenant_is_removed_from_another_machine(
         store = opened(config, TenantShare(config), time.time)
         await store.put("kept", b"", tenant="acme", ttl_s=60.0)
         await store.close()
-    place: dict[str, Any] = {"admin": made.url, "tls_dir": made.operator}
     async with made.running([CacheRequests(lambda: config, administration, time.time)]):
+        place = made.place
         for everything, num_removed in ((False, 1), (True, 1), (True, 0)):
             await asyncio.to_thread(partial(cache.purge, "acme", everything=everything, as_json=True, **place))
             assert json.loads(capsys.readouterr().out) == {"removed": num_removed}

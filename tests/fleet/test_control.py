@@ -312,7 +312,8 @@ async def test_without_surge_the_old_one_ends_first(start: Start) -> None:
 async def test_a_drain_of_all_ends_the_deployment(start: Start) -> None:
     site = start(drain_timeout_s=600)
     site.hear()
-    assert site.do("drain", within_s=0.5)[-1] == {"event": "done"}
+    # Far less than the file's time, and more than a busy machine takes: at its end running requests would be cut.
+    assert site.do("drain", within_s=20)[-1] == {"event": "done"}
     assert await site.wait() == 0
     assert not list(site.folder.glob("headrace-*"))
 

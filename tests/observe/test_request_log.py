@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pty
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,19 +61,22 @@ def test_lines_of_several_processes_stay_whole(tmp_path: Path, is_pipe: bool) ->
     target = tmp_path / "log"
     if is_pipe:
         os.mkfifo(target)
+        both_ends = os.open(target, os.O_RDWR)  # so that neither a late writer nor the reader waits for the other end
     else:
         target.touch()
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=write_lines, args=(str(target), worker, 300)) for worker in range(3)]
     for writer in writers:
         writer.start()
-    if not is_pipe:
+    with target.open() as reader, ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.read) if is_pipe else None
         for writer in writers:
             writer.join()
-    found = [json.loads(line) for line in target.read_text().splitlines()]
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
+        if is_pipe:
+            os.close(both_ends)
+        text = reading.result() if reading is not None else reader.read()
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    found = [json.loads(line) for line in text.splitlines()]
     assert sorted((line["worker"], line["status"]) for line in found) == [(worker, number) for worker in range(3) for number in range(300)]
     assert {"reason" in line for line in found} == {True, False}, "a line that is too long for a pipe lost what made it so"
 

@@ -43,30 +43,47 @@ def free_port() -> int:
 class ClickHouseServer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_known = False
+        """It has answered at its port, which clients may have by now."""
         for name in ("data", "tmp", "files", "schemas"):
             (folder / name).mkdir(parents=True)
-        (folder / "config.xml").write_text(CONFIG.format(folder=folder, port=self.port, tcp_port=free_port()))
         (folder / "users.xml").write_text(USERS.format(user=USER, password=PASSWORD))
         secret = folder / "password"
         secret.write_text(PASSWORD)
         secret.chmod(0o600)
+        self._choose_ports()
+
+    def _choose_ports(self) -> None:
+        self.port = free_port()
+        (self.folder / "config.xml").write_text(CONFIG.format(folder=self.folder, port=self.port, tcp_port=free_port()))
         self.config = ClickHouseConfig(
-            url=f"http://127.0.0.1:{self.port}", database="headrace_test", user=USER, password_file=str(secret)
+            url=f"http://127.0.0.1:{self.port}", database="headrace_test", user=USER, password_file=str(self.folder / "password")
         ).checked("usage.clickhouse")
 
     def start(self) -> None:
+        deadline = time.monotonic() + START_S
+        process = self._launch()
+        while not self._answers():
+            if process.poll() is not None:
+                errors = self.folder / "errors"
+                said = errors.read_text()
+                assert "Address already in use" in said, said
+                assert not self._is_known, said
+                errors.unlink()
+                self._choose_ports()  # another process was faster to take a port
+                process = self._launch()
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.1)
+        self._is_known = True
+
+    def _launch(self) -> subprocess.Popen[bytes]:
         assert PROGRAM is not None, MISSING
         command = [PROGRAM, f"--config-file={self.folder / 'config.xml'}"]
         self._process = subprocess.Popen(
             command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + START_S
-        while not self._answers():
-            assert self._process.poll() is None, (self.folder / "errors").read_text()
-            assert time.monotonic() < deadline, "the server does not answer"
-            time.sleep(0.1)
+        return self._process
 
     def stop(self) -> None:
         if self._process is not None:

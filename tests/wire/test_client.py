@@ -125,6 +125,7 @@ async def test_a_loopback_port_nobody_listens_at_belongs_to_an_engine_that_start
 
 async def test_a_model_that_does_not_fit_is_told_once(told: list[str]) -> None:
     async with served() as engine, ReplicaClient(engine.address, name="r0", expect=Expectation(vocab_size=5)) as replica:
+        await until(lambda: bool(told))
         with pytest.raises(Unavailable, match="vocabulary"):
             await replica.wait_connected(0.5)
     assert len(told) == 1, told

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from wire_kit import until
 
 from headrace.core.errors import Unavailable
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, LeashRequests, ReloadRefused, ReplicaStatus
@@ -58,7 +59,7 @@ def test_requests_reach_the_handler_in_order_and_whole(ends: tuple[Leash, socket
     assert gone.wait(10)
 
 
-def test_without_a_handler_requests_wait_for_the_next_one(ends: tuple[Leash, socket.socket]) -> None:
+async def test_without_a_handler_requests_wait_for_the_next_one(ends: tuple[Leash, socket.socket]) -> None:
     leash, supervisor = ends
     leash.watch(lambda: None)
     taken: list[LeashRequest] = []
@@ -66,7 +67,8 @@ def test_without_a_handler_requests_wait_for_the_next_one(ends: tuple[Leash, soc
     leash.listen(lambda _: came.set())
     leash.listen(None)
     supervisor.sendall(b'{"event": "reload", "id": 7}\n')
-    assert not came.wait(0.2)
+    await until(lambda: bool(leash._unhandled))
+    assert not came.is_set()
     leash.listen(taken.append)
     assert taken == [LeashRequest(LeashRequestKind.RELOAD, 7)]
 

@@ -54,7 +54,7 @@ async def test_an_engine_that_is_heard_and_does_not_read_gets_no_new_work_until_
         link.set(CUT, Direction.TO_SERVER)
         lost = replica.submit(request("lost"))
         await until(lambda: replica.state is ConnectionState.NOT_READING)
-        assert replica.silent_s < 10 * BEAT_S, "the engine is heard"
+        await until(lambda: replica.silent_s < 2 * BEAT_S)  # a frame came after the cut: the engine is heard
         with pytest.raises(Unavailable, match="not reading"):
             replica.submit(request("new"))
         assert replica.abandon_unseen("moved") == 1
@@ -64,6 +64,7 @@ async def test_an_engine_that_is_heard_and_does_not_read_gets_no_new_work_until_
         link.set(HEALTHY)
         await until(lambda: replica.state is ConnectionState.CONNECTED)
         await until(lambda: engine.is_idle)
+        await until(lambda: replica.state is ConnectionState.CONNECTED)  # again: a beat may have been late
         assert await read_all(replica.submit(request("after")))
         assert replica.abandon_unseen("nothing is left") == 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,9 +74,23 @@ async def test_nothing_listens_where_each_address_of_a_name_refuses(where: str |
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("127.0.0.1", "127.0.0.2")]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
-    with socket.create_server((where or "127.0.0.3", 0)) as server:
+    with socket.create_server((where, 0)) if where is not None else bound_at_both() as server:
         port = server.getsockname()[1]
         assert await nothing_listens(parse_target(f"localhost:{port}", TOKEN)) is (where is None)
+
+
+@contextmanager
+def bound_at_both() -> Iterator[socket.socket]:
+    """A socket that does not listen, at a port of 127.0.0.1 that is kept from others at 127.0.0.2 too."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            try:
+                other.bind(("127.0.0.2", one.getsockname()[1]))
+            except OSError:  # another process has it
+                continue
+            yield one
+            return
 
 
 async def test_a_network_that_drops_packets_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,12 @@ async def test_while_the_first_runs_a_retry_is_told_when_to_come_again(text: Tex
 async def test_of_many_first_requests_at_two_gateways_one_is_computed(text: TextModel, tmp_path: Path, store_url: str) -> None:
     async with two(text, tmp_path, store_url) as benches:
         for bench in benches:
-            bench.replica.token_delay_s = 0.02
-        answers = await asyncio.gather(*(ask(bench, "a") for _ in range(4) for bench in benches))
+            bench.replica.go.clear()
+        asked = [asyncio.create_task(ask(bench, "a")) for _ in range(4) for bench in benches]
+        await eventually(lambda: sum(task.done() for task in asked) == 7)
+        for bench in benches:
+            bench.replica.go.set()
+        answers = await asyncio.gather(*asked)
         assert sorted(answer.status_code for answer in answers) == [200] + [409] * 7
         assert sum(len(bench.replica.requests) for bench in benches) == 1
 
@@ -147,17 +151,24 @@ async def test_an_answer_is_finished_without_its_client_and_waits_for_the_retry(
 async def test_a_gateway_that_died_keeps_its_keys_for_a_lease(
     text: TextModel, tmp_path: Path, store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.gateway.cache.replays.LEASE_S", 0.4)
-    monkeypatch.setattr("headrace.gateway.cache.replays.RENEW_S", 0.1)
+    def set_lease(seconds: float) -> None:
+        monkeypatch.setattr("headrace.gateway.cache.replays.LEASE_S", seconds)
+
+    set_lease(4.0)  # a claim outlives a pause of a busy machine before its first renewal
+    monkeypatch.setattr("headrace.gateway.cache.replays.RENEW_S", 0.3)
     async with two(text, tmp_path, store_url) as (first, second):
         first.replica.go.clear()
         running = asyncio.create_task(ask(first, "a"))
         await eventually(lambda: bool(first.replica.requests))
-        await asyncio.sleep(0.6)
+        set_lease(60.0)
+        await asyncio.sleep(4.2)
         assert (await ask(second, "a")).status_code == 409, "a living gateway renews its claim"
-        (claim,) = first.gateway.service.replays.claims
+        replays = first.gateway.service.replays
+        (claim,) = replays.claims
         assert claim.renewing is not None
         claim.renewing.cancel()  # what its death does
+        set_lease(0.4)
+        await replays._renewed(replays._store.store, claim)  # the last renewal
         await asyncio.sleep(0.5)
         taken = await ask(second, "a")
         assert not is_replay(taken)

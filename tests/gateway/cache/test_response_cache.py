@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, events_of, eventually, metric, open_bench
+from lateness import loop_lateness
 from redis_kit import RedisServer
 
 from headrace.core.errors import Unavailable
@@ -34,7 +35,7 @@ class ManualTime:
 
 @pytest.fixture
 async def cached(text: TextModel) -> AsyncIterator[TestBench]:
-    async with open_bench(text, **ON) as bench:
+    async with open_bench(text, sources=Sources(unix_time=ManualTime()), **ON) as bench:
         yield bench
         bench.gateway.service.answer_cache.flights.check()
 
@@ -312,15 +313,19 @@ async def test_a_hit_says_so_in_the_request_log_and_counts_no_engine(cached: Tes
     assert (record.cache_tier, record.replica, record.completion_tokens, record.model) == ("response", None, 8, MODEL)
 
 
-@pytest.mark.usefixtures("shipped_patience")
 @pytest.mark.parametrize("trouble", ["stopped", "hangs", "READONLY", "OOM"])
-async def test_a_store_that_fails_costs_the_cache_and_no_answer(text: TextModel, redis_server: RedisServer, trouble: str) -> None:
+async def test_a_store_that_fails_costs_the_cache_and_no_answer(
+    text: TextModel, redis_server: RedisServer, trouble: str, request: pytest.FixtureRequest
+) -> None:
+    can_read = trouble in ("READONLY", "OOM")
     async with open_bench(text, store={"url": redis_server.url}, **ON) as bench:
         client = bench.gateway.service.answer_cache._store.store._client  # type: ignore[attr-defined]
         kept = {"temperature": 0, "max_tokens": 4}
-        async with asyncio.timeout(20):  # a busy machine may take the first look-up for a failure
+        async with asyncio.timeout(20):
             while result(await bench.chat(**kept)) != "hit":
                 await asyncio.sleep(0.05)
+        if not can_read:  # a store that answers is not to be taken for one that fails, however busy the machine is
+            request.getfixturevalue("shipped_patience")
         if trouble == "stopped":
             redis_server.stop()
         elif trouble == "hangs":
@@ -329,14 +334,15 @@ async def test_a_store_that_fails_costs_the_cache_and_no_answer(text: TextModel,
             await client.replicaof("127.0.0.1", "1")
         else:
             await client.config_set("maxmemory", "1")
-        began = time.monotonic()
-        for number in range(6):
-            answer = await bench.chat(**GREEDY, messages=[{"role": "user", "content": f"question {number}"}])
-            assert result(answer) == "miss", "it is computed"
-        assert time.monotonic() - began < MAX_UNANSWERED * REQUEST_WAIT_S + 6 * 0.5, (
+        async with loop_lateness() as lateness:
+            began = time.monotonic()
+            for number in range(6):
+                answer = await bench.chat(**GREEDY, messages=[{"role": "user", "content": f"question {number}"}])
+                assert result(answer) == "miss", "it is computed"
+            took_s = time.monotonic() - began
+        assert took_s < MAX_UNANSWERED * REQUEST_WAIT_S + 6 * 0.5 + lateness.late_s, (
             "after three waits nothing is asked; 0.5 s each to compute"
         )
-        can_read = trouble in ("READONLY", "OOM")
         assert result(await bench.chat(**kept)) == ("hit" if can_read else "miss")
         if not can_read:
             assert metric(bench.gateway, "headrace_cache_lookup_failures_total") >= MAX_UNANSWERED

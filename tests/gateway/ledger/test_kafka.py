@@ -69,21 +69,26 @@ def test_brokers_that_hang_get_everything_once_they_go_on(cluster: MockCluster, 
     assert set(ids_in_topic(config(cluster))) == {usage(number).request_id for number in range(200)}
 
 
+def ship_again_and_again(sink: KafkaSink, number: int) -> None:
+    """Until it is delivered in time."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            sink.ship([encode_record(usage(number))])
+            break
+        except SinkFailed:
+            assert time.monotonic() < deadline
+
+
 def test_a_batch_that_is_not_delivered_in_time_fails(cluster: MockCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kafka, "DELIVERY_S", 1.5)
     sink = sink_of(cluster)
-    sink.ship([encode_record(usage(1))])
+    ship_again_and_again(sink, 1)
     cluster.hang()
     with pytest.raises(SinkFailed, match=r"kafka: .*[Tt]imed out"):
         sink.ship([encode_record(usage(2))])
     cluster.go_on()
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            sink.ship([encode_record(usage(2))])
-            break
-        except SinkFailed:
-            assert time.monotonic() < deadline
+    ship_again_and_again(sink, 2)
     assert set(ids_in_topic(config(cluster))) >= {usage(number).request_id for number in (1, 2)}
     sink.close()
 

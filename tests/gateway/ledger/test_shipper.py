@@ -141,7 +141,7 @@ def test_damaged_bytes_are_counted_and_do_not_stop_what_follows(spool: Spool) ->
     with running(spool, sink) as (thread, [shipper]):
         thread.put(usage(1))
         wait_until(lambda: sink.shipped == ids(1))
-        assert shipper.num_damaged_bytes == 17
+        wait_until(lambda: shipper.num_damaged_bytes == 17)
 
 
 def test_a_full_queue_drops_and_counts_and_never_blocks(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:

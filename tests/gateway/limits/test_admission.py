@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 from gateway_kit import SAID, TestBench, chat_body, eventually, gateway_config, open_bench
+from lateness import loop_lateness
 from limits_kit import used
 from redis_kit import RedisServer
 
@@ -416,9 +417,11 @@ async def test_two_gateways_share_one_limit(two: tuple[TestBench, TestBench, Red
 
 
 async def refused_fast(bench: TestBench) -> None:
-    began = asyncio.get_running_loop().time()
-    response = await ask(bench)
-    assert asyncio.get_running_loop().time() - began < 2.0, "250 ms, and a margin for a loaded machine"
+    async with loop_lateness() as lateness:
+        began = asyncio.get_running_loop().time()
+        response = await ask(bench)
+        took_s = asyncio.get_running_loop().time() - began
+    assert took_s < 2.0 + lateness.late_s, "250 ms, and a margin for a loaded machine"
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
@@ -428,11 +431,13 @@ async def healed(bench: TestBench) -> None:
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.usefixtures("shipped_patience")
 @pytest.mark.parametrize("trouble", ["stopped", "hangs", "READONLY", "OOM"])
-async def test_a_store_that_fails_refuses_and_heals(two: tuple[TestBench, TestBench, RedisServer], trouble: str) -> None:
+async def test_a_store_that_fails_refuses_and_heals(
+    two: tuple[TestBench, TestBench, RedisServer], trouble: str, request: pytest.FixtureRequest
+) -> None:
     bench, _, server = two
     assert (await ask(bench)).status_code == 200
+    request.getfixturevalue("shipped_patience")  # from now on: the first connection may take a busy machine longer
     client = bench.gateway.service.limiter._store._client  # type: ignore[attr-defined]
     if trouble == "stopped":
         server.stop()

@@ -196,8 +196,9 @@ EARLIER = (
 
 
 @pytest.fixture(params=["file", "redis"])
-async def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Open]:
-    """Opens the same store again and again, as several processes do."""
+async def open_store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open]:
+    """Opens the same store again and again, as several processes do. Each waits for the others longer than a busy machine holds them up."""
+    monkeypatch.setattr("headrace.gateway.stores.sqlite_thread.BUSY_MS", 20_000)
     opened: list[LimitStore] = []
     url = request.getfixturevalue("redis_url") if request.param == "redis" else ""
     twin = Twin()

@@ -6,8 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from gateway_kit import MAX_MODEL_LEN, eventually, metric, open_bench
+from lateness import loop_lateness
 from redis_kit import RedisServer
 from session_kit import CHAT, assistant, benches, history, idle, prompt_of, text_of, turn, user
 
@@ -225,17 +227,25 @@ async def test_a_session_that_is_too_long_is_refused_before_it_is_answered(text:
         assert "at most 3 messages with those of the session" in refused.json()["error"]["message"]
 
 
-@pytest.mark.usefixtures("shipped_patience")
-async def test_a_store_that_is_down_slow_or_read_only_means_503_in_time_and_heals(text: TextModel, redis_server: RedisServer) -> None:
+async def test_a_store_that_is_down_slow_or_read_only_means_503_in_time_and_heals(
+    text: TextModel, redis_server: RedisServer, request: pytest.FixtureRequest
+) -> None:
     loop = asyncio.get_running_loop()
     async with open_bench(text, store={"url": redis_server.url}) as bench:
         assert (await turn(bench, "s", "one", max_tokens=2)).status_code == 200
         await idle(bench)
+        request.getfixturevalue("shipped_patience")  # from now on: the first connection may take a busy machine longer
+
+        async def timed(session: str, said: str) -> httpx2.Response:
+            async with loop_lateness() as lateness:
+                began = loop.time()
+                answer = await turn(bench, session, said, max_tokens=2)
+                took_s = loop.time() - began
+            assert took_s < REQUEST_WAIT_S + 0.5 + lateness.late_s
+            return answer
 
         async def refused() -> None:
-            began = loop.time()
-            answer = await turn(bench, "s", "two", max_tokens=2)
-            assert loop.time() - began < REQUEST_WAIT_S + 0.5
+            answer = await timed("s", "two")
             assert answer.status_code == 503, answer.text
             assert answer.headers["retry-after"] == "1"
             assert (await turn(bench, "none", "x")).status_code == 503
@@ -248,19 +258,19 @@ async def test_a_store_that_is_down_slow_or_read_only_means_503_in_time_and_heal
         await refused()
         redis_server.go_on()
         await changed("CONFIG", "SET", "maxmemory", "1")
-        began = loop.time()
-        full = await turn(bench, "full", "x", max_tokens=2)
+        full = await timed("full", "x")
         assert full.status_code in (200, 503), "the store's scripts remove before they write, which Redis may let go on"
-        assert loop.time() - began < REQUEST_WAIT_S + 0.5
         await changed("CONFIG", "SET", "maxmemory", "0")
         await changed("REPLICAOF", "127.0.0.1", "1")
         await refused()
         await changed("REPLICAOF", "NO", "ONE")
         redis_server.stop()
         await refused()
-        redis_server.start()
-        assert (await turn(bench, "s", "two", max_tokens=2)).status_code == 200
         assert metric(bench.gateway, "headrace_session_turns_total", outcome="failed") >= 4
+        redis_server.start()
+        async with asyncio.timeout(20):
+            while (await turn(bench, "s", "two", max_tokens=2)).status_code != 200:  # a busy machine may take it for a failure at first
+                await asyncio.sleep(0.1)
 
 
 async def test_a_turn_that_cannot_be_stored_ends_in_an_error(text: TextModel, redis_server: RedisServer) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, eventually, open_bench
 from identity_kit import administration
+from lateness import loop_lateness
 from redis_kit import RedisServer
 
 from headrace.core.errors import Unauthorized, Unavailable
@@ -103,7 +104,7 @@ async def test_two_gateways_follow_every_change(text: TextModel, tmp_path: Path,
         await admin.revoke_key(issued.record.id)
         await both(graced.key, 401)
         await both(rotated.key, 401)
-        short = await admin.create_key(NewKey(tenant="acme", expires_s=0.5))
+        short = await admin.create_key(NewKey(tenant="acme", expires_s=3.5))
         await both(short.key, 200)
         await both(short.key, 401)
     await admin.close()
@@ -399,10 +400,12 @@ async def test_without_its_store_a_key_that_was_seen_goes_on_for_a_while_and_no_
         assert await keys.find(digest_of(seen.encode())) is not None
         store.mode = mode
         for key in (unseen, "hr-" + secrets.token_urlsafe(32)):
-            began = time.monotonic()
-            with pytest.raises(Unavailable) as raised:
-                await keys.find(digest_of(key.encode()))
-            assert time.monotonic() - began < REQUEST_WAIT_S + 1.0, "the wait is bounded; a second is for a busy machine"
+            async with loop_lateness() as lateness:
+                began = time.monotonic()
+                with pytest.raises(Unavailable) as raised:
+                    await keys.find(digest_of(key.encode()))
+                waited_s = time.monotonic() - began
+            assert waited_s < REQUEST_WAIT_S + 1.0 + lateness.late_s, "the wait is bounded; a second is for a busy machine"
             assert raised.value.retry_after_s
         clock.now += OUTAGE_S - 1
         assert await keys.find(digest_of(seen.encode())) is not None
@@ -570,18 +573,20 @@ async def test_a_request_that_stops_waiting_closes_no_connection_of_redis(
             await asyncio.sleep(0.01)
         with pytest.raises(Unavailable):
             await keys.find(digest)
-        await asyncio.sleep(0.2)
+        await eventually(lambda: not keys._lookups._running)
         assert await keys.find(digest) is not None, "the look-up went on, and its answer is remembered"
         assert (await store._client.info("stats"))["total_connections_received"] <= before + 8
 
 
-@pytest.mark.usefixtures("shipped_patience")
-async def test_no_key_passes_while_redis_comes_and_goes(text: TextModel, tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_no_key_passes_while_redis_comes_and_goes(
+    text: TextModel, tmp_path: Path, redis_server: RedisServer, request: pytest.FixtureRequest
+) -> None:
     """Of thousands of calls with forged keys none passes, whatever happens to the server; every wait is short; it heals."""
     admin = administration(tmp_path, redis_server.url)
     issued = await admin.create_key(NewKey(tenant="acme"))
     async with open_bench(text, store={"url": redis_server.url}) as bench:
         assert await status(bench, issued.key) == 200
+        request.getfixturevalue("shipped_patience")  # from now on: the first connection may take a busy machine longer
         answers: dict[int, int] = {}
         waits: list[float] = []
 
@@ -597,8 +602,11 @@ async def test_no_key_passes_while_redis_comes_and_goes(text: TextModel, tmp_pat
             trouble()
             await asyncio.gather(*(forge(0.4) for _ in range(8)))
             assert await status(bench, issued.key) in (200, 401, 503)
-        assert answers.keys() == {401, 503}
         assert sorted(waits)[len(waits) // 2] < REQUEST_WAIT_S + 0.2
+        async with asyncio.timeout(FOLLOWS_S):
+            while 401 not in answers:  # a busy machine may have had no time for it so far
+                await forge(0.1)
+        assert answers.keys() == {401, 503}
         # The restarted server has lost all keys: the gateway wants one all the same.
         await becomes(bench, issued.key, 401)
         assert await status(bench, None) == 401
