@@ -138,7 +138,8 @@ def test_a_segment_that_cannot_be_begun_leaves_nothing(spool: Spool, monkeypatch
 def test_a_segment_that_another_process_takes_before_it_is_locked_is_begun_again(
     spool: Spool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, lock, taken = Spool(tmp_path / "spool", ["sql", "kafka"], 1 << 20), spool_module._try_lock, []
+    other, lock = Spool(tmp_path / "spool", ["sql", "kafka"], 1 << 20), spool_module._try_lock
+    taken: list[str] = []
 
     def late(descriptor: int) -> bool:
         if not taken:
