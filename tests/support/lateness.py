@@ -37,6 +37,7 @@ async def loop_lateness() -> AsyncIterator[LoopLateness]:
     """While inside, by how much the loop that runs it is late."""
     lateness = LoopLateness()
     watching = asyncio.create_task(lateness.watch())
+    await asyncio.sleep(0)  # it looks from now on
     try:
         yield lateness
     finally:

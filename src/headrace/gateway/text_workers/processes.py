@@ -318,6 +318,7 @@ class HostProcess:
             worker.close()
             raise
         if number not in self._workers:
+            worker.close()  # a host that was lost before there was a transport could not have it closed
             raise OSError(errno.EAGAIN, "the host process could not fork it")
         return worker
 
