@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
-from lateness import loop_lateness
+from lateness import machine_lateness
 from wire_kit import Served, request
 
 from headrace.core.request import EngineRequest
@@ -101,10 +101,10 @@ async def two_engines() -> AsyncIterator[TwoEngines]:
 async def cut(both: TwoEngines, *directions: Direction) -> None:
     both.link.set(CUT, *directions)
     began = time.monotonic()
-    async with loop_lateness() as lateness:
+    with machine_lateness() as lateness:
         took = await both.ask_for(FAULT_S)
     late = [at - began for at in both.bad.submits if at > began + DEAD_AFTER_S + lateness.late_s]
-    assert not late, f"requests went to a dead replica {late} s after it died; the loop was {lateness.late_s:.2f} s late"
+    assert not late, f"requests went to a dead replica {late} s after it died; the machine was {lateness.late_s:.2f} s late"
     assert max(took) < DEAD_AFTER_S + 2.5 + lateness.late_s, "what was sent there before that moved"
     both.link.set(HEALTHY)
 
@@ -168,7 +168,7 @@ async def test_a_replica_that_loses_what_it_is_sent_gets_three_requests(num_fail
 
         both.bad.submit = submit_and_reset  # type: ignore[method-assign]
         submits, took = both.bad.submits, list[float]()
-        async with loop_lateness() as lateness:
+        with machine_lateness() as lateness:
             async with asyncio.timeout(30.0):
                 while len(submits) < num_failures:
                     took += await both.ask_for(0.2)

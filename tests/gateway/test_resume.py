@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from gateway_kit import TestBench, eventually, metric, open_bench
-from lateness import loop_lateness
+from lateness import machine_lateness
 from resume_kit import CHAT, COMPLETIONS, Event, answer_of, equal, kept, send, streaming_body, two_gateways
 from wire_kit import socket_dir
 
@@ -312,12 +312,12 @@ async def test_a_bad_store_costs_resuming_and_no_answer(
     monkeypatch.setattr("headrace.gateway.stores.guarded.WRITE_S", 0.2)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
-        async with loop_lateness() as lateness:
+        with machine_lateness() as lateness:
             began = time.monotonic()
             events = (await send(bench.gateway, CHAT, BODY)).events
             assert events[-1].data == "[DONE]"
             assert time.monotonic() - began < 0.2 + lateness.late_s, "the answer does not wait for the store"
-        async with loop_lateness() as lateness:
+        with machine_lateness() as lateness:
             began = time.monotonic()
             failed = await go_on(bench, events[3].id)
             assert (failed.status, failed.error["code"]) == (503, "unavailable")

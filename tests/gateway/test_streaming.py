@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gateway_kit import MODEL, SAID, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, serving, token_logprobs
-from lateness import loop_lateness
+from lateness import machine_lateness
 from uvicorn.protocols.http import httptools_impl
 
 from headrace.core.errors import Overloaded, Unavailable
@@ -152,7 +152,7 @@ async def test_large_answer_reaches_a_client_that_reads_slowly_but_steadily(text
     write_s, bytes_per_s = 1.0, 600e3
     async with open_bench(text, timeouts={"write_s": write_s}) as bench, serving(bench.gateway) as port:
         for _ in range(5):
-            async with loop_lateness() as lateness:
+            with machine_lateness() as lateness:
                 body = await read_steadily(port, bytes_per_s)
             if body.endswith(LAST_CHUNK) or lateness.late_s < write_s / 2:
                 break  # else it was the machine that kept the client from reading in time

@@ -24,7 +24,7 @@ from gateway_kit import (
     some_replicas,
     two_replicas,
 )
-from lateness import loop_lateness
+from lateness import machine_lateness
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
@@ -409,7 +409,7 @@ async def test_cancel_is_harmless_whenever_it_comes(bench: TestBench, text: Text
 
 async def test_while_its_replica_is_stopped_a_request_is_refused_at_once(bench: TestBench) -> None:
     bench.replica.state = ConnectionState.SILENT
-    async with loop_lateness() as lateness:
+    with machine_lateness() as lateness:
         await bench.chat()  # the first one pays for imports
         for _ in range(3):
             began_s, late_s = time.monotonic(), lateness.late_s

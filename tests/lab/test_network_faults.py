@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from lateness import loop_lateness
+from lateness import machine_lateness
 
 from headrace.lab import network_faults
 from headrace.lab.network_faults import CUT, HEALTHY, RETRANSMIT_S, SEGMENT_BYTES, Direction, FaultyLink, LinkFault
@@ -98,10 +98,10 @@ async def test_bytes_are_late_by_the_delay_in_the_named_direction_alone() -> Non
     async with linked() as (link, far):
         reader, writer = await greet(link, far)
         link.set(LinkFault(delay_s=0.2), Direction.TO_SERVER)
-        async with loop_lateness() as lateness:
+        with machine_lateness() as lateness:
             writer.write(b"late")
             assert 0.19 < await until(lambda: far.data.endswith(b"late")) < 1.0 + lateness.late_s
-        async with loop_lateness() as lateness:
+        with machine_lateness() as lateness:
             began = time.monotonic()
             far.writers[0].write(b"x")
             assert await reader.read(1) == b"x"
@@ -177,7 +177,7 @@ async def test_a_slow_link_takes_the_time_of_its_rate() -> None:
     async with linked() as (link, far):
         _, writer = await greet(link, far)
         link.set(LinkFault(bytes_per_s=200_000))
-        async with loop_lateness() as lateness:
+        with machine_lateness() as lateness:
             writer.write(bytes(60_000))
             assert 0.28 < await until(lambda: len(far.data) == 60_006) < 1.5 + lateness.late_s
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from lateness import loop_lateness
+from lateness import machine_lateness
 from wire_kit import PATIENCE_S, Served, connected, read_all, read_updates, request, served, until
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
@@ -370,7 +370,7 @@ async def test_a_replica_without_heartbeats_is_silent_before_a_second_is_over(mo
 
         async def nothing_comes(session: Session, frame: object) -> None: ...
 
-        async with loop_lateness() as lateness:
+        with machine_lateness() as lateness:
             monkeypatch.setattr(Session, "_take", nothing_comes)
             stopped_s = time.monotonic()
             await until(lambda: replica.state is ConnectionState.SILENT)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, events_of, eventually, metric, open_bench
-from lateness import loop_lateness
+from lateness import machine_lateness
 from redis_kit import RedisServer
 
 from headrace.core.errors import Unavailable
@@ -334,7 +334,7 @@ async def test_a_store_that_fails_costs_the_cache_and_no_answer(
             await client.replicaof("127.0.0.1", "1")
         else:
             await client.config_set("maxmemory", "1")
-        async with loop_lateness() as lateness:
+        with machine_lateness() as lateness:
             began = time.monotonic()
             for number in range(6):
                 answer = await bench.chat(**GREEDY, messages=[{"role": "user", "content": f"question {number}"}])

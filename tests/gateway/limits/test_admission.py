@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 from gateway_kit import SAID, TestBench, chat_body, eventually, gateway_config, open_bench
-from lateness import loop_lateness
+from lateness import machine_lateness
 from limits_kit import used
 from redis_kit import RedisServer
 
@@ -417,7 +417,7 @@ async def test_two_gateways_share_one_limit(two: tuple[TestBench, TestBench, Red
 
 
 async def refused_fast(bench: TestBench) -> None:
-    async with loop_lateness() as lateness:
+    with machine_lateness() as lateness:
         began = asyncio.get_running_loop().time()
         response = await ask(bench)
         took_s = asyncio.get_running_loop().time() - began

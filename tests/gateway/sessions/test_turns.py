@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 from gateway_kit import MAX_MODEL_LEN, eventually, metric, open_bench
-from lateness import loop_lateness
+from lateness import machine_lateness
 from redis_kit import RedisServer
 from session_kit import CHAT, assistant, benches, history, idle, prompt_of, text_of, turn, user
 
@@ -237,7 +237,7 @@ async def test_a_store_that_is_down_slow_or_read_only_means_503_in_time_and_heal
         request.getfixturevalue("shipped_patience")  # from now on: the first connection may take a busy machine longer
 
         async def timed(session: str, said: str) -> httpx2.Response:
-            async with loop_lateness() as lateness:
+            with machine_lateness() as lateness:
                 began = loop.time()
                 answer = await turn(bench, session, said, max_tokens=2)
                 took_s = loop.time() - began

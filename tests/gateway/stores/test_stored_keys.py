@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, eventually, open_bench
 from identity_kit import administration
-from lateness import loop_lateness
+from lateness import machine_lateness
 from redis_kit import RedisServer
 
 from headrace.core.errors import Unauthorized, Unavailable
@@ -400,7 +400,7 @@ async def test_without_its_store_a_key_that_was_seen_goes_on_for_a_while_and_no_
         assert await keys.find(digest_of(seen.encode())) is not None
         store.mode = mode
         for key in (unseen, "hr-" + secrets.token_urlsafe(32)):
-            async with loop_lateness() as lateness:
+            with machine_lateness() as lateness:
                 began = time.monotonic()
                 with pytest.raises(Unavailable) as raised:
                     await keys.find(digest_of(key.encode()))
