@@ -23,10 +23,12 @@ from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
 from headrace.gateway.config import Limits
 from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.host_socket import HostSocket
 from headrace.gateway.text_workers.limits import HEAVY_BYTES, START_CPU_S
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
-from headrace.gateway.text_workers.processes import COMMAND, HostProcess
+from headrace.gateway.text_workers.processes import COMMAND, HostProcess, WorkerProcess
+from headrace.gateway.text_workers.workers import Worker
 from headrace.gateway.upstream.generation_request import Conversation
 from headrace.text.folder import TextModel, load_text
 
@@ -228,6 +230,35 @@ async def test_a_lost_host_fails_what_ran_and_is_started_again(folder: Path, mon
             await running
         assert await waiting
         assert pool.num_killed == {"lost": 1}
+
+
+class NoOwner:
+    def answered(self, worker: Worker, answer: frames.AnyAnswer, tail: memoryview) -> None:
+        raise AssertionError("it was asked for nothing")
+
+    def ended(self, worker: Worker, number: int) -> None:
+        pass
+
+
+async def test_a_host_that_is_lost_while_it_forks_leaves_no_open_transport(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.text_workers.processes.RESTART_S", 60.0)
+    transports: list[asyncio.BaseTransport] = []
+
+    def connected(worker: WorkerProcess, transport: asyncio.BaseTransport) -> None:
+        transports.append(transport)
+        connection_made(worker, transport)
+
+    def lost(channel: HostSocket, message: dict[str, object], descriptor: int) -> None:
+        say_with(channel, message, descriptor)
+        asyncio.get_running_loop().call_soon(host._lost)  # comes before the new worker's connection is made
+
+    connection_made, say_with = WorkerProcess.connection_made, HostSocket.say_with
+    async with workers(folder, max_workers=1) as (_, _, host, _):
+        monkeypatch.setattr(WorkerProcess, "connection_made", connected)
+        monkeypatch.setattr(HostSocket, "say_with", lost)
+        with pytest.raises(OSError, match="could not fork"):
+            await host._fork(NoOwner())
+        assert [transport.is_closing() for transport in transports] == [True]
 
 
 async def test_a_restart_that_fails_is_tried_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,7 +237,8 @@ async def scripted_site(
     options     of `FleetConfig`
     """
     script = script or Script()
-    launcher, hangup = ScriptedLauncher(script), signal.getsignal(signal.SIGHUP)
+    launcher = ScriptedLauncher(script)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)}
     with socket_dir() as parent:
         config = FleetConfig(models=models_of(models or {"tiny": 1}), gateway={"workers": workers}, run_dir=parent, **options)
         served = asyncio.Event()
@@ -257,7 +258,8 @@ async def scripted_site(
                 with suppress(asyncio.CancelledError):
                     await site.running
             finally:
-                signal.signal(signal.SIGHUP, hangup)
+                for number, handler in handlers.items():  # a supervisor that ends leaves them ignored, also in what tests start later
+                    signal.signal(number, handler)
 
 
 __all__ = ["FleetExit", "Script", "ScriptedSite", "scripted_site"]

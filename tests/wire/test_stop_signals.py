@@ -42,14 +42,14 @@ async def test_one_that_comes_twice_at_once_counts_once() -> None:
         assert (stop.soft.done(), stop.hard.done()) == (True, False)
 
 
-async def test_after_the_block_they_have_their_default_actions() -> None:
-    with StopSignals() as stop:
-        await sent(signal.SIGTERM)
-    assert not stop.hard.done()
+async def test_after_a_block_without_one_they_have_their_default_actions() -> None:
+    with StopSignals():
+        pass
     assert [signal.getsignal(number) for number in BOTH] == [signal.SIG_DFL, signal.default_int_handler]
 
 
-async def test_after_the_block_of_a_process_that_has_to_end_now_they_are_ignored() -> None:
+@pytest.mark.parametrize("num_sent", [1, 2])
+async def test_after_the_block_of_a_process_that_was_stopped_they_are_ignored(num_sent: int) -> None:
     with StopSignals(duplicate_signal_s=0.0):
-        await sent(signal.SIGTERM, signal.SIGTERM)
+        await sent(*[signal.SIGTERM] * num_sent)
     await sent(*BOTH)  # would end this process

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headrace.observe.tenant_metrics import BUDGET_PREFIX
+
 
 @dataclass(frozen=True, slots=True)
 class BudgetReading:
     """One budget of all tenants together, in the currency of `prices`. label: of its limit; used: what is reserved counts too"""
 
     label: str
-    number: float
+    budget: float
     used: float
 
 
@@ -26,12 +28,12 @@ class BudgetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         text = "Money that all tenants together may use, in the currency of `prices`."
-        numbers = GaugeMetricFamily("headrace_budget", text, labels=("limit",))
-        used = GaugeMetricFamily("headrace_budget_used", "What is used or reserved of it.", labels=("limit",))
+        budget = GaugeMetricFamily(BUDGET_PREFIX, text, labels=("limit",))
+        used = GaugeMetricFamily(f"{BUDGET_PREFIX}_used", "What is used or reserved of it.", labels=("limit",))
         for reading in self._readings():
-            numbers.add_metric((reading.label,), reading.number)
+            budget.add_metric((reading.label,), reading.budget)
             used.add_metric((reading.label,), reading.used)
-        yield from (numbers, used)
+        yield from (budget, used)
 
     def describe(self) -> Iterable[Metric]:
         return ()

@@ -35,6 +35,9 @@ NANOS = 1_000_000_000
 TIER_PREFIX, TENANT_PREFIX = "headrace_tier_", "headrace_tenant_"
 """How the names of these families begin."""
 
+BUDGET_PREFIX = "headrace_budget"
+"""How the names of the families of the deployment's budget begin: its readers are those of every tenant's series."""
+
 FOR_EVERY_KEY = frozenset({"headrace_replica_ready", "headrace_gateway_worker_up"})
 """Families of the whole site that a tenant's key reads: what `/ready` shows without a key. Every other one counts what all tenants did, and
 the only other tenant of a site could be read from it by subtraction."""
@@ -134,11 +137,11 @@ class ShownTenants:
     has_site: bool = False
 
     def shown(self, families: Iterable[Metric]) -> list[Metric]:
-        """The families without the series that the reader may not see. Tiers count too, for a tier may have one tenant."""
+        """The families without the series that the reader may not see. Tiers count too, for a tier may have one tenant, and money does."""
         return list(families) if self.is_all else [kept for family in families if (kept := self._kept(family)) is not None]
 
     def _kept(self, family: Metric) -> Metric | None:
-        if family.name.startswith(TIER_PREFIX):
+        if family.name.startswith((TIER_PREFIX, BUDGET_PREFIX)):
             return None
         if not family.name.startswith(TENANT_PREFIX):
             return family if self.has_site or family.name in FOR_EVERY_KEY else None

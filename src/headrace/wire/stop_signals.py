@@ -39,11 +39,11 @@ class StopSignals:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Gives the signals back their default action. After a second signal they are ignored instead: the process is ending, and a
-        third one must not change its exit status."""
+        """Gives the signals back their default action. After the first signal they are ignored instead: the process is ending, and a
+        later one must not change its exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
-            if self.hard.done():
+            if self.soft.done():
                 signal.signal(number, signal.SIG_IGN)
 
 

@@ -62,3 +62,26 @@ async def test_while_the_store_fails_there_is_none(text: TextModel, monkeypatch:
             failure.setattr(bench.gateway.service.limiter._store, "take", failing)
             await eventually(lambda: shown(bench)[0] == 0.0)
         await eventually(lambda: shown(bench)[0] == 0.5)
+
+
+KEYS = [{"key": f"hr-{tenant}-0123456789", "tenant": tenant} for tenant in ("alice", "bob", "ops")]
+
+
+@pytest.mark.parametrize(
+    ("reader", "options", "is_shown"),
+    [
+        ("alice", {"metrics_tenants": ["ops"]}, False),
+        ("ops", {"metrics_tenants": ["ops"]}, True),
+        ("", {"open_metrics": True}, False),
+        ("", {"open_metrics": True, "open_tenant_metrics": True}, True),
+    ],
+)
+async def test_readers_of_all_tenants_series_see_it_and_no_other(
+    text: TextModel, reader: str, options: dict[str, Any], is_shown: bool
+) -> None:
+    async with open_bench(text, prices=PRICES, limits={"daily_budget": 0.5}, api_keys=KEYS, **options) as bench:
+        await eventually(lambda: shown(bench)[0] == 0.5)
+        headers = {"authorization": f"Bearer hr-{reader}-0123456789"} if reader else {}
+        page = await bench.client.get("/metrics", headers=headers)
+        assert page.status_code == 200
+        assert ("headrace_budget" in page.text) is is_shown

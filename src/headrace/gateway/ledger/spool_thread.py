@@ -122,7 +122,7 @@ class SpoolThread:
         if self._segment is None:
             try:
                 self._segment = self._new_segment()
-            except BlockingIOError:  # another process took it; that looks for the next ones after ADOPT_S
+            except BlockingIOError:  # another process took it; its next search is ADOPT_S away
                 self._segment = self._new_segment()
             self._close_at = monotonic() + SEGMENT_S
         return self._segment

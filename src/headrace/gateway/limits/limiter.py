@@ -22,7 +22,7 @@ from headrace.gateway.limits.admission import NOTHING, Admission
 from headrace.gateway.limits.ended import MAX_CHARGES, CarriedCharges, EndedRequests
 from headrace.gateway.limits.rules import deployment_rules
 from headrace.gateway.limits.store import LimitStore
-from headrace.gateway.limits.verdict import LimitState, states
+from headrace.gateway.limits.verdict import LimitState, limits_now
 from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed
 from headrace.observe.budget_metrics import BudgetReading
@@ -38,6 +38,9 @@ T = TypeVar("T")
 
 BEAT_S = 1.0
 """Seconds between two beats. What a dead gateway's requests used is known to the second."""
+
+BUDGET_READ_S = 1.0
+"""Seconds between two readings of the deployment's budget for the metrics page."""
 
 CARRY_S = 0.05
 """Seconds that a charge waits for a `take` that carries it. A gateway that dies meanwhile leaves the request charged by what was saved."""
@@ -72,7 +75,8 @@ class Limiter:
     async def running(cls, store: LimitStore, *, clock: Clock, budget: DeploymentBudget = NO_BUDGET) -> AsyncIterator[Limiter]:
         """A limiter that beats until the block ends, and the store closed then."""
         limiter = cls(store, clock=clock, budget=budget)
-        tasks = [asyncio.create_task(work(), name=f"limits {work.__name__}") for work in (limiter._beats, limiter._charges)]
+        works = limiter._beats, limiter._charges, limiter._budget_reads
+        tasks = [asyncio.create_task(work(), name=f"limits {work.__name__}") for work in works]
         try:
             yield limiter
         finally:
@@ -120,11 +124,11 @@ class Limiter:
         return self._ended.num_uncharged
 
     def follow_budget(self, budget: DeploymentBudget) -> None:
-        """Read another budget from the next beat on: the configuration has changed."""
+        """Read another budget from the next time on: the configuration has changed."""
         self._budget = budget
 
     def budget_readings(self) -> list[BudgetReading]:
-        """What was used of the deployment's budget at the last beat; none without one, and none where the store failed."""
+        """What was used of the deployment's budget a moment ago; none without one, and none where the store failed."""
         return [BudgetReading(rule.label, rule.number / NANOS, used / NANOS) for rule, used, _ in self._budget_states]
 
     def check(self) -> None:
@@ -163,18 +167,19 @@ class Limiter:
         while not self._is_closing.is_set():
             try:
                 await self._renew()
-                self._budget_states = await self._read_budget()
                 self._guard.answered()
             except StoreFailed as error:
-                self._budget_states = ()
                 self._guard.warn(error)
             await self._pause(BEAT_S)
 
-    async def _read_budget(self) -> Sequence[LimitState]:
-        """Raises StoreFailed."""
-        rules = deployment_rules(self._budget)
-        claims = [rule.claim(None) for rule in rules]
-        return states(rules, claims, await self._store.take(None, claims)) if rules else ()
+    async def _budget_reads(self) -> None:
+        """Not with the beats: a store that is slow twice would let this gateway seem dead."""
+        while not self._is_closing.is_set():
+            try:
+                self._budget_states = await limits_now(self._store, deployment_rules(self._budget))
+            except StoreFailed:
+                self._budget_states = ()
+            await self._pause(BUDGET_READ_S)
 
     async def _pause(self, seconds: float) -> None:
         """So long, or until the end."""

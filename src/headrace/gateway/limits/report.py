@@ -12,7 +12,7 @@ from headrace.gateway.access.key_records import KeyRecord, TenantRecord
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.limits.rules import LimitRule, Scope, rules_of
 from headrace.gateway.limits.store import LimitStore
-from headrace.gateway.limits.verdict import LimitState, states
+from headrace.gateway.limits.verdict import LimitState, limits_now
 from headrace.policy.limits.counters import Unit
 from headrace.policy.limits.price import NANOS
 from headrace.policy.limits.tier import DeploymentBudget, Tier
@@ -80,9 +80,7 @@ class LimitReport:
         for caller in callers:
             for rule in rules_of(caller, self._budget):
                 rows.setdefault(rule.counter, (_owner(caller, rule), rule))
-        rules = [rule for _, rule in rows.values()]
-        claims = [rule.claim(None) for rule in rules]
-        found = states(rules, claims, await self._store.take(None, claims)) if rules else []
+        found = await limits_now(self._store, [rule for _, rule in rows.values()])
         return [_row(of, state) for (of, _), state in zip(rows.values(), found, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What a client learns about its limits: the refusal by name, and OpenAI's x-ratelimit headers. Pure."""
+"""What a client learns about its limits: the refusal by name, and OpenAI's x-ratelimit headers. Pure but for `limits_now`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from headrace.gateway.http.errors import QuotaExhausted, RateLimitExceeded
 from headrace.gateway.limits.rules import LimitRule
+from headrace.gateway.limits.store import LimitStore
 from headrace.policy.limits.book import Claim, ClaimReading, TakeResult, is_over
 from headrace.policy.limits.counters import Moment, Unit, Window, reset_ms, retry_after_s, used_of
 from headrace.policy.limits.price import NANOS
@@ -51,6 +52,12 @@ def states(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResu
         used = used_of(rule.window, result.now, *reading) + ((claim.amount or 0) if result.is_admitted else 0)
         found.append(LimitState(rule, used, result.now))
     return found
+
+
+async def limits_now(store: LimitStore, rules: Sequence[LimitRule]) -> list[LimitState]:
+    """What is used of these limits, without taking anything. Raises StoreFailed."""
+    claims = [rule.claim(None) for rule in rules]
+    return states(rules, claims, await store.take(None, claims)) if rules else []
 
 
 def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResult) -> RateLimitExceeded | QuotaExhausted:
