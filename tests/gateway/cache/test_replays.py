@@ -14,6 +14,8 @@ from gateway_kit import TestBench, chat_body, dial, events_of, eventually, metri
 from redis_kit import RedisServer
 
 from headrace.core.errors import Unavailable
+from headrace.gateway.cache.replays import KeyClaim, Replays
+from headrace.gateway.stores.store import Store
 from headrace.text.folder import TextModel
 
 PATH = "/v1/chat/completions"
@@ -154,21 +156,28 @@ async def test_a_gateway_that_died_keeps_its_keys_for_a_lease(
     def set_lease(seconds: float) -> None:
         monkeypatch.setattr("headrace.gateway.cache.replays.LEASE_S", seconds)
 
-    set_lease(4.0)  # a claim outlives a pause of a busy machine before its first renewal
-    monkeypatch.setattr("headrace.gateway.cache.replays.RENEW_S", 0.3)
+    num_renewed, renewed = 0, Replays._renewed
+
+    async def count_renewed(replays: Replays, store: Store, claim: KeyClaim) -> None:
+        nonlocal num_renewed
+        await renewed(replays, store, claim)
+        num_renewed += 1
+
+    monkeypatch.setattr(Replays, "_renewed", count_renewed)
+    set_lease(60.0)  # a claim outlives every pause of a busy machine between two renewals
+    monkeypatch.setattr("headrace.gateway.cache.replays.RENEW_S", 0.05)
     async with two(text, tmp_path, store_url) as (first, second):
         first.replica.go.clear()
         running = asyncio.create_task(ask(first, "a"))
         await eventually(lambda: bool(first.replica.requests))
-        set_lease(60.0)
-        await asyncio.sleep(4.2)
-        assert (await ask(second, "a")).status_code == 409, "a living gateway renews its claim"
+        await eventually(lambda: num_renewed >= 3)  # a living gateway renews its claim, again and again
+        assert (await ask(second, "a")).status_code == 409
         replays = first.gateway.service.replays
         (claim,) = replays.claims
         assert claim.renewing is not None
         claim.renewing.cancel()  # what its death does
         set_lease(0.4)
-        await replays._renewed(replays._store.store, claim)  # the last renewal
+        await replays._renewed(replays._store.store, claim)  # the last renewal: the claim ends with its lease, not with an earlier one
         await asyncio.sleep(0.5)
         taken = await ask(second, "a")
         assert not is_replay(taken)
