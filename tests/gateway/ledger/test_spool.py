@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,8 @@ def test_a_segment_that_cannot_be_begun_leaves_nothing(spool: Spool, monkeypatch
 def test_a_segment_that_another_process_takes_before_it_is_locked_is_begun_again(
     spool: Spool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, lock = Spool(tmp_path / "spool", ["sql", "kafka"], 1 << 20), spool_module._try_lock
+    """Sinks ship it while it is empty: a record that is written to it then is lost."""
+    other, lock, append = Spool(tmp_path / "spool", ["sql", "kafka"], 1 << 20), spool_module._try_lock, OpenSegment.append
     taken: list[str] = []
 
     def late(descriptor: int) -> bool:
@@ -147,12 +149,18 @@ def test_a_segment_that_another_process_takes_before_it_is_locked_is_begun_again
             other.adopt()
         return lock(descriptor)
 
+    def append_once_shipped(segment: OpenSegment, frames: Sequence[bytes]) -> int:
+        for sink in spool.sinks:
+            (spool.folder / sink / taken[0]).unlink(missing_ok=True)
+        return append(segment, frames)
+
     monkeypatch.setattr(spool_module, "_try_lock", late)
+    monkeypatch.setattr(OpenSegment, "append", append_once_shipped)
     thread = SpoolThread(spool, fsync="never", on_segment=lambda: None)
     thread.put(usage(1))
     thread.close(10.0)
-    assert (len(taken), thread.num_recorded, thread.dropped) == (1, 1, {})
     assert len(payloads(spool, "sql")) == len(payloads(spool, "kafka")) == 1
+    assert (len(taken), thread.num_recorded, thread.dropped) == (1, 1, {})
     assert not os.listdir(spool.folder / OPEN)
 
 
