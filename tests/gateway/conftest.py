@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,18 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def shipped_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests wait for stores as long as they do in use."""
-    monkeypatch.setattr("headrace.gateway.stores.guard.REQUEST_WAIT_S", REQUEST_WAIT_S)
+def use_shipped_patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function: from its call on requests wait for stores as long as they do in use.
+
+    For a test that asks with patience first: the first connection to a store may take a busy machine longer.
+    """
+    return lambda: monkeypatch.setattr("headrace.gateway.stores.guard.REQUEST_WAIT_S", REQUEST_WAIT_S)
+
+
+@pytest.fixture
+def shipped_patience(use_shipped_patience: Callable[[], None]) -> None:
+    """Requests wait for stores as long as they do in use, from the test's begin on."""
+    use_shipped_patience()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -315,7 +315,7 @@ async def test_a_hit_says_so_in_the_request_log_and_counts_no_engine(cached: Tes
 
 @pytest.mark.parametrize("trouble", ["stopped", "hangs", "READONLY", "OOM"])
 async def test_a_store_that_fails_costs_the_cache_and_no_answer(
-    text: TextModel, redis_server: RedisServer, trouble: str, request: pytest.FixtureRequest
+    text: TextModel, redis_server: RedisServer, trouble: str, use_shipped_patience: Callable[[], None]
 ) -> None:
     can_read = trouble in ("READONLY", "OOM")
     async with open_bench(text, store={"url": redis_server.url}, **ON) as bench:
@@ -325,7 +325,7 @@ async def test_a_store_that_fails_costs_the_cache_and_no_answer(
             while result(await bench.chat(**kept)) != "hit":
                 await asyncio.sleep(0.05)
         if not can_read:  # a store that answers is not to be taken for one that fails, however busy the machine is
-            request.getfixturevalue("shipped_patience")
+            use_shipped_patience()
         if trouble == "stopped":
             redis_server.stop()
         elif trouble == "hangs":
