@@ -39,6 +39,11 @@ UNKNOWN_FIELD = b"\xc0\x3e\x01"
 """Number 1000, of a later version."""
 
 
+def stop_pacing(engine: Served) -> None:
+    """From now on its steps take no time: what is left of LONG answers comes at once."""
+    engine.runner.close()
+
+
 async def num_first_tokens(stream: ReplicaStream) -> int:
     """Waits for the first update: one token, more where a late thread has merged updates."""
     first = await stream.__anext__()
@@ -204,7 +209,7 @@ async def test_a_stop_string_found_upstairs_ends_one_sequence_and_later_news_of_
                 stopped_at = seen[0]
                 replica.finish(RequestId("r"), 0, 2, FinishReason.STOP)
                 await until(lambda: "stop" in engine.engine.snapshot().counters.finished)
-                engine.runner.close()  # no more waiting for steps
+                stop_pacing(engine)
         assert seen == {0: stopped_at, 1: LONG}
         assert stopped_at < LONG
         await until(lambda: engine.is_idle)
@@ -262,7 +267,7 @@ async def test_the_engine_refuses_by_field_and_its_neighbours_go_on() -> None:
         waiting = [replica.submit(request(f"w{i}")) for i in range(3)]
         with pytest.raises(Overloaded):
             await read_all(waiting[-1])
-        engine.runner.close()  # no more waiting for steps
+        stop_pacing(engine)
         assert len((await read_all(neighbour))[0]) == LONG - num_first
         for stream in waiting[:2]:
             assert len((await read_all(stream))[0]) == 8
@@ -280,7 +285,7 @@ async def test_a_queue_full_of_bytes_refuses_the_next_prompt_with_a_time_to_come
         assert refused.value.retry_after_s > 0
         with pytest.raises(RequestTooLarge, match="max_waiting_bytes"):
             await read_all(replica.submit(request("big", (7,) * 2000, max_tokens=2)))
-        engine.runner.close()  # no more waiting for steps
+        stop_pacing(engine)
         assert len((await read_all(neighbour))[0]) == LONG - num_first
         assert len((await read_all(waiting[0]))[0]) == 2
 
@@ -316,7 +321,7 @@ async def test_draining_takes_no_new_work_and_lets_running_streams_finish() -> N
         await until(lambda: replica.state is ConnectionState.DRAINING)
         with pytest.raises(Unavailable, match="draining"):
             replica.submit(request("late"))
-        engine.runner.close()  # no more waiting for steps
+        stop_pacing(engine)
         assert len((await read_all(stream))[0]) == LONG - num_first
         assert await engine.service.drained(PATIENCE_S)
 
@@ -607,7 +612,7 @@ async def test_control_shows_the_load_and_drains() -> None:
         assert seen.load.num_running == 1
         assert pb.DrainReply.FromString(await call_control(engine, DRAIN, pb.DrainRequest())).num_open == 1
         await until(lambda: replica.state is ConnectionState.DRAINING)
-        engine.runner.close()  # no more waiting for steps
+        stop_pacing(engine)
         assert len((await read_all(stream))[0]) == LONG - num_first
 
 
