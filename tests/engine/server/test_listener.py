@@ -203,24 +203,36 @@ async def test_renewed_certificates_of_both_ends_are_taken_without_a_restart(tmp
 async def test_strangers_that_never_finish_take_no_more_than_their_share(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_S", 3.0)
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 3600.0)
     monkeypatch.setattr(listener, "MAX_HANDSHAKES", 3)
     async with engine_at(HOST, engine_files(tmp_path)) as engine:
         host, _, port = engine.service.address.rpartition(":")
-        waiting = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
         accepting = engine.service._listener
-        await until(lambda: accepting is not None and accepting._num_handshakes == 3)
-        reader, writer = await asyncio.open_connection(host, int(port))
-        assert await reader.read() == b"", "closed at once"
-        for reader, _ in waiting:
+        assert accepting is not None
+
+        async def is_closed(reader: asyncio.StreamReader) -> bool:
             async with asyncio.timeout(PATIENCE_S):
-                assert await reader.read() == b""
-        for _, each in [*waiting, (reader, writer)]:
-            each.close()
+                return await reader.read() == b""
+
+        waiting = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        await until(lambda: accepting._num_handshakes == 3)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await is_closed(reader), "at once, as there is no place for it"
+        writer.close()
+        _, writer = waiting.pop()
+        writer.close()
+        await until(lambda: accepting._num_handshakes == 2)
+        monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await is_closed(reader), "as its time is over"
+        writer.close()
+        monkeypatch.setattr(listener, "HANDSHAKE_S", 3600.0)
         async with ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_files(tmp_path)) as replica:
             await replica.wait_connected(PATIENCE_S)
+        for _, writer in waiting:
+            writer.close()
     assert "3 connections have not finished their handshake" in caplog.text
-    assert "did not finish its handshake within 3 s" in caplog.text
+    assert "did not finish its handshake within 0.2 s" in caplog.text
 
 
 @pytest.mark.parametrize("is_tls", [True, False])
