@@ -50,8 +50,9 @@ def machine_lateness() -> Iterator[Lateness]:
 
 
 def tries_while_late(num_tries: int, least_s: float = 0.2) -> Iterator[Lateness]:
-    """Further tries of a measure for which the machine itself was late: `for _ in tries_while_late(3):` around a body that breaks where all is
-    well. Ends, so that the caller's assertion decides, after a try in which the machine was late by less than `least_s`.
+    """Tries of a measure, again only while the machine is late: `for _ in tries_while_late(3):`, with a `break` where all is well.
+
+    Ends, so that the caller's assertion decides, after a try in which the machine was late by less than `least_s`.
     """
     for number in range(num_tries):
         with machine_lateness() as lateness:
