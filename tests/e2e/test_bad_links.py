@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from lateness import tries_while_late
 
 from bench.storms import network
 from bench.storms.namespaces import why_not_usable
@@ -15,7 +16,7 @@ from bench.storms.namespaces import why_not_usable
 
 def test_streams_over_a_link_that_flaps_and_one_that_is_cut_towards_its_engine() -> None:
     faults = ["cut_to_engine", "flapping"]  # in this order: after flapping an engine gets few requests for a while
-    for _ in range(3):  # a machine that stands still for a second breaks promises in seconds, but no stream
+    for _ in tries_while_late(3):  # a machine that stands still for a second breaks promises in seconds, but no stream
         found = asyncio.run(network.storm(faults, num_engines=2, num_streams=12, seconds=4.0, is_fake=True))
         assert not any(seen["failed"] or seen["different"] for seen in found.values()), found
         broken = list(network.broken_promises(found))
