@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from http_kit import CHAT, COMPLETIONS, Connection, ask, request_bytes, stream
+from lateness import tries_while_late
 from plain_loop import Checkpoint
 from results import save_result
 from server_kit import KEY, Footprint, Server
@@ -182,7 +183,7 @@ async def weather(server: Server, checkpoint: Checkpoint, count: int) -> dict[st
 async def test_a_disconnect_frees_the_blocks_within_a_step(fake_server: Server, is_stream: bool) -> None:
     """Left alone, these would run for minutes: five sequences of 3,000 tokens at 20 tokens per second."""
     body = {"model": "fake", "prompt": [1, 2, 3] * 10, "max_tokens": 3000, "ignore_eos": True, "n": 5, "stream": is_stream}
-    for _ in range(3):  # a machine that stands still for seconds does not do so every time
+    for _ in tries_while_late(3):
         async with Connection(fake_server.port) as connection:
             await connection.send(request_bytes("POST", COMPLETIONS, body))
             await fake_server.eventually(lambda: fake_server.load().num_running == 5)
