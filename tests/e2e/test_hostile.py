@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,12 +20,15 @@ import psutil
 import pytest
 from hostile_requests import CHAT, COMPLETIONS, cases
 from http_kit import Connection, Reply, ask, request_bytes, stream
+from lateness import machine_lateness
 from plain_loop import Checkpoint
 from server_kit import KEY, Server
 
 from tests.gateway.test_connection import BROKEN
 
 LENGTH = 300
+TOLD_S = 2.5
+"""Every probe is well within this time. At once, but an engine on a machine that stood still is not ready for a moment."""
 HERE = re.escape(str(Path(__file__).parents[2]))
 INTERNALS = re.compile(r"0x[0-9a-f]{6,}|Traceback|/home/|/root/|/tmp/|site-packages|\.py\b|unix:|" + KEY + "|" + HERE)
 BEARER = f"authorization: Bearer {KEY}\r\n".encode()
@@ -66,10 +70,23 @@ async def calm_neighbourhood(server: Server, checkpoint: Checkpoint) -> AsyncIte
         neighbours.is_over = True
         await running
     assert neighbours.num_whole >= 1
+    for name in ("/live", "/health", "/ready"):
+        await check_probe(server, name)
     await server.eventually(lambda: server.load().is_idle)
     assert server.pids() == pids
     assert server.load().instance_id == instance
-    await server.eventually(lambda: server.get("/ready")[0] == 200)
+
+
+async def check_probe(server: Server, name: str) -> None:
+    """200 within TOLD_S, and all but /ready at the first look."""
+    with machine_lateness() as lateness:
+        began = time.monotonic()
+        if name == "/ready":
+            await server.eventually(lambda: server.get(name, key=None)[0] == 200)
+        else:
+            assert (await asyncio.to_thread(server.get, name, key=None))[0] == 200
+        took_s = time.monotonic() - began - lateness.late_s
+    assert took_s < TOLD_S, name
 
 
 def check_refusal(reply: Reply, statuses: tuple[int, ...]) -> dict[str, Any]:
@@ -358,6 +375,6 @@ async def test_a_flood_of_tiny_chunks_costs_the_gateway_little(server: Server) -
 
 @pytest.mark.parametrize("name", ["/live", "/health", "/ready"])
 async def test_probes_need_no_key_and_everything_else_does(server: Server, name: str) -> None:
-    await server.eventually(lambda: server.get(name, key=None)[0] == 200)
+    await check_probe(server, name)
     for path in ("/metrics", "/v1/models", "/version", "/load", "/docs", "/openapi.json", "/nowhere"):
         check_refusal(await ask(server.port, "GET", path), (401,))
