@@ -185,7 +185,9 @@ async def test_stray_line_ends_do_not_keep_an_idle_connection(text: TextModel) -
     kept = GET.replace(b"connection: close\r\n", b"")
     async with open_bench(text, timeouts={"header_s": 0.5, "keep_alive_s": 60}) as bench, serving(bench.gateway) as port:
         for _ in tries_while_late(5):
-            answer = await talk(port, kept, b"\r\n", kept, b"\r\n", pause_s=0.05)
+            answer = b""
+            with suppress(ConnectionResetError):  # a request that comes after the time is met by a closed connection
+                answer = await talk(port, kept, b"\r\n", kept, b"\r\n", pause_s=0.05)
             if answer.count(b"HTTP/1.1 200") == 2:
                 break
     assert answer.count(b"HTTP/1.1 200") == 2
