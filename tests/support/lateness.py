@@ -20,6 +20,8 @@ class Lateness:
         self._due = time.monotonic() + TICK_S
         """When the thread looks at the clock again."""
         self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lateness", daemon=True)
+        self._thread.start()
 
     @property
     def late_s(self) -> float:
@@ -27,26 +29,24 @@ class Lateness:
         late_s = time.monotonic() - self._due
         return self._late_s + (late_s if late_s > TICK_S else 0.0)
 
-    def watch(self) -> None:
+    def _watch(self) -> None:
         while not self._is_over.wait(TICK_S):
             self._late_s, self._due = self.late_s, time.monotonic() + TICK_S
 
     def end(self) -> None:
-        self._late_s, self._due = self.late_s, float("inf")
         self._is_over.set()
+        self._thread.join()  # or it would go on counting what is read after the block
+        self._late_s, self._due = self.late_s, float("inf")
 
 
 @contextmanager
 def machine_lateness() -> Iterator[Lateness]:
     """While inside, by how much this process was late."""
     lateness = Lateness()
-    thread = threading.Thread(target=lateness.watch, name="lateness", daemon=True)
-    thread.start()
     try:
         yield lateness
     finally:
         lateness.end()
-        thread.join()
 
 
 def tries_while_late(num_tries: int, least_s: float = 0.2) -> Iterator[Lateness]:

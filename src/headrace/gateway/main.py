@@ -16,7 +16,7 @@ from typing import Any
 from headrace.core.counted import counted
 from headrace.core.errors import CheckpointError, HeadraceError, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
-from headrace.gateway.compose import open_gateway
+from headrace.gateway.compose import OpenGateway, open_gateway
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.requests import answering
 from headrace.gateway.http.descriptors import ConnectionLimit, connection_limit
@@ -69,28 +69,40 @@ async def serve(
     with StopSignals(duplicate_signal_s=0.0 if leash.is_held else DUPLICATE_SIGNAL_S) as stop:
         limit = limit_connections(config)
         async with open_gateway(config, texts, workers, worker=worker) as opened:
-            gateway = opened.app
-            await first_connections(gateway.service.models)
-            server = Server(gateway, config, gateway.refused, limit)
-            try:
-                port = await server.start(shares_port=leash.is_held)  # with the supervisor, which keeps it
-            except OSError as error:
-                raise CannotBind(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
-            opened.reloader.follow(partial(follow_connections, server))
-            # Every object made so far stays for good: frozen, no collection visits it.
-            gc.collect()
-            gc.freeze()
-            gc.set_threshold(YOUNG_OBJECTS)
-            log.info("listening on %s://%s:%d; a model answers once its engine is up", config.scheme, config.host, port)
-            leash.ready({"host": config.host, "port": port, "scheme": config.scheme})
-            closed = asyncio.Event()
-            serving = asyncio.create_task(server.serve_until(closed))
-            async with answering(leash, opened.reloader, read_again, stop):
-                await first_of(stop.soft)
-                is_complete = await drain(gateway.service.open_requests, opened.reloader.config.timeouts.drain_s, stop.hard)
-                closed.set()
-                await serving
-                return is_complete
+            return await _serve_until_stopped(opened, config, limit, leash, read_again, stop)
+
+
+async def _serve_until_stopped(
+    opened: OpenGateway,
+    config: GatewayConfig,
+    limit: ConnectionLimit,
+    leash: Leash,
+    read_again: Callable[[], GatewayConfig] | None,
+    stop: StopSignals,
+) -> bool:
+    """As `serve`, once everything is open but the port."""
+    gateway = opened.app
+    await first_connections(gateway.service.models)
+    server = Server(gateway, config, gateway.refused, limit)
+    try:
+        port = await server.start(shares_port=leash.is_held)  # with the supervisor, which keeps it
+    except OSError as error:
+        raise CannotBind(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+    opened.reloader.follow(partial(follow_connections, server))
+    # Every object made so far stays for good: frozen, no collection visits it.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
+    log.info("listening on %s://%s:%d; a model answers once its engine is up", config.scheme, config.host, port)
+    leash.ready({"host": config.host, "port": port, "scheme": config.scheme})
+    closed = asyncio.Event()
+    serving = asyncio.create_task(server.serve_until(closed))
+    async with answering(leash, opened.reloader, read_again, stop):
+        await first_of(stop.soft)
+        is_complete = await drain(gateway.service.open_requests, opened.reloader.config.timeouts.drain_s, stop.hard)
+        closed.set()
+        await serving
+        return is_complete
 
 
 def limit_connections(config: GatewayConfig, num_connections: int = 0) -> ConnectionLimit:
