@@ -40,7 +40,8 @@ class StopSignals:
 
     def __exit__(self, *error: object) -> None:
         """Gives the signals back their default action. After the first signal they are ignored instead: the process is ending, and a
-        later one must not change its exit status."""
+        later one must not change its exit status. One that comes in the microseconds between the two calls still ends it: an event loop
+        takes its handler away by the default action."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
             if self.soft.done():
