@@ -1,4 +1,4 @@
-"""A cell of the comparison and its file. Resuming means: cells that have a file are not run again."""
+"""A cell of the comparison, and the file of all cells of its machine, shape and precision. Cells that are in it are not run again."""
 
 from __future__ import annotations
 
@@ -39,12 +39,18 @@ class Cell:
 
     @property
     def file(self) -> Path:
-        return FOLDER / self.machine / self.shape / self.precision / self.engine / f"{self.row}.{self.round}.json"
+        """Where it is kept, with the other cells of its table."""
+        return FOLDER / self.machine / f"{self.shape}-{self.precision}.json"
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What it gave; None where it was not measured yet."""
+        return load(self.file).get(self)
 
     @property
     def is_done(self) -> bool:
-        """The cell has a file, measured by today's method."""
-        return self.file.is_file() and load(self.file)[1].method == method_of(self.engine)
+        """The cell was measured by today's method."""
+        return (outcome := self.outcome) is not None and outcome.method == method_of(self.engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +87,26 @@ class Outcome:
 
 
 def save(cell: Cell, outcome: Outcome) -> None:
+    """Put the cell into its file, in the place of an earlier outcome of its own; the other cells stay. One process at a time."""
+    kept = {**load(cell.file), cell: outcome}
+    table = {"machine": cell.machine, "shape": cell.shape, "precision": cell.precision}
+    own = [{"engine": each.engine, "row": each.row, "round": each.round, **asdict(kept[each])} for each in sorted(kept)]
     cell.file.parent.mkdir(parents=True, exist_ok=True)
-    write_portable(cell.file, {"cell": asdict(cell), **asdict(outcome)})
+    write_portable(cell.file, {**table, "cells": own})
 
 
-def load(file: Path) -> tuple[Cell, Outcome]:
-    data = json.loads(file.read_bytes())
-    cell = Cell(**data.pop("cell"))
-    return cell, Outcome(**{**data, "samples": tuple(data["samples"])})
+def load(file: Path) -> dict[Cell, Outcome]:
+    """The cells of one file, in their order; none where there is no file."""
+    if not file.is_file():
+        return {}
+    table = json.loads(file.read_bytes())
+    found = {}
+    for own in table.pop("cells"):
+        cell = Cell(**table, engine=own.pop("engine"), row=own.pop("row"), round=own.pop("round"))
+        found[cell] = Outcome(**{**own, "samples": tuple(own["samples"])})
+    return found
 
 
 def load_all(folder: Path = FOLDER) -> Iterator[tuple[Cell, Outcome]]:
     for file in sorted(folder.rglob("*.json")):
-        yield load(file)
+        yield from load(file).items()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.machine import this_machine
-from bench.peers.cells import Cell, load
+from bench.peers.cells import Cell
 from bench.peers.engines import CannotRun, launch_of
 from bench.peers.llama_cpp import llama_cpp
 from bench.peers.rows import HIGH_ID, LOW_ID, Figure
@@ -98,8 +98,8 @@ def rate_of(turn: Turn, row: str) -> float:
     """Requests per second to offer. Raises CannotRun before the capacity is known."""
     if row == CAPACITY:
         return math.inf
-    file = Cell(this_machine(), turn.shape, turn.precision, "headrace", CAPACITY, 0).file
-    capacity = load(file)[1].value if file.is_file() else None
+    measured = Cell(this_machine(), turn.shape, turn.precision, "headrace", CAPACITY, 0).outcome
+    capacity = measured.value if measured else None
     if capacity is None:
         raise CannotRun(f"there is no {CAPACITY} of headrace for {turn.shape} {turn.precision} yet")
     return RATES[row] * capacity

@@ -63,7 +63,7 @@ class Turn:
         return text
 
     def keep(self, row: str, setting: Mapping[str, object], work: Callable[[], Figure]) -> None:
-        """Measure one cell and write its file, whatever came of it."""
+        """Measure one cell and write it down, whatever came of it."""
         bandwidth = measure_bandwidth(self.script)
         found, error = None, ""
         try:
