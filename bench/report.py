@@ -19,8 +19,8 @@ HEADER = """# Benchmarks
 Written by `make bench` from the JSON in `bench/results/`; every round is there, bad ones included. Each table compares two configurations
 that differ by one switch, run in turn in one process on one machine. A cell is the median over the rounds, with the smallest and largest
 in brackets; the last row is the geometric mean of the rounds' ratios with its 95 % interval, in bold where the interval excludes 1.
-Prompts are random token ids, answers greedy with end tokens ignored; tokenizing, text and HTTP are not part of these figures. The last
-sections report what was measured otherwise: by tests on their way, and precision by precision.
+Prompts are random token ids, answers greedy with end tokens ignored; tokenizing, text and HTTP are not part of these figures. What was
+measured otherwise, by tests on their way and precision by precision, has a section where it is recorded.
 """
 
 
@@ -64,7 +64,8 @@ def _circumstances(data: dict[str, Any], file: Path) -> Iterator[str]:
     line = f"{first['cpu']}, {first['num_cpus']} CPUs, load average {min(loads):.2f} to {max(loads):.2f}"
     if bandwidths:
         line += f", read bandwidth {min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s"
-    yield f"{line}. {versions}. Model `{Path(next(iter(data['variants'].values()))['model']).name}`."
+    model = f"`{Path(next(iter(data['variants'].values()))['model']).name}`" + (f" ({data['model_note']})" if "model_note" in data else "")
+    yield f"{line}. {versions}. Model {model}."
     yield f"Raw rounds: [{file.name}](../bench/results/{file.name}). Command: `{' '.join(first['command'])}`.\n"
 
 
