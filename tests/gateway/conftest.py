@@ -1,4 +1,4 @@
-"""A real tokenizer with a chat template, a gateway over in-process replicas, and a Redis server, where one is installed."""
+"""A real tokenizer with a chat template, a gateway over in-process replicas, and a Redis server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import text_kit
 from gateway_kit import MODEL, TestBench, open_bench, serving
-from redis_kit import MISSING, NO_PACKAGE, PROGRAM, RedisServer
+from kinds import guard, kind_of
+from redis_kit import RedisServer
 from wire_kit import socket_dir
 
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
@@ -16,9 +17,13 @@ from headrace.text.folder import TextModel, load_text
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine, and text that the tests themselves read, hold the event loop up for longer than a request waits for a store."""
-    monkeypatch.setattr("headrace.gateway.stores.guard.REQUEST_WAIT_S", 10.0)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine, and text that the tests themselves read, hold the event loop up for longer than a request waits for a store.
+
+    On virtual time nothing does.
+    """
+    if kind_of(request.node) != "loop":
+        monkeypatch.setattr("headrace.gateway.stores.guard.REQUEST_WAIT_S", 10.0)
 
 
 @pytest.fixture
@@ -71,11 +76,27 @@ async def either(request: pytest.FixtureRequest, text: TextModel) -> AsyncIterat
             yield near
 
 
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[RedisServer]:
+    """The server of this test process."""
+    with socket_dir() as folder:
+        server = RedisServer(folder)
+        with guard.lifted():
+            server.start()
+        yield server
+        server.stop()
+
+
 @pytest.fixture
-def redis_server() -> Iterator[RedisServer]:
-    pytest.importorskip("redis", reason=NO_PACKAGE)
-    if PROGRAM is None:
-        pytest.skip(MISSING)
+def redis_server(shared_redis: RedisServer) -> RedisServer:
+    """An empty server, for tests that let it run and change none of its options."""
+    shared_redis.empty()
+    return shared_redis
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    """A server that the test may stop, hang and start with other options."""
     with socket_dir() as folder:
         server = RedisServer(folder)
         server.start()
