@@ -27,7 +27,7 @@ from headrace.wire.client import ReplicaClient
 from headrace.wire.stream import ReplicaStream
 from headrace.wire.target import parse_target
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def request(name: str, prompt: tuple[int, ...] = (1, 2, 3), **changes: Any) -> EngineRequest:

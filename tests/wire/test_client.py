@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +13,11 @@ import pytest
 from wire_kit import PATIENCE_S, connected, read_all, request, served, socket_dir, until
 
 from headrace.core.errors import Unavailable
-from headrace.lab.fake_runner import FakeOptions, fake_answer
-from headrace.wire.client import ConnectionState, ReplicaClient
-from headrace.wire.service import HEARTBEAT_S, SILENT_AFTER_S, Expectation
+from headrace.lab.fake_runner import fake_answer
+from headrace.wire.client import ReplicaClient
+from headrace.wire.service import Expectation
+
+pytestmark = pytest.mark.socket
 
 
 class BrokenCall:
@@ -130,16 +131,3 @@ async def test_a_model_that_does_not_fit_is_told_once(told: list[str]) -> None:
             await replica.wait_connected(0.5)
     assert len(told) == 1, told
     assert "vocabulary: the engine has 4096 entries, the gateway 5" in told[0]
-
-
-async def test_a_gateway_that_was_held_up_itself_does_not_call_its_replicas_silent(told: list[str]) -> None:
-    async with served(FakeOptions(step_seconds=0.02)) as engine, connected(engine, name="r0") as replica:
-        await asyncio.sleep(2 * HEARTBEAT_S)
-        stream = replica.submit(request("r", max_tokens=60))
-        await stream.__anext__()
-        time.sleep(2 * SILENT_AFTER_S)  # the event loop of the gateway (and of this engine) stands still
-        assert replica.state is ConnectionState.CONNECTED, "asked at once: nothing that waits could be read yet"
-        await asyncio.sleep(2 * HEARTBEAT_S)
-        assert replica.state is ConnectionState.CONNECTED
-        await read_all(stream)
-        assert not any("silent" in line for line in told)

@@ -49,6 +49,8 @@ from headrace.wire.codec.request import MAX_REMAINING_MS, set_remaining
 from headrace.wire.codec.update import UpdateRows
 from headrace.wire.handles import Attempt, Handle, MalformedFrame
 
+pytestmark = pytest.mark.pure
+
 tokens = st.integers(0, 2**31 - 1)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 finite = st.floats(allow_nan=False, allow_infinity=False)

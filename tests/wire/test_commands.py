@@ -15,6 +15,8 @@ from headrace.wire import headrace_pb2 as pb
 from headrace.wire.commands import MAX_FRAME_BYTES, MAX_SUBMIT_BYTES, UnwrittenCommands
 from headrace.wire.handles import Handle
 
+pytestmark = pytest.mark.pure
+
 LONG = tuple(range(100_000, 300_000))
 """600 000 bytes on the wire: two do not fit one frame."""
 

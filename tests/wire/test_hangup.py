@@ -13,6 +13,8 @@ from headrace.wire import hangup
 from headrace.wire.hangup import on_hangup
 from headrace.wire.stop_signals import StopSignals
 
+pytestmark = pytest.mark.loop
+
 
 @pytest.fixture(autouse=True)
 def default_action() -> Iterator[None]:
@@ -29,7 +31,7 @@ async def stop() -> StopSignals:
 
 async def hang_up() -> None:
     os.kill(os.getpid(), signal.SIGHUP)
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.001)  # the handler runs
 
 
 async def test_it_reloads_and_is_ignored_afterwards(stop: StopSignals) -> None:

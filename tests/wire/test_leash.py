@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from wire_kit import until
+from wire_kit import PATIENCE_S, until
 
 from headrace.core.errors import Unavailable
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, LeashRequests, ReloadRefused, ReplicaStatus
+
+pytestmark = pytest.mark.socket
 
 STATUSES = {"fox": {"fox-0": ReplicaStatus(True, "", 3), "fox-1": ReplicaStatus(False, "draining", 0)}, "far": {}}
 
@@ -22,7 +24,7 @@ STATUSES = {"fox": {"fox-0": ReplicaStatus(True, "", 3), "fox-1": ReplicaStatus(
 def ends() -> Iterator[tuple[Leash, socket.socket]]:
     """A child's leash, and the supervisor's socket."""
     ours, theirs = socket.socketpair()
-    ours.settimeout(10)
+    ours.settimeout(PATIENCE_S)
     leash = Leash(theirs.detach())
     with ours:
         yield leash, ours
@@ -52,11 +54,11 @@ def test_requests_reach_the_handler_in_order_and_whole(ends: tuple[Leash, socket
     leash.listen(handler)
     supervisor.sendall(b'tus", "id": 2}\n')
     supervisor.sendall(b'{"event": "reload", "id": 3}\n')
-    assert three.wait(10)
+    assert three.wait(PATIENCE_S)
     kinds = LeashRequestKind.RELOAD, LeashRequestKind.STATUS, LeashRequestKind.RELOAD
     assert taken == [LeashRequest(kind, number) for number, kind in enumerate(kinds, 1)]
     supervisor.close()
-    assert gone.wait(10)
+    assert gone.wait(PATIENCE_S)
 
 
 async def test_without_a_handler_requests_wait_for_the_next_one(ends: tuple[Leash, socket.socket]) -> None:
@@ -94,7 +96,7 @@ def test_a_line_that_is_no_message_ends_the_child(ends: tuple[Leash, socket.sock
     try:
         leash.watch(gone.set)
         supervisor.sendall(b"not JSON\n")
-        assert gone.wait(10)
+        assert gone.wait(PATIENCE_S)
     finally:
         threading.excepthook = kept
 
@@ -110,6 +112,7 @@ class Child:
         self.asked = LeashRequests(lambda data: self.written.append(json.loads(data)))
 
 
+@pytest.mark.loop
 async def test_a_reload_ends_when_it_was_applied() -> None:
     child = Child()
     first, second = asyncio.ensure_future(child.asked.reload()), asyncio.ensure_future(child.asked.reload())
@@ -132,6 +135,7 @@ async def test_a_status_comes_back_as_it_was_given(ends: tuple[Leash, socket.soc
     assert await asked == STATUSES
 
 
+@pytest.mark.loop
 async def test_a_child_that_ends_answers_nothing_any_more() -> None:
     child = Child()
     asked = asyncio.ensure_future(child.asked.status())
@@ -143,6 +147,7 @@ async def test_a_child_that_ends_answers_nothing_any_more() -> None:
         await child.asked.reload()
 
 
+@pytest.mark.loop
 async def test_an_answer_that_nothing_waits_for_is_ignored() -> None:
     child = Child()
     with pytest.raises(TimeoutError):

@@ -12,6 +12,8 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.wire.private_files import check_private_file, is_open_to_others, why_not_private
 
+pytestmark = pytest.mark.pure
+
 OURS, THEIRS = 4242, 4343
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from headrace.wire import headrace_pb2 as pb
+
+pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 WIRE = ROOT / "src" / "headrace" / "wire"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from wire_kit import connected, read_all, request, served
@@ -16,6 +15,8 @@ from headrace.wire.dial import Dialer
 from headrace.wire.service import Expectation
 from headrace.wire.session import Session
 from headrace.wire.target import parse_target
+
+pytestmark = pytest.mark.loop
 
 
 class Call:
@@ -38,6 +39,7 @@ def load(submits_seen: int) -> pb.EngineFrame:
     return pb.EngineFrame(load=encode_load(snapshot), submits_seen=submits_seen)
 
 
+@pytest.mark.socket
 @pytest.mark.parametrize("knows_tiers", [False, True])
 async def test_an_engine_of_an_older_version_gets_requests_without_their_tier(knows_tiers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would refuse a field that it does not know, and with it every request while a site is upgraded."""
@@ -67,7 +69,7 @@ async def test_a_load_counts_only_the_submits_that_it_has_seen() -> None:
         on_load=lambda snapshot: loads.append(snapshot.num_waiting),
         on_weights_digest=lambda _: None,
         on_beat=lambda: None,
-        clock=time.monotonic,
+        clock=asyncio.get_running_loop().time,
     )
     writing = asyncio.create_task(session._write(Call()))
     for number in range(3):

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.wire.stop_signals import StopSignals
+from headrace.wire.stop_signals import DUPLICATE_SIGNAL_S, StopSignals
+
+pytestmark = pytest.mark.loop
 
 BOTH = signal.SIGTERM, signal.SIGINT
 
@@ -25,7 +27,7 @@ def _handlers() -> Iterator[None]:
 async def sent(*numbers: signal.Signals) -> None:
     for number in numbers:
         os.kill(os.getpid(), number)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.001)  # the handler runs
 
 
 async def test_the_first_one_drains_and_a_later_one_means_now() -> None:
@@ -36,10 +38,15 @@ async def test_the_first_one_drains_and_a_later_one_means_now() -> None:
         assert stop.hard.done()
 
 
-async def test_one_that_comes_twice_at_once_counts_once() -> None:
-    with StopSignals(duplicate_signal_s=60.0) as stop:
+async def test_one_that_comes_twice_within_half_a_second_counts_once() -> None:
+    with StopSignals() as stop:
         await sent(signal.SIGINT, signal.SIGINT)
+        await asyncio.sleep(DUPLICATE_SIGNAL_S - 0.01)
+        await sent(signal.SIGTERM)
         assert (stop.soft.done(), stop.hard.done()) == (True, False)
+        await asyncio.sleep(0.01)
+        await sent(signal.SIGINT)
+        assert stop.hard.done()
 
 
 async def test_after_a_block_without_one_they_have_their_default_actions() -> None:

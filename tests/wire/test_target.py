@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from wire_kit import PATIENCE_S
 
 from headrace.core.errors import ConfigError
 from headrace.wire import dial
@@ -19,14 +20,23 @@ from headrace.wire import target as target_module
 from headrace.wire.dial import Dialer
 from headrace.wire.target import TOKEN_METADATA, GrpcTarget, check_private, nothing_listens, parse_target, token_matches
 
+pytestmark = pytest.mark.socket
+
 TOKEN = "0123456789abcdef"
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "LISTENS_S", PATIENCE_S)
+
+
+@pytest.mark.pure
 @pytest.mark.parametrize("address", ["unix:/tmp/x.sock", "127.0.0.1:0", "localhost:8", "[::1]:80", "127.8.8.8:1"])
 def test_unix_sockets_and_loopback_with_a_token_are_fine(address: str) -> None:
     assert parse_target(address, TOKEN).address == address
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("address", "token", "word"),
     [
@@ -50,6 +60,7 @@ def test_what_the_wire_does_not_do_is_refused_by_name(address: str, token: str |
         parse_target(address, token)
 
 
+@pytest.mark.pure
 def test_a_token_must_match_whole() -> None:
     assert token_matches([(TOKEN_METADATA, TOKEN)], TOKEN)
     assert token_matches([(TOKEN_METADATA, TOKEN.encode())], TOKEN)
@@ -58,6 +69,7 @@ def test_a_token_must_match_whole() -> None:
         assert not token_matches(metadata, TOKEN)
 
 
+@pytest.mark.pure
 def test_a_socket_in_an_open_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     check_private(tmp_path / "e.sock")
@@ -101,7 +113,7 @@ async def test_a_network_that_drops_packets_is_not_waited_for(monkeypatch: pytes
         for each in filling:
             each.setblocking(False)
             each.connect_ex(("127.0.0.1", port))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert not await nothing_listens(parse_target(f"127.0.0.1:{port}", TOKEN))
         for each in filling:
             each.close()
@@ -117,7 +129,7 @@ async def test_a_fault_that_takes_long_to_find_is_left(monkeypatch: pytest.Monke
     monkeypatch.setattr(dial, "LOOK_S", 0.05)
     is_over = threading.Event()
     dialer = Dialer(parse_target("127.0.0.1:1", TOKEN))
-    monkeypatch.setattr(dialer, "_repeat_handshake", partial(is_over.wait, 5))
+    monkeypatch.setattr(dialer, "_repeat_handshake", partial(is_over.wait, PATIENCE_S))
     assert await dialer.find_tls_fault() == ""
     is_over.set()
 

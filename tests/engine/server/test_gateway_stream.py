@@ -20,6 +20,8 @@ from headrace.wire.codec import encode_cancel
 from headrace.wire.delivery import SLICE_S
 from headrace.wire.handles import Handle
 
+pytestmark = pytest.mark.loop
+
 BEAT_S = 0.25
 
 

@@ -27,6 +27,8 @@ from headrace.wire.target import parse_target
 from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole
 from headrace.wire.tls.stream import PlainStream
 
+pytestmark = pytest.mark.socket
+
 HOST = "127.0.0.2"
 SITE, STRANGE = authority(), authority()
 
@@ -56,7 +58,7 @@ async def test_streams_are_answered_over_tcp_and_the_answer_is_whole(tmp_path: P
     tls, gateway_tls = (engine_files(tmp_path), gateway_files(tmp_path)) if is_tls else (None, None)
     async with engine_at(HOST, tls) as engine, ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_tls) as replica:
         await replica.wait_connected(PATIENCE_S)
-        requests = [request(f"r{i}", prompt=tuple(range(1, 3000)), max_tokens=40, n=2) for i in range(20)]
+        requests = [request(f"r{i}", prompt=tuple(range(1, 3000)), max_tokens=40, n=2) for i in range(6)]
         answers = await asyncio.gather(*(read_all(replica.submit(one)) for one in requests))
         for one, answer in zip(requests, answers, strict=True):
             assert answer == {index: fake_answer(one, index, 40, FakeOptions()) for index in range(2)}
@@ -162,6 +164,7 @@ async def test_an_engine_that_leaves_delivers_what_it_has_said(tmp_path: Path, i
         await asyncio.sleep(0.05)
         await sendall(self, data)
 
+    monkeypatch.setattr(listener, "LINGER_S", PATIENCE_S)
     tls, gateway_tls = (engine_files(tmp_path), gateway_files(tmp_path)) if is_tls else (None, None)
     async with engine_at(HOST, tls) as engine, ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_tls) as replica:
         await replica.wait_connected(PATIENCE_S)
@@ -261,7 +264,7 @@ async def test_whatever_strangers_send_a_stream_beside_them_goes_on(tmp_path: Pa
         host, _, port = engine.service.address.rpartition(":")
         one = request("r", max_tokens=400)
         reading = asyncio.create_task(read_all(replica.submit(one)))
-        for _ in range(10):
+        for _ in range(5):
             await asyncio.gather(*(stranger(host, int(port)) for _ in range(20)))
         assert (await reading)[0] == fake_answer(one, 0, 400, FakeOptions())
         assert len((await read_all(replica.submit(request("after"))))[0]) == 8
@@ -288,6 +291,7 @@ async def test_a_connection_whose_other_end_takes_nothing_is_freed(monkeypatch: 
         await port.close()
 
 
+@pytest.mark.pure
 def test_the_same_refusal_of_one_address_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     refuse = RefusalLog(lambda: now[0])
@@ -347,17 +351,19 @@ async def test_an_engine_that_ends_refuses_no_connection_for_want_of_its_grpc_se
     async with engine_at(HOST, engine_files(tmp_path)) as engine:
         host, _, port = engine.service.address.rpartition(":")
         context = Certificates(gateway_files(tmp_path), TlsRole.GATEWAY).current().context
-        is_over = False
+        is_over, num_connected = False, 0
 
         async def connect() -> None:
+            nonlocal num_connected
             while not is_over:
                 with suppress(OSError):
                     _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+                    num_connected += 1
                     writer.transport.abort()
                 await asyncio.sleep(0)
 
         connecting = [asyncio.create_task(connect()) for _ in range(8)]
-        await asyncio.sleep(0.1)
+        await until(lambda: num_connected >= 20)
         await engine.service.stop()
         is_over = True
         await asyncio.gather(*connecting)
@@ -372,12 +378,14 @@ async def test_an_engine_whose_own_grpc_server_is_out_of_reach_says_so(tmp_path:
             await until(lambda: "this engine's gRPC server does not answer at " in caplog.text)
 
 
+@pytest.mark.pure
 def test_a_temporary_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="cannot be written"):
         TcpListener(parse_target("127.0.0.1:0", TOKEN))
 
 
+@pytest.mark.pure
 def test_a_temporary_directory_too_deep_for_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
@@ -387,6 +395,7 @@ def test_a_temporary_directory_too_deep_for_a_socket_is_refused(tmp_path: Path, 
     assert list(deep.iterdir()) == []
 
 
+@pytest.mark.pure
 def test_log_records_of_refusals_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
     RefusalLog(lambda: 0.0)("10.0.0.1", "expired")
     assert [record.levelno for record in caplog.records] == [logging.WARNING]

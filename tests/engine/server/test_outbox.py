@@ -9,6 +9,8 @@ import pytest
 
 from headrace.engine.server.outbox import AsyncioOutbox, call_unless_closed
 
+pytestmark = pytest.mark.pure
+
 
 class ClosingLoop:
     """An asyncio loop that is closed between the moment one asks and the moment one calls."""

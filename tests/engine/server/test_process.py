@@ -25,6 +25,8 @@ from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ConnectionState, ReplicaClient
 from headrace.wire.leash import ORPHANED
 
+pytestmark = pytest.mark.loop
+
 ENDLESS = 4000
 
 

@@ -11,6 +11,8 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.engine.server.config import load_process_config
 
+pytestmark = pytest.mark.pure
+
 GOOD = {"replica": "r", "address": "unix:/tmp/x.sock", "engine": {"model": "/m", "max_num_seqs": 8}}
 
 

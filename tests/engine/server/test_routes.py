@@ -11,6 +11,8 @@ from headrace.core.ids import RequestId
 from headrace.engine.server.routes import Routes
 from headrace.wire.handles import Handle
 
+pytestmark = pytest.mark.pure
+
 STREAMS = st.sampled_from(["a", "b"])
 REQUESTS = st.integers(0, 4).map(lambda number: RequestId(f"r{number}"))
 

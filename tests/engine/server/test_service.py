@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from lateness import machine_lateness
+from virtual_wire import linked_virtually
 from wire_kit import PATIENCE_S, Served, connected, read_all, read_updates, request, served, until
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
@@ -27,8 +26,9 @@ from headrace.wire.client import ConnectionState, ReplicaClient
 from headrace.wire.codec import encode_cancel, encode_submit
 from headrace.wire.handles import Handle
 from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, DRAIN, PROTOCOL_VERSION, SNAPSHOT, Expectation
-from headrace.wire.session import Session
 from headrace.wire.stream import ReplicaStream
+
+pytestmark = pytest.mark.socket
 
 SLOW = FakeOptions(step_seconds=0.02)
 HASHED = FakeOptions(numerics={"weights": "ab"})
@@ -134,7 +134,7 @@ class PeerDuringWhoseHello:
     async def read(self) -> object:
         if not self.frames:
             return pb.ClientFrame(hello=pb.ClientHello(protocol_version=PROTOCOL_VERSION)).SerializeToString()
-        await until(lambda: any(frame.weights_digest for frame in self.frames), timeout_s=2.0)
+        await until(lambda: any(frame.weights_digest for frame in self.frames))
         return grpc.aio.EOF
 
     async def write(self, data: bytes) -> None:
@@ -190,9 +190,9 @@ async def test_cancel_ends_the_iterator() -> None:
     async with served(SLOW) as engine, connected(engine) as replica:
         stream = replica.submit(request("r", max_tokens=ENDLESS))
         await stream.__anext__()
+        num_unread = stream.num_unread
         replica.cancel(RequestId("r"))
-        rest = [update async for update in stream]
-        assert len(rest) < 10
+        assert len([update async for update in stream]) == num_unread, "nothing comes any more"
         await until(lambda: engine.is_idle)
 
 
@@ -221,9 +221,12 @@ async def test_a_gateway_that_vanishes_takes_its_requests_with_it() -> None:
         async with connected(engine) as leaves:
             for i in range(10):
                 leaves.submit(request(f"l{i}", max_tokens=ENDLESS))
-            kept = stays.submit(request("kept", max_tokens=30))
+            one = request("kept", max_tokens=LONG)
+            kept = stays.submit(one)
             await until(lambda: engine.engine.snapshot().num_running == 11)
-        assert (await read_all(kept))[0] == fake_answer(request("kept", max_tokens=30), 0, 30, engine.options)
+        await until(lambda: engine.engine.snapshot().num_running == 1)
+        stop_pacing(engine)
+        assert (await read_all(kept))[0] == fake_answer(one, 0, LONG, engine.options)
         await until(lambda: engine.is_idle)
 
 
@@ -293,7 +296,7 @@ async def test_a_queue_full_of_bytes_refuses_the_next_prompt_with_a_time_to_come
 async def test_a_gateway_reads_how_much_of_the_load_each_class_has() -> None:
     config = EngineConfig(model="fake", max_num_seqs=1, max_num_batched_tokens=512)
     async with served(FakeOptions(step_seconds=0.02), config) as engine, connected(engine) as replica:
-        running = replica.submit(request("runs", max_tokens=200, priority=PriorityClass.PREMIUM))
+        running = replica.submit(request("runs", max_tokens=ENDLESS, priority=PriorityClass.PREMIUM))
         await running.__anext__()
         for number in range(5):
             replica.submit(request(f"b{number}", (7,) * 10, max_tokens=2, priority=PriorityClass.BATCH))
@@ -306,10 +309,13 @@ async def test_a_gateway_reads_how_much_of_the_load_each_class_has() -> None:
         await engine.service.stop()
 
 
+@pytest.mark.loop
 async def test_a_passed_deadline_ends_the_request() -> None:
-    async with served(SLOW) as engine, connected(engine) as replica:
-        updates = await read_updates(replica.submit(request("r", max_tokens=ENDLESS, deadline_at=time.monotonic() + 0.2)))
+    async with linked_virtually(step_s=0.02) as (engine, replica):
+        deadline_at = engine.loop.time() + 0.21
+        updates = await read_updates(replica.submit(request("r", max_tokens=ENDLESS, deadline_at=deadline_at)))
         assert updates[-1].finish is FinishReason.DEADLINE
+        assert 0.0 <= engine.loop.time() - deadline_at <= 0.02
         await until(lambda: engine.is_idle)
 
 
@@ -362,26 +368,11 @@ async def test_what_was_sent_since_the_snapshot_is_counted_until_one_includes_it
     async with served(SLOW) as engine, connected(engine) as replica:
         await until(lambda: replica.snapshot is not None)
         for i in range(3):
-            replica.submit(request(f"r{i}", (1, 2, 3, 4), max_tokens=50))
+            replica.submit(request(f"r{i}", (1, 2, 3, 4), max_tokens=ENDLESS))
         assert replica.sent_since_snapshot() == [4, 4, 4]
         await until(lambda: not replica.sent_since_snapshot())
         assert replica.snapshot is not None
         assert replica.snapshot.load.num_running + replica.snapshot.load.num_waiting == 3
-
-
-async def test_a_replica_without_heartbeats_is_silent_before_a_second_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served() as engine, connected(engine) as replica:
-        await until(lambda: replica.snapshot is not None)
-
-        async def nothing_comes(session: Session, frame: object) -> None: ...
-
-        with machine_lateness() as lateness:
-            monkeypatch.setattr(Session, "_take", nothing_comes)
-            stopped_s = time.monotonic()
-            await until(lambda: replica.state is ConnectionState.SILENT)
-            assert time.monotonic() - stopped_s < 1.0 + lateness.late_s
-        monkeypatch.undo()
-        await until(lambda: replica.state is ConnectionState.CONNECTED)
 
 
 # hellos and tokens
@@ -565,11 +556,12 @@ def damaged_submit(**fields: object) -> pb.Command:
 )
 async def test_a_malformed_frame_ends_its_stream_alone(frame: bytes) -> None:
     async with served(SLOW) as engine, connected(engine) as neighbour:
-        stream = neighbour.submit(request("n", max_tokens=20))
+        stream = neighbour.submit(request("n", max_tokens=LONG))
         async with RawStream(engine) as call:
             await call.write(frame)
             await expect_status(call, grpc.StatusCode.INVALID_ARGUMENT, "")
-        assert len((await read_all(stream))[0]) == 20
+        stop_pacing(engine)
+        assert len((await read_all(stream))[0]) == LONG
         await until(lambda: engine.is_idle)
 
 

@@ -32,6 +32,8 @@ from headrace.engine.server.unsent import (
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.handles import Attempt, Handle
 
+pytestmark = pytest.mark.pure
+
 LOAD = LoadSnapshot(
     num_running=0,
     num_waiting=0,

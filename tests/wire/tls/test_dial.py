@@ -5,19 +5,29 @@ from __future__ import annotations
 import asyncio
 import gc
 import ssl
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from tls_kit import authority, write_certificates
 
 from headrace.lab.network_faults import FaultyLink
+from headrace.wire import dial
 from headrace.wire.dial import Dialer
 from headrace.wire.target import parse_target
 from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole
 
+pytestmark = pytest.mark.socket
+
 TOKEN = "0123456789abcdef-of-tests"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for what never comes ends in the test's time limit."""
+    monkeypatch.setattr(dial, "PROBE_S", 3600.0)
+    monkeypatch.setattr(dial, "LOOK_S", 3600.0)
 
 
 @asynccontextmanager
@@ -57,7 +67,5 @@ async def test_a_connection_that_is_reset_is_no_fault_of_tls_and_leaves_no_socke
     gateway = write_certificates(tmp_path, authority(), TlsRole.GATEWAY)
     async with listening(None) as port, FaultyLink("127.0.0.1", port) as link:
         link.refuses = True
-        began = time.monotonic()
         assert [await fault(link.port, tls) for tls in (None, gateway, None, gateway)] == [""] * 4
-        assert time.monotonic() - began < 4.0
     gc.collect()

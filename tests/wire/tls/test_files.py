@@ -14,6 +14,8 @@ from headrace.core.errors import ConfigError
 from headrace.wire.private_files import read_token
 from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole, files_in
 
+pytestmark = pytest.mark.pure
+
 SITE = authority()
 
 
