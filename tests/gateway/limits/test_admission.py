@@ -16,18 +16,22 @@ from typing import Any
 import httpx2
 import pytest
 from gateway_kit import SAID, TestBench, chat_body, eventually, gateway_config, open_bench
-from lateness import machine_lateness
 from limits_kit import used
 from redis_kit import RedisServer
+from scripted_store import script_limits
 
 from headrace.core.errors import ConfigError
 from headrace.gateway.access.principal import KeyLimits, Principal
 from headrace.gateway.control.models import Sources
 from headrace.gateway.limits.rules import ceiling_of, limits_of, rules_of
+from headrace.gateway.limits.limiter import BEAT_S
+from headrace.gateway.stores.guard import MAX_UNANSWERED, REQUEST_WAIT_S, RETRY_S
 from headrace.policy.limits.counters import DAY_MS
 from headrace.policy.limits.price import FREE, NANOS, Price
 from headrace.policy.limits.tier import DeploymentBudget, Tier
 from headrace.text.folder import TextModel
+
+pytestmark = pytest.mark.loop
 
 LATER_OR_SMALLER = "Try again later, or with a smaller max_tokens."
 KEY, OTHER = "hr-limits-key-one", "hr-limits-key-two"
@@ -116,6 +120,7 @@ async def test_refusals_are_counted_and_logged_by_limit(opened: Opened, tmp_path
     assert [line.get("limit") for line in lines] == ["daily_tokens", "user_requests_per_minute", "user_requests_per_minute"]
 
 
+@pytest.mark.pure
 def test_the_limits_of_a_key_have_labels_of_their_own() -> None:
     caller = Principal(
         tenant="acme", key_id="key-1", tier=Tier(requests_per_minute=1), limits=KeyLimits(requests_per_minute=1, monthly_budget=2.0)
@@ -123,6 +128,7 @@ def test_the_limits_of_a_key_have_labels_of_their_own() -> None:
     assert [rule.label for rule in rules_of(caller)] == ["requests_per_minute", "key_requests_per_minute", "key_monthly_budget"]
 
 
+@pytest.mark.pure
 def test_what_depends_on_the_caller_alone_is_made_once_and_again_when_any_of_it_changes() -> None:
     caller = Principal(tenant="acme", key_id="key-1", tier=Tier(requests_per_minute=1, daily_tokens=50), options={"no": ["hash"]})
     limits = limits_of(caller)
@@ -265,6 +271,7 @@ async def test_what_another_tenant_reserved_and_did_not_use_is_free_again(opened
         assert (await ask(bench, max_tokens=9)).status_code == 200
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -400,71 +407,30 @@ async def test_a_clock_that_jumps_opens_no_window_when_it_is_back(opened: Opened
 
 
 @pytest.fixture
-async def two(text: TextModel, redis_server: RedisServer) -> AsyncIterator[tuple[TestBench, TestBench, RedisServer]]:
+async def two(text: TextModel, redis_url: str) -> AsyncIterator[tuple[TestBench, TestBench]]:
     """Two gateways over one Redis."""
     keys = [{"key": KEY, "tenant": "acme", "tier": "small"}]
     changes: dict[str, Any] = {"api_keys": keys, "tiers": {"small": {"requests_per_minute": 6, "max_concurrent_requests": 3}}}
-    changes["store"] = {"url": redis_server.url}
+    changes["store"] = {"url": redis_url}
     async with open_bench(text, **changes) as one, open_bench(text, **changes) as other:
-        yield one, other, redis_server
+        yield one, other
 
 
-async def test_two_gateways_share_one_limit(two: tuple[TestBench, TestBench, RedisServer]) -> None:
-    one, other, _ = two
+@pytest.mark.socket
+async def test_two_gateways_share_one_limit(two: tuple[TestBench, TestBench]) -> None:
+    one, other = two
     responses = [await ask(bench) for bench in (one, other) * 4]
     assert [response.status_code for response in responses].count(200) == 6
     assert responses[-1].status_code == 429
 
 
-async def refused_fast(bench: TestBench) -> None:
-    with machine_lateness() as lateness:
-        began = asyncio.get_running_loop().time()
-        response = await ask(bench)
-        took_s = asyncio.get_running_loop().time() - began
-    assert took_s < 2.0 + lateness.late_s, "250 ms, and a margin for a loaded machine"
-    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-
-
-async def healed(bench: TestBench) -> None:
-    async with asyncio.timeout(20):
-        while (await ask(bench)).status_code != 200:
-            await asyncio.sleep(0.1)
-
-
-@pytest.mark.parametrize("trouble", ["stopped", "hangs", "READONLY", "OOM"])
-async def test_a_store_that_fails_refuses_and_heals(
-    two: tuple[TestBench, TestBench, RedisServer], trouble: str, use_shipped_patience: Callable[[], None]
-) -> None:
-    bench, _, server = two
-    assert (await ask(bench)).status_code == 200
-    use_shipped_patience()
-    client = bench.gateway.service.limiter._store._client  # type: ignore[attr-defined]
-    if trouble == "stopped":
-        server.stop()
-    elif trouble == "hangs":
-        server.hang()
-    elif trouble == "READONLY":
-        await client.replicaof("127.0.0.1", "1")
-    else:
-        await client.config_set("maxmemory", "1")
-    await refused_fast(bench)
-    if trouble == "stopped":
-        server.start()
-    elif trouble == "hangs":
-        server.go_on()
-    elif trouble == "READONLY":
-        await client.replicaof("NO", "ONE")
-    else:
-        await client.config_set("maxmemory", "0")
-    await healed(bench)
-
-
-async def test_a_store_that_forgets_begins_again(two: tuple[TestBench, TestBench, RedisServer]) -> None:
-    bench, _, _ = two
+@pytest.mark.socket
+async def test_a_store_that_forgets_begins_again(two: tuple[TestBench, TestBench], redis_server: RedisServer) -> None:
+    bench, _ = two
     bench.replica.go.clear()
     running = asyncio.create_task(ask(bench))
-    await eventually(lambda: bool(bench.replica.requests))
-    await bench.gateway.service.limiter._store._client.flushall()  # type: ignore[attr-defined]
+    await eventually(lambda: bool(bench.replica.requests), within_s=60)
+    redis_server.empty()
     bench.replica.go.set()
     assert (await running).status_code == 200
     for _ in range(6):
@@ -472,13 +438,64 @@ async def test_a_store_that_forgets_begins_again(two: tuple[TestBench, TestBench
     assert (await ask(bench)).status_code == 429
 
 
-async def test_a_gateway_goes_on_without_its_store_where_configured(text: TextModel, redis_server: RedisServer) -> None:
+async def refused_after(bench: TestBench, seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    response = await ask(bench)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert loop.time() - began == pytest.approx(seconds)
+
+
+async def test_a_store_that_hangs_refuses_in_time_and_is_asked_again_when_it_goes_on(text: TextModel) -> None:
+    keys = [{"key": KEY, "tenant": "acme", "tier": "small"}]
+    async with open_bench(text, api_keys=keys, tiers={"small": {"requests_per_minute": 100}}) as bench:
+        store = script_limits(bench)
+        store.takes_s = REQUEST_WAIT_S / 2
+        assert (await ask(bench)).status_code == 200, "a slow one is waited for"
+        store.hang()
+        for _ in range(MAX_UNANSWERED):
+            await refused_after(bench, REQUEST_WAIT_S)
+        await refused_after(bench, 0.0)
+        store.go_on()
+        await asyncio.sleep(RETRY_S)
+        assert (await ask(bench)).status_code == 200
+
+
+async def test_a_store_that_fails_refuses_at_once_and_heals_with_the_next_request(text: TextModel) -> None:
+    keys = [{"key": KEY, "tenant": "acme", "tier": "small"}]
+    async with open_bench(text, api_keys=keys, tiers={"small": {"requests_per_minute": 100}}) as bench:
+        store = script_limits(bench)
+        assert (await ask(bench)).status_code == 200
+        store.failure = "READONLY"
+        for _ in range(2 * MAX_UNANSWERED):
+            await refused_after(bench, 0.0)
+        store.go_on()
+        assert (await ask(bench)).status_code == 200
+
+
+async def test_a_beat_that_the_store_answers_ends_the_second_for_which_it_is_left_alone(text: TextModel) -> None:
+    keys = [{"key": KEY, "tenant": "acme", "tier": "small"}]
+    async with open_bench(text, api_keys=keys, tiers={"small": {"requests_per_minute": 100}}) as bench:
+        store = script_limits(bench)
+        store.hang()
+        await asyncio.sleep(0.2 * BEAT_S)
+        for _ in range(MAX_UNANSWERED):
+            await refused_after(bench, REQUEST_WAIT_S)
+        store.go_on()
+        await asyncio.sleep(BEAT_S - 0.2 * BEAT_S - MAX_UNANSWERED * REQUEST_WAIT_S + 0.01)
+        assert (await ask(bench)).status_code == 200
+
+
+async def test_a_gateway_goes_on_without_its_store_where_configured(text: TextModel) -> None:
     keys = [{"key": KEY, "tenant": "acme", "tier": "small"}]
     tiers = {"small": {"requests_per_minute": 1, "daily_tokens": 10_000}}
     limits = {"on_store_failure": "open"}
-    async with open_bench(text, api_keys=keys, tiers=tiers, limits=limits, store={"url": redis_server.url}) as bench:
-        redis_server.stop()
+    async with open_bench(text, api_keys=keys, tiers=tiers, limits=limits) as bench:
+        store = script_limits(bench)
+        store.failure = "down"
         assert [(await ask(bench)).status_code for _ in range(3)] == [200, 200, 200]
+        store.go_on()
+        assert [(await ask(bench)).status_code for _ in range(2)] == [200, 429], "what it could not count is not counted"
 
 
 async def test_a_locked_file_refuses_and_heals(opened: Opened, tmp_path: Path) -> None:
@@ -486,10 +503,11 @@ async def test_a_locked_file_refuses_and_heals(opened: Opened, tmp_path: Path) -
         assert (await ask(bench)).status_code == 200
         other = sqlite3.connect(tmp_path / "limits.db", isolation_level=None)
         other.execute("BEGIN EXCLUSIVE")
-        await refused_fast(bench)
+        refused = await ask(bench)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         other.execute("COMMIT")
         other.close()
-        await healed(bench)
+        assert (await ask(bench)).status_code == 200
 
 
 async def test_the_next_process_charges_what_a_dead_one_left(opened: Opened, clocks: Clocks, tmp_path: Path) -> None:

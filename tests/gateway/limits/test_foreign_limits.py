@@ -16,6 +16,8 @@ from headrace.gateway.upstream.foreign_bound import TEMPLATE_TOKENS, most_prompt
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.socket
+
 KEY = "hr-foreign-limits-key"
 COUNTED = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 3})
 BOUND = len(json.dumps(HELLO, separators=(",", ":"))) + TEMPLATE_TOKENS
@@ -76,6 +78,7 @@ async def test_a_prompt_that_no_server_counts_is_charged_as_reserved(text: TextM
         assert await remaining(bench) == 1000 - BOUND - 1
 
 
+@pytest.mark.pure
 def test_no_text_has_more_tokens_than_its_bound(text: TextModel) -> None:
     texts = ["", "a", "\u00e9\u4e2d\U0001f9ea" * 50, "\x00\ud7ff\n\t ", "plain words " * 20, '"\\' * 30]
     for given in texts:
@@ -85,6 +88,7 @@ def test_no_text_has_more_tokens_than_its_bound(text: TextModel) -> None:
         assert most_prompt_tokens(Conversation(messages=messages), None) >= 2 * num_tokens + TEMPLATE_TOKENS
 
 
+@pytest.mark.pure
 def test_token_ids_and_a_servers_context_bound_a_prompt() -> None:
     assert most_prompt_tokens(PlainPrompts(prompts=[[1, 2, 3], "four"]), None) == 3 + 6
     assert most_prompt_tokens(PlainPrompts(prompts=["x" * 900, "four"]), 100) == 100 + 6

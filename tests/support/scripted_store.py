@@ -1,0 +1,80 @@
+"""A store that is slow, hangs or fails when a test says so: of entries, limits or keys, around one that works."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+from gateway_kit import TestBench
+
+from headrace.gateway.stores.store import StoreFailed
+
+
+class ScriptedStore:
+    """
+    inner    the store that works
+    takes_s  seconds that each call takes
+    hangs    calls wait until it does no more
+    failure  why calls fail; "": they do not
+    num_calls  by the method's name
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.takes_s = 0.0
+        self.failure = ""
+        self.num_calls: dict[str, int] = {}
+        self._goes = asyncio.Event()
+        self._goes.set()
+
+    def hang(self) -> None:
+        self._goes.clear()
+
+    def go_on(self) -> None:
+        """It works again, also after a failure."""
+        self._goes.set()
+        self.failure = ""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        return self._scripted(name, found) if inspect.iscoroutinefunction(found) and name not in ("close", "check") else found
+
+    def _scripted(self, name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+        @wraps(method)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self.num_calls[name] = self.num_calls.get(name, 0) + 1
+            if self.takes_s:
+                await asyncio.sleep(self.takes_s)
+            await self._goes.wait()
+            if self.failure:
+                raise StoreFailed(self.failure)
+            return await method(*args, **kwargs)
+
+        return call
+
+
+def script_limits(bench: TestBench) -> ScriptedStore:
+    limiter: Any = bench.gateway.service.limiter
+    limiter._store = store = ScriptedStore(limiter._store)
+    return store
+
+
+def script_answers(bench: TestBench) -> ScriptedStore:
+    """Of the response cache."""
+    return _script_entries(bench.gateway.service.answer_cache._store)
+
+
+def script_replays(bench: TestBench) -> ScriptedStore:
+    return _script_entries(bench.gateway.service.replays._store)
+
+
+def script_sessions(bench: TestBench) -> ScriptedStore:
+    return _script_entries(bench.gateway.service.sessions._store)
+
+
+def _script_entries(guarded: Any) -> ScriptedStore:
+    guarded.store = store = ScriptedStore(guarded.store)
+    return store
