@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,17 +19,25 @@ from typing import Any
 import pytest
 from wire_kit import PATIENCE_S, connected, read_all, request, served, signal_until_gone, socket_dir, until
 
-from headrace.core.errors import Unavailable
+from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.plan_codec import load_plans
 from headrace.engine.server.config import ProcessConfig
-from headrace.engine.server.process import EngineExitCode, _until_end
+from headrace.engine.server.process import EngineExitCode, _run_until_stopped, _until_end
+from headrace.lab import fake_engine
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ConnectionState, ReplicaClient
 from headrace.wire.leash import ORPHANED
 
-pytestmark = pytest.mark.loop
+pytestmark = pytest.mark.process
 
 ENDLESS = 4000
+
+
+def config_file(folder: Path, fake: dict[str, Any]) -> Path:
+    path = folder / "e.json"
+    content = {"replica": "fake-0", "address": f"unix:{folder}/e.sock", "drain_timeout_s": 300, "engine": {"model": "fake"}, "fake": fake}
+    path.write_text(json.dumps(content))
+    return path
 
 
 class EngineProcess:
@@ -35,9 +45,7 @@ class EngineProcess:
 
     def __init__(self, folder: Path, **fake: Any) -> None:
         self.address = f"unix:{folder}/e.sock"
-        path = folder / "e.json"
-        content = {"replica": "fake-0", "address": self.address, "drain_timeout_s": 20, "engine": {"model": "fake"}, "fake": fake}
-        path.write_text(json.dumps(content))
+        path = config_file(folder, fake)
         self.leash, theirs = socket.socketpair()
         self.leash.settimeout(PATIENCE_S)
         command = [sys.executable, "-m", "headrace.lab.fake_engine", "--config", str(path), "--parent-fd", str(theirs.fileno())]
@@ -80,47 +88,30 @@ def start(folder: Path) -> Iterator[Any]:
         process.close()
 
 
-async def test_sigterm_lets_running_streams_finish_and_exits_zero(start: Any) -> None:
-    engine = start(step_seconds=0.02)
+async def test_a_stopped_process_is_noticed_and_after_sigterm_its_streams_still_end_whole(start: Any, folder: Path) -> None:
+    """One life: SIGUSR1 writes the last plans where only the user can read them, SIGSTOP is silence, SIGTERM a drain that exits zero."""
+    engine = start(step_seconds=0.01)
     assert engine.hear()["event"] == "ready"
     async with ReplicaClient(engine.address) as replica:
         await replica.wait_connected(PATIENCE_S)
-        one = request("r", max_tokens=150)
+        await read_all(replica.submit(request("before", max_tokens=5)))
+        engine.process.send_signal(signal.SIGUSR1)
+        await until(lambda: any(path.stat().st_size for path in folder.glob("headrace-plans-*.hrplan")))
+        one = request("r", max_tokens=100)
         stream = replica.submit(one)
         first = await stream.__anext__()
+        engine.process.send_signal(signal.SIGSTOP)
+        await until(lambda: replica.state is ConnectionState.SILENT)
+        with pytest.raises(Unavailable, match="silent"):
+            replica.submit(request("late"))
         engine.process.send_signal(signal.SIGTERM)
-        await until(lambda: replica.state is ConnectionState.DRAINING)
+        engine.process.send_signal(signal.SIGCONT)
         rest = await read_all(stream)
-        assert [*first.token_ids, *rest[0]] == fake_answer(one, 0, 150, FakeOptions())  # type: ignore[union-attr]
+        assert [*first.token_ids, *rest[0]] == fake_answer(one, 0, 100, FakeOptions())  # type: ignore[union-attr]
         assert await engine.wait() == EngineExitCode.DRAINED
-
-
-LOADING = """
-import sys, time
-from headrace.engine.server.config import ProcessConfig
-from headrace.engine.server.process import leave, run_process
-from headrace.wire.leash import Leash
-
-def make_engine(outbox):
-    print("loading", flush=True)
-    time.sleep(3600)
-
-leave(run_process(make_engine, ProcessConfig(replica="r", address=sys.argv[1]), Leash(None)))
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_one_signal_is_enough_while_the_model_is_loading(number: signal.Signals, folder: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", LOADING, f"unix:{folder}/e.sock"], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"loading\n"
-        process.send_signal(number)
-        assert await asyncio.to_thread(process.wait, PATIENCE_S) == EngineExitCode.DRAINED
-        process.stdout.close()
-    finally:
-        process.kill()
-        process.wait()
+    (path,) = folder.glob("headrace-plans-*.hrplan")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sum(plan.num_tokens for plan in load_plans(path.read_bytes())) >= 5
 
 
 async def test_an_insistent_sigterm_does_not_wait(start: Any) -> None:
@@ -134,24 +125,6 @@ async def test_an_insistent_sigterm_does_not_wait(start: Any) -> None:
         assert await engine.wait() == EngineExitCode.INTERRUPTED
         with pytest.raises(Unavailable):
             await read_all(stream)
-
-
-async def test_a_stopped_process_is_noticed_and_its_streams_go_on_afterwards(start: Any) -> None:
-    engine = start(step_seconds=0.01)
-    engine.hear()
-    async with ReplicaClient(engine.address) as replica:
-        await replica.wait_connected(PATIENCE_S)
-        one = request("r", max_tokens=100)
-        stream = replica.submit(one)
-        first = await stream.__anext__()
-        engine.process.send_signal(signal.SIGSTOP)
-        await until(lambda: replica.state is ConnectionState.SILENT)
-        with pytest.raises(Unavailable, match="silent"):
-            replica.submit(request("late"))
-        engine.process.send_signal(signal.SIGCONT)
-        rest = await read_all(stream)
-        assert [*first.token_ids, *rest[0]] == fake_answer(one, 0, 100, FakeOptions())  # type: ignore[union-attr]
-        assert replica.state is ConnectionState.CONNECTED
 
 
 async def test_the_process_ends_when_its_leash_breaks_even_while_a_step_hangs(start: Any) -> None:
@@ -178,49 +151,77 @@ async def test_a_dead_device_ends_the_process_with_its_own_status(start: Any) ->
     assert "the fake device is gone" in said["reason"]
 
 
-async def test_a_checkpoint_that_is_refused_is_not_worth_a_retry(start: Any) -> None:
-    engine = start(refuse="model.safetensors is truncated")
-    assert await engine.wait() == EngineExitCode.REFUSED
-    assert engine.hear() == {"event": "failed", "reason": "fake: model.safetensors is truncated.", "can_retry": False}
-
-
-async def test_a_wrong_key_is_not_worth_a_retry(start: Any) -> None:
-    engine = start(no_such_option=1)
-    assert await engine.wait() == EngineExitCode.REFUSED
-    assert "fake.no_such_option" in engine.hear()["reason"]
-
-
-async def test_an_open_directory_is_refused(start: Any, folder: Path) -> None:
-    os.chmod(folder, 0o755)
-    engine = start()
-    assert await engine.wait() == EngineExitCode.REFUSED
-    assert "0700" in engine.hear()["reason"]
-
-
-async def test_sigusr1_writes_the_last_plans_where_only_the_user_can_read_them(start: Any, folder: Path) -> None:
-    engine = start()
-    assert engine.hear()["event"] == "ready"
-    async with ReplicaClient(engine.address) as replica:
-        await replica.wait_connected(PATIENCE_S)
-        await read_all(replica.submit(request("r", max_tokens=5)))
-        os.kill(engine.process.pid, signal.SIGUSR1)
-        await until(lambda: any(path.stat().st_size for path in folder.glob("headrace-plans-*.hrplan")))
-    (path,) = folder.glob("headrace-plans-*.hrplan")
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert sum(plan.num_tokens for plan in load_plans(path.read_bytes())) >= 5
+# the same in this process
 
 
 class Told:
     """The leash of a process that is not there."""
 
+    is_held = True
+
     def __init__(self) -> None:
-        self.failures: list[str] = []
+        self.failures: list[tuple[str, bool]] = []
+
+    def watch(self) -> None:
+        """Nothing could break."""
 
     def failed(self, reason: str, *, can_retry: bool) -> None:
-        assert can_retry
-        self.failures.append(reason)
+        self.failures.append((reason, can_retry))
 
 
+@pytest.fixture
+def signal_actions() -> Iterator[None]:
+    """As they were: a process that was stopped ignores later signals."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.socket
+@pytest.mark.usefixtures("signal_actions")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_one_signal_is_enough_while_the_model_is_loading(number: signal.Signals, folder: Path) -> None:
+    is_loaded, kill = threading.Event(), functools.partial(os.kill, os.getpid(), number)
+    loop = asyncio.get_running_loop()
+
+    def make_engine(_outbox: object) -> Any:
+        loop.call_soon_threadsafe(kill)
+        is_loaded.wait()
+        raise ConfigError("model", "came too late")
+
+    config = ProcessConfig(replica="r", address=f"unix:{folder}/e.sock")
+    assert await _run_until_stopped(make_engine, config, Told()) is EngineExitCode.DRAINED  # type: ignore[arg-type]
+    is_loaded.set()
+
+
+@pytest.mark.socket
+@pytest.mark.usefixtures("signal_actions")
+@pytest.mark.parametrize(
+    ("fake", "mode", "reason"),
+    [
+        ({"refuse": "model.safetensors is truncated"}, 0o700, "fake: model.safetensors is truncated."),
+        ({"no_such_option": 1}, 0o700, "fake.no_such_option"),
+        ({}, 0o755, "0700"),
+    ],
+    ids=["a checkpoint that is refused", "a wrong key", "an open directory"],
+)
+def test_what_another_start_would_not_mend_is_not_worth_a_retry(
+    fake: dict[str, Any], mode: int, reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.chmod(mode)
+    told, left = Told(), list[int]()
+    monkeypatch.setattr(fake_engine, "Leash", lambda _: told)
+    monkeypatch.setattr(fake_engine, "leave", left.append)
+    monkeypatch.setattr(fake_engine, "set_up_logging", lambda: None)
+    fake_engine.main(["--config", str(config_file(folder, fake))])
+    assert left == [EngineExitCode.REFUSED]
+    [(said, can_retry)] = told.failures
+    assert reason in said
+    assert not can_retry
+
+
+@pytest.mark.socket
 @pytest.mark.parametrize("is_draining", [False, True])
 async def test_a_heartbeat_that_dies_ends_the_process_and_is_logged_with_its_traceback(
     is_draining: bool, caplog: pytest.LogCaptureFixture
@@ -241,7 +242,7 @@ async def test_a_heartbeat_that_dies_ends_the_process_and_is_logged_with_its_tra
         async with asyncio.timeout(PATIENCE_S):
             code = await task
         assert code is (EngineExitCode.INTERRUPTED if is_draining else EngineExitCode.ENGINE_DIED)
-        assert len(told.failures) == (0 if is_draining else 1)
+        assert [can_retry for _, can_retry in told.failures] == ([] if is_draining else [True])
         assert "the heartbeat died" in caplog.text
         assert "not a digest" in caplog.text
         assert "Traceback" in caplog.text
