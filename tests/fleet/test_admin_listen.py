@@ -42,6 +42,8 @@ from headrace.gateway.sessions.open import open_session_store
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.wire.tls.files import TlsFiles, TlsRole, files_in
 
+pytestmark = pytest.mark.socket
+
 NAMES = {TlsRole.ENGINE: ("127.0.0.1",), TlsRole.GATEWAY: ()}
 """What a certificate is for, by its role."""
 
@@ -248,11 +250,13 @@ async def test_loopback_may_do_without_certificates_and_not_without_the_token(tm
         ("7100", "admin.listen: '7100' is neither"),
     ],
 )
+@pytest.mark.pure
 def test_an_address_that_others_reach_wants_certificates(listen: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         AdminListen(listen=listen, token_file="/token").checked()
 
 
+@pytest.mark.pure
 def test_a_token_is_never_optional_and_never_short(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"admin\.token_file: is empty"):
         AdminListen(listen="127.0.0.1:0", token_file="").checked()
@@ -262,6 +266,7 @@ def test_a_token_is_never_optional_and_never_short(tmp_path: Path) -> None:
         listen_in(tmp_path).opened()
 
 
+@pytest.mark.pure
 def test_a_reload_cannot_move_it(tmp_path: Path) -> None:
     config = FleetConfig(models=(ModelSpec(name="m", folder=tmp_path),))
     with pytest.raises(ConfigError, match="admin: cannot change while the deployment runs"):
@@ -278,6 +283,7 @@ def test_a_reload_cannot_move_it(tmp_path: Path) -> None:
         (None, None, Path("/files"), "--tls-dir: is for --admin"),
     ],
 )
+@pytest.mark.pure
 def test_flags_that_do_not_fit_are_refused(run_dir: Path | None, url: str | None, files: Path | None, words: str) -> None:
     with pytest.raises(UsageRefused, match=re.escape(words)):
         open_client(run_dir, url, files)
@@ -290,7 +296,7 @@ def own_context(files: Path) -> ssl.SSLContext:
 
 
 def get_status(port: int, context: ssl.SSLContext | None) -> int:
-    connection = _TcpConnection("127.0.0.1", port, context, 10.0)
+    connection = _TcpConnection("127.0.0.1", port, context, 60.0)
     try:
         connection.request("GET", "/status", headers={"authorization": f"Bearer {TOKEN}"})
         return connection.getresponse().status

@@ -27,6 +27,8 @@ from headrace.gateway.access.sqlite_keys import SqliteKeys
 from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 
+pytestmark = pytest.mark.socket
+
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
@@ -148,11 +150,11 @@ async def test_commands_to_a_deployment_leave_audit_records() -> None:
             asked = asyncio.Event()
             async with reloading_when_asked(asked, control):
                 asked.set()
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while (await door.ask("GET", "/audit"))[1][0]["action"] != "deployment.reload":
                         await asyncio.sleep(0.02)
             draining = asyncio.create_task(door.ask("POST", "/drain", {"within_s": 5.0}))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while len(records := (await door.ask("GET", "/audit"))[1]) < 4:
                     await asyncio.sleep(0.02)
             found = [(record["action"], record["subject"], record["detail"]) for record in records]
@@ -176,6 +178,7 @@ async def directory_version(folder: Path) -> int:
         await store.close()
 
 
+@pytest.mark.loop
 async def test_a_command_whose_audit_record_cannot_be_written_says_so() -> None:
     async def fails(actor: str, action: str, subject: str, detail: Mapping[str, object]) -> None:
         raise StoreFailed("redis: no connection")
@@ -195,6 +198,7 @@ async def test_nothing_is_answered_without_the_token(door: Door) -> None:
     assert (await door.ask("PATCH", "/keys"))[0] == 404
 
 
+@pytest.mark.loop
 async def test_a_store_that_does_not_answer_is_said_so() -> None:
     def fails(_actor: str) -> Administration:
         raise StoreFailed("redis: no connection")

@@ -16,6 +16,8 @@ from headrace.wire.private_files import read_token
 from headrace.wire.target import MIN_TOKEN_CHARS
 from headrace.wire.tls.files import Certificates, TlsRole, files_in
 
+pytestmark = pytest.mark.pure
+
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 
 
@@ -37,6 +39,7 @@ def test_a_site_is_made_with_private_keys_and_one_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command is not installed")
+@pytest.mark.process
 def test_strict_openssl_takes_what_it_makes(tmp_path: Path) -> None:
     gateway, engine = init_site(tmp_path / "site", [["gpu1"]])
     for made, purpose in ((gateway, "sslclient"), (engine, "sslserver")):

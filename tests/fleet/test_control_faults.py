@@ -1,20 +1,22 @@
-"""Commands to a deployment in which something hangs, refuses or comes at a bad moment. Processes are objects of this process."""
+"""Commands to a deployment in which something hangs, refuses or comes at a bad moment. Processes are scripted."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import time
 from typing import Any, cast
 
 import pytest
 from scripted_site import FleetExit, Script, scripted_site
-from wire_kit import PATIENCE_S, until
+from virtual_time import VirtualTimeLoop
+from wire_kit import until
 
-from headrace.fleet import config, control, gateways, hang_watch
+from headrace.fleet import control, gateways, hang_watch, supervisor
 from headrace.fleet.command_slot import CommandSlot, ControlBusy
 from headrace.fleet.hangup import reloading_when_asked
+
+pytestmark = pytest.mark.loop
 
 
 async def test_a_reload_that_is_refused_while_engines_load_takes_nothing_down() -> None:
@@ -49,7 +51,7 @@ async def test_a_refused_rollout_leaves_the_reason_why_the_one_before_failed() -
 async def test_a_model_whose_tokenizer_gateways_cannot_use_fails_alone_and_a_reload_tries_it_again() -> None:
     script = Script(unreadable={"bad": "tokenizer.json: is missing."})
     async with scripted_site(script, models={"tiny": 1, "bad": 1}, workers=2) as site:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(60):
             while await site.phases("bad") != {"bad-0": "failed"}:
                 await asyncio.sleep(0.02)
         await until(lambda: site.listed("bad", "gateway-0") == [])
@@ -81,8 +83,7 @@ async def test_a_tokenizer_that_one_gateway_alone_cannot_use_costs_no_engine(mon
         assert not site.process("tiny-0").exited.done()
 
 
-async def test_an_engine_that_hangs_at_its_start_leaves_the_site_to_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "STARTS_S", 0.2)
+async def test_an_engine_that_hangs_at_its_start_leaves_the_site_to_its_operator() -> None:
     script = Script(loading={"tiny-1", "tiny-2"})
     async with scripted_site(script, is_awaited=False) as site:
         await until(lambda: site.is_launched("tiny-0"))
@@ -92,7 +93,9 @@ async def test_an_engine_that_hangs_at_its_start_leaves_the_site_to_its_operator
         await site.idle()
         scaling = asyncio.create_task(site.do("scale", model="tiny", replicas=3))
         await until(lambda: site.is_launched("tiny-2"))
+        began = asyncio.get_running_loop().time()
         await site.idle()
+        assert control.STARTS_S <= asyncio.get_running_loop().time() - began <= control.STARTS_S * 1.2
         site.scale_file(tiny=3, other=1)
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: site.is_launched("other-0"))
@@ -155,11 +158,14 @@ async def test_a_drain_of_all_waits_for_no_gateway_that_hangs() -> None:
     script = Script()
     async with scripted_site(script, workers=2) as site:
         script.silent.add("gateway-1")
-        began = time.monotonic()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         assert (await site.do("drain", within_s=1.5))[-1] == {"event": "done"}
-        assert time.monotonic() - began < 10
+        assert loop.time() - began == pytest.approx(supervisor.NOTICE_S)
         assert site.process("gateway-0").config["timeouts"]["drain_s"] == 1.5
-        assert await asyncio.wait_for(site.running, 30) is FleetExit.CUT, "the gateway that hangs is killed"
+        assert await site.running is FleetExit.CUT, "the gateway that hangs is killed"
+        # Its drain began after the notice, or where the time was over meanwhile; a second after that the streams are cut.
+        assert loop.time() - began < 1.5 + supervisor.NOTICE_S + supervisor.CUT_GRACE_S + supervisor.GATEWAY_GRACE_S
 
 
 async def test_a_drain_of_all_waits_for_no_change_that_is_under_way() -> None:
@@ -169,7 +175,7 @@ async def test_a_drain_of_all_waits_for_no_change_that_is_under_way() -> None:
         scaling = asyncio.create_task(site.do("scale", model="tiny", replicas=2))
         await until(lambda: site.listed("tiny", "gateway-0") == ["tiny-0", "tiny-1"])
         assert (await site.do("drain", within_s=20))[-1] == {"event": "done"}
-        assert await asyncio.wait_for(site.running, 15) is FleetExit.DRAINED
+        assert await site.running is FleetExit.DRAINED
         assert site.pids("tiny-1") == [], "nothing is started any more"
         assert (await scaling)[-1]["event"] in ("refused", "failed")
 
@@ -186,49 +192,65 @@ async def test_the_last_replica_is_not_drained_while_a_gateway_starts_again() ->
         assert refused["reason"].startswith("tiny-1: is the last replica of tiny that serves")
 
 
-async def test_a_gateway_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_watch, "LOOK_S", 0.01)
-    monkeypatch.setattr(gateways, "STATUS_TIMEOUT_S", 0.1)
+async def test_a_gateway_that_hangs_is_started_again_after_ten_seconds() -> None:
     script = Script()
     async with scripted_site(script, workers=2) as site:
         script.silent.add("gateway-1")
-        await until(lambda: len(site.pids("gateway-1")) == 2)
+        hung_at = asyncio.get_running_loop().time()
+        await until(lambda: len(site.pids("gateway-1")) == 2, 60)
+        killed = next(process for process in site.launcher.launched if process.label == "gateway-1")
+        looks_s = hang_watch.GATEWAY_LOOKS * (hang_watch.LOOK_S + gateways.STATUS_TIMEOUT_S)
+        assert killed.ended_at - hung_at == pytest.approx(looks_s, abs=hang_watch.LOOK_S)
         script.silent.clear()
         await until(lambda: site.process("gateway-1").ready.done())
         assert (len(site.pids("gateway-0")), len(site.pids("tiny-0"))) == (1, 1)
 
 
-async def test_an_engine_that_no_gateway_can_use_is_started_again_unless_it_drains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_watch, "LOOK_S", 0.05)
-    monkeypatch.setattr(config, "MIN_HANG_TIMEOUT_S", 0.0)
+async def test_an_engine_that_no_gateway_can_use_is_started_again_unless_it_drains() -> None:
     script = Script()
-    async with scripted_site(script, workers=2, models={"tiny": 2}, hang_timeout_s=0.5) as site:
+    async with scripted_site(script, workers=2, models={"tiny": 2}, hang_timeout_s=20.0) as site:
         await site.all_serving()
         script.not_ready["tiny-0"] = "draining"
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(60)
         assert len(site.pids("tiny-0")) == 1
         script.not_ready["tiny-0"] = "not connected"
-        await until(lambda: len(site.pids("tiny-0")) == 2)
+        lost_at, lost = asyncio.get_running_loop().time(), site.process("tiny-0")
+        await until(lambda: len(site.pids("tiny-0")) == 2, 60)
+        assert lost.ended_at - lost_at == pytest.approx(20.0, abs=hang_watch.LOOK_S)
         assert len(site.pids("tiny-1")) == 1
 
 
-async def test_nothing_that_hangs_is_killed_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_watch, "LOOK_S", 0.01)
-    monkeypatch.setattr(gateways, "STATUS_TIMEOUT_S", 0.05)
+async def test_a_supervisor_that_stood_still_itself_takes_nothing_for_hung() -> None:
+    """Looks are counted, not seconds."""
+    script = Script()
+    async with scripted_site(script, models={"tiny": 2}, hang_timeout_s=20.0) as site:
+        await site.all_serving()
+        script.not_ready["tiny-0"] = "not connected"
+        await asyncio.sleep(5)
+        cast("VirtualTimeLoop", asyncio.get_running_loop()).be_late(300)
+        await asyncio.sleep(5)
+        script.not_ready.clear()
+        await asyncio.sleep(60)
+        assert (len(site.pids("tiny-0")), len(site.pids("gateway"))) == (1, 1)
+
+
+async def test_nothing_that_hangs_is_killed_where_that_is_off() -> None:
     script = Script()
     async with scripted_site(script, workers=2, hang_timeout_s=0.0) as site:
         await site.all_serving()
         script.silent.add("gateway-1")
         script.not_ready["tiny-0"] = "not connected"
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(600)
         assert (len(site.pids("gateway-1")), len(site.pids("tiny-0"))) == (1, 1)
 
 
 async def test_an_engine_that_is_not_ready_in_time_fails_its_model_alone() -> None:
     script = Script(loading={"other-0"})
-    async with scripted_site(script, models={"tiny": 1, "other": 1}, start_timeout_s=0.5) as site:
+    async with scripted_site(script, models={"tiny": 1, "other": 1}, start_timeout_s=7.0) as site:
         [tiny, other] = (await site.status())["models"]
         assert tiny["failure"] == ""
-        assert other["failure"] == "other: other-0 cannot be started: did not serve within 0.5 s and was killed (start_timeout_s)"
+        assert other["failure"] == "other: other-0 cannot be started: did not serve within 7 s and was killed (start_timeout_s)"
+        late = site.process("other-0")
+        assert late.ended_at - late.launched_at == pytest.approx(7.0)
         script.loading.clear()
         assert (await site.do("rollout", model="other"))[-1] == {"event": "done"}

@@ -9,6 +9,8 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.fleet.listening import check_can_listen, reserved_port
 
+pytestmark = pytest.mark.socket
+
 
 def test_a_free_port_can_be_taken_by_the_gateway_right_after() -> None:
     check_can_listen("127.0.0.1", 0)

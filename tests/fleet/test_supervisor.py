@@ -1,275 +1,226 @@
-"""A whole deployment of real processes: started, killed in every part, drained. Engines are fake, everything else is not."""
+"""What the supervisor does from the first process to the last: what it says once it serves, when it gives up, and how it ends.
+
+Processes are scripted; real ones are in test_deployment_process.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
+import math
 import os
-import re
 import signal
-import socket
-import stat
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-from wire_kit import PATIENCE_S, read_all, request, signal_until_gone, socket_dir, until
+from scripted_site import PORT, FleetExit, Script, ScriptedSite, models_of, scripted_site
+from wire_kit import until
 
-import headrace
-from headrace.core.errors import Unavailable
-from headrace.lab.fake_runner import FakeOptions, fake_answer
-from headrace.wire.client import ConnectionState, ReplicaClient
+from headrace.core.errors import ConfigError
+from headrace.fleet.config import ModelSpec
+from headrace.fleet.keeper import FIRST_PAUSE_S, FleetFailed
+from headrace.fleet.supervisor import CUT_GRACE_S, GATEWAY_GRACE_S
+from headrace.wire.stop_signals import DUPLICATE_SIGNAL_S
 
-ENDLESS = 4000
-MAIN = Path(__file__).resolve().parents[1] / "support" / "fleet_main.py"
-SOURCE = Path(headrace.__file__).resolve().parents[1]
-PYTHONPATH = os.pathsep.join(map(str, (SOURCE, MAIN.parent)))
-"""The package that is tested here, whichever one is installed, and what the processes of tests share."""
-SECRETS = {
-    "HEADRACE_API_KEY": "a-secret-key",
-    "HEADRACE_GATEWAY__API_KEYS": "[{key: a-secret-key}]",
-    "HEADRACE_GATEWAY__API_KEYS__0__KEY": "a-secret-key",
-    "HEADRACE_GATEWAY__SALT_KEY": "ab" * 16,
-    "HEADRACE_BLOCK_KEY": "cd" * 16,
-}
-"""In the environment of every supervisor here, as somebody's shell may have them."""
+pytestmark = pytest.mark.loop
 
 
-FAR_KEY = "A_FOREIGN_SERVERS_KEY"
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
-class Fleet:
-    """A supervisor in a process of its own. `hear` reads what it says on stdout, `log` what it and its children printed."""
-
-    def __init__(self, folder: Path, **config: Any) -> None:
-        self.folder = folder
-        path = folder / "fleet.json"
-        path.write_text(json.dumps({"run_dir": str(folder), "gateway": {"work": "idle"}, **config}))
-        self._log = open(folder / "log", "wb")  # noqa: SIM115 - closed in close()
-        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, **SECRETS, FAR_KEY: "a-far-key"}
-        command = [sys.executable, str(MAIN), str(path)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, env=environment)
-        self.pids: dict[str, int] = {}
-
-    def hear(self) -> dict[str, Any]:
-        """The next event. Raises AssertionError with the log when the process ended without one, or says nothing for long."""
-        assert self.process.stdout is not None
-        killer = threading.Timer(PATIENCE_S, self.process.kill)
-        killer.start()
-        line = self.process.stdout.readline()
-        killer.cancel()
-        assert line, f"the supervisor ended with {self.process.wait()}:\n{self.log}"
-        said: dict[str, Any] = json.loads(line)
-        self.pids.update(said.get("pids", {}))
-        return said
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "log").read_text()
-
-    @property
-    def run_dir(self) -> Path:
-        [found] = self.folder.glob("headrace-*")
-        return found
-
-    def address(self, replica: int = 0) -> str:
-        return f"unix:{self.run_dir}/e{replica}.sock"
-
-    async def wait(self) -> int:
-        return await asyncio.to_thread(self.process.wait, PATIENCE_S)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self._log.close()
-        for pid in self.pids.values():
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
+def ask(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
 
 
-def is_alive(pid: int) -> bool:
-    """A zombie of somebody else's is as good as gone."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+def gateways_of(site: ScriptedSite) -> list[str]:
+    return [process.label for process in site.launcher.launched if process.is_gateway]
+
+
+async def test_what_serves_is_said_once_with_the_address_and_every_replica() -> None:
+    async with scripted_site(models={"tiny": 2, "other": 1}, workers=2) as site:
+        assert site.ready is not None
+        assert site.ready.gateway["port"] == site.written["port"] == PORT
+        assert set(site.ready.replicas) == {"tiny-0", "tiny-1", "other-0"}
+        assert (site.ready.failed, site.ready.starting) == ({}, [])
+        assert (site.written["timeouts"]["drain_s"], len(site.written["salt_key"])) == (30, 64)
+        [block_key] = {process.config["block_key"] for process in site.launcher.launched if not process.is_gateway}
+        assert len(block_key) == 64, "drawn, and the same in every engine"
+
+
+async def test_each_of_several_gateways_is_told_which_one_it_is() -> None:
+    async with scripted_site(workers=3) as site:
+        commands = [site.process(f"gateway-{index}").command for index in range(3)]
+        assert [command[-2:] for command in commands] == [("--worker", str(index)) for index in range(3)]
+    async with scripted_site() as site:
+        assert gateways_of(site) == ["gateway"]
+        assert "--worker" not in site.process("gateway").command
+
+
+async def test_the_key_of_a_foreign_server_is_withheld_from_engines_alone() -> None:
+    far = ModelSpec(name="far", folder=None, replicas=0, upstreams=({"url": "http://127.0.0.1:9/v1", "api_key_env": "A_FAR_KEY"},))
+    async with scripted_site() as site:
+        site.write_file(models=(*models_of({"tiny": 2}), far))
+        assert (await site.do("reload"))[-1] == {"event": "done"}
+        assert (set(site.process("gateway").withheld), set(site.process("tiny-1").withheld)) == (set(), {"A_FAR_KEY"})
+
+
+async def test_a_gateway_that_dies_is_started_again_alone() -> None:
+    async with scripted_site(workers=3) as site:
+        dead = site.process("gateway-1")
+        dead.kill()
+        await until(lambda: len(site.pids("gateway-1")) == 2)
+        assert site.process("gateway-1").launched_at - dead.ended_at == pytest.approx(FIRST_PAUSE_S)
+        assert [len(site.pids(name)) for name in ("gateway-0", "gateway-2", "tiny-0")] == [1, 1, 1]
+
+
+# -- what cannot be served -------------------------------------------------------------------------------------------------------
+
+
+async def test_weights_that_every_engine_refuses_end_the_deployment_with_the_engines_reason() -> None:
+    script = Script(failing=dict.fromkeys(("tiny-0", "tiny-1"), "model.safetensors is truncated"))
+    async with scripted_site(script, models={"tiny": 2}) as site:
+        failure = await site.failure()
+        assert isinstance(failure, ConfigError)
+        assert "model.safetensors is truncated" in str(failure)
+        assert [len(site.pids(name)) for name in ("tiny-0", "tiny-1")] == [1, 1], "they would refuse them again"
+        assert all(process.exited.done() for process in site.launcher.launched)
+        assert not site.folders()
+
+
+async def test_a_process_that_never_serves_is_given_up_after_a_few_tries() -> None:
+    async with scripted_site(Script(dying={"gateway"})) as site:
+        failure = await site.failure()
+        assert isinstance(failure, FleetFailed)
+        assert str(failure) == "gateway ended with status 9; it was started 3 times and never served."
+        first, _, third = [process for process in site.launcher.launched if process.is_gateway]
+        assert third.launched_at - first.launched_at == pytest.approx(FIRST_PAUSE_S + 2 * FIRST_PAUSE_S)
+        assert site.ready is None
+        assert not site.folders()
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------------------
+
+
+async def test_engines_are_asked_to_leave_when_the_last_gateway_has_left(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headrace.fleet")
+    script = Script(leaving_s={"gateway-0": 2.0, "gateway-2": 25.0})
+    async with scripted_site(script, workers=3, models={"tiny": 2}) as site:
+        began = now()
+        ask(signal.SIGTERM)
+        assert await site.running is FleetExit.DRAINED
+        for name in ("gateway-0", "gateway-1", "gateway-2"):
+            assert site.process(name).asked_at == [began]
+        for name in ("tiny-0", "tiny-1"):
+            assert site.process(name).asked_at == [pytest.approx(began + 25.0)]
+        assert "stopping 3 gateways, then 2 engines" in caplog.text
+        assert not site.folders()
+
+
+async def test_one_ctrl_c_that_arrives_twice_cuts_nothing() -> None:
+    """A terminal and a wrapper both deliver it."""
+    script = Script(leaving_s={"gateway": 9.0})
+    async with scripted_site(script) as site:
+        began = now()
+        ask(signal.SIGTERM)
+        await asyncio.sleep(DUPLICATE_SIGNAL_S)
+        ask(signal.SIGINT)
+        assert await site.running is FleetExit.DRAINED
+        assert now() - began == pytest.approx(9.0)
+
+
+async def test_an_insistent_signal_ends_everything_at_once() -> None:
+    script = Script(leaving_s={"gateway-0": 500.0, "gateway-1": 500.0})
+    async with scripted_site(script, workers=2, drain_timeout_s=600) as site:
+        ask(signal.SIGINT)
+        await asyncio.sleep(DUPLICATE_SIGNAL_S + 0.1)
+        insisted = now()
+        ask(signal.SIGINT)
+        assert await site.running is FleetExit.CUT
+        assert now() == insisted
+        assert [len(site.process(name).asked_at) for name in ("gateway-0", "gateway-1", "tiny-0")] == [2, 2, 1]
+
+
+async def test_a_gateway_that_hangs_at_a_second_signal_is_killed() -> None:
+    script = Script(silent={"gateway-0"})
+    async with scripted_site(script, workers=2, drain_timeout_s=600) as site:
+        ask(signal.SIGTERM)
+        await asyncio.sleep(DUPLICATE_SIGNAL_S + 0.1)
+        insisted = now()
+        ask(signal.SIGTERM)
+        assert await site.running is FleetExit.CUT
+        assert now() - insisted == pytest.approx(CUT_GRACE_S)
+        assert site.process("gateway-0").exited.result() == -signal.SIGKILL
+
+
+async def test_a_drain_that_does_not_end_is_cut_when_its_time_is_over() -> None:
+    script = Script(leaving_s={"gateway": math.inf})
+    async with scripted_site(script, drain_timeout_s=40) as site:
+        began = now()
+        ask(signal.SIGTERM)
+        assert await site.running is FleetExit.CUT
+        assert now() - began == pytest.approx(40 + GATEWAY_GRACE_S)
+        assert site.process("gateway").exited.result() == -signal.SIGKILL
+        assert all(process.exited.done() for process in site.launcher.launched)
+
+
+# -- SIGHUP ----------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_hangup_reads_the_file_again() -> None:
+    async with scripted_site() as site:
+        site.scale_file(tiny=1, other=2)
+        ask(signal.SIGHUP)
+        await until(lambda: site.is_launched("other-1"))
+        await site.all_serving("other")
+        assert site.listed("other") == ["other-0", "other-1"]
+        assert len(site.pids("tiny-0")) == 1
+
+
+async def test_a_hangup_that_finds_a_fault_changes_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted_site() as site:
+        before = site.written
+        site.source.config = replace(site.source.config, models=())
+        ask(signal.SIGHUP)
+        await until(lambda: "SIGHUP changed nothing: models: is empty" in caplog.text)
+        assert site.written == before
+        assert not site.running.done()
+
+
+async def test_a_hangup_without_a_file_drains() -> None:
+    async with scripted_site(has_file=False) as site:
+        ask(signal.SIGHUP)
+        assert await site.running is FleetExit.DRAINED
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Fleet]]:
-    started: list[Fleet] = []
-    with socket_dir() as folder:
-
-        def start_one(**config: Any) -> Fleet:
-            started.append(Fleet(folder, **config))
-            return started[-1]
-
-        yield start_one
-        for fleet in started:
-            fleet.close()
+def _ignored_hangups() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
-Start = Callable[..., Fleet]
+@pytest.mark.usefixtures("_ignored_hangups")
+async def test_a_hangup_that_is_ignored_as_under_nohup_does_nothing() -> None:
+    async with scripted_site(has_file=False) as site:
+        ask(signal.SIGHUP)
+        await asyncio.sleep(5)
+        assert not site.running.done()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-async def test_everything_serves_in_a_private_directory_and_a_drain_leaves_nothing(start: Start) -> None:
-    fleet = start(replicas=2, gateway={"work": "idle", "port": 0})
-    ready = fleet.hear()
-    assert set(ready["replicas"]) == {"org-fake-0", "org-fake-1"}
-    assert ready["gateway"]["port"] != 0
-    run_dir = fleet.run_dir
-    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-    written = json.loads((run_dir / "gateway.json").read_text())
-    assert [model["name"] for model in written["models"]] == ["org/fake"]
-    assert len(written["models"][0]["replicas"]) == 2
-    [key] = {json.loads(path.read_text())["block_key"] for path in run_dir.glob("e*.json")}
-    secrets = {key, written["salt_key"]}
-    assert all(secrets), "one of each, the same for all"
-    for pid in fleet.pids.values():
-        told = " ".join((*psutil.Process(pid).cmdline(), *psutil.Process(pid).environ().values()))
-        assert not any(secret in told for secret in secrets)
-        environment = psutil.Process(pid).environ()
-        assert not set(environment) & set(SECRETS)
-        assert environment["PYTHONPATH"] == PYTHONPATH
-    assert (written["port"], written["timeouts"]["drain_s"]) == (ready["gateway"]["port"], 10)
-    sessions = {os.getsid(pid) for pid in fleet.pids.values()}
-    assert sessions == set(fleet.pids.values()), "each child leads its own session"
-    fleet.process.send_signal(signal.SIGTERM)
-    assert await fleet.wait() == 0
-    assert not any(is_alive(pid) for pid in fleet.pids.values())
-    assert not run_dir.exists()
-    assert re.search(r"^[0-9: -]+ \[org-fake-1\] org-fake-1 serves ", fleet.log, re.MULTILINE), "its own event, under its label"
+async def test_a_terminal_that_is_closed_drains_although_there_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = [True]
+    monkeypatch.setattr("headrace.wire.hangup._has_terminal", lambda: terminal[0])
+    async with scripted_site() as site:
+        terminal[0] = False
+        ask(signal.SIGHUP)
+        assert await site.running is FleetExit.DRAINED
 
 
-async def test_the_key_of_a_foreign_server_is_in_the_gateways_environment_alone(start: Start) -> None:
-    fleet = start(upstreams=[{"url": "http://127.0.0.1:9/v1", "api_key_env": FAR_KEY}])
-    fleet.hear()
-    having = {name for name, pid in fleet.pids.items() if FAR_KEY in psutil.Process(pid).environ()}
-    assert (having, set(fleet.pids)) == ({"gateway"}, {"gateway", "org-fake-0"})
-
-
-async def test_a_killed_engine_is_started_again_and_its_requests_are_told(start: Start) -> None:
-    fleet = start(fake={"step_seconds": 0.02})
-    fleet.hear()
-    async with ReplicaClient(fleet.address()) as replica:
-        first = await replica.wait_connected(PATIENCE_S)
-        streams = [replica.submit(request(f"r{i}", max_tokens=ENDLESS)) for i in range(3)]
-        await streams[0].__anext__()
-        os.kill(fleet.pids["org-fake-0"], signal.SIGKILL)
-        for stream in streams:
-            with pytest.raises(Unavailable):
-                await read_all(stream)
-        second = await replica.wait_connected(PATIENCE_S)
-        assert second.instance_id != first.instance_id
-        assert len((await read_all(replica.submit(request("again"))))[0]) == 8
-    fleet.process.send_signal(signal.SIGTERM)
-    assert await fleet.wait() == 0
-    assert "org-fake-0 was killed by SIGKILL; starting it again" in fleet.log
-
-
-async def test_a_killed_gateway_is_started_again_where_it_was_and_engines_stay(start: Start) -> None:
-    fleet = start(gateway={"work": "idle", "port": 0})
-    taken = fleet.hear()["gateway"]["port"]
-    assert taken != 0
-    assert json.loads((fleet.run_dir / "gateway.json").read_text())["port"] == taken
-    os.kill(fleet.pids["gateway"], signal.SIGKILL)
-    await until(lambda: "gateway was killed by SIGKILL" in fleet.log)
-    supervisor = psutil.Process(fleet.process.pid)
-    await until(lambda: len(supervisor.children()) == 2 and not is_alive(fleet.pids["gateway"]))
-    assert is_alive(fleet.pids["org-fake-0"])
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with pytest.raises(OSError, match="Address already in use"):  # although no gateway of this test listens at all
-            other.bind(("127.0.0.1", taken))
-    fleet.process.send_signal(signal.SIGTERM)
-    await fleet.wait()
-
-
-async def test_several_gateways_share_a_port_and_one_that_is_killed_is_started_again_alone(start: Start) -> None:
-    fleet = start(gateway={"work": "idle", "port": 0, "workers": 3})
-    fleet.hear()
-    gateways = {name: pid for name, pid in fleet.pids.items() if name.startswith("gateway")}
-    assert set(gateways) == {"gateway-0", "gateway-1", "gateway-2"}
-    assert [psutil.Process(gateways[f"gateway-{index}"]).cmdline()[-4:-2] for index in range(3)] == [["--worker", str(i)] for i in range(3)]
-    os.kill(gateways["gateway-1"], signal.SIGKILL)
-    await until(lambda: "gateway-1 was killed by SIGKILL" in fleet.log)
-    supervisor = psutil.Process(fleet.process.pid)
-    await until(lambda: len(supervisor.children()) == 4 and not is_alive(gateways["gateway-1"]))
-    assert is_alive(gateways["gateway-0"])
-    assert is_alive(gateways["gateway-2"])
-    fleet.process.send_signal(signal.SIGTERM)
-    assert await fleet.wait() == 0
-    assert "stopping 3 gateways, then 1 engine" in fleet.log
-    assert not any(is_alive(pid) for pid in fleet.pids.values())
-
-
-async def test_a_killed_supervisor_takes_its_children_with_it(start: Start) -> None:
-    fleet = start(replicas=2, fake={"stall_after_steps": 2}, gateway={"work": "stream", "num_tokens": ENDLESS, "workers": 2})
-    fleet.hear()
-    assert all(is_alive(pid) for pid in fleet.pids.values())
-    fleet.process.kill()
-    await until(lambda: not any(is_alive(pid) for pid in fleet.pids.values()))
-
-
-async def test_a_drain_lets_the_running_stream_finish(start: Start) -> None:
-    fleet = start(fake={"step_seconds": 0.02}, gateway={"work": "stream", "num_tokens": 60})
-    fleet.hear()
-    # Twice: a terminal and a wrapper both deliver one Ctrl-C.
-    fleet.process.send_signal(signal.SIGTERM)
-    fleet.process.send_signal(signal.SIGINT)
-    assert await fleet.wait() == 0
-    got = json.loads((fleet.folder / "gateway.out").read_text())
-    assert got == fake_answer(request("r", max_tokens=60), 0, 60, FakeOptions())
-
-
-async def test_an_insistent_signal_ends_everything_at_once(start: Start) -> None:
-    fleet = start(fake={"step_seconds": 0.05}, gateway={"work": "stream", "num_tokens": ENDLESS}, drain_timeout_s=600)
-    fleet.hear()
-    await signal_until_gone(fleet.process, signal.SIGINT)
-    assert "stopping the gateway, then 1 engine" in fleet.log
-    assert await fleet.wait() == 75
-    assert not any(is_alive(pid) for pid in fleet.pids.values())
-
-
-async def test_a_broken_checkpoint_ends_the_fleet_with_the_engines_reason(start: Start) -> None:
-    fleet = start(replicas=2, fake={"refuse": "model.safetensors is truncated"})
-    said = fleet.hear()
-    assert said["event"] == "failed"
-    assert said["kind"] == "ConfigError"
-    assert "model.safetensors is truncated" in said["message"]
-    assert await fleet.wait() == 3
-    assert not list(fleet.folder.glob("headrace-*"))
-
-
-async def test_a_process_that_never_serves_is_given_up_after_a_few_tries(start: Start) -> None:
-    fleet = start(gateway={"work": "die"})
-    said = fleet.hear()
-    assert (said["event"], said["kind"]) == ("failed", "FleetFailed")
-    assert "gateway ended with status 9; it was started 3 times" in said["message"]
-    assert "the gateway's last words" in fleet.log
-    assert await fleet.wait() == 3
-
-
-@pytest.mark.slow
-async def test_an_engine_that_dies_in_service_again_and_again_is_started_again_and_again(start: Start) -> None:
-    fleet = start(fake={"die_after_steps": 4})
-    fleet.hear()
-    instances = set()
-    async with ReplicaClient(fleet.address()) as replica:
-        for i in range(3):
-            instances.add((await replica.wait_connected(PATIENCE_S)).instance_id)
-            with pytest.raises(Unavailable):
-                await read_all(replica.submit(request(f"r{i}", max_tokens=50)))
-            await until(lambda: replica.state is ConnectionState.DOWN)
-    assert len(instances) == 3
-    assert "the fake device is gone" in fleet.log
-    fleet.process.send_signal(signal.SIGTERM)
-    assert await fleet.wait() == 0
+async def test_the_folder_of_a_deployment_is_its_own(tmp_path: Path) -> None:
+    async with scripted_site() as site:
+        assert site.run_dir.stat().st_mode & 0o777 == 0o700
+        assert {path.name for path in site.run_dir.iterdir()} == {"e0.json", "gateway.json", "lock"}

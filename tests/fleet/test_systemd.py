@@ -24,6 +24,8 @@ from headrace.fleet.config import FleetConfig
 from headrace.fleet.supervisor import CUT_GRACE_S, ENGINE_GRACE_S, GATEWAY_GRACE_S, FleetExit
 from tests.house.reader import ROOT
 
+pytestmark = pytest.mark.pure
+
 UNIT = ROOT / "deploy" / "systemd" / "headrace.service"
 PROGRAM = "/opt/headrace/bin/headrace"
 SYSTEMD_ANALYZE = shutil.which("systemd-analyze")
@@ -74,6 +76,8 @@ def test_it_may_open_enough_descriptors_and_its_variables_are_read() -> None:
 
 
 @pytest.mark.skipif(SYSTEMD_ANALYZE is None, reason="systemd is not installed: run `make systemd`")
+@pytest.mark.process
+@pytest.mark.slow
 def test_systemd_finds_no_fault_in_it(tmp_path: Path) -> None:
     assert SYSTEMD_ANALYZE is not None
     unit = tmp_path / UNIT.name
@@ -151,6 +155,7 @@ def processes_of(supervisor: int) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.skipif(not MANAGER.exists(), reason="systemd is not installed: run `make systemd`")
 @pytest.mark.skipif(os.geteuid() != 0, reason="a service manager of its own needs root, for a mount namespace")
+@pytest.mark.process
 def test_a_killed_supervisor_is_started_again_without_an_orphan_and_a_stop_drains() -> None:
     with socket_dir() as folder, managing(folder) as manager:
         (folder / UNIT.name).write_text(unit_for(folder))

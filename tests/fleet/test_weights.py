@@ -13,6 +13,8 @@ from headrace.bundled import bundled_path
 from headrace.core.errors import ConfigError
 from headrace.fleet.weights import ALLOWED_FILES, resolve_model
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def bundled(tmp_path: Path) -> Path:

@@ -1,10 +1,8 @@
 """A gateway process of tests: the supervisor's file, leash and signals, and one long request instead of HTTP.
 
-Asked over its leash it says that a replica is ready when its socket can be connected to, and has as many open requests there as
-`open.json` beside `gateway.out` says; it refuses a file with `refuse` in it, and finds no
-replica of `blind` ready.
+Asked over its leash it says that a replica is ready when its socket can be connected to, and has no request open there.
 
-`work` in its file says what to do: "idle", "die" (before it serves), or "stream", which sends one request of `num_tokens` tokens to the
+`work` in its file says what to do: "idle", or "stream", which sends one request of `num_tokens` tokens to the
 first replica, says so in `gateway.out` beside its file, finishes it before it leaves on SIGTERM, and writes the tokens there.
 """
 
@@ -14,7 +12,6 @@ import argparse
 import asyncio
 import json
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from headrace.wire.stop_signals import StopSignals
 
 
 class Answers:
-    """What is asked over the leash, answered in its thread. A replica that the file lists no more stays while it has open requests."""
+    """What is asked over the leash, answered in its thread."""
 
     def __init__(self, path: Path, leash: Leash) -> None:
         self._path = path
@@ -33,36 +30,20 @@ class Answers:
 
     def take(self, request: LeashRequest) -> None:
         if request.kind is LeashRequestKind.STATUS:
-            statuses = {
-                model: {
-                    name: ReplicaStatus(not (reason := self._why_not_ready(name, address)), reason, self._num_open(name))
-                    for name, address in replicas.items()
-                }
-                for model, replicas in self._listed.items()
-            }
-            self._leash.status(request, statuses)
-        elif reason := self._reload():
-            self._leash.refused(request, reason)
+            self._leash.status(
+                request, {model: {name: status(at) for name, at in listed.items()} for model, listed in self._listed.items()}
+            )
         else:
+            self._reload()
             self._leash.reloaded(request)
 
-    def _reload(self) -> str:
+    def _reload(self) -> None:
         config = json.loads(self._path.read_text())
-        if "refuse" not in config:
-            listed = {m["name"]: {r["name"]: r["address"] for r in m.get("replicas", ())} for m in config["models"]}
-            for model, replicas in self._listed.items():
-                listed.setdefault(model, {}).update({name: at for name, at in replicas.items() if self._num_open(name)})
-            self._listed = listed
-        return str(config.get("refuse", ""))
+        self._listed = {model["name"]: {each["name"]: each["address"] for each in model["replicas"]} for model in config["models"]}
 
-    def _why_not_ready(self, name: str, address: str) -> str:
-        if name in json.loads(self._path.read_text()).get("blind", ()):
-            return "another tokenizer"
-        return "" if can_connect(address) else "waiting"
 
-    def _num_open(self, replica: str) -> int:
-        path = Path(json.loads(self._path.read_text())["out"]).with_name("open.json")
-        return int(json.loads(path.read_text()).get(replica, 0)) if path.exists() else 0
+def status(address: str) -> ReplicaStatus:
+    return ReplicaStatus(True, "", 0) if can_connect(address) else ReplicaStatus(False, "waiting", 0)
 
 
 def can_connect(address: str) -> bool:
@@ -105,9 +86,6 @@ def main() -> None:
     leash = Leash(given.parent_fd)
     leash.watch()
     leash.listen(Answers(given.config, leash).take)
-    if config["work"] == "die":
-        print("the gateway's last words", file=sys.stderr)
-        sys.exit(9)
     asyncio.run(serve(config, Path(config["out"]), leash))
 
 

@@ -2,9 +2,8 @@
 
 {"replicas": 2, "run_dir": "/tmp/x", "drain_timeout_s": 5, "gateway": {"work": "idle"}, "fake": {"step_seconds": 0.01}}
 
-"models" names several: {"org/fake": {"replicas": 2, "engine": {}}}. The file is read again at a reload, unless "has_file" is
-false; with "ignores_hangup" SIGHUP is ignored, as nohup has it; "terminal" becomes the process's own.
-"first_retry_s" and "connect_timeout_s" stand for the constants of these names.
+"models" names several: {"org/fake": {"replicas": 2, "engine": {}}}. The file is read again at a reload; "terminal" becomes the process's
+own.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from typing import Any
 from fleet_source import FileSource
 
 from headrace.core.errors import HeadraceError
-from headrace.fleet import reconciler, replica_process
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.supervisor import FleetReady, Supervisor
 from headrace.observe.logs import LogFormat, set_up_logging
@@ -34,14 +31,9 @@ def fleet_config(given: dict[str, Any]) -> FleetConfig:
     options = folder / "fake.json"
     options.write_text(json.dumps(given.get("fake", {})))
     return FleetConfig(
-        models=(
-            *[
-                ModelSpec(
-                    name=name, folder=Path(model.get("folder", "fake")), replicas=model.get("replicas", 1), engine=model.get("engine", {})
-                )
-                for name, model in given.get("models", {"org/fake": given}).items()
-            ],
-            *[ModelSpec(name="org/far", folder=None, replicas=0, upstreams=(upstream,)) for upstream in given.get("upstreams", ())],
+        models=tuple(
+            ModelSpec(name=name, folder=Path("fake"), replicas=model.get("replicas", 1), engine=model.get("engine", {}))
+            for name, model in given.get("models", {"org/fake": given}).items()
         ),
         gateway={**given["gateway"], "out": str(folder / "gateway.out")},
         drain_timeout_s=given.get("drain_timeout_s", 10),
@@ -55,18 +47,16 @@ def say(event: str, **facts: object) -> None:
     print(json.dumps({"event": event, **facts}), flush=True)
 
 
-async def supervise(path: Path, *, has_file: bool) -> int:
-    """has_file: it can be read again"""
+async def supervise(path: Path) -> int:
     supervisor: Supervisor
 
     def ready(facts: FleetReady) -> None:
         pids = {keeper.label: keeper.pid for keeper in (*supervisor.engines, *supervisor.gateways) if keeper.pid}
         replicas = {name: dict(told) for name, told in facts.replicas.items()}
-        waited_for = {"failed": dict(facts.failed), "starting": list(facts.starting)}
-        say("ready", pids=pids, replicas=replicas, gateway=dict(facts.gateway), **waited_for)
+        say("ready", pids=pids, replicas=replicas, gateway=dict(facts.gateway))
 
     source = FileSource(path, fleet_config)
-    supervisor = Supervisor(source.config(), source=source if has_file else None, on_ready=ready)
+    supervisor = Supervisor(source.config(), source=source, on_ready=ready)
     return await supervisor.run()
 
 
@@ -74,16 +64,11 @@ def main() -> None:
     set_up_logging(LogFormat.TEXT)
     path = Path(sys.argv[1])
     given = json.loads(path.read_text())
-    if given.get("ignores_hangup"):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if "terminal" in given:
         os.setsid()
         os.open(given["terminal"], os.O_RDWR)  # the first one that a session's leader opens is its own
-    replica_process.FIRST_RETRY_S = given.get("first_retry_s", replica_process.FIRST_RETRY_S)
-    reconciler.STRAGGLERS_S = given.get("stragglers_s", reconciler.STRAGGLERS_S)
-    reconciler.CONNECT_TIMEOUT_S = given.get("connect_timeout_s", reconciler.CONNECT_TIMEOUT_S)
     try:
-        status = asyncio.run(supervise(path, has_file=given.get("has_file", True)))
+        status = asyncio.run(supervise(path))
     except HeadraceError as error:
         say("failed", kind=type(error).__name__, message=str(error))
         status = 3

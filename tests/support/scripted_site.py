@@ -1,7 +1,7 @@
-"""A whole deployment in the process of a test: the real supervisor, commands and admin socket over processes that are objects.
+"""A whole deployment in the process of a test: the real supervisor and commands over processes that are objects.
 
-Real processes under the same supervisor are in `fleet_main.py`; these are for faults that take a real process long, or that need an exact
-moment.
+On virtual time there is no socket: the port is only said, and a command goes to the admin requests as the one that came over HTTP does. In
+real time the admin socket is the real one. Real processes under the same supervisor are in `fleet_main.py`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,30 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wire_kit import PATIENCE_S, socket_dir, until
+import pytest
+from virtual_time import VirtualTimeLoop
+from wire_kit import socket_dir, until
 
 from headrace.cli.control_client import AdminClient
-from headrace.fleet.admin import AdminRequests
+from headrace.core.errors import HeadraceError
+from headrace.fleet import supervisor as supervisor_module
+from headrace.fleet.admin import AdminRequests, _AdminDoor, _end_of
+from headrace.fleet.admin_listen import AdminAddress
 from headrace.fleet.config import FleetConfig, ModelSpec
+from headrace.fleet.control import FleetControl
 from headrace.fleet.launcher import Child, Failure
-from headrace.fleet.supervisor import FleetExit, Supervisor
+from headrace.fleet.supervisor import FleetExit, FleetReady, Supervisor
 from headrace.wire.leash import LeashRequests
+
+PATIENCE_S = 60.0
+PORT = 8123
+"""What a deployment without sockets takes for a free port."""
 
 
 @dataclass
@@ -31,35 +41,51 @@ class Script:
 
     loading       processes that do not get ready
     failing       engine -> why its configuration is refused
+    dying         processes that end with status 9 at their start
     not_ready     replica -> why gateways do not find it ready
     unreadable    model -> why gateways cannot use its tokenizer
-    silent        gateways that answer nothing, and leave on no signal but SIGKILL
+    silent        processes that answer nothing, and leave on no signal but SIGKILL
+    leaving_s     process -> seconds that it takes to leave once it is asked to; asked twice, it leaves at once and says that it cut
     holding       gateways that answer no reload
     refusal       why gateways refuse their file; empty: they take it
-    num_open      replica -> requests that each gateway has open there
+    num_open      replica -> requests that each gateway has open there, also while it is retired
     """
 
     loading: set[str] = field(default_factory=set)
     failing: dict[str, str] = field(default_factory=dict)
+    dying: set[str] = field(default_factory=set)
     not_ready: dict[str, str] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
+    leaving_s: dict[str, float] = field(default_factory=dict)
     holding: set[str] = field(default_factory=set)
     refusal: str = ""
     num_open: dict[str, int] = field(default_factory=dict)
 
 
 class ScriptedProcess(Child):
-    """A gateway or an engine. config: what its file said when it was last read"""
+    """A gateway or an engine.
 
-    def __init__(self, label: str, pid: int, path: Path, script: Script) -> None:
+    command      what it was started with, without the leash; withheld: the variables that it does not inherit
+    config       what its file said when it was last read
+    asked_at     times at which it was asked to leave
+    launched_at  when it was started, ended_at: when it ended
+    """
+
+    def __init__(self, label: str, pid: int, command: Sequence[str], withheld: Collection[str], script: Script) -> None:
         self.label = label
+        self.command = command
+        self.withheld = withheld
+        path = Path(command[command.index("--config") + 1])
         self.failure = None
         self.asked = LeashRequests(self._take_line)
         self._pid = pid
         self._path = path
         self._script = script
         self._loop = asyncio.get_running_loop()
+        self.asked_at: list[float] = []
+        self.launched_at = self.ended_at = self._loop.time()
+        self._retired: dict[str, dict[str, None]] = {}
         self.ready = self._loop.create_future()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self.exited = asyncio.create_task(self._live())
@@ -74,7 +100,14 @@ class ScriptedProcess(Child):
         return "models" in self.config
 
     def terminate(self) -> None:
-        if self.label not in self._script.silent:
+        self.asked_at.append(self._loop.time())
+        if self.label in self._script.silent:
+            return
+        if len(self.asked_at) > 1:
+            self._end(int(FleetExit.CUT))
+        elif leaving_s := self._script.leaving_s.get(self.label, 0.0):
+            self._loop.call_later(leaving_s, self._end, 0)
+        else:
             self._end(0)
 
     def kill(self) -> None:
@@ -82,6 +115,7 @@ class ScriptedProcess(Child):
 
     def _end(self, status: int) -> None:
         if not self._ended.done():
+            self.ended_at = self._loop.time()
             self._ended.set_result(status)
 
     async def _live(self) -> int:
@@ -98,8 +132,14 @@ class ScriptedProcess(Child):
             self.failure = Failure(reason, can_retry=False)
             self._end(78)
             return
-        await until(lambda: self.label not in self._script.loading, 1000)
-        facts = {"host": "127.0.0.1", "port": 1} if self.is_gateway else {"address": self.config["address"], "decided": []}
+        if self.label in self._script.dying:
+            self._end(9)
+            return
+        while self.label in self._script.loading:
+            await asyncio.sleep(0.05)
+        facts = (
+            {"host": "127.0.0.1", "port": self.config["port"]} if self.is_gateway else {"address": self.config["address"], "decided": []}
+        )
         self.ready.set_result({"event": "ready", **facts})
 
     def _take_line(self, line: bytes) -> None:
@@ -113,12 +153,24 @@ class ScriptedProcess(Child):
         elif self._script.refusal:
             self.asked.take({**said, "event": "refused", "reason": self._script.refusal})
         else:
+            for model, replicas in self._listed().items():
+                self._retired.setdefault(model, {}).update(dict.fromkeys(replicas))
             self.config = json.loads(self._path.read_text())
             self.asked.take({**said, "event": "reloaded"})
 
+    def _listed(self) -> dict[str, list[str]]:
+        return {model["name"]: [each["name"] for each in model.get("replicas", ())] for model in self.config["models"]}
+
     def _statuses(self) -> dict[str, dict[str, dict[str, object]]]:
-        models = self.config["models"]
-        return {model["name"]: {each["name"]: self._status(model["name"], each["name"]) for each in model["replicas"]} for model in models}
+        """A replica that the file lists no more stays while it has open requests."""
+        listed = self._listed()
+        statuses = {model: {name: self._status(model, name) for name in names} for model, names in listed.items()}
+        for model, names in self._retired.items():
+            for name in names:
+                if (num_open := self._script.num_open.get(name, 0)) and name not in listed.get(model, ()):
+                    retired = {"ready": False, "reason": "retired", "open": num_open, "refused": False}
+                    statuses.setdefault(model, {})[name] = retired
+        return statuses
 
     def _status(self, model: str, replica: str) -> dict[str, object]:
         unreadable = self._script.unreadable.get(model, "")
@@ -134,8 +186,7 @@ class ScriptedLauncher:
         self.launched: list[ScriptedProcess] = []
 
     async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child:
-        path = Path(command[command.index("--config") + 1])
-        self.launched.append(ScriptedProcess(label, 100 + len(self.launched), path, self._script))
+        self.launched.append(ScriptedProcess(label, 100 + len(self.launched), command, withheld, self._script))
         return self.launched[-1]
 
 
@@ -155,32 +206,122 @@ class ScriptedSource:
         """Nothing to remember."""
 
 
-class ScriptedSite:
-    """The running deployment and its operator."""
+class _WithoutSockets:
+    """Stands where the supervisor makes sockets. A command is one of the admin requests, without HTTP before it."""
 
-    def __init__(self, script: Script, launcher: ScriptedLauncher, supervisor: Supervisor, source: ScriptedSource, parent: Path) -> None:
+    def __init__(self) -> None:
+        self._door: _AdminDoor | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._door is not None
+
+    @contextmanager
+    def reserved_port(self, host: str, port: int) -> Iterator[int]:
+        yield port or PORT
+
+    @asynccontextmanager
+    async def admin_socket(
+        self, folder: Path, control: FleetControl, requests: Sequence[AdminRequests] = (), address: AdminAddress | None = None
+    ) -> AsyncIterator[None]:
+        self._door = door = _AdminDoor(control, "a-token", requests)
+        try:
+            yield
+        finally:
+            self._door = None
+            await door.close()
+
+    async def do(self, command: str, body: Mapping[str, object]) -> list[dict[str, Any]]:
+        door = self._door
+        assert door is not None, "the deployment has ended, or has not begun"
+        said: list[dict[str, Any]] = []
+        audited = door._audited(command, body, "the operator", lambda text: said.append({"event": "progress", "text": text}))
+        task = asyncio.create_task(audited, name=f"command {command}")
+        door._running.add(task)
+        task.add_done_callback(door._running.discard)
+        await asyncio.wait([task])
+        return [*said, _end_of(task)]
+
+    async def status(self) -> dict[str, Any]:
+        assert self._door is not None
+        return {**await self._door._control.status()}
+
+
+class ScriptedSite:
+    """The running deployment and its operator. ready: what it said when it served; None before"""
+
+    def __init__(
+        self,
+        script: Script,
+        launcher: ScriptedLauncher,
+        make: Callable[[Callable[[FleetReady], None]], Supervisor],
+        source: ScriptedSource,
+        parent: Path,
+        operator: _WithoutSockets | None,
+    ) -> None:
+        """operator: None: the real admin socket"""
         self.script = script
         self.launcher = launcher
-        self.supervisor = supervisor
         self.source = source
-        self.running = asyncio.create_task(supervisor.run())
+        self.ready: FleetReady | None = None
         self._parent = parent
+        self._operator = operator
+        self._has_failed = False
+        self.supervisor = make(self._served)
+        self.running = asyncio.create_task(self.supervisor.run())
+
+    def _served(self, ready: FleetReady) -> None:
+        self.ready = ready
+
+    async def end(self) -> FleetExit | None:
+        """How it ended. None where `failure` was asked for that."""
+        return None if self._has_failed else await self.running
+
+    async def failure(self) -> HeadraceError:
+        """Why it ended."""
+        with pytest.raises(HeadraceError) as caught:
+            await self.running
+        self._has_failed = True
+        return caught.value
+
+    def has_begun(self) -> bool:
+        """Commands are taken."""
+        return any(self._parent.glob("headrace-*/admin.sock")) if self._operator is None else self._operator.is_open
 
     @property
     def run_dir(self) -> Path:
-        [found] = self._parent.glob("headrace-*")
+        [found] = self.folders()
         return found
+
+    def folders(self) -> list[Path]:
+        """What the deployment has made; nothing once it has ended."""
+        return [*self._parent.glob("headrace-*")]
 
     def scale_file(self, **replicas: int) -> None:
         """The file that is read at the next reload: its models, and the replicas of each."""
-        self.source.config = replace(self.source.config, models=models_of(replicas))
+        self.write_file(models=models_of(replicas))
+
+    def write_file(self, **changes: Any) -> None:
+        """The file that is read at the next reload. changes: fields of `FleetConfig`"""
+        self.source.config = replace(self.source.config, **changes)
 
     async def do(self, command: str, **body: Any) -> list[dict[str, Any]]:
         """A command to its end."""
+        if self._operator is not None:
+            async with asyncio.timeout(3600):
+                return await self._operator.do(command, body)
         return await asyncio.to_thread(lambda: list(AdminClient(self.run_dir).command(command, body)))
 
     async def status(self) -> dict[str, Any]:
+        if self._operator is not None:
+            return await self._operator.status()
         return await asyncio.to_thread(AdminClient(self.run_dir).status)
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The gateways' file."""
+        found: dict[str, Any] = json.loads((self.run_dir / "gateway.json").read_text())
+        return found
 
     async def idle(self) -> None:
         """Until no command keeps another one out."""
@@ -188,10 +329,10 @@ class ScriptedSite:
             while (await self.status())["command"] is not None:
                 await asyncio.sleep(0.02)
 
-    async def all_serving(self) -> None:
-        """Until every replica of "tiny" has been ready at every gateway."""
+    async def all_serving(self, model: str = "tiny") -> None:
+        """Until every replica of the model has been ready at every gateway."""
         async with asyncio.timeout(PATIENCE_S):
-            while set((await self.phases()).values()) != {"serving"}:
+            while set((await self.phases(model)).values()) != {"serving"}:
                 await asyncio.sleep(0.02)
 
     async def phases(self, model: str = "tiny") -> dict[str, str]:
@@ -226,6 +367,7 @@ async def scripted_site(
     workers: int = 1,
     models: dict[str, int] | None = None,
     is_awaited: bool = True,
+    has_file: bool = True,
     requests: Sequence[AdminRequests] = (),
     **options: Any,
 ) -> AsyncIterator[ScriptedSite]:
@@ -233,30 +375,33 @@ async def scripted_site(
 
     models      name -> replicas; one replica of "tiny" by default
     is_awaited  begin once all that starts at once serves
+    has_file    it can be read again
     requests    what the admin socket answers beside the commands for processes
     options     of `FleetConfig`
     """
     script = script or Script()
     launcher = ScriptedLauncher(script)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)}
-    with socket_dir() as parent:
+    operator = _WithoutSockets() if isinstance(asyncio.get_running_loop(), VirtualTimeLoop) else None
+    with socket_dir() as parent, pytest.MonkeyPatch.context() as patch:
+        if operator is not None:
+            patch.setattr(supervisor_module, "reserved_port", operator.reserved_port)
+            patch.setattr(supervisor_module, "admin_socket", operator.admin_socket)
         config = FleetConfig(models=models_of(models or {"tiny": 1}), gateway={"workers": workers}, run_dir=parent, **options)
-        served = asyncio.Event()
         source = ScriptedSource(config)
-        supervisor = Supervisor(config, launcher=launcher, source=source, requests=requests, on_ready=lambda _: served.set())
-        site = ScriptedSite(script, launcher, supervisor, source, parent)
+
+        def make(on_ready: Callable[[FleetReady], None]) -> Supervisor:
+            return Supervisor(config, launcher=launcher, source=source if has_file else None, requests=requests, on_ready=on_ready)
+
+        site = ScriptedSite(script, launcher, make, source, parent, operator)
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                if is_awaited:
-                    await served.wait()
-                else:
-                    await until(lambda: any(parent.glob("headrace-*/admin.sock")))
+            await until(lambda: site.running.done() or (site.ready is not None if is_awaited else site.has_begun()), PATIENCE_S)
             yield site
         finally:
             site.running.cancel()
             try:
                 with suppress(asyncio.CancelledError):
-                    await site.running
+                    await site.end()
             finally:
                 for number, handler in handlers.items():  # a supervisor that ends leaves them ignored, also in what tests start later
                     signal.signal(number, handler)
