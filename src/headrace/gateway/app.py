@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import re
-import time
 import traceback
 from contextlib import nullcontext
 
@@ -62,7 +61,7 @@ class ActiveConfig:
     def __init__(self, service: Service) -> None:
         config = service.config
         self.service = service
-        self.authenticator = Authenticator(config.api_keys, config.tiers, service.stored_keys)
+        self.authenticator = Authenticator(config.api_keys, config.tiers, service.stored_keys, service.clock)
         self.host_check = HostCheck(config.host, config.allowed_hosts)
         self.origins = Origins(config.allowed_origins)
         self.proxies = TrustedProxies(config.trusted_proxies)
@@ -92,7 +91,7 @@ class Gateway:
         active = self.active
         exchange = self._open(active, scope, receive, send)
         path, scope["path_params"] = find_path(scope["path"])
-        with one_request() as store_wait:
+        with one_request(active.service.clock) as store_wait:
             try:
                 exchange.use(active.choosing)
                 host = active.host_check(exchange, is_probe=path is not None and path.is_public)
@@ -136,13 +135,15 @@ class Gateway:
     def refused(self, request_id: str, status: int, reason: str) -> None:
         """Log and count an answer that the protocol gave instead of the application: no HTTP, a head that was too large or too late."""
         self.service.metrics.http_responses.labels(str(status)).inc()
-        record = RequestLogRecord(request_id=request_id, method="", path="", time=time.time(), status=status, reason=reason)
+        record = RequestLogRecord(request_id=request_id, method="", path="", time=self.service.unix_time(), status=status, reason=reason)
         record.error, record.outcome = BAD_HTTP, Outcome.REFUSED
         self.request_log.write(record)
 
     def _open(self, active: ActiveConfig, scope: Scope, receive: Receive, send: Send) -> Exchange:
         request_id = RequestId(os.urandom(12).hex())
-        record = RequestLogRecord(request_id=request_id, method=scope["method"][:16], path=logged_path(scope["path"]), time=time.time())
+        record = RequestLogRecord(
+            request_id=request_id, method=scope["method"][:16], path=logged_path(scope["path"]), time=active.service.unix_time()
+        )
         exchange = Exchange(scope, receive, send, request_id=request_id, record=record, arrived_at=active.service.clock())
         if peer := scope.get("client"):
             record.client = active.proxies.client_of(peer[0], exchange.headers)

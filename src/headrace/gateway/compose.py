@@ -102,7 +102,7 @@ async def open_gateway(
     request_log = open_log(config.request_log_target)
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
-        text_pool = await stack.enter_async_context(_text_pool(config, workers))
+        text_pool = await stack.enter_async_context(_text_pool(config, workers, sources))
         loaded = LoadedTexts(config, texts, text_pool, load, make_workers)
         models = SiteModels(ModelOpener(text_pool, connect, sources), metrics)
         stack.push_async_callback(models.close)
@@ -130,6 +130,7 @@ async def _open_service(
     memory = memory_budget(config, machine_bytes(), share())
     stack.callback(asyncio.create_task(give_back_when_idle(memory), name="memory given back").cancel)
     open_requests = OpenRequests(config.limits.max_requests, share)
+    clocks = {"clock": sources.clock, "unix_time": sources.unix_time}
     return Service(
         config=config,
         models=ModelTable(models.served),
@@ -143,8 +144,8 @@ async def _open_service(
         kept_streams=await stack.enter_async_context(_kept_streams(config, share, metrics, sources)),
         sessions=await stack.enter_async_context(_sessions(config, share, metrics, sources)),
         limiter=await _limiter(stack, config, metrics, sources),
-        answer_cache=await stack.enter_async_context(open_answer_cache(config, share, metrics, sources.unix_time)),
-        replays=await stack.enter_async_context(open_replays(config, share, metrics, sources.unix_time)),
+        answer_cache=await stack.enter_async_context(open_answer_cache(config, share, metrics, **clocks)),
+        replays=await stack.enter_async_context(open_replays(config, share, metrics, **clocks)),
         metrics=metrics,
         ledger=await _ledger(stack, config, metrics, sources),
         site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
@@ -191,7 +192,7 @@ async def _stored_keys(stack: AsyncExitStack, config: GatewayConfig, sources: So
 @asynccontextmanager
 async def _kept_streams(config: GatewayConfig, share: TenantShare, metrics: Metrics, sources: Sources) -> AsyncIterator[KeptStreams]:
     ttl_s = config.timeouts.stream_resume_s
-    store = GuardedStore(open_store(config.store, config.state, share, sources.unix_time), "streams") if ttl_s else None
+    store = GuardedStore(open_store(config.store, config.state, share, sources.unix_time), "streams", sources.clock) if ttl_s else None
     streams = KeptStreams(store, ttl_s=ttl_s, metrics=ResumeMetrics(metrics.registry))
     try:
         yield streams
@@ -223,13 +224,17 @@ def _followed(reloader: Reloader, service: Service) -> Reloader:
 
 
 def _sessions(config: GatewayConfig, share: TenantShare, metrics: Metrics, sources: Sources) -> AbstractAsyncContextManager[Sessions]:
-    return open_sessions(config, share, SessionMetrics(metrics.registry), sources.unix_time)
+    return open_sessions(config, share, SessionMetrics(metrics.registry), clock=sources.clock, unix_time=sources.unix_time)
 
 
-def _text_pool(config: GatewayConfig, workers: Workers) -> TextPool:
+def _text_pool(config: GatewayConfig, workers: Workers, sources: Sources) -> TextPool:
     limits = config.limits
     return TextPool(
-        workers, max_workers=limits.max_text_workers, max_queue=limits.max_text_queue, max_queue_bytes=limits.max_text_queue_bytes
+        workers,
+        max_workers=limits.max_text_workers,
+        max_queue=limits.max_text_queue,
+        max_queue_bytes=limits.max_text_queue_bytes,
+        clock=sources.clock,
     )
 
 

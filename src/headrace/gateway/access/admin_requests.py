@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,11 +111,11 @@ def _handler(method: str, path: Sequence[str]) -> Callable[[_Call], Awaitable[ob
 
 
 async def _keys(call: _Call) -> object:
-    return [shown_key(key, time.time()) for key in await call.admin.keys(call.query.get("tenant"))]
+    return [shown_key(key, call.admin.now()) for key in await call.admin.keys(call.query.get("tenant"))]
 
 
 async def _key(call: _Call) -> object:
-    return shown_key(await call.admin.key(call.name), time.time())
+    return shown_key(await call.admin.key(call.name), call.admin.now())
 
 
 async def _create_key(call: _Call) -> object:
@@ -128,7 +127,7 @@ async def _rotate_key(call: _Call) -> object:
 
 
 async def _revoke_key(call: _Call) -> object:
-    return shown_key(await call.admin.revoke_key(call.name), time.time())
+    return shown_key(await call.admin.revoke_key(call.name), call.admin.now())
 
 
 async def _tenants(call: _Call) -> object:

@@ -84,6 +84,10 @@ class Administration:
         self._unix_time = unix_time
         self._actor = actor
 
+    def now(self) -> float:
+        """Unix seconds, as the records' times are."""
+        return self._unix_time()
+
     # -- keys ----------------------------------------------------------------------------------------------------------------------
 
     async def create_key(self, wanted: NewKey) -> IssuedKey:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from headrace.core.clock import Clock
 from headrace.core.errors import Unauthorized, UnusableKey
 from headrace.gateway.access.blinding import Blinding
 from headrace.gateway.access.key_records import KeyRecord, StoredKey, TenantRecord
@@ -44,7 +45,9 @@ class _Made:
 class Authenticator:
     """One configuration's view of the keys."""
 
-    def __init__(self, api_keys: Sequence[ApiKey], tiers: Mapping[str, Tier], stored: StoredKeys | None = None) -> None:
+    def __init__(
+        self, api_keys: Sequence[ApiKey], tiers: Mapping[str, Tier], stored: StoredKeys | None = None, clock: Clock = time.monotonic
+    ) -> None:
         """
         api_keys  with digests, as `gateway.config` leaves them
         tiers     of the configuration
@@ -52,6 +55,7 @@ class Authenticator:
         """
         self._blind = Blinding()
         self._stored = stored
+        self._clock = clock
         self._tiers = all_tiers(tiers)
         self._configured = {self._blind(bytes.fromhex(key.sha256)): key for key in api_keys}
         self._made: dict[str, _Made] = {}
@@ -114,7 +118,7 @@ class Authenticator:
         return tier
 
     def _log_unusable(self, key_id: str, tier_name: str) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now - self._logged_at.get(key_id, float("-inf")) >= LOG_EVERY_S:
             self._logged_at[key_id] = now
             log.error("key %s is refused: its tier %s is not in the configuration", key_id, tier_name)

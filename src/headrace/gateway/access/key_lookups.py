@@ -33,7 +33,7 @@ class KeyLookups:
         self._look_up = look_up
         self._guard = guard
         self._first_progress = StoreProgress()
-        self._first_guard = StoreGuard("keys not seen before", self._first_progress)
+        self._first_guard = StoreGuard("keys not seen before", self._first_progress, guard.clock)
         self._running: set[asyncio.Task[StoredKey | None]] = set()
         self._shared: dict[bytes, asyncio.Task[StoredKey | None]] = {}
         self._first_turns = asyncio.Semaphore(MAX_FIRST_LOOKUPS)

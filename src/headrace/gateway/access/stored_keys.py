@@ -80,7 +80,7 @@ class StoredKeys:
         self._blind = Blinding()
         self._state: DirectoryState | None = None
         self._answered_at = float("-inf")
-        self._guard = StoreGuard("keys", store.progress)
+        self._guard = StoreGuard("keys", store.progress, clock)
         self._is_closing = asyncio.Event()
         self._found: dict[bytes, _Found] = {}
         self._absent: dict[bytes, float] = {}

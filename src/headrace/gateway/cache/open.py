@@ -24,9 +24,11 @@ REPLAYS = "replays"
 
 
 @asynccontextmanager
-async def open_answer_cache(config: GatewayConfig, share: TenantShare, metrics: Metrics, unix_time: Clock) -> AsyncIterator[AnswerCache]:
+async def open_answer_cache(
+    config: GatewayConfig, share: TenantShare, metrics: Metrics, *, clock: Clock, unix_time: Clock
+) -> AsyncIterator[AnswerCache]:
     """Raises ConfigError."""
-    store = GuardedStore(open_answer_store(config, share, unix_time), "cached answers")
+    store = GuardedStore(open_answer_store(config, share, unix_time), "cached answers", clock)
     cache = AnswerCache(store, AnswerCacheMetrics(metrics.registry), unix_time, max_entry_bytes=config.cache.max_entry_bytes)
     try:
         yield cache
@@ -35,9 +37,11 @@ async def open_answer_cache(config: GatewayConfig, share: TenantShare, metrics: 
 
 
 @asynccontextmanager
-async def open_replays(config: GatewayConfig, share: TenantShare, metrics: Metrics, unix_time: Clock) -> AsyncIterator[Replays]:
+async def open_replays(
+    config: GatewayConfig, share: TenantShare, metrics: Metrics, *, clock: Clock, unix_time: Clock
+) -> AsyncIterator[Replays]:
     """Raises ConfigError."""
-    store = GuardedStore(open_replay_store(config, share, unix_time), "answers under an Idempotency-Key")
+    store = GuardedStore(open_replay_store(config, share, unix_time), "answers under an Idempotency-Key", clock)
     replays = Replays(store, ReplayMetrics(metrics.registry), limits=_replay_limits(config, share))
     try:
         yield replays

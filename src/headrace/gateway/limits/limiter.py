@@ -68,7 +68,7 @@ class Limiter:
         self._admissions: dict[RequestId, Admission] = {}
         self._ended = EndedRequests(self.gateway)
         self._is_closing = asyncio.Event()
-        self._guard = StoreGuard("limits", store.progress)
+        self._guard = StoreGuard("limits", store.progress, clock)
 
     @classmethod
     @asynccontextmanager

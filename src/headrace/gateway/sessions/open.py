@@ -22,7 +22,7 @@ ENTRY_MARGIN = 2
 
 @asynccontextmanager
 async def open_sessions(
-    config: GatewayConfig, tenant_share: Callable[[], float], metrics: SessionMetrics, unix_time: Clock
+    config: GatewayConfig, tenant_share: Callable[[], float], metrics: SessionMetrics, *, clock: Clock, unix_time: Clock
 ) -> AsyncIterator[Sessions]:
     """Sessions in the file NAME.db of the state folder, or at `store.url`.
 
@@ -31,7 +31,7 @@ async def open_sessions(
     Raises ConfigError.
     """
     own = config.sessions
-    store = GuardedStore(open_session_store(config, tenant_share, unix_time), NAME) if own.ttl_s else None
+    store = GuardedStore(open_session_store(config, tenant_share, unix_time), NAME, clock) if own.ttl_s else None
     sessions = Sessions(store, own, metrics=metrics, unix_time=unix_time)
     try:
         yield sessions

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
+from headrace.core.clock import Clock
 from headrace.gateway.stores.store import EntryTooLarge, StoreFailed, StoreProgress
 
 log = logging.getLogger("headrace.gateway")
@@ -50,14 +51,15 @@ class WaitClock:
     While requests wait, the loop looks at the clock each TICK_S: what a look comes late is left out, and one timer serves all waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._late_s = 0.0
         self._due = float("inf")
         """When the next look is due; infinite: there is none."""
         self._waits: set[_Wait] = set()
 
     def now(self) -> float:
-        return min(time.monotonic(), self._due) - self._late_s
+        return min(self._clock(), self._due) - self._late_s
 
     def begin(self, wait: _Wait) -> None:
         """End `wait` when its time has come, unless `end` is called before."""
@@ -70,7 +72,7 @@ class WaitClock:
 
     def _look_later(self, until: float) -> None:
         """until: time of this clock after which the next look is too late for some wait"""
-        now = time.monotonic()
+        now = self._clock()
         seconds = min(TICK_S, max(0.0, until + self._late_s - now))
         self._due = now + seconds
         asyncio.get_running_loop().call_later(seconds, self._look, self._due)
@@ -78,7 +80,7 @@ class WaitClock:
     def _look(self, due: float) -> None:
         if due != self._due:
             return  # an earlier look took the place of this one
-        self._late_s += max(0.0, time.monotonic() - due)
+        self._late_s += max(0.0, self._clock() - due)
         self._due = float("inf")
         now = self.now()
         for wait in [wait for wait in self._waits if wait.until <= now]:
@@ -96,9 +98,9 @@ class StoreWait:
 
     __slots__ = ("_token", "clock", "waited_s")
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         loop = asyncio.get_running_loop()
-        self.clock = _clocks.get(loop) or _clocks.setdefault(loop, WaitClock())
+        self.clock = _clocks.get(loop) or _clocks.setdefault(loop, WaitClock(clock))
         self.waited_s = 0.0
 
     def __enter__(self) -> StoreWait:
@@ -112,9 +114,12 @@ class StoreWait:
 _request_wait: ContextVar[StoreWait | None] = ContextVar("store wait of this request", default=None)
 
 
-def one_request() -> StoreWait:
-    """Calls within the block, and within tasks that it begins, are one request's. Outside of such a block each call is a request."""
-    return StoreWait()
+def one_request(clock: Clock = time.monotonic) -> StoreWait:
+    """Calls within the block, and within tasks that it begins, are one request's. Outside of such a block each call is a request.
+
+    clock  the same for all requests of one event loop
+    """
+    return StoreWait(clock)
 
 
 class _Wait:
@@ -127,7 +132,7 @@ class _Wait:
         self._is_expired = self._has_ended = False
 
     def __enter__(self) -> None:
-        self._request = request = _request_wait.get() or StoreWait()
+        self._request = request = _request_wait.get() or StoreWait(self._guard.clock)
         left_s = REQUEST_WAIT_S - request.waited_s
         self._guard.check_asked(left_s)
         self._num_answers = self._guard.progress.num_answers
@@ -158,10 +163,11 @@ class _Wait:
 
 
 class StoreGuard:
-    def __init__(self, name: str, progress: StoreProgress) -> None:
+    def __init__(self, name: str, progress: StoreProgress, clock: Clock = time.monotonic) -> None:
         """name: of what is kept, for the log;  progress: of the store"""
         self._name = name
         self.progress = progress
+        self.clock = clock
         self._num_unanswered = 0
         self._retry_at = 0.0
         self._next_log_at = 0.0
@@ -178,7 +184,7 @@ class StoreGuard:
         """Raises StoreFailed where the store is not to be asked. left_s: seconds for which the request may wait"""
         if left_s <= 0:
             raise StoreFailed("the request has waited for stores as long as it may")
-        if self._retry_at and time.monotonic() < self._retry_at:
+        if self._retry_at and self.clock() < self._retry_at:
             raise StoreFailed("it did not answer a moment ago")
 
     def answered(self) -> None:
@@ -187,7 +193,7 @@ class StoreGuard:
 
     def warn(self, reason: object) -> None:
         """Log that something of the store failed, if nothing was logged of late."""
-        now = time.monotonic()
+        now = self.clock()
         if now >= self._next_log_at:
             self._next_log_at = now + LOG_EVERY_S
             log.warning("the store of %s: %s (at most one such line in %g s)", self._name, reason, LOG_EVERY_S)
@@ -197,5 +203,5 @@ class StoreGuard:
         if self.progress.num_answers == num_answers:
             self._num_unanswered += 1
             if self._num_unanswered >= MAX_UNANSWERED:
-                self._retry_at = time.monotonic() + RETRY_S
+                self._retry_at = self.clock() + RETRY_S
         self.warn(NO_ANSWER)

@@ -7,10 +7,12 @@ store is slower than answers come.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from itertools import chain, repeat
 from typing import TypeVar
 
+from headrace.core.clock import Clock
 from headrace.gateway.stores.guard import NO_ANSWER, StoreGuard
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
 
@@ -41,10 +43,10 @@ class GuardedStore:
     guard  of what requests wait for
     """
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: Store, name: str, clock: Clock = time.monotonic) -> None:
         """name: of what is kept, for the log"""
         self.store = store
-        self.guard = StoreGuard(name, store.progress)
+        self.guard = StoreGuard(name, store.progress, clock)
         self._writes: set[asyncio.Task[None]] = set()
         self._writing_bytes = 0
         self._turns = asyncio.Semaphore(MAX_WRITES)
