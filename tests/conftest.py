@@ -37,6 +37,8 @@ from hypothesis import settings
 
 from headrace.observe.logs import LogHandler
 
+pytest_plugins = ("kinds", "figures", "quarantine")
+
 SLOW_LIMIT_S = 1500
 """Seconds that a test marked slow may take, instead of the `timeout` in pyproject.toml."""
 
@@ -47,7 +49,8 @@ pytest-xdist replaces."""
 STACKS_S = 3.0
 """Seconds that a child process has to write its stacks."""
 
-settings.register_profile("headrace", deadline=None)  # an example that a busy machine delays is no failure
+settings.register_profile("free", deadline=None)  # an example that a busy machine delays is no failure
+settings.register_profile("headrace", settings.get_profile("free"), derandomize=True, database=None)
 settings.load_profile("headrace")
 
 _stderr = pytest.StashKey[TextIO]()

@@ -15,6 +15,7 @@ import httpx2
 import msgspec
 import text_kit
 from local_workers import LocalWorkers
+from virtual_time import VirtualTimeLoop
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
@@ -305,6 +306,8 @@ async def open_bench(
     load     gives the text of folders that a later configuration adds; by default `text`
     """
     config = gateway_config(**changes)
+    if sources is None and isinstance(loop := asyncio.get_running_loop(), VirtualTimeLoop):
+        sources = Sources(clock=loop.time, unix_time=loop.unix_time)
     replicas: dict[str, FakeReplica] = {}
 
     def connect(given: ReplicaConfig, text: TextModel, _clock: Clock) -> FakeReplica:
@@ -349,10 +352,14 @@ async def serving(gateway: Gateway, reloader: Reloader | None = None) -> AsyncIt
 @asynccontextmanager
 async def dial(port: int, *, limit: int = 64 << 10) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A bare TCP connection with small buffers, closed for good afterwards."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, VirtualTimeLoop):
+        sock: socket.socket = loop.network.connect(port, receive_bytes=4096)
+    else:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await loop.sock_connect(sock, ("127.0.0.1", port))
     reader, writer = await asyncio.open_connection(sock=sock, limit=limit)
     try:
         yield reader, writer

