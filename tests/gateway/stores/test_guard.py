@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
 from redis_kit import RedisRelay, RedisServer
@@ -164,12 +163,12 @@ async def test_every_request_of_a_flood_waits_its_time_at_most_for_a_store_that_
 
 
 @pytest.mark.socket
-async def test_a_call_that_is_given_up_ends_while_the_server_hangs(redis_server: RedisServer, tmp_path: Path) -> None:
+async def test_a_call_that_is_given_up_ends_while_the_server_hangs(redis_server: RedisServer) -> None:
     """The package may take a cancellation for a timeout of its own and try again: seen to take six seconds.
 
     The server answers again only after all calls have ended, and each ends as cancelled: none by a timeout of the package.
     """
-    async with RedisRelay.open(redis_server, tmp_path) as relay:
+    async with RedisRelay.open(redis_server) as relay:
         for _ in range(6):
             store = RedisStore.open(relay.url, LIMITS)  # its calls connect
             relay.hang()

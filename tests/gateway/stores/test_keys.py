@@ -24,6 +24,8 @@ from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 
+pytestmark = pytest.mark.socket
+
 HOUR, YEAR = 3600.0, 365 * 86_400.0
 
 
@@ -221,12 +223,14 @@ async def test_a_store_that_is_down_fails_by_its_own_error(tmp_path: Path, unix_
     await store.close()
 
 
+@pytest.mark.pure
 def test_a_file_that_cannot_be_opened_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"state: .* cannot be used as a store"):
         open_keys(str(tmp_path / "missing"), StoreConfig())
     assert open_keys("", StoreConfig()) is None, "a bare gateway has the keys of its configuration"
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("jump", [-YEAR, -HOUR, HOUR, YEAR])
 def test_a_jump_of_the_clock_revives_no_expired_key(jump: float) -> None:
     unix, monotonic = ManualTime(), ManualTime()

@@ -10,6 +10,7 @@ import redis
 from headrace.gateway.stores.redis_client import RedisCalls
 
 
+@pytest.mark.loop
 @pytest.mark.parametrize("place", ["connection_pool.disconnect", "aclose"])
 async def test_a_connection_that_cannot_be_closed_in_time_keeps_no_gateway_from_ending(place: str) -> None:
     client = AsyncMock()

@@ -16,6 +16,8 @@ import pytest
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread, open_sqlite
 from headrace.gateway.stores.store import StoreFailed
 
+pytestmark = pytest.mark.socket
+
 NUMBERS = SqliteForm(version=1, statements=("CREATE TABLE numbers (number INTEGER UNIQUE)",), synchronous="OFF")
 TOO_LARGE = 2**63
 """An integer that SQLite cannot hold: the connection raises OverflowError, which is no sqlite3.Error."""
@@ -38,7 +40,7 @@ async def numbers(thread: SqliteThread) -> list[int]:
 
 
 async def test_an_error_of_python_fails_its_call_and_later_calls_go_on(thread: SqliteThread, caplog: pytest.LogCaptureFixture) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(StoreFailed, match="OverflowError"):
             await add(thread, TOO_LARGE)
         await add(thread, 1)
@@ -95,7 +97,7 @@ class held:
 
         def work() -> None:
             loop.call_soon_threadsafe(running.set)
-            self._released.wait(10)
+            self._released.wait(60)
 
         self._call = asyncio.create_task(self._thread.call(work, is_read=True))
         await running.wait()
@@ -105,6 +107,7 @@ class held:
         await self._call
 
 
+@pytest.mark.process
 def test_another_process_that_closes_a_file_leaves_the_log_to_the_connections_of_this_one(tmp_path: Path) -> None:
     path = tmp_path / "shared.db"
     first = open_sqlite(str(path), NUMBERS, where="state")

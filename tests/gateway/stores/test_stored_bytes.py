@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,8 @@ from redis_kit import RedisServer
 from headrace.gateway.stores.redis import RedisStore
 from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreLimits
+
+pytestmark = pytest.mark.loop
 
 TOTAL = 1 << 20
 LIMITS = StoreLimits(entry=1 << 20, total=TOTAL, tenant_share=lambda: 1.0)
@@ -27,6 +28,7 @@ async def fill(store: Store, *, num_tenants: int) -> None:
         await asyncio.gather(*(store.put(f"{key:064d}", b"x" * 40, tenant=f"t{key % num_tenants}", ttl_s=3600) for key in keys))
 
 
+@pytest.mark.socket
 @pytest.mark.parametrize("num_tenants", [1, NUM_ENTRIES])
 async def test_redis_takes_no_more_memory_for_small_entries_than_the_bound(redis_server: RedisServer, num_tenants: int) -> None:
     store = RedisStore.open(redis_server.url, LIMITS)
@@ -43,7 +45,7 @@ async def test_redis_takes_no_more_memory_for_small_entries_than_the_bound(redis
 
 @pytest.mark.parametrize("num_tenants", [1, NUM_ENTRIES])
 async def test_a_file_is_no_larger_for_small_entries_than_the_bound(tmp_path: Path, num_tenants: int) -> None:
-    store = SqliteStore(str(tmp_path / "store.db"), LIMITS, time.time)
+    store = SqliteStore(str(tmp_path / "store.db"), LIMITS, lambda: 1e9)
     await fill(store, num_tenants=num_tenants)
     assert 0 < await store.num_entries() < NUM_ENTRIES
     await store.check()
@@ -52,7 +54,7 @@ async def test_a_file_is_no_larger_for_small_entries_than_the_bound(tmp_path: Pa
 
 
 async def test_an_entry_that_fits_only_without_what_the_store_takes_is_refused(tmp_path: Path) -> None:
-    store = SqliteStore(str(tmp_path / "store.db"), LIMITS, time.time)
+    store = SqliteStore(str(tmp_path / "store.db"), LIMITS, lambda: 1e9)
     with pytest.raises(EntryTooLarge, match=r"has 1048576 bytes, 1049\d+ as stored"):
         await store.put("k", bytes(TOTAL), tenant="t", ttl_s=60)
     await store.put("k", bytes(TOTAL - 600), tenant="t", ttl_s=60)

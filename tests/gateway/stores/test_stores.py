@@ -15,10 +15,13 @@ from typing import TypeVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redis_kit import RedisServer
+from redis_kit import RedisRelay, RedisServer
 
 from headrace.core.errors import ConfigError
+from headrace.gateway.access.administration import Administration, NewKey
+from headrace.gateway.access.redis_keys import RedisKeys
 from headrace.gateway.config import config_from
+from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.stores import redis, sqlite
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.open import open_store
@@ -26,6 +29,11 @@ from headrace.gateway.stores.redis import RedisStore
 from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import EntryTooLarge, StoreFailed, StoreLimits
+from headrace.policy.limits.book import Claim, Holder
+from headrace.policy.limits.counters import Amounts, Unit, Window
+from headrace.policy.limits.tier import BUILT_IN_TIERS
+
+pytestmark = pytest.mark.socket
 
 T = TypeVar("T")
 LIMITS = StoreLimits(entry=100, total=500, tenant_share=lambda: 0.4)
@@ -83,25 +91,25 @@ async def passed(store: AnyStore, clock: ManualClock) -> None:
 
 async def answered(call: Callable[[], Awaitable[T]]) -> T:
     """What a call gives once the server has answered in time, which a busy machine may keep it from at first."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             with suppress(StoreFailed):
                 return await call()
 
 
 async def test_an_entry_is_there_for_its_time(store: AnyStore, clock: ManualClock) -> None:
-    await store.put("b", b"two", tenant="t", ttl_s=20)
+    await store.put("b", b"two", tenant="t", ttl_s=2000)
     await store.put("a", b"one", tenant="t", ttl_s=0.1)
     assert await store.get("none") is None
     await passed(store, clock)
     assert (await store.get("a"), await store.get("b")) == (None, b"two")
-    await store.put("c", b"three", tenant="u", ttl_s=20)
+    await store.put("c", b"three", tenant="u", ttl_s=2000)
     assert await store.num_entries() == 2, "an entry that is over takes no room"
 
 
 async def test_a_put_replaces_and_a_delete_removes(store: AnyStore) -> None:
-    await store.put("a", b"one", tenant="t", ttl_s=10)
-    await store.put("a", b"other", tenant="t", ttl_s=10)
+    await store.put("a", b"one", tenant="t", ttl_s=1000)
+    await store.put("a", b"other", tenant="t", ttl_s=1000)
     assert await store.get("a") == b"other"
     await store.delete("a")
     await store.delete("a")
@@ -109,33 +117,33 @@ async def test_a_put_replaces_and_a_delete_removes(store: AnyStore) -> None:
 
 
 async def test_of_several_swaps_one_succeeds(store: AnyStore, clock: ManualClock) -> None:
-    assert not await store.swap("a", b"claim", expected=b"one", tenant="t", ttl_s=10)
+    assert not await store.swap("a", b"claim", expected=b"one", tenant="t", ttl_s=1000)
     assert await store.get("a") is None, "a swap makes no entry"
-    await store.put("a", b"one", tenant="t", ttl_s=10)
-    claims = [store.swap("a", b"claim %d" % number, expected=b"one", tenant="t", ttl_s=10) for number in range(8)]
+    await store.put("a", b"one", tenant="t", ttl_s=1000)
+    claims = [store.swap("a", b"claim %d" % number, expected=b"one", tenant="t", ttl_s=1000) for number in range(8)]
     found = await asyncio.gather(*claims)
     assert sum(found) == 1
     assert await store.get("a") == b"claim %d" % found.index(True)
     await store.put("b", b"two", tenant="t", ttl_s=0.1)
     await passed(store, clock)
-    assert not await store.swap("b", b"late", expected=b"two", tenant="t", ttl_s=10)
+    assert not await store.swap("b", b"late", expected=b"two", tenant="t", ttl_s=1000)
 
 
 async def test_of_several_that_make_an_entry_one_succeeds(store: AnyStore, clock: ManualClock) -> None:
-    made = await asyncio.gather(*(store.swap("a", b"%d" % number, expected=None, tenant="t", ttl_s=10) for number in range(8)))
+    made = await asyncio.gather(*(store.swap("a", b"%d" % number, expected=None, tenant="t", ttl_s=1000) for number in range(8)))
     assert sum(made) == 1
     assert await store.get("a") == b"%d" % made.index(True)
     assert await store.swap("b", b"one", expected=None, tenant="t", ttl_s=0.1)
     await passed(store, clock)
-    assert await store.swap("b", b"again", expected=None, tenant="t", ttl_s=10), "an entry that is over is none"
+    assert await store.swap("b", b"again", expected=None, tenant="t", ttl_s=1000), "an entry that is over is none"
 
 
 async def test_parts_of_one_server_share_neither_entries_nor_bounds(redis_url: str) -> None:
     parts = [RedisStore.open(redis_url, LIMITS, part=part) for part in ("", "one", "two")]
     for number, store in enumerate(parts):
-        await store.put("a", b"%d" % number * 90, tenant="t", ttl_s=10)
+        await store.put("a", b"%d" % number * 90, tenant="t", ttl_s=1000)
     assert [await store.get("a") for store in parts] == [b"0" * 90, b"1" * 90, b"2" * 90]
-    await parts[1].put("b", b"x" * 100, tenant="t", ttl_s=20)
+    await parts[1].put("b", b"x" * 100, tenant="t", ttl_s=2000)
     await parts[1].put("c", b"x" * 100, tenant="t", ttl_s=30)
     assert [await store.get("a") is None for store in parts] == [False, True, False]
     for store in parts:
@@ -144,33 +152,33 @@ async def test_parts_of_one_server_share_neither_entries_nor_bounds(redis_url: s
 
 
 async def test_a_purge_removes_one_tenants_entries(store: AnyStore) -> None:
-    await store.put("theirs", b"x", tenant="them", ttl_s=5)
+    await store.put("theirs", b"x", tenant="them", ttl_s=500)
     for number in range(5):
-        await store.put(f"ours {number}", b"x", tenant="us", ttl_s=5)
+        await store.put(f"ours {number}", b"x", tenant="us", ttl_s=500)
     assert (await store.purge("us"), await store.purge("us")) == (5, 0)
     assert await store.num_entries() == 1
     assert await store.get("theirs") == b"x"
 
 
 async def test_a_short_life_is_no_reason_to_be_removed_early(store: AnyStore) -> None:
-    """Entries leave in the order in which they were written: a claim of a few seconds outlives older entries of a day."""
+    """Entries leave in the order in which they were written: a claim of seconds outlives older entries of a day."""
     await store.put("old", b"x" * 90, tenant="t", ttl_s=1000)
-    await store.put("claim", b"x" * 20, tenant="t", ttl_s=5)
+    await store.put("claim", b"x" * 20, tenant="t", ttl_s=100)
     await store.put("new", b"x" * 100, tenant="t", ttl_s=1000)
     assert [await store.get(key) is not None for key in ("old", "claim", "new")] == [False, True, True]
 
 
 async def test_an_entry_beyond_the_bound_is_refused_and_what_was_there_stays(store: AnyStore) -> None:
-    await store.put("a", b"one", tenant="t", ttl_s=10)
+    await store.put("a", b"one", tenant="t", ttl_s=1000)
     with pytest.raises(EntryTooLarge, match="at most 100"):
-        await store.put("a", b"x" * 101, tenant="t", ttl_s=10)
+        await store.put("a", b"x" * 101, tenant="t", ttl_s=1000)
     assert await store.get("a") == b"one"
 
 
 async def test_a_tenant_pushes_out_its_own_oldest_entries_alone(store: AnyStore) -> None:
-    await store.put("theirs", b"x" * 100, tenant="them", ttl_s=9)
+    await store.put("theirs", b"x" * 100, tenant="them", ttl_s=900)
     for number in range(5):
-        await store.put(f"ours {number}", b"x" * 80, tenant="us", ttl_s=10 + number)
+        await store.put(f"ours {number}", b"x" * 80, tenant="us", ttl_s=1000 + number)
     there = [await store.get(f"ours {number}") is not None for number in range(5)]
     assert there == [False, False, False, True, True]
     assert await store.get("theirs") is not None
@@ -178,7 +186,7 @@ async def test_a_tenant_pushes_out_its_own_oldest_entries_alone(store: AnyStore)
 
 async def test_the_oldest_entries_of_all_go_when_the_store_is_full(store: AnyStore) -> None:
     for number in range(6):
-        await store.put(str(number), b"x" * 100, tenant=f"t{number}", ttl_s=10 + number)
+        await store.put(str(number), b"x" * 100, tenant=f"t{number}", ttl_s=1000 + number)
     assert [await store.get(str(number)) is not None for number in range(6)] == [False, True, True, True, True, True]
 
 
@@ -209,7 +217,7 @@ async def test_a_file_is_shared_and_closed_to_other_users(tmp_path: Path, clock:
     path = tmp_path / "store.db"
     with ThreadPoolExecutor() as pool:
         opened = list(pool.map(lambda _: SqliteStore(str(path), LIMITS, clock), range(6)))
-    await asyncio.gather(*(store.put(f"{number}", b"x", tenant="t", ttl_s=5) for number, store in enumerate(opened)))
+    await asyncio.gather(*(store.put(f"{number}", b"x", tenant="t", ttl_s=500) for number, store in enumerate(opened)))
     for store in opened:
         assert [await store.get(str(number)) for number in range(6)] == [b"x"] * 6
     assert {stat.S_IMODE(os.stat(file).st_mode) for file in tmp_path.iterdir()} == {0o600}
@@ -232,9 +240,9 @@ async def test_an_error_of_the_file_fails_the_calls_and_later_ones_go_on(tmp_pat
     other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     with pytest.raises(StoreFailed, match="locked"):
-        await store.put("a", b"one", tenant="t", ttl_s=5)
+        await store.put("a", b"one", tenant="t", ttl_s=500)
     other.execute("COMMIT")
-    await store.put("a", b"one", tenant="t", ttl_s=5)
+    await store.put("a", b"one", tenant="t", ttl_s=500)
     assert await store.get("a") == b"one"
     other.close()
     await store.close()
@@ -245,9 +253,9 @@ async def test_a_cancelled_call_is_not_done(tmp_path: Path, clock: ManualClock) 
     store = SqliteStore(str(tmp_path / "store.db"), LIMITS, clock)
     other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
-    first = asyncio.create_task(store.put("a", b"one", tenant="t", ttl_s=5))
+    first = asyncio.create_task(store.put("a", b"one", tenant="t", ttl_s=500))
     await asyncio.sleep(0.01)
-    second = asyncio.create_task(store.put("b", b"two", tenant="t", ttl_s=5))
+    second = asyncio.create_task(store.put("b", b"two", tenant="t", ttl_s=500))
     await asyncio.sleep(0.01)
     second.cancel()
     other.execute("COMMIT")
@@ -257,6 +265,7 @@ async def test_a_cancelled_call_is_not_done(tmp_path: Path, clock: ManualClock) 
     await store.close()
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -286,45 +295,113 @@ async def test_a_server_that_evicts_keys_of_the_index_takes_writes_on(redis_url:
         await store.put(f"b{number}", bytes(100), tenant=f"t{number % 3 or ''}", ttl_s=60)
         assert await store.get(f"b{number}") == bytes(100)
     for tenant in ("t", "t1", "t2"):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await store.purge(tenant)
     await store._client.flushall()
     await store.close()
 
 
 async def test_a_server_that_was_started_again_is_used_again(redis_server: RedisServer) -> None:
-    store = RedisStore.open(redis_server.url, LIMITS)
-    await store.put("a", b"one", tenant="t", ttl_s=5)
-    redis_server.stop()
-    with pytest.raises(StoreFailed, match="redis: "):
-        await store.get("a")
-    redis_server.start()
-    assert await store.get("a") is None, "it keeps nothing on disk"
-    await store.put("a", b"one", tenant="t", ttl_s=5)
-    assert await store.get("a") == b"one"
-    await store.close()
+    async with RedisRelay.open(redis_server) as relay:
+        store = RedisStore.open(relay.url, LIMITS)
+        await store.put("a", b"one", tenant="t", ttl_s=500)
+        await relay.stop()
+        with pytest.raises(StoreFailed, match="redis: "):
+            await store.get("a")
+        redis_server.empty()
+        await relay.start()
+        assert await store.get("a") is None, "it keeps nothing on disk"
+        await store.put("a", b"one", tenant="t", ttl_s=500)
+        await relay.stop()
+        await relay.start()
+        assert await store.get("a") == b"one", "connections that were closed meanwhile fail no call"
+        await store.close()
 
 
 async def test_a_server_that_hangs_fails_calls_in_time(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.gateway.stores.redis_client.ANSWER_S", 0.1)
-    store = RedisStore.open(redis_server.url, LIMITS)
-    await answered(lambda: store.put("a", b"one", tenant="t", ttl_s=60))
-    redis_server.hang()
-    with pytest.raises(StoreFailed, match="Timeout"):
-        await store.get("a")
-    redis_server.go_on()
-    assert await answered(lambda: store.get("a")) == b"one"
-    await store.close()
+    async with RedisRelay.open(redis_server) as relay:
+        store = RedisStore.open(relay.url, LIMITS)
+        await answered(lambda: store.put("a", b"one", tenant="t", ttl_s=6000))
+        relay.hang()
+        with pytest.raises(StoreFailed, match="Timeout"):
+            await store.get("a")
+        relay.go_on()
+        assert await answered(lambda: store.get("a")) == b"one"
+        await store.close()
 
 
-async def test_a_password_comes_from_a_file_and_is_never_shown(redis_server: RedisServer, tmp_path: Path) -> None:
-    redis_server.stop()
-    redis_server.start(requirepass="right-secret")
+Call = Callable[[], Awaitable[object]]
+KEY_USE = Claim("t:acme/requests_per_minute", Window.MINUTE, Unit.REQUESTS, 1000, 1)
+
+
+@pytest.mark.process
+async def test_whatever_a_server_does_its_stores_fail_by_their_own_error_and_go_on_after_it(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries, limits and keys: a replica takes no writes, and neither does a server without memory; one hangs, and one is gone."""
+    store, limits, keys = (
+        RedisStore.open(own_redis.url, LIMITS),
+        RedisLimits.open(own_redis.url),
+        RedisKeys.open(own_redis.url, password=None),
+    )
+    admin = Administration(keys, tiers=BUILT_IN_TIERS, unix_time=lambda: 1e9, actor="x")
+    monkeypatch.setattr("headrace.gateway.stores.redis_client.ANSWER_S", 0.5)
+    hasty = RedisStore.open(own_redis.url, LIMITS)
+
+    def entries() -> list[Call]:
+        return [lambda: store.put("a", b"one", tenant="t", ttl_s=500), lambda: store.delete("b")]
+
+    def others() -> list[Call]:
+        holder = Holder(id="r", gateway="g", beat=0, saved=Amounts())
+        return [
+            lambda: limits.take(holder, [KEY_USE]),
+            lambda: limits.renew("g", 1, {}),
+            lambda: admin.create_key(NewKey(tenant="acme")),
+        ]
+
+    async def fails(*calls: Call) -> None:
+        for call in calls:
+            with pytest.raises(StoreFailed):
+                await call()
+
+    async def goes_on() -> None:
+        for call in (*entries(), *others()):
+            await call()
+        assert await store.get("a") == b"one"
+
+    await goes_on()
+    await store._client.replicaof("127.0.0.1", "1")
+    await fails(*entries(), *others())
+    assert await store.get("a") == b"one", "what only reads is answered"
+    await store._client.replicaof("NO", "ONE")
+    await goes_on()
+    await store._client.config_set("maxmemory", "1")
+    await fails(*others())  # scripts of entries remove before they write, which the server may let go on
+    await store._client.config_set("maxmemory", "0")
+    await goes_on()
+    own_redis.hang()
+    await fails(lambda: hasty.get("a"))
+    own_redis.go_on()
+    assert await answered(lambda: hasty.get("a")) == b"one"
+    own_redis.stop()
+    await fails(*entries(), *others(), lambda: store.get("a"), keys.state)
+    own_redis.start()
+    assert await store.get("a") is None, "it keeps nothing on disk"
+    await goes_on()
+    for each in (store, hasty, limits, keys):
+        await each.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.process
+async def test_a_password_comes_from_a_file_and_is_never_shown(own_redis: RedisServer, tmp_path: Path) -> None:
+    own_redis.stop()
+    own_redis.start(requirepass="right-secret")
     file = tmp_path / "password"
     file.touch(mode=0o600)
     for password, is_right in (("right-secret", True), ("wrong-secret", False)):
         file.write_text(password)
-        store = open_store(StoreConfig(url=redis_server.url, password_file=str(file)).checked(), "", lambda: 1.0, ManualClock())
+        store = open_store(StoreConfig(url=own_redis.url, password_file=str(file)).checked(), "", lambda: 1.0, ManualClock())
         if is_right:
             assert await store.get("a") is None
         else:
@@ -336,7 +413,9 @@ async def test_a_password_comes_from_a_file_and_is_never_shown(redis_server: Red
 
 async def test_concurrent_puts_of_several_gateways_keep_the_bounds(redis_server: RedisServer) -> None:
     stores = [RedisStore.open(redis_server.url, LIMITS) for _ in range(3)]
-    puts = [store.put(f"{number % 17}", b"x" * (number % 90), tenant="tu"[number % 2], ttl_s=5) for number in range(60) for store in stores]
+    puts = [
+        store.put(f"{number % 17}", b"x" * (number % 90), tenant="tu"[number % 2], ttl_s=500) for number in range(60) for store in stores
+    ]
     await asyncio.gather(*puts)
     await stores[0].check()
     for store in stores:
@@ -348,13 +427,13 @@ async def test_streams_are_in_the_state_folder_unless_another_place_is_named(tmp
     places = {"entries.db": StoreConfig(), "own.db": StoreConfig(path=str(tmp_path / "own.db"))}
     for config in places.values():
         store = open_store(config, str(tmp_path / "state"), lambda: 1.0, clock)
-        await store.put("a", b"one", tenant="t", ttl_s=5)
+        await store.put("a", b"one", tenant="t", ttl_s=500)
         await store.close()
         again = open_store(config, str(tmp_path / "state"), lambda: 1.0, clock)
         assert await again.get("a") == b"one", "the next process reads it"
         await again.close()
     assert sorted(path.name for path in tmp_path.glob("**/*.db")) == ["entries.db", "own.db"]
     alone = open_store(StoreConfig(), "", lambda: 1.0, clock)
-    await alone.put("b", b"two", tenant="t", ttl_s=5)
+    await alone.put("b", b"two", tenant="t", ttl_s=500)
     await alone.close()
     assert sorted(path.name for path in tmp_path.glob("**/*.db")) == ["entries.db", "own.db"], "without a folder it is memory"
