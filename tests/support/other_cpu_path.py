@@ -1,7 +1,7 @@
-"""Tests of one file once more in a process of their own, whose kernels take the path of another CPU.
+"""Tests once more in a process of their own, whose kernels take the paths of another CPU.
 
-Compiling that path takes most of the time, so its code stays on disk between runs, apart from this CPU's own: found by source and CPU, as
-the user's kernel cache is, in a folder for the plugin that plants the path, as the plugin is written now.
+Compiling those paths takes most of the time, so their code stays on disk between runs, apart from this CPU's own: found by source and CPU,
+as the user's kernel cache is, in a folder for the plugins that plant the paths, as these are written now.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_private
@@ -17,10 +18,11 @@ from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_priv
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_with(plugin: str, tests: list[str], file: str) -> subprocess.CompletedProcess[str]:
-    """The tests of a file whose names fit one of these expressions of pytest's `-k`, under `tests.support.<plugin>`."""
-    version = hashlib.sha256((ROOT / "tests" / "support" / f"{plugin}.py").read_bytes()).hexdigest()[:16]
-    cache = open_private(cache_root(os.environ), ("tests", f"{plugin}-{version}"))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", f"tests.support.{plugin}", "-k", " or ".join(tests), file]
+def run_with(plugins: Sequence[str], tests: Sequence[str], *files: Path) -> subprocess.CompletedProcess[str]:
+    """The tests of the files whose names fit one of these expressions of pytest's `-k`, under each `tests.support.<plugin>`."""
+    version = hashlib.sha256(b"".join((ROOT / "tests" / "support" / f"{plugin}.py").read_bytes() for plugin in plugins)).hexdigest()[:16]
+    cache = open_private(cache_root(os.environ), ("tests", f"other-cpu-{version}"))
+    planted = [argument for plugin in plugins for argument in ("-p", f"tests.support.{plugin}")]
+    command = [sys.executable, "-m", "pytest", "-q", *planted, "-k", " or ".join(f"({test})" for test in tests), *map(str, files)]
     environment = {**os.environ, ENVIRONMENT: str(cache)}
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)

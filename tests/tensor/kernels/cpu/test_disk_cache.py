@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +14,10 @@ import pytest
 
 pytest.importorskip("numba")
 
+from headrace.tensor.kernels.cpu.jit import launch
 from headrace.tensor.kernels.cpu.jit.disk_cache import DataFiles, Disk, KernelCache, keep
 
-
-def run(folder: Path, *, max_file_bytes: int) -> subprocess.CompletedProcess[str]:
-    """Compile and run a region in a process whose files may have so many bytes: what the system answers a full disk with, nearly."""
-    program = (
-        "import logging, resource\n"
-        "logging.basicConfig(format='%(message)s')\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_file_bytes}, {max_file_bytes}))\n"
-        "from headrace.tensor.kernels.cpu.jit import disk_cache, launch\n"
-        "def kernel(arguments, worker, workers):\n"
-        "    return\n"
-        "launch.launch(launch.compile_kernel(kernel), [1], 2)\n"
-        "print(disk_cache.DISK.refusal)\n"
-    )
-    path = folder.parent / "program.py"
-    path.write_text(program)
-    environment = {**os.environ, "HEADRACE_CACHE_DIR": str(folder)}
-    return subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, check=False, timeout=300)
-
-
-def test_a_full_disk_is_one_warning_and_the_kernels_run(tmp_path: Path) -> None:
-    ended = run(tmp_path / "cache", max_file_bytes=64)  # semaphores are files of 32 bytes
-    assert ended.returncode == 0, ended.stderr
-    lines = ended.stderr.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith(f"compiled kernels cannot be kept in {tmp_path / 'cache'}")
-    assert "File too large" in lines[0]
-    assert "HEADRACE_CACHE_DIR" in lines[0]
-    assert ended.stdout.startswith("compiled kernels cannot be kept")  # what is shown at start says so too
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-
-
-def test_a_disk_with_room_keeps_them_without_a_word(tmp_path: Path) -> None:
-    ended = run(tmp_path / "cache", max_file_bytes=1 << 30)
-    assert (ended.returncode, ended.stderr, ended.stdout.strip()) == (0, "", "None")
-    assert len(list((tmp_path / "cache").rglob("*.nbc"))) >= 2
+pytestmark = pytest.mark.pure
 
 
 class Files:
@@ -74,6 +42,39 @@ def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Disk:
     fresh = Disk()
     monkeypatch.setattr(KernelCache, "disk", fresh)
     return fresh
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """What the system answers a full disk with, nearly. Semaphores are files of 32 bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def kernel(arguments: int, worker: int, workers: int) -> None:
+    return
+
+
+def test_a_full_disk_is_one_warning_and_the_kernels_run(disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with files_of_at_most(64):
+        launch.launch(launch.compile_kernel(kernel), [1], 2)
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"compiled kernels cannot be kept in {tmp_path}")
+    assert "File too large" in record.getMessage()
+    assert "HEADRACE_CACHE_DIR" in record.getMessage()
+    assert disk.refusal is not None
+    assert disk.refusal.startswith("compiled kernels cannot be kept"), "what is shown at start says so too"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_disk_with_room_keeps_them_without_a_word(disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    launch.launch(launch.compile_kernel(kernel), [1], 2)
+    assert (disk.refusal, caplog.records) == (None, [])
+    assert list(tmp_path.rglob("*.nbc"))
 
 
 def doubled(value: int) -> int:

@@ -8,7 +8,6 @@ import llvmlite.binding
 import pytest
 import torch
 from llvmlite import ir
-from other_cpu_path import run_with
 from torch import Tensor
 
 from headrace.tensor.kernels import load_backend
@@ -28,7 +27,7 @@ def made(out_features: int, in_features: int, *, seed: int = 0) -> tuple[Tensor,
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (1, 64), (65, 96), (200, 192), (448, 1088), (2240, 64)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 64), (65, 96), (448, 1088), (2240, 64)])
 def test_the_compiled_product_is_the_plain_one(precision: Precision, has_bias: bool, out_features: int, in_features: int) -> None:
     weight, bias = made(out_features, in_features)
     rounded = round_weight(weight, precision)
@@ -178,9 +177,3 @@ def test_a_dot_product_of_bytes_is_one_instruction_where_there_is_one(lanes: int
     assembly = machine.emit_assembly(llvmlite.binding.parse_assembly(str(module)))
     assert "vpdpbusd" in assembly
     assert ("zmm" if lanes == 16 else "ymm") in assembly
-
-
-def test_the_other_kind_of_cpu_has_the_same_results() -> None:
-    done = run_with("other_integer_dots", ["plain_one", "neighbours", "not_finite", "largest"], __file__)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "passed" in done.stdout
