@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from gateway_kit import TestBench, eventually, metric, open_bench
-from lateness import machine_lateness
+from loop_network import NetworkedLoop
 from resume_kit import CHAT, COMPLETIONS, Event, answer_of, equal, kept, send, streaming_body, two_gateways
-from wire_kit import socket_dir
 
 from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.generation.event_log import HEADER, NO_EVENT
-from headrace.gateway.generation.kept_streams import KeptStream
+from headrace.gateway.generation.kept_streams import GIVE_BACK_PAUSES_S, GIVE_WAY_S, SIBLINGS_S, KeptStream
 from headrace.gateway.siblings import Siblings
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
+from headrace.gateway.stores.guarded import WRITE_S
 from headrace.gateway.stores.store import Store, StoreFailed, StoreProgress
 from headrace.gateway.worker import GatewayWorker
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream
+
+pytestmark = pytest.mark.loop
 
 BODY = streaming_body(CHAT, max_tokens=12, ignore_eos=True)
 ON = {"stream_resume_s": 60}
@@ -110,71 +110,79 @@ async def test_another_body_or_number_is_refused_and_the_stream_stays(text: Text
         assert metric(bench.gateway, "headrace_streams_continued_total", outcome="continued") == 1
 
 
-async def test_a_newer_connection_at_another_worker_takes_a_stream_from_an_older_one(
-    text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_WAY_S", 1000.0)
-    monkeypatch.setattr("headrace.gateway.generation.kept_streams.SIBLINGS_S", 5.0)
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def begun(bench: TestBench, *, key: str | None = None) -> tuple[str, asyncio.Task[Any]]:
+    """A stream of three events a second that its client does not leave, after its second event: its id, and what the client gets."""
+    bench.replica.token_delay_s = 1 / 3
+    sent: list[bytes] = []
+    old = asyncio.create_task(send(bench.gateway, CHAT, BODY, on_body=sent.append, key=key))
+    await eventually(lambda: b"".join(sent).count(b"\n\n") >= 2)
+    return b"".join(sent).split(b"/")[0].removeprefix(b"id: ").decode(), old
+
+
+@pytest.mark.usefixtures("shipped_patience")
+async def test_a_newer_connection_at_another_worker_takes_a_stream_from_an_older_one(text: TextModel, tmp_path: Path) -> None:
     keys = [{"key": "key-of-one", "tenant": "a"}, {"key": "key-of-two", "tenant": "b"}]
-    with socket_dir() as folder:
-        async with (
-            two_gateways(text, tmp_path, api_keys=keys) as (first, second),
-            Siblings(GatewayWorker(0, folder), 2, {}) as here,
-            Siblings(GatewayWorker(1, folder), 2, {}) as there,
-        ):
-            first.gateway.service.kept_streams.join(here)
-            second.gateway.service.kept_streams.join(there)
-            sent: list[bytes] = []
-            first.replica.token_delay_s = 0.4
-            old = asyncio.create_task(send(first.gateway, CHAT, BODY, on_body=sent.append, key="key-of-one"))
-            await eventually(lambda: len(sent) >= 3)
-            answer_id = b"".join(sent).split(b"\n")[0].removeprefix(b"id: ").decode().partition("/")[0]
-            assert (await go_on(second, f"{answer_id}/2", key="key-of-two")).status == 404, "another tenant's stream is unknown"
-            assert (await go_on(second, f"{answer_id}/2", key="key-of-one")).status == 409, "it has just begun"
-            monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_WAY_S", 0.0)
-            continued = await go_on(second, f"{answer_id}/2", key="key-of-one")
-            begun = (await old).events
-            assert begun[-1].data != "[DONE]"
-            assert answer_of([*begun[:2], *continued.events])["done"]
+    async with (
+        two_gateways(text, tmp_path, api_keys=keys) as (first, second),
+        Siblings(GatewayWorker(0, tmp_path), 2, {}) as here,
+        Siblings(GatewayWorker(1, tmp_path), 2, {}) as there,
+    ):
+        first.gateway.service.kept_streams.join(here)
+        second.gateway.service.kept_streams.join(there)
+        answer_id, old = await begun(first, key="key-of-one")
+        assert (await go_on(second, f"{answer_id}/2", key="key-of-two")).status == 404, "another tenant's stream is unknown"
+        assert (await go_on(second, f"{answer_id}/2", key="key-of-one")).status == 409, "it has just begun"
+        await asyncio.sleep(GIVE_WAY_S)
+        continued = await go_on(second, f"{answer_id}/2", key="key-of-one")
+        events = (await old).events
+        assert events[-1].data != "[DONE]"
+        assert answer_of([*events[:2], *continued.events])["done"]
 
 
-async def test_a_worker_that_hangs_costs_a_resume_nothing_but_the_stream(text: TextModel) -> None:
-    with socket_dir() as folder, socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(folder / "w1.sock"))
-        silent.listen()
-        async with open_bench(text, timeouts=ON) as bench, Siblings(GatewayWorker(0, folder), 2, {}) as siblings:
-            bench.gateway.service.kept_streams.join(siblings)
-            unknown = await go_on(bench, f"{'a' * 24}/3")
-            assert (unknown.status, unknown.headers["retry-after"]) == (404, "1")
+@pytest.mark.usefixtures("shipped_patience")
+async def test_a_worker_that_hangs_costs_a_resume_nothing_but_the_stream(text: TextModel, tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, NetworkedLoop)
+    worker = GatewayWorker(0, tmp_path)
+    silent = loop.network.listen_at(str(worker.socket(1)))
+    async with open_bench(text, timeouts=ON) as bench, Siblings(worker, 2, {}) as siblings:
+        bench.gateway.service.kept_streams.join(siblings)
+        began = now()
+        unknown = await go_on(bench, f"{'a' * 24}/3")
+        assert (unknown.status, unknown.headers["retry-after"]) == (404, "1")
+        assert now() - began == pytest.approx(SIBLINGS_S)
+    silent.close()
 
 
-async def test_a_stream_is_forgotten_after_its_time(text: TextModel, tmp_path: Path) -> None:
-    async with open_bench(text, timeouts={"stream_resume_s": 0.05}) as bench:
+async def test_a_stream_is_forgotten_after_its_time(text: TextModel) -> None:
+    async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
-        events = await left(bench)
-        await asyncio.sleep(0.06)
-        unknown = await go_on(bench, events[-1].id)
+        one, two = await left(bench), await left(bench)
+        await asyncio.sleep(ON["stream_resume_s"] - 0.1)
+        assert (await go_on(bench, one[-1].id)).status == 200
+        await asyncio.sleep(0.2)
+        unknown = await go_on(bench, two[-1].id)
         assert (unknown.status, unknown.headers["retry-after"]) == (404, "1"), "another gateway may still keep it"
 
 
-async def test_of_two_resumes_at_once_one_wins(text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.gateway.stores.sqlite_thread.BUSY_MS", 5000)  # one gateway's thread may be held within a transaction
+async def test_of_two_resumes_at_once_one_wins(text: TextModel, tmp_path: Path) -> None:
     async with two_gateways(text, tmp_path) as (first, second):
+        events = await left(first)
         for bench in (first, second):
-            bench.replica.token_delay_s = 0.02
-        for _ in range(5):
-            events = await left(first)
-            for bench in (first, second):
-                bench.replica.go.clear()  # the winner's stream lasts until all have asked, however late they are
-            asking = [asyncio.create_task(go_on(bench, events[-1].id)) for bench in (first, second, first, second)]
-            await eventually(lambda asking=asking: sum(task.done() for task in asking) >= 3)  # type: ignore[misc]
-            for bench in (first, second):
-                bench.replica.go.set()
-            answers = await asyncio.gather(*asking)
-            assert sorted(answer.status for answer in answers) == [200, 409, 409, 409]
-            (won,) = [answer for answer in answers if answer.status == 200]
-            assert won.events[-1].data == "[DONE]"
-            assert all(answer.headers["retry-after"] for answer in answers if answer.status == 409)
+            bench.replica.go.clear()  # the winner's stream lasts until all have asked
+        asking = [asyncio.create_task(go_on(bench, events[-1].id)) for bench in (first, second, first, second)]
+        await eventually(lambda: sum(task.done() for task in asking) >= 3)
+        for bench in (first, second):
+            bench.replica.go.set()
+        answers = await asyncio.gather(*asking)
+        assert sorted(answer.status for answer in answers) == [200, 409, 409, 409]
+        (won,) = [answer for answer in answers if answer.status == 200]
+        assert won.events[-1].data == "[DONE]"
+        assert all(answer.headers["retry-after"] for answer in answers if answer.status == 409)
 
 
 async def test_while_a_stream_goes_on_at_another_gateway_it_is_taken(text: TextModel, tmp_path: Path) -> None:
@@ -188,22 +196,19 @@ async def test_while_a_stream_goes_on_at_another_gateway_it_is_taken(text: TextM
         assert (await running).status == 200
 
 
-async def test_a_newer_connection_takes_a_stream_from_an_older_one(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_newer_connection_takes_a_stream_from_an_older_one(text: TextModel) -> None:
     """The older one, at the same gateway, may have broken without a sign until its socket gives up."""
-    monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_WAY_S", 0.05)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
-        sent: list[bytes] = []
-        bench.replica.token_delay_s = 0.05
-        old = asyncio.create_task(send(bench.gateway, CHAT, BODY, on_body=sent.append))
-        await eventually(lambda: len(sent) >= 4)
-        last = b"".join(sent).split(b"\n\n")[-2].split(b"\n")[0].removeprefix(b"id: ").decode()
-        answer_id = last.partition("/")[0]
-        await asyncio.sleep(0.05)
+        began = now()
+        answer_id, old = await begun(bench)
+        await asyncio.sleep(began + GIVE_WAY_S - 0.01 - now())
+        assert (await go_on(bench, f"{answer_id}/2")).status == 409, "of two resumes at once one wins"
+        await asyncio.sleep(0.02)
         continued = await go_on(bench, f"{answer_id}/2")
-        begun = (await old).events
-        assert begun[-1].data != "[DONE]"
-        assert answer_of([*begun[:2], *continued.events])["done"]
+        events = (await old).events
+        assert events[-1].data != "[DONE]"
+        assert answer_of([*events[:2], *continued.events])["done"]
         assert not bench.replica.num_open
         assert len(bench.replica.cancelled) == 1
 
@@ -309,20 +314,20 @@ async def test_a_bad_store_costs_resuming_and_no_answer(
     text: TextModel, monkeypatch: pytest.MonkeyPatch, is_slow: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("headrace.gateway.compose.open_store", lambda *_: BadStore(is_slow=is_slow))
-    monkeypatch.setattr("headrace.gateway.stores.guarded.WRITE_S", 0.2)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
-        with machine_lateness() as lateness:
-            began = time.monotonic()
-            events = (await send(bench.gateway, CHAT, BODY)).events
-            assert events[-1].data == "[DONE]"
-            assert time.monotonic() - began < 0.2 + lateness.late_s, "the answer does not wait for the store"
-        with machine_lateness() as lateness:
-            began = time.monotonic()
-            failed = await go_on(bench, events[3].id)
-            assert (failed.status, failed.error["code"]) == (503, "unavailable")
-            assert time.monotonic() - began < REQUEST_WAIT_S + 0.2 + lateness.late_s
-        await kept(bench)
+        began = now()
+        events = (await send(bench.gateway, CHAT, BODY)).events
+        assert events[-1].data == "[DONE]"
+        assert now() == began, "the answer does not wait for the store"
+        failed = await go_on(bench, events[3].id)
+        assert (failed.status, failed.error["code"]) == (503, "unavailable")
+        assert now() - began == pytest.approx(REQUEST_WAIT_S)
+        streams = bench.gateway.service.kept_streams
+        await asyncio.sleep(began + WRITE_S - 0.01 - now())
+        assert streams.num_writing == 1, "it may still be written"
+        await asyncio.sleep(0.02)
+        assert streams.num_writing == 0
         assert metric(bench.gateway, "headrace_streams_kept_total", outcome="failed") == 1
         assert metric(bench.gateway, "headrace_streams_continued_total", outcome="failed") == 1
     assert "the store of streams: " in caplog.text
@@ -330,7 +335,6 @@ async def test_a_bad_store_costs_resuming_and_no_answer(
 
 @pytest.mark.usefixtures("shipped_patience")
 async def test_a_claim_that_comes_too_late_is_given_back(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_BACK_PAUSES_S", (0.05,) * 20)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
         events = await left(bench)
@@ -352,7 +356,8 @@ async def test_a_claim_that_comes_too_late_is_given_back(text: TextModel, monkey
             running = asyncio.create_task(go_on(bench, events[-1].id))
             await eventually(lambda: bool(late))
         assert (await running).status == 503
-        await asyncio.sleep(0.15)  # the claim is asked back in vain
+        await asyncio.sleep(sum(GIVE_BACK_PAUSES_S[:-1]) - 0.1)  # the claim is asked back in vain
+        assert bench.gateway.service.kept_streams.num_writing == 1
         is_given_up.set()
         assert await late[0], "the store took the claim after all"
         await kept(bench)
@@ -362,7 +367,6 @@ async def test_a_claim_that_comes_too_late_is_given_back(text: TextModel, monkey
 
 @pytest.mark.usefixtures("shipped_patience")
 async def test_a_claim_that_is_given_back_leaves_the_claim_of_another_request(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.gateway.generation.kept_streams.GIVE_BACK_PAUSES_S", (0.05,) * 4)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
         events = await left(bench)
@@ -374,15 +378,15 @@ async def test_a_claim_that_is_given_back_leaves_the_claim_of_another_request(te
         before = len(bench.replica.requests)
         running = asyncio.create_task(go_on(bench, events[-1].id))
         await eventually(lambda: len(bench.replica.requests) > before)
-        await kept(bench)
-        assert (await go_on(bench, events[-1].id)).status == 409
+        await kept(bench)  # the first claim has been asked back as often as it may
+        value = await store.get(events[-1].id.partition("/")[0])
+        assert msgspec.msgpack.decode(value or b"", type=KeptStream).is_claimed
         bench.replica.go.set()
         assert (await running).status == 200
 
 
 async def test_what_waits_to_be_written_is_bounded(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.gateway.compose.open_store", lambda *_: BadStore(is_slow=True))
-    monkeypatch.setattr("headrace.gateway.stores.guarded.WRITE_S", 30.0)
     monkeypatch.setattr("headrace.gateway.stores.guarded.MAX_WRITING_BYTES", 1000)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
@@ -391,7 +395,6 @@ async def test_what_waits_to_be_written_is_bounded(text: TextModel, monkeypatch:
         assert 0 < bench.gateway.service.kept_streams.num_writing < 8
         dropped = metric(bench.gateway, "headrace_streams_kept_total", outcome="dropped")
         assert dropped + bench.gateway.service.kept_streams.num_writing == 8
-        monkeypatch.setattr("headrace.gateway.stores.guarded.WRITE_S", 0.01)  # the end waits so long for them
 
 
 async def test_an_entry_of_another_version_is_unknown(text: TextModel) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from resume_kit import CHAT, COMPLETIONS, answer_of, kept, send, streaming_body, two_gateways
+from resume_kit import CHAT, COMPLETIONS, Event, answer_of, kept, send, streaming_body, two_gateways
 
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 TEXT = 'na\u00efve \U0001f389 stop \u65e5 "q" \\\nIt jumps, lazy.'
-"""Short, because every event is left once, and each of these has two streams of up to as many events."""
+"""Short, because nearly every event is left once, and each of these has two streams of up to as many events."""
 FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}}
 CALLS = '<think>\n\U0001f389?\n</think>\n\nA.\n\n<tool_call>\n{"name": "find", "arguments": {"q": "f\u00e9"}}\n</tool_call>'
 USAGE = {"stream_options": {"include_usage": True}}
@@ -52,7 +55,7 @@ async def test_a_stream_left_after_any_event_goes_on_at_another_gateway(text: Te
         numbered = [event for event in unbroken if event.id]
         assert [event.number for event in numbered] == list(range(1, len(unbroken)))
         expected = answer_of(unbroken)
-        for leave_after in range(1, len(unbroken)):
+        for leave_after in cut_points(numbered):
             left = await send(first.gateway, path, body, leave_after=leave_after)
             begun = left.events
             assert len(begun) == leave_after
@@ -69,6 +72,33 @@ async def test_a_stream_left_after_any_event_goes_on_at_another_gateway(text: Te
         assert any(request.output_ids for request in continuations), "the engine goes on after the ids that were read"
         assert all(request.numerics_digest for request in continuations if request.output_ids)
         assert all(request.grammar for request in continuations) == ("guided_regex" in fields)
+
+
+MAX_CUTS = 40
+"""Streams of at most so many events are left after each of them."""
+
+EVERY = 5
+"""A longer stream is left around every event of another form than the one before it, and after every fifth one of those in between."""
+
+
+def cut_points(events: Sequence[Event]) -> list[int]:
+    """Numbers of events after which a client leaves: a longer stream's events of one form differ in their text alone."""
+    if len(events) <= MAX_CUTS:
+        return list(range(1, len(events) + 1))
+    forms = [form_of(event) for event in events]
+    changes = {number for number in range(1, len(events)) if forms[number] != forms[number - 1]}
+    return sorted({1, len(events) - 1, len(events), *changes, *(number + 1 for number in changes), *range(EVERY, len(events), EVERY)})
+
+
+def form_of(event: Event) -> tuple[str, ...]:
+    """The fields that an event gives of its sequences."""
+    found: list[str] = []
+    for choice in event.json()["choices"]:
+        delta = choice.get("delta", {})
+        found += [name for name, value in delta.items() if value is not None]
+        found += [f"{name} {key}" for name, value in delta.items() if name == "tool_calls" for key in (*value[0], *value[0]["function"])]
+        found.append(str(choice["finish_reason"]))
+    return tuple(found)
 
 
 def without_ids(answer: dict[str, Any]) -> dict[str, Any]:

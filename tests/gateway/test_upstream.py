@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,15 @@ from gateway_kit import (
     SAID,
     FakeReplica,
     TestBench,
+    chat_body,
     eventually,
+    headers,
     metric,
     open_bench,
     snapshot,
     some_replicas,
     two_replicas,
 )
-from lateness import machine_lateness
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
@@ -32,6 +32,7 @@ from headrace.core.numerics import may_resume, numerics_digest
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
+from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.upstream.attempts import LOST
 from headrace.gateway.upstream.output_events import OutputEvent
 from headrace.gateway.upstream.seam import ReplicaLost
@@ -40,6 +41,11 @@ from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, SeenLoad
 from headrace.wire.stream import ReplicaStream
+
+pytestmark = pytest.mark.loop
+
+FRESH = 1e9
+"""Of a report: it never gets old."""
 
 
 def full(request: EngineRequest, stream: ReplicaStream) -> None:
@@ -80,7 +86,7 @@ async def test_a_rejected_request_is_answered_by_the_other_replica(text: TextMod
 async def test_a_request_that_crosses_a_draining_notice_is_answered_by_the_other_replica(text: TextModel) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
         leaving, idle = bench.replicas.values()
-        idle.snapshot = SeenLoad(snapshot(num_running=5), time.monotonic() + 1e6)
+        idle.snapshot = SeenLoad(snapshot(num_running=5), FRESH)
         leaving.on_submit = lambda request, stream: stream.reject(Unavailable("draining"))
         assert (await bench.chat(max_tokens=1)).status_code == 200
         assert (len(leaving.requests), len(idle.requests)) == (1, 1)
@@ -108,7 +114,7 @@ async def test_a_request_goes_where_it_fits(text: TextModel) -> None:
         small, large = bench.replicas.values()
         resize(small, 100)
         resize(large, 200)
-        large.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        large.snapshot = SeenLoad(snapshot(num_running=9), FRESH)
         for num_tokens in (99, 100, 199):
             assert (await bench.complete(prompt=[5] * (num_tokens - 1), max_tokens=1)).status_code == 200
         assert (await bench.complete(prompt=[5], max_tokens=150)).status_code == 200
@@ -128,7 +134,7 @@ async def test_what_is_too_large_for_one_replica_is_tried_at_another(text: TextM
 
     async with open_bench(text, models=two_replicas()) as bench:
         first, second = bench.replicas.values()
-        second.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        second.snapshot = SeenLoad(snapshot(num_running=9), FRESH)
         first.on_submit = too_large
         assert (await bench.chat(max_tokens=1)).status_code == 200
         assert (len(first.requests), len(second.requests)) == (1, 1)
@@ -139,7 +145,7 @@ async def test_what_is_too_large_for_one_replica_is_tried_at_another(text: TextM
 async def test_the_less_busy_replica_is_taken(text: TextModel) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
         first, second = bench.replicas.values()
-        first.snapshot = SeenLoad(snapshot(num_running=5), 1e9)
+        first.snapshot = SeenLoad(snapshot(num_running=5), FRESH)
         for _ in range(5):
             await bench.chat(max_tokens=1)
         assert (len(first.requests), len(second.requests)) == (0, 5)
@@ -147,7 +153,7 @@ async def test_the_less_busy_replica_is_taken(text: TextModel) -> None:
 
 def look_busier(replica: FakeReplica, request: EngineRequest, stream: ReplicaStream) -> None:
     """The next request goes to another one."""
-    replica.snapshot = SeenLoad(snapshot(num_running=len(replica.requests)), time.monotonic() + 1e6)
+    replica.snapshot = SeenLoad(snapshot(num_running=len(replica.requests)), FRESH)
 
 
 async def test_each_prompt_is_counted_where_it_ran(text: TextModel) -> None:
@@ -167,8 +173,8 @@ async def test_a_replica_whose_step_hangs_is_taken_only_when_no_other_is(text: T
     """Its heartbeats go on, so it stays connected and looks less busy than the other one."""
     async with open_bench(text, models=two_replicas()) as bench:
         stuck, busy = bench.replicas.values()
-        stuck.snapshot = SeenLoad(snapshot(num_running=1, step_age_s=100.0, step_predicted_s=0.1), time.monotonic())
-        busy.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        stuck.snapshot = SeenLoad(snapshot(num_running=1, step_age_s=100.0, step_predicted_s=0.1), asyncio.get_running_loop().time())
+        busy.snapshot = SeenLoad(snapshot(num_running=9), FRESH)
         for _ in range(3):
             assert (await bench.chat(max_tokens=1)).status_code == 200
         assert (len(stuck.requests), len(busy.requests)) == (0, 3)
@@ -194,7 +200,7 @@ async def test_a_replica_lost_while_sending_is_passed_over(text: TextModel) -> N
     """It looked connected when it was picked; `submit` finds out."""
     async with open_bench(text, models=two_replicas()) as bench:
         first, second = bench.replicas.values()
-        second.snapshot = SeenLoad(snapshot(num_running=9), 1e9)
+        second.snapshot = SeenLoad(snapshot(num_running=9), FRESH)
 
         def gone(request: EngineRequest, stream: ReplicaStream) -> None:
             raise Unavailable("lost just now")
@@ -333,7 +339,7 @@ async def test_a_lost_stream_knows_whether_another_replica_could_go_on(
         lost, other = bench.replicas.values()
         compute_with(lost, **first)
         compute_with(other, **second)
-        other.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        other.snapshot = SeenLoad(snapshot(num_running=9), FRESH)
         lost.on_submit = partial(say_one_and_hold, lost)
         stream = stream_of(bench, text, ignore_eos=True)
         await stream.events()
@@ -351,7 +357,7 @@ async def test_a_lost_stream_knows_whether_another_replica_could_go_on(
 async def test_what_a_lost_replica_never_began_could_begin_wherever_work_is_taken(text: TextModel, state: ConnectionState) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
         lost, other = bench.replicas.values()
-        other.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        other.snapshot = SeenLoad(snapshot(num_running=9), FRESH)
         lost.go.clear()
         stream = stream_of(bench, text)
         reader = asyncio.create_task(stream.events())
@@ -370,7 +376,7 @@ async def test_the_request_log_says_whether_a_lost_request_could_have_been_resum
         lost, other = bench.replicas.values()
         compute_with(lost, **NUMERICS)
         compute_with(other, **(NUMERICS if is_equal else {**NUMERICS, "kernels": "avx2"}))
-        other.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        other.snapshot = SeenLoad(snapshot(num_running=9), FRESH)
         lost.on_submit = partial(say_one_and_hold, lost)
         asked = asyncio.create_task(bench.chat(ignore_eos=True))
         await eventually(lambda: len(lost.requests) == 1)
@@ -409,30 +415,37 @@ async def test_cancel_is_harmless_whenever_it_comes(bench: TestBench, text: Text
 
 async def test_while_its_replica_is_stopped_a_request_is_refused_at_once(bench: TestBench) -> None:
     bench.replica.state = ConnectionState.SILENT
-    with machine_lateness() as lateness:
-        await bench.chat()  # the first one pays for imports
-        for _ in range(3):
-            began_s, late_s = time.monotonic(), lateness.late_s
-            assert (await bench.chat()).status_code == 503
-            assert time.monotonic() - began_s < 0.05 + lateness.late_s - late_s
+    began = asyncio.get_running_loop().time()
+    assert (await bench.chat()).status_code == 503
+    assert asyncio.get_running_loop().time() == began
     assert bench.replica.requests == []
 
 
 async def test_a_deadline_counts_from_the_requests_arrival(text: TextModel) -> None:
     async with open_bench(text, timeouts={"request_s": 30}) as bench:
-        before = time.monotonic()
-        await bench.chat(max_tokens=1)
-        deadline_at = bench.replica.requests[0].deadline_at
-        assert deadline_at is not None
-        assert before <= deadline_at - 30 <= time.monotonic()
+        arrived_at = asyncio.get_running_loop().time()
+        asking = asyncio.create_task(bench.client.post("/v1/chat/completions", content=late_body(), headers=headers()))
+        await asyncio.sleep(5)
+        assert (await asking).status_code == 200
+        assert bench.replica.requests[0].deadline_at == arrived_at + 30
+
+
+async def late_body() -> AsyncIterator[bytes]:
+    """Its end comes four seconds after its beginning."""
+    body = json.dumps(chat_body(max_tokens=1)).encode()
+    yield body[:10]
+    await asyncio.sleep(4)
+    yield body[10:]
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
 async def test_a_deadline_ends_requests_of_an_engine_that_hangs(text: TextModel, is_streaming: bool) -> None:
     """The engine cannot end them: its loop stands still. In a stream that has begun the error is an event."""
-    async with open_bench(text, timeouts={"request_s": 2.0, "sse_ping_s": 0.2}) as bench:
+    async with open_bench(text, timeouts={"request_s": 20.0}) as bench:
         bench.replica.go.clear()
+        began = asyncio.get_running_loop().time()
         response = await bench.chat(stream=is_streaming)
+        assert asyncio.get_running_loop().time() == pytest.approx(began + 20 + DEADLINE_GRACE_S)
         assert response.status_code == (200 if is_streaming else 504)
         body = response.text.split("data: ")[-1]
         assert json.loads(body)["error"]["code"] == "deadline_exceeded"
