@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
 import pytest
 from gateway_kit import TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
-from lateness import tries_while_late
+from virtual_time import virtual_loop
 
 from headrace.core.descriptors import num_open
 from headrace.gateway.http import connection as protocol
 from headrace.gateway.http.client_transport import ClientTransport
 from headrace.gateway.http.descriptors import ConnectionLimit
+from headrace.gateway.http.listener import PAUSE_S
 from headrace.gateway.http.server import Server
 from headrace.text.folder import TextModel
+
+pytestmark = pytest.mark.loop
 
 
 @pytest.fixture
@@ -43,6 +46,19 @@ async def talk(port: int, *pieces: bytes, pause_s: float = 0.0) -> bytes:
 
 def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
+
+
+async def timed_talk(port: int, *pieces: bytes, pause_s: float = 0.0) -> tuple[bytes, float]:
+    """What `talk` returns, and the seconds until the server closed."""
+    began = virtual_loop().time()
+    async with asyncio.timeout(10), dial(port) as (reader, writer):
+        reading = asyncio.create_task(reader.read())
+        ended: list[float] = []
+        reading.add_done_callback(lambda _: ended.append(virtual_loop().time()))
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(pause_s)
+        return await reading, ended[0] - began
 
 
 GET = b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
@@ -150,47 +166,39 @@ async def test_refusals_of_the_protocol_are_logged_and_counted(text: TextModel, 
 
 
 async def test_slow_headers_are_refused(port: int) -> None:
-    assert status(await talk(port, b"GET /live HTTP/1.1\r\n", b"host: local")) == 408
+    answer, took_s = await timed_talk(port, b"GET /live HTTP/1.1\r\n", b"host: local")
+    assert (status(answer), took_s) == (408, pytest.approx(0.3))
 
 
 async def test_trickled_headers_are_refused(port: int) -> None:
     """A byte now and then does not keep a head alive."""
-    async with asyncio.timeout(10), dial(port) as (reader, writer):
-        answer = asyncio.create_task(reader.read())
-        for byte in b"GET /live HTTP/1.1\r\nhost: localhost\r\nx: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa":
-            if answer.done():
-                break
-            writer.write(bytes([byte]))
-            await asyncio.sleep(0.02)
-        assert status(await answer) == 408
+    pieces = [bytes([byte]) for byte in b"GET /live HTTP/1.1\r\nhost: localhost\r\nx: aaaaaaaa"]
+    answer, took_s = await timed_talk(port, *pieces, pause_s=0.02)
+    assert (status(answer), took_s) == (408, pytest.approx(0.3))
 
 
 async def test_silent_connections_are_closed(port: int) -> None:
-    assert await talk(port) == b""
+    assert await timed_talk(port) == (b"", pytest.approx(0.3))
 
 
 async def test_slow_body_is_refused(port: int) -> None:
-    answer = await talk(port, HEAD + b"content-length: 100\r\n\r\n", b'{"mo')
-    assert status(answer) == 408
+    answer, took_s = await timed_talk(port, HEAD + b"content-length: 100\r\n\r\n", b'{"mo')
+    assert (status(answer), took_s) == (408, pytest.approx(0.3))
     assert b"read_timeout" in answer
 
 
 async def test_idle_connection_is_closed_after_keep_alive(port: int) -> None:
-    answer = await talk(port, GET.replace(b"connection: close\r\n", b""))
-    assert status(answer) == 200
+    answer, took_s = await timed_talk(port, GET.replace(b"connection: close\r\n", b""))
+    assert (status(answer), took_s) == (200, pytest.approx(1.0))
 
 
 async def test_stray_line_ends_do_not_keep_an_idle_connection(text: TextModel) -> None:
     """Parsers skip them; the connection still goes, and still serves a request that comes in time."""
     kept = GET.replace(b"connection: close\r\n", b"")
     async with open_bench(text, timeouts={"header_s": 0.5, "keep_alive_s": 60}) as bench, serving(bench.gateway) as port:
-        for _ in tries_while_late(5):
-            answer = b""
-            with suppress(ConnectionResetError):  # a request that comes after the time is met by a closed connection
-                answer = await talk(port, kept, b"\r\n", kept, b"\r\n", pause_s=0.05)
-            if answer.count(b"HTTP/1.1 200") == 2:
-                break
+        answer, took_s = await timed_talk(port, kept, b"\r\n", kept, b"\r\n", b"\r\n", b"\r\n", pause_s=0.4)
     assert answer.count(b"HTTP/1.1 200") == 2
+    assert took_s == pytest.approx(1.2 + 0.5), "`header_s` after the first line end behind the second answer"
 
 
 async def test_announced_large_body_is_refused_before_it_is_sent(port: int) -> None:
@@ -199,16 +207,18 @@ async def test_announced_large_body_is_refused_before_it_is_sent(port: int) -> N
         assert b" 413 " in await reader.readline()
 
 
+SEND_EVERY_S = 0.02
+
+
 async def send_for_ever(writer: asyncio.StreamWriter) -> None:
     while True:
         writer.write(b"x" * 1000)
         await writer.drain()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(SEND_EVERY_S)
 
 
-async def test_refusal_reaches_a_client_that_sends_its_whole_body_first(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusal_reaches_a_client_that_sends_its_whole_body_first(bench: TestBench) -> None:
     """Closing at once would reset the connection over the bytes that still come, and the refusal with it."""
-    monkeypatch.setattr(protocol, "LINGER_S", 60.0)
     body = b"x" * 3_000_000
     async with serving(bench.gateway) as port, asyncio.timeout(20), dial(port) as (reader, writer):
         writer.write(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
@@ -236,17 +246,19 @@ async def test_unwanted_body_is_thrown_away_for_a_moment_only(port: int, connect
     async with asyncio.timeout(20), dial(port) as (reader, writer):
         writer.write(HEAD + b"connection: " + connection + b"\r\ncontent-length: 99999999\r\n\r\n")
         assert b" 413 " in await reader.readline()
+        refused_at = virtual_loop().time()
         with pytest.raises(ConnectionError):
             await send_for_ever(writer)
+        assert virtual_loop().time() - refused_at == pytest.approx(protocol.LINGER_S, abs=3 * SEND_EVERY_S)
 
 
 async def test_client_that_does_not_take_the_end_of_the_last_answer_is_cut_off(text: TextModel) -> None:
     """Everything is written and closed, and less waits than makes a writer wait: nothing else would end this connection."""
-    loop = asyncio.get_running_loop()
+    loop = virtual_loop()
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     theirs.setblocking(False)
-    async with open_bench(text, timeouts={"write_s": 3.0}) as bench:  # long enough to take all but the end on a busy machine
+    async with open_bench(text, timeouts={"write_s": 3.0}) as bench:
         config = bench.gateway.service.config
         server = Server(bench.gateway, config, bench.gateway.refused, ConnectionLimit(config.limits.max_connections, 8))
         server.config.load()
@@ -260,7 +272,9 @@ async def test_client_that_does_not_take_the_end_of_the_last_answer_is_cut_off(t
             while unsent_bytes() > protocol.SEND_BUFFER_BYTES // 2:
                 await loop.sock_recv(theirs, 4096)
             assert unsent_bytes() > 0
+            stopped_at = loop.time()
             await eventually(lambda: not server.server_state.connections)
+            assert loop.time() - stopped_at == pytest.approx(3.0, abs=0.01)
 
 
 @pytest.mark.parametrize("chunk", [b"1\r\nx\r\n", b"1;" + b"e" * 2000 + b"\r\nx\r\n"], ids=["tiny", "extensions"])
@@ -334,30 +348,24 @@ async def test_a_burst_beyond_the_cap_is_answered_to_the_last(text: TextModel) -
         await eventually(lambda: num_open() <= before + 1)
 
 
-async def test_without_descriptors_accepting_waits_and_goes_on(
-    bench: TestBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_descriptors_accepting_waits_and_goes_on(bench: TestBench, caplog: pytest.LogCaptureFixture) -> None:
     """Neither a spin nor a crash: who waits in the kernel's queue is served once there is a descriptor."""
-    monkeypatch.setattr("headrace.gateway.http.listener.PAUSE_S", 0.05)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with serving(bench.gateway) as port:
-        writers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        with socket.socket() as client:
-            client.setblocking(False)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (num_open() - 1, hard))  # the listing itself had one
-            try:
-                with suppress(BlockingIOError):
-                    client.connect(("127.0.0.1", port))
-                await asyncio.sleep(0.3)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            num_pauses = caplog.text.count("no connection can be accepted")
-            assert 1 <= num_pauses <= 8
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(client, GET)
-            assert b" 200 " in await loop.sock_recv(client, 4096)
-        for _, writer in writers:
-            writer.close()
+        client = virtual_loop().network.connect(port)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            await asyncio.sleep(3.5 * PAUSE_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert caplog.text.count("no connection can be accepted") == 4
+        reader, writer = await asyncio.open_connection(sock=client)
+        writer.write(GET)
+        assert b" 200 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_many_aborted_connections_leave_nothing(bench: TestBench) -> None:
