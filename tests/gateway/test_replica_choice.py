@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from gateway_kit import FakeReplica, TestBench, metric, open_bench, some_replicas
+from virtual_time import VirtualTimeLoop
 
 from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
@@ -20,15 +22,19 @@ from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream
 
+pytestmark = pytest.mark.loop
 
-class ManualTime:
-    """now: what the gateway's clock says"""
 
-    def __init__(self) -> None:
-        self.now = time.monotonic()
+def drawing() -> Sources:
+    """The loop's clocks, and the same choices each time."""
+    loop = virtual_loop()
+    return Sources(clock=loop.time, unix_time=loop.unix_time, random=random.Random(5))
 
-    def sources(self) -> Sources:
-        return Sources(clock=lambda: self.now, random=random.Random(5))
+
+def virtual_loop() -> VirtualTimeLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    return loop
 
 
 def fails(request: EngineRequest, stream: ReplicaStream) -> None:
@@ -41,13 +47,13 @@ def reconnect(replica: FakeReplica, now: float) -> None:
     replica.info = replace(replica.info, connected_at=now)
 
 
-def flaps(replica: FakeReplica, at: ManualTime) -> Any:
+def flaps(replica: FakeReplica) -> Any:
     """Each request is lost at once, with the connection; the next one finds a new connection."""
 
     def lose(_: EngineRequest, stream: ReplicaStream) -> None:
         stream.fail(Unavailable("reset"))
-        at.now += 0.01
-        reconnect(replica, at.now)
+        virtual_loop().be_late(0.01)
+        reconnect(replica, virtual_loop().time())
 
     return lose
 
@@ -58,8 +64,7 @@ async def ask(bench: TestBench, count: int) -> list[int]:
 
 
 async def test_a_replica_that_fails_its_requests_is_left_out_until_a_probe_is_answered(text: TextModel) -> None:
-    at = ManualTime()
-    async with open_bench(text, models=some_replicas(2), sources=at.sources()) as bench:
+    async with open_bench(text, models=some_replicas(2), sources=drawing()) as bench:
         bad, good = bench.replicas.values()
         bad.on_submit = fails
         statuses = await ask(bench, 40)
@@ -67,10 +72,10 @@ async def test_a_replica_that_fails_its_requests_is_left_out_until_a_probe_is_an
         assert metric(bench.gateway, "headrace_replica_ready", model="fox", replica="r0") == 0
         ready = (await bench.client.get("/ready")).json()
         assert "failed several requests in a row" in str(ready)
-        at.now += REPLICA_LIMITS.cooldown_s
+        await asyncio.sleep(REPLICA_LIMITS.cooldown_s)
         assert (await ask(bench, 40)).count(500) == 1, "the probe"
         bad.on_submit = None
-        at.now += 2 * REPLICA_LIMITS.cooldown_s
+        await asyncio.sleep(2 * REPLICA_LIMITS.cooldown_s)
         before = len(bad.requests)
         assert await ask(bench, 40) == [200] * 40
         assert len(bad.requests) - before > 10, "it has its share again"
@@ -80,17 +85,15 @@ async def test_a_replica_that_fails_its_requests_is_left_out_until_a_probe_is_an
 
 async def test_a_flapping_replica_is_left_out(text: TextModel) -> None:
     """It says hello, loses what it is sent, and says hello again."""
-    at = ManualTime()
-    async with open_bench(text, models=some_replicas(2), sources=at.sources(), routing={"slow_start_s": 0}) as bench:
+    async with open_bench(text, models=some_replicas(2), sources=drawing(), routing={"slow_start_s": 0}) as bench:
         flapping, _ = bench.replicas.values()
-        flapping.on_submit = flaps(flapping, at)
+        flapping.on_submit = flaps(flapping)
         statuses = await ask(bench, 60)
         assert statuses.count(503) == len(flapping.requests) == REPLICA_LIMITS.max_failures
 
 
 async def test_a_process_that_dies_with_many_requests_has_failed_once(text: TextModel) -> None:
-    at = ManualTime()
-    async with open_bench(text, models=some_replicas(2), sources=at.sources()) as bench:
+    async with open_bench(text, models=some_replicas(2), sources=drawing()) as bench:
         dying, _ = bench.replicas.values()
         dying.on_submit = lambda _, stream: stream.fail(Unavailable("one connection"))
         statuses = await ask(bench, 20)
@@ -109,7 +112,7 @@ async def test_the_last_ready_replica_is_never_left_out(text: TextModel) -> None
 
 async def test_of_ten_replicas_that_all_fail_nine_are_still_used(text: TextModel) -> None:
     """A request that ends every engine must not close the model."""
-    async with open_bench(text, models=some_replicas(10), sources=ManualTime().sources()) as bench:
+    async with open_bench(text, models=some_replicas(10), sources=drawing()) as bench:
         for replica in bench.replicas.values():
             replica.on_submit = fails
         await ask(bench, 60)
@@ -131,14 +134,13 @@ async def test_requests_that_cannot_be_answered_by_any_replica_are_not_its_failu
 
 async def test_a_client_that_leaves_leaves_no_trace_in_the_circuit(text: TextModel) -> None:
     """Not even where its request is the probe: the next one is."""
-    at = ManualTime()
-    async with open_bench(text, models=some_replicas(2), sources=at.sources(), timeouts={"request_s": 0.05}) as bench:
+    async with open_bench(text, models=some_replicas(2), sources=drawing(), timeouts={"request_s": 0.05}) as bench:
         slow, _ = bench.replicas.values()
         slow.on_submit = fails
         await ask(bench, 30)
         slow.on_submit = None
         slow.go.clear()
-        at.now += REPLICA_LIMITS.cooldown_s
+        await asyncio.sleep(REPLICA_LIMITS.cooldown_s)
         before = len(slow.requests)
         while len(slow.requests) == before:
             await ask(bench, 1)
@@ -153,13 +155,12 @@ async def test_a_client_that_leaves_leaves_no_trace_in_the_circuit(text: TextMod
 
 
 async def share_of_the_new(text: TextModel, *, connected_s: float, **changes: Any) -> float:
-    at = ManualTime()
-    async with open_bench(text, models=some_replicas(2), sources=at.sources(), **changes) as bench:
+    async with open_bench(text, models=some_replicas(2), sources=drawing(), **changes) as bench:
         new, old = bench.replicas.values()
-        reconnect(new, at.now - connected_s)
-        await ask(bench, 200)
-        assert len(new.requests) + len(old.requests) == 200
-        return len(new.requests) / 200
+        reconnect(new, virtual_loop().time() - connected_s)
+        await ask(bench, 120)
+        assert len(new.requests) + len(old.requests) == 120
+        return len(new.requests) / 120
 
 
 async def test_a_replica_that_has_just_connected_gets_a_growing_share(text: TextModel) -> None:
@@ -171,10 +172,9 @@ async def test_a_replica_that_has_just_connected_gets_a_growing_share(text: Text
 
 
 async def test_a_new_replica_takes_what_the_others_cannot(text: TextModel) -> None:
-    at = ManualTime()
-    async with open_bench(text, models=some_replicas(2), sources=at.sources()) as bench:
+    async with open_bench(text, models=some_replicas(2), sources=drawing()) as bench:
         new, old = bench.replicas.values()
-        reconnect(new, at.now)
+        reconnect(new, virtual_loop().time())
         old.state = ConnectionState.SILENT
         assert await ask(bench, 10) == [200] * 10
         assert (len(new.requests), len(old.requests)) == (10, 0)

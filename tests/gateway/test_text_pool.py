@@ -13,8 +13,10 @@ from gateway_kit import eventually
 from headrace.core.errors import CheckpointError, InvalidRequest, Unavailable
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import HEAVY_BYTES
-from headrace.gateway.text_workers.pool import Done, TextPool
+from headrace.gateway.text_workers.pool import RETRY_S, Done, TextPool
 from headrace.gateway.text_workers.workers import HOST_LOST, Owner
+
+pytestmark = pytest.mark.loop
 
 HEAVY = b"x" * HEAVY_BYTES
 
@@ -99,7 +101,11 @@ async def test_a_worker_that_is_being_killed_gets_no_other_job() -> None:
 async def test_a_job_that_is_late_but_answered_keeps_its_answer() -> None:
     async with one_worker() as (pool, workers):
         late = submit(pool)
-        pool._late(pool._running[workers.made[0]])
+        wall_s = pool._running[workers.made[0]].limits.wall_s
+        await asyncio.sleep(wall_s - 0.01)
+        assert not workers.made[0].is_killed
+        await asyncio.sleep(0.02)
+        assert workers.made[0].is_killed
         workers.made[0].answer()
         assert await late
         pool.check()
@@ -131,41 +137,41 @@ async def test_an_end_at_a_bound_names_it(number: int, reason: str) -> None:
         await eventually(lambda: len(pool._idle) == 1)
 
 
-async def test_why_there_is_no_worker_is_logged_once_until_there_is_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_why_there_is_no_worker_is_logged_once_until_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
     """Every worker of the pool had a line twice a second."""
-    monkeypatch.setattr("headrace.gateway.text_workers.pool.RETRY_S", 0.001)
     async with one_worker() as (pool, workers):
         for _ in range(2):
             caplog.clear()
             workers.can_add, workers.num_refused = False, 0
             workers.made[-1].end(HOST_LOST)
-            await eventually(lambda: workers.num_refused >= 5)
+            await asyncio.sleep(5.5 * RETRY_S)
+            assert workers.num_refused == 5
             assert [record.levelname for record in caplog.records] == ["WARNING"]
             assert "no process to be had" in caplog.text
             workers.can_add = True
-            await eventually(lambda: len(pool._idle) == 1)
+            await asyncio.sleep(RETRY_S)
+            assert len(pool._idle) == 1
 
 
-async def test_without_any_worker_jobs_are_refused_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_any_worker_jobs_are_refused_until_there_is_one() -> None:
     """They waited for ever."""
-    monkeypatch.setattr("headrace.gateway.text_workers.pool.RETRY_S", 0.01)
     async with one_worker() as (pool, workers):
         workers.can_add = False
         running, waiting = submit(pool), submit(pool)
         assert not pool.reason
         workers.made[0].end(HOST_LOST)
+        began = asyncio.get_running_loop().time()
         for job in (running, waiting):
             with pytest.raises(Unavailable):
-                async with asyncio.timeout(5):
-                    await job
+                await job
+        assert asyncio.get_running_loop().time() == began, "at once"
         assert pool.reason
         pool.check()
         with pytest.raises(Unavailable):
             submit(pool)
         workers.can_add = True
-        await eventually(lambda: not pool.reason)
+        await asyncio.sleep(RETRY_S + 0.01)
+        assert not pool.reason
         job = submit(pool)
         workers.made[1].answer()
         assert await job
@@ -218,7 +224,8 @@ async def test_a_worker_that_a_former_source_still_makes_is_ended() -> None:
 
     former, present = Slow(), ScriptedWorkers()
     async with TextPool(former, max_workers=1, max_queue=9, max_queue_bytes=1 << 20) as pool:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
         pool.replace(present, max_workers=1)
         job = submit(pool)
         made.set()

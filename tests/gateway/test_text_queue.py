@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from headrace.core.errors import Overloaded
 from headrace.gateway.text_workers.queue import JobQueue, QueuedJob
 
+pytestmark = pytest.mark.pure
+
 MAX_JOBS, MAX_BYTES = 12, 100
 
 
