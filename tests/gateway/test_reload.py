@@ -35,8 +35,9 @@ from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.config import GatewayConfig, Limits, Timeouts
-from headrace.gateway.control import site_models
 from headrace.gateway.control.changes import CHANGEABLE, check_change
+from headrace.gateway.control.site_models import SERIES_KEPT_S
+from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.work import TextContext
 from headrace.gateway.text_workers.workers import Owner, Worker
@@ -44,6 +45,8 @@ from headrace.gateway.upstream.replica_circuit import ReplicaCircuit
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.leash import ReplicaStatus
+
+pytestmark = pytest.mark.loop
 
 FIXED = (
     *("host", "port", "workers", "salt_key", "store", "state", "sessions", "vllm_metrics"),
@@ -139,7 +142,7 @@ async def test_a_stream_that_waits_for_a_replica_is_still_woken_when_failover_is
         second.state = ConnectionState.DOWN
         running = await held_stream(bench, first)
         first.die()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(20)
         await apply(bench, fox)
         second.state = ConnectionState.CONNECTED
         assert said(await running) == SAID
@@ -393,7 +396,7 @@ async def test_limits_and_timeouts_hold_for_later_requests(bench: TestBench) -> 
     replica = bench.replicas["r0"]
     running = await held_stream(bench, replica)
     await apply(
-        bench, model(MODEL, "r0"), limits={"max_requests": 1, "max_body_bytes": 2000}, timeouts={"failover_s": 5, "request_s": 0.01}
+        bench, model(MODEL, "r0"), limits={"max_requests": 1, "max_body_bytes": 2000}, timeouts={"failover_s": 5, "request_s": 20.0}
     )
     assert (await bench.chat()).status_code == 429
     assert (await bench.chat(messages=[{"role": "user", "content": "x" * 3000}])).status_code in (413, 429)
@@ -401,7 +404,9 @@ async def test_limits_and_timeouts_hold_for_later_requests(bench: TestBench) -> 
     assert said(await running) == SAID, "it began without a deadline"
     assert (await bench.chat(messages=[{"role": "user", "content": "x" * 3000}])).status_code == 413
     replica.go.clear()
+    began = asyncio.get_running_loop().time()
     assert (await bench.chat()).status_code == 504
+    assert asyncio.get_running_loop().time() == pytest.approx(began + 20 + DEADLINE_GRACE_S)
     replica.go.set()
     await apply(bench, model(MODEL, "r0"))
     assert (await bench.chat()).status_code == 200
@@ -459,11 +464,13 @@ async def test_the_cache_follows_and_what_is_kept_stays(bench: TestBench) -> Non
     assert [await cache_said("one") for _ in range(2)] == ["miss", "hit"]
     await apply(bench, served, cache={"enabled": True, "models": ["another"]})
     assert await cache_said("one") == "off"
-    await apply(bench, served, cache={"enabled": True, "ttl_s": 0.05})
+    await apply(bench, served, cache={"enabled": True, "ttl_s": 60})
+    assert await cache_said("two") == "miss"
+    await asyncio.sleep(59.9)
+    assert await cache_said("two") == "hit"
+    await asyncio.sleep(0.2)
+    assert await cache_said("two") == "miss"
     assert await cache_said("one") == "hit", "it was kept for an hour"
-    assert await cache_said("two") == "miss"
-    await asyncio.sleep(0.1)
-    assert await cache_said("two") == "miss"
     await apply(bench, served)
     assert await cache_said("one") == "off"
 
@@ -648,31 +655,30 @@ async def test_a_gateway_that_shuts_down_changes_nothing(bench: TestBench) -> No
 # -- metrics -----------------------------------------------------------------------------------------------------------------------
 
 
-async def test_series_of_what_left_are_dropped_after_a_while(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site_models, "SERIES_KEPT_S", 0.05)
-
-    def is_shown(name: str) -> bool:
-        return f'replica="{name}"' in bench.gateway.service.metrics.page()[0].decode()
+async def test_series_of_what_left_are_dropped_after_a_while(bench: TestBench) -> None:
+    def shown() -> set[str]:
+        page = bench.gateway.service.metrics.page()[0].decode()
+        return {name for name in ("r0", "r1", "o0") if f'replica="{name}"' in page}
 
     await bench.chat()
     await apply(bench, model(MODEL, "r0", "r1"), model("owl", "o0"))
     await bench.chat()
     await ask(bench, "owl", stream=True)
-    assert all(map(is_shown, ("r0", "r1", "o0")))
+    assert shown() == {"r0", "r1", "o0"}
     await apply(bench, model(MODEL, "r1"))
-    await eventually(lambda: not is_shown("r0"))
-    await eventually(lambda: 'model="owl"' not in bench.gateway.service.metrics.page()[0].decode())
-    assert is_shown("r1")
+    await eventually(lambda: bench.replicas["r0"].is_closed and bench.replicas["o0"].is_closed)
+    await asyncio.sleep(SERIES_KEPT_S - 1)
+    assert shown() == {"r0", "r1", "o0"}
+    await asyncio.sleep(1.1)
+    assert shown() == {"r1"}
+    assert 'model="owl"' not in bench.gateway.service.metrics.page()[0].decode()
 
 
-async def test_a_name_that_comes_back_keeps_its_series(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site_models, "SERIES_KEPT_S", 3600.0)
-    timers = bench.reloader._models._forgetting
+async def test_a_name_that_comes_back_keeps_its_series(bench: TestBench) -> None:
     await bench.chat()
     await apply(bench, model(MODEL, "r1"))
-    await eventually(lambda: bool(timers))
-    (timer,) = timers.values()
+    await eventually(lambda: bench.replicas["r0"].is_closed)
+    await asyncio.sleep(SERIES_KEPT_S - 1)
     await apply(bench, model(MODEL, "r0", "r1"))
-    assert timer.cancelled()
-    assert not timers
+    await asyncio.sleep(SERIES_KEPT_S)
     assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="stop") == 1

@@ -17,9 +17,12 @@ from gateway_kit import SAID, FakeReplica, TestBench, chat_body, events_of, gate
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from virtual_time import VirtualTimeLoop
 
 from headrace.core.errors import ConfigError
 from headrace.text.folder import TextModel, load_text
+
+pytestmark = pytest.mark.loop
 
 T = TypeVar("T")
 
@@ -36,13 +39,13 @@ models = st.dictionaries(st.sampled_from(NAMES), st.sets(st.integers(0, 3), min_
 
 
 class ReloadMachine(RuleBasedStateMachine):
-    """One event loop, which runs only inside the rules. Replicas say nothing unless a rule lets them."""
+    """One event loop on virtual time, which runs only inside the rules. Replicas say nothing unless a rule lets them."""
 
     text: TextModel
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()
+        self.loop = VirtualTimeLoop()
         self.stack = AsyncExitStack()
         self.running: list[asyncio.Task[httpx2.Response]] = []
         self.made: list[FakeReplica] = []
@@ -135,7 +138,7 @@ class ReloadMachine(RuleBasedStateMachine):
         """Let everything end: each answer is whole, and nothing that left is still connected."""
         for replica in self.made:
             replica.go.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             for response in await asyncio.gather(*self.running):
                 assert response.status_code == 200, response.text
                 assert response.text.endswith("data: [DONE]\n\n"), response.text
