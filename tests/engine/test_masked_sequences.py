@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from grammar_kit import vetting_here
 from grammar_samples import is_document
 from real_engine import Answers, RealEngine, greedy_request, resumed_anywhere
 
@@ -27,6 +28,8 @@ from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.engine.failpoints import armed
 from headrace.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.socket
 
 PERSON = {
     "type": "object",
@@ -64,6 +67,12 @@ MATCHES: list[Callable[[str], object]] = [
 ROOM: dict[str, Any] = {"deterministic": True, "dtype": "auto", "max_model_len": 104, "max_num_batched_tokens": 64}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def vetted_here() -> Iterator[None]:
+    with vetting_here():
+        yield
+
+
 @cache
 def tiny() -> Path:
     folder = bundled_path("headrace-tiny")
@@ -88,10 +97,13 @@ def requests() -> list[EngineRequest]:
     return made
 
 
-WEIGHTS = [pytest.param({}, id="bundled"), pytest.param({"load_format": "dummy", "seed": 3}, id="random weights")]
+BUNDLED = pytest.param({}, id="bundled")
+RANDOM = pytest.param({"load_format": "dummy", "seed": 3}, id="random weights")
+of_random_weights = pytest.mark.parametrize("weights", [RANDOM], indirect=True)
+"""Of them all texts are different; those of the bundled model are the same in many sequences."""
 
 
-@pytest.fixture(scope="module", params=WEIGHTS)
+@pytest.fixture(scope="module", params=[BUNDLED, RANDOM])
 def weights(request: pytest.FixtureRequest) -> dict[str, Any]:
     given: dict[str, Any] = request.param
     return given
@@ -143,6 +155,7 @@ def test_together_they_are_the_same(alone: Answers, weights: dict[str, Any], con
         assert (engine.preemptions > 0) == ("num_kv_blocks" in config)
 
 
+@of_random_weights
 def test_a_prefix_hit_changes_nothing(alone: Answers, weights: dict[str, Any]) -> None:
     with RealEngine(tiny(), **ROOM, **weights) as engine:
         engine.run(*[replace(request, request_id=RequestId(f"first {request.request_id}")) for request in requests()])
@@ -152,6 +165,7 @@ def test_a_prefix_hit_changes_nothing(alone: Answers, weights: dict[str, Any]) -
         assert sum(engine.cached[str(request.request_id)] > 0 for request in requests()) >= 6
 
 
+@of_random_weights
 @pytest.mark.parametrize("depth", [1, 2])
 def test_resumed_after_any_token_they_go_on_the_same(alone: Answers, weights: dict[str, Any], depth: int) -> None:
     parts, expected = resumed_anywhere(requests(), alone, random.Random(depth))
@@ -160,6 +174,7 @@ def test_resumed_after_any_token_they_go_on_the_same(alone: Answers, weights: di
         assert engine.answers() == expected
 
 
+@of_random_weights
 @pytest.mark.parametrize("site", ["runner.masks", "runner.forward", "runner.sample", "runner.commit", "grammar.fill"])
 def test_a_step_that_failed_and_was_repeated_changes_nothing(alone: Answers, weights: dict[str, Any], site: str) -> None:
     """A step in the middle raises, and its rows are repeated in halves. The step after it, computed already, is rolled back."""
@@ -169,6 +184,7 @@ def test_a_step_that_failed_and_was_repeated_changes_nothing(alone: Answers, wei
         assert engine.answers() == alone
 
 
+@of_random_weights
 def test_a_sequence_whose_outputs_do_not_match_ends_alone(alone: Answers, weights: dict[str, Any]) -> None:
     """A resume may bring anything: output ids that the grammar does not allow end that sequence, and its neighbours go on."""
     spoilt = replace(requests()[0].resumed(0, tokenizer().encode("not JSON", add_special_tokens=False), ""), request_id=RequestId("spoilt"))

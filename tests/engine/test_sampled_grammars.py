@@ -7,10 +7,11 @@ sampled-grammars.json (`save_result`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
+from grammar_kit import vetting_here
 from grammar_samples import Sample, larks, regexes, schemas
 from real_engine import RealEngine
 from results import save_result
@@ -22,6 +23,8 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.socket
+
 MAX_TOKENS = 800
 AT_ONCE = 64
 """Samples whose grammars are in use together: an engine holds about 120 different ones (docs/structured.md)."""
@@ -32,6 +35,12 @@ RANDOM: dict[str, Any] = {
     "num_kv_blocks": 2400,
     "max_num_seqs": 32,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vetted_here() -> Iterator[None]:
+    with vetting_here():
+        yield
 
 
 def outcome(samples: Iterable[Sample]) -> Counter[str]:

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from grammar_kit import vetting_here
 from grammar_samples import is_document
 
 from headrace import LLM, SamplingParams
 from headrace import StructuredOutputsParams as Outputs
 from headrace.core.errors import InvalidRequest
 from headrace.llm.outputs import CompletionOutput
+
+pytestmark = pytest.mark.socket
 
 CITY = {
     "type": "object",
@@ -26,7 +29,7 @@ PROMPT = "Tell me something about a city."
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", num_gpu_blocks_override=400, max_num_seqs=8, num_threads=1) as llm:
+    with vetting_here(), LLM(dtype="float32", num_gpu_blocks_override=400, max_num_seqs=8, num_threads=1) as llm:
         yield llm
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from headrace.bundled import bundled_path
 from headrace.core.grammar import Grammar, GrammarKind
+from headrace.engine.grammar import vetting_host
 from headrace.engine.grammar.compiling import compile_grammar
 from headrace.engine.grammar.sources import check_source
 from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
@@ -96,3 +100,37 @@ class CompilingSource:
     def unshared(self, grammar: Grammar) -> LLMatcher:
         self.num_renewed += 1
         return compile_grammar(trie(), grammar)
+
+
+class VetterHere:
+    """Vets in this process, where a hostile grammar would have no bounds. Stands for a `GrammarVetter`, which starts a process."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._model = folder, vocab_size, eos_token_ids
+
+    def vocabulary(self) -> GrammarVocabulary:
+        return _vocabulary_of(*self._model)
+
+    def vet(self, grammar: Grammar) -> int:
+        return vetting_host.vet(_trie_of(*self._model), grammar)
+
+    def close(self) -> None:
+        """There is no process to end."""
+
+
+@cache
+def _vocabulary_of(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarVocabulary:
+    return GrammarVocabulary.load(folder, vocab_size, eos_token_ids)
+
+
+@cache
+def _trie_of(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> TokenTrie:
+    return TokenTrie(_vocabulary_of(folder, vocab_size, eos_token_ids))
+
+
+@contextmanager
+def vetting_here() -> Iterator[None]:
+    """Engines that are made meanwhile vet their grammars in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.engine.grammar.compiler.GrammarVetter", VetterHere)
+        yield

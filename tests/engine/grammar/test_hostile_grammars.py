@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import statistics
 import threading
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from figures import Figure
 from grammar_kit import EOS, TINY, VOCAB, compiled, mask_of, regex, schema
 from hostile_grammars import Case, cases
 
@@ -26,6 +25,8 @@ from headrace.engine.grammar.store import GrammarKey, GrammarStore
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+pytestmark = pytest.mark.process
 
 NUM_HOSTILE = 200
 FEW = cases()[3::11]
@@ -72,18 +73,9 @@ def wander(matcher: LLMatcher) -> None:
 def check(compiler: GrammarCompiler, chosen: list[Case]) -> None:
     process = compiler._vetter._process
     assert process is not None
-    taken: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    for name, grammar in chosen:
-        began = time.perf_counter()
-        refused[name] = outcome(compiler, grammar)
-        taken[name] = time.perf_counter() - began
+    refused = {name: outcome(compiler, grammar) for name, grammar in chosen}
     assert compiler._vetter._process is process, "one process vetted all"
     assert compiler.vet(schema('{"type":"integer"}')) >= 0
-    slowest = max(taken, key=lambda name: taken[name])
-    num_refused = sum(map(bool, refused.values()))
-    median = statistics.median(taken.values())
-    print(f"{len(chosen)} grammars: {num_refused} refused; median {median:.3f} s; slowest {slowest!r}: {taken[slowest]:.3f} s")
     for name, why in refused.items():
         assert not why or (why.startswith("grammar: expected ") and len(why) < 700), (name, why)
 
@@ -111,8 +103,11 @@ def distinct(number: int) -> Grammar:
     )
 
 
-def test_memory_is_flat_over_distinct_grammars(compiler: GrammarCompiler) -> None:
+@pytest.mark.pure
+@pytest.mark.timing
+def test_memory_is_flat_over_distinct_grammars(figure: Figure) -> None:
     """The store is full after about a hundred; from then on each new grammar takes the place of another."""
+    compiler = GrammarCompiler(TINY, VOCAB, EOS)
     store = GrammarStore(compiler)
     num_kept = STORE_BYTES // STATES_BYTES
     after_full = 0
@@ -125,7 +120,7 @@ def test_memory_is_flat_over_distinct_grammars(compiler: GrammarCompiler) -> Non
             after_full = anonymous_bytes()
     store.check()
     assert len(store) <= num_kept
-    assert anonymous_bytes() - after_full < MAX_GROWTH_BYTES
+    figure("growth after the store was full", (anonymous_bytes() - after_full) / 2**20, 8, "MiB")
 
 
 class WaitedFor:
@@ -143,7 +138,7 @@ class WaitedFor:
         self._said.set()
 
     def wait(self) -> None:
-        assert self._said.wait(60)
+        assert self._said.wait(300)
         assert self.error is None
         self._said.clear()
 

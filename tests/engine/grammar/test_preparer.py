@@ -23,6 +23,9 @@ from headrace.engine.grammar.store import GrammarStore
 PATIENCE_S = 20.0
 
 
+pytestmark = pytest.mark.socket
+
+
 class GatedCompiler(GrammarCompiler):
     """Vets a grammar only once its gate is open, and notes the order. A grammar named "bad" is invalid, "broken" raises something else."""
 
@@ -203,6 +206,7 @@ def test_a_grammar_dropped_from_the_store_is_compiled_again_without_a_second_vet
     assert bench.compiler.vetted == ["a"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.process
 def test_the_real_compiler_vets_in_its_process_and_compiles_here() -> None:
     compiler = GrammarCompiler(TINY, VOCAB, EOS)
     try:

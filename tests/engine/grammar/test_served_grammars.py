@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from grammar_kit import PERSON, TINY, encode, lark, regex, schema, tokenizer
+from grammar_kit import PERSON, TINY, encode, lark, regex, schema, tokenizer, vetting_here
 from real_engine import RealEngine, greedy_request
 
 from headrace.core.errors import InvalidRequest
@@ -18,11 +18,19 @@ from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar
 from headrace.core.request import EngineRequest
 
+pytestmark = pytest.mark.socket
+
 PATIENCE_S = 60.0
 BOUNDED = schema(
     '{"type":"object","properties":{"name":{"type":"string","maxLength":8},"age":{"type":"integer","minimum":0,"maximum":99}},'
     '"required":["name","age"],"additionalProperties":false}'
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vetted_here() -> Iterator[None]:
+    with vetting_here():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from headrace.core.grammar import Grammar
 from headrace.engine.grammar.limits import MAX_COMPILED_BYTES
 from headrace.engine.grammar.vetting import GrammarVetter
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def vetter() -> Iterator[GrammarVetter]:
@@ -110,10 +112,10 @@ def test_closing_ends_a_vetting_that_is_under_way() -> None:
 
     thread = threading.Thread(target=vet)
     thread.start()
-    time.sleep(0.05)
+    while not vetter._lock.locked():  # until the thread vets
+        time.sleep(0.001)
     vetter.close()
-    thread.join(5)
-    assert not thread.is_alive()
+    thread.join()
     assert isinstance(raised[0], SequenceFailed)
 
 
