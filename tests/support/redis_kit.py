@@ -67,13 +67,14 @@ class RedisServer:
 class RedisRelay:
     """Between clients and a server: hangs, or drops its connections, instead of the server, which other tests use too.
 
-    Clients use `url`.
+    Clients use `url`. num_taken: connections so far
     """
 
     def __init__(self, server: RedisServer, path: Path) -> None:
         self._server = server
         self._path = path
         self._listening: asyncio.Server | None = None
+        self.num_taken = 0
         self._goes = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
         self.url = f"unix://{path}"
@@ -115,6 +116,7 @@ class RedisRelay:
             await asyncio.sleep(0)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_taken += 1
         server_reader, server_writer = await asyncio.open_unix_connection(self._server.path)
         both = {writer, server_writer}
         self._writers |= both

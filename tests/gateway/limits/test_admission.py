@@ -23,8 +23,8 @@ from scripted_store import script_limits
 from headrace.core.errors import ConfigError
 from headrace.gateway.access.principal import KeyLimits, Principal
 from headrace.gateway.control.models import Sources
-from headrace.gateway.limits.rules import ceiling_of, limits_of, rules_of
 from headrace.gateway.limits.limiter import BEAT_S
+from headrace.gateway.limits.rules import ceiling_of, limits_of, rules_of
 from headrace.gateway.stores.guard import MAX_UNANSWERED, REQUEST_WAIT_S, RETRY_S
 from headrace.policy.limits.counters import DAY_MS
 from headrace.policy.limits.price import FREE, NANOS, Price
