@@ -14,6 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.pure
+
 BUNDLED = Path(__file__).parents[2] / "src" / "headrace" / "bundled"
 TINY, DRAFT = BUNDLED / "headrace-tiny", BUNDLED / "headrace-draft"
 ADAPTERS = {"pirate": BUNDLED / "adapters" / "pirate", "hardware-shop": BUNDLED / "adapters" / "hardware-shop"}

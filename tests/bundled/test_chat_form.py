@@ -1,20 +1,19 @@
-"""The shipped chat template and tokenizer: tool form, single digits, and the same text that training saw."""
+"""The shipped chat template and tokenizer: tool form, single digits, and any text survives."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.text.output.formats import AUTO, tool_format
-from headrace.text.output.parser import OutputParser
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[2]
-TINY = ROOT / "src" / "headrace" / "bundled" / "headrace-tiny"
+pytestmark = pytest.mark.pure
+
+TINY = Path(__file__).parents[2] / "src" / "headrace" / "bundled" / "headrace-tiny"
 TOOL = {"type": "function", "function": {"name": "search", "description": "Search.", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"type": "function", "function": {"name": "search", "arguments": {"query": "mill wheel"}}}
 CONVERSATION: list[dict[str, Any]] = [
@@ -73,36 +72,10 @@ def test_template_adds_no_system_turn_of_its_own(tokenizer: Any) -> None:
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<|im_start|>user\nHi<|im_end|>\n"
 
 
-def test_corpus_renders_as_the_template_does(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    from tools.train_tiny.corpus import held_out_examples
-
-    for examples in held_out_examples(4).values():
-        for example in examples:
-            prompt = tokenizer.apply_chat_template(
-                example.messages[:-1], tools=example.tools or None, add_generation_prompt=True, tokenize=False
-            )
-            assert prompt == example.prompt()
-
-
-def test_calls_of_the_corpus_are_parsed_by_the_format_that_the_template_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arguments as the model is taught to write them, and nothing beside the calls."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    from tools.train_tiny.chat import content_text
-    from tools.train_tiny.corpus import held_out_examples
-
+def test_the_template_names_the_form_of_calls_that_is_parsed() -> None:
     row = tool_format(AUTO, [(TINY / "chat_template.jinja").read_text()])
     assert row is not None
     assert row.name == "hermes"
-    for message in (CONVERSATION[2], *(example.messages[-1] for example in held_out_examples(8)["tool_call"])):
-        parser = OutputParser(row, None)
-        deltas = [parser.push(content_text(message)), parser.finish()]
-        pieces = [piece for delta in deltas for piece in delta.tool_calls]
-        functions = [call["function"] for call in message["tool_calls"]]
-        assert "".join(delta.text for delta in deltas) == ""
-        assert [piece.name for piece in pieces if piece.name is not None] == [function["name"] for function in functions]
-        for number, function in enumerate(functions):
-            assert "".join(piece.arguments for piece in pieces if piece.number == number) == json.dumps(function["arguments"])
 
 
 def test_digits_are_single_tokens_and_any_text_survives(tokenizer: Any) -> None:

@@ -11,6 +11,8 @@ import pytest
 from headrace.lab.arrivals import send_times
 from headrace.lab.datasets import WorkloadShape, make_requests
 
+pytestmark = pytest.mark.pure
+
 
 def test_offered_load_is_exact_for_every_seed() -> None:
     for seed in range(5):

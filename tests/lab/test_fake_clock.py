@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from headrace.core.finish import FinishReason
@@ -14,6 +12,8 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
 from headrace.lab.fake_runner import FakeOptions, fake_answer, fake_engine
+
+pytestmark = pytest.mark.pure
 
 
 class VirtualClock:
@@ -55,12 +55,10 @@ def test_an_hour_of_steps_passes_without_sleeping(depth: int) -> None:
 
     options = FakeOptions(step_seconds=60.0, token_seconds=1.0)
     engine = fake_engine(outbox, options, EngineConfig(model="fake", depth=depth, max_num_seqs=2), clock=clock, wait=clock.wait)
-    began = time.monotonic()
     for number in range(6):
         engine.submit(request(f"r{number}", seed=number))
     engine.submit(request("late", max_tokens=100, deadline_at=clock.now + 1500.0))
     run(engine, clock)
-    assert time.monotonic() - began < 20.0
     assert clock.now > 1000.0 + 30 * 61.0
     assert ends["late"].finish is FinishReason.DEADLINE
     for name, update in ends.items():

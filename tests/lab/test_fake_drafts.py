@@ -17,6 +17,8 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_answer, fake_engine
 
+pytestmark = pytest.mark.pure
+
 OPTIONS = FakeOptions(block_size=4, num_blocks=20, max_model_len=48, vocab_size=50, max_drafts=4)
 
 

@@ -1,29 +1,46 @@
-"""The load generator against small real servers on loopback that answer, refuse, stall and break."""
+"""The load generator against small servers that answer, refuse, stall and break: on virtual time, but for one test."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import pytest
 from aiohttp import web
-from lateness import tries_while_late
+from virtual_time import VirtualTimeLoop
 
+from headrace.lab import loadgen
 from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.lab.loadgen import READ_BUFFER_BYTES, ConcurrencyLimit, LoadTarget, run_load
 from headrace.lab.metrics import LoadRecord, summarize
 
+pytestmark = pytest.mark.loop
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SHAPE = WorkloadShape(input_tokens=8, output_tokens=5)
+TICK_S = 1e-5
+"""What a look at the clock takes, where a test says so."""
+
+
+@pytest.fixture(autouse=True)
+def no_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop on virtual time wakes a sender at its time, and none passes while it spins."""
+    monkeypatch.setattr(loadgen, "SPIN_S", 0.0)
+
+
+def virtual_loop() -> VirtualTimeLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    return loop
 
 
 @asynccontextmanager
 async def serving(handler: Handler) -> AsyncIterator[str]:
-    """An HTTP server on an ephemeral loopback port. Yields its root URL."""
+    """An HTTP server at a loopback port. Yields its root URL."""
     app = web.Application()
     app.router.add_post("/v1/completions", handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -36,13 +53,21 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def stream(request: web.Request, chunks: list[dict[str, object] | str]) -> web.StreamResponse:
+async def stream(request: web.Request, chunks: list[dict[str, object] | str], *, gap_s: float = 0.0) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for chunk in chunks:
+        await asyncio.sleep(gap_s)
         text = chunk if isinstance(chunk, str) else f"data: {json.dumps(chunk)}\n\n"
         await response.write(text.encode())
     return response
+
+
+def answering(chunks: list[dict[str, object] | str], *, gap_s: float = 0.0) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await stream(request, chunks, gap_s=gap_s)
+
+    return handler
 
 
 def text_chunk(text: str) -> dict[str, object]:
@@ -53,21 +78,37 @@ USAGE: dict[str, object] = {
     "choices": [],
     "usage": {"prompt_tokens": 8, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 6}},
 }
+DONE = "data: [DONE]\n\n"
+ANSWER: list[dict[str, object] | str] = [": keep-alive\n\n", text_chunk(""), text_chunk("a"), text_chunk("bc"), USAGE, DONE]
 
 
-async def load(handler: Handler, count: int = 4, *, timeout_s: float = 30.0, max_concurrency: int | None = None) -> list[LoadRecord]:
-    requests = make_requests(count, WorkloadShape(input_tokens=8, output_tokens=5))
+async def load(
+    handler: Handler,
+    count: int = 4,
+    *,
+    every_s: float = 0.01,
+    timeout_s: float = 60.0,
+    max_concurrency: int | None = None,
+) -> list[LoadRecord]:
     async with serving(handler) as url:
         target = LoadTarget(url=url, model="m", timeout_s=timeout_s, max_concurrency=max_concurrency, api_key="secret")
-        return await run_load(target, requests, [0.01 * n for n in range(count)])
+        times = [every_s * number for number in range(count)]
+        return await run_load(target, make_requests(count, SHAPE), times, clock=asyncio.get_running_loop().time)
 
 
-async def test_streams_are_timed_and_counted_by_the_servers_usage() -> None:
+def offsets_s(records: list[LoadRecord], moments: list[float | None]) -> list[float]:
+    """Seconds after the first intended time."""
+    assert None not in moments
+    return [moment - records[0].intended_s for moment in moments if moment is not None]
+
+
+@pytest.mark.socket
+async def test_streams_over_a_socket_are_counted_by_the_servers_usage() -> None:
     seen: list[dict[str, object]] = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
         seen.append({**await request.json(), "key": request.headers["Authorization"]})
-        return await stream(request, [": keep-alive\n\n", text_chunk(""), text_chunk("a"), text_chunk("bc"), USAGE, "data: [DONE]\n\n"])
+        return await stream(request, ANSWER)
 
     records = await load(handler)
     assert all(record.error is None and record.status == 200 for record in records)
@@ -78,47 +119,72 @@ async def test_streams_are_timed_and_counted_by_the_servers_usage() -> None:
     assert (seen[0]["max_tokens"], seen[0]["ignore_eos"], seen[0]["stream"]) == (5, True, True)
 
 
+async def test_requests_are_sent_at_their_times_and_every_chunk_with_text_is_stamped_as_it_comes() -> None:
+    records = await load(answering(ANSWER, gap_s=0.25), every_s=0.5)
+    assert offsets_s(records, [record.sent_s for record in records]) == pytest.approx([0.0, 0.5, 1.0, 1.5])
+    assert all(record.chunk_s == pytest.approx([record.intended_s + 0.75, record.intended_s + 1.0]) for record in records)
+    assert [record.end_s - record.intended_s for record in records] == pytest.approx([1.5] * 4)
+    report = summarize(records)
+    assert report.client_lag_s.max == pytest.approx(0.0, abs=1e-9)
+    assert report.is_valid
+
+
 async def test_schedule_does_not_wait_for_a_slow_server() -> None:
-    arrived = 0
-    all_there = asyncio.Event()
-
-    async def handler(request: web.Request) -> web.StreamResponse:
-        nonlocal arrived
-        arrived += 1
-        if arrived == 8:
-            all_there.set()
-        await all_there.wait()  # no answer until every request is in flight: a closed loop would hang here
-        return await stream(request, [text_chunk("a"), "data: [DONE]\n\n"])
-
-    report = summarize(await load(handler, 8))
+    """A closed loop would send a request every ten seconds."""
+    records = await load(answering([text_chunk("a"), DONE], gap_s=5.0), 8, every_s=1.0)
+    assert offsets_s(records, [record.sent_s for record in records]) == pytest.approx(range(8))
+    report = summarize(records)
     assert (report.finished, report.peak_concurrency) == (8, 8)
+    assert report.ttft_s.max == pytest.approx(5.0)
+
+
+async def test_a_client_that_stands_still_sends_late_and_says_by_how_much() -> None:
+    """Its latencies count from the intended time, so that it hides no slow server; and the run is void."""
+    loop = virtual_loop()
+    loop.call_later(0.9, loop.be_late, 3.0)
+    records = await load(answering([text_chunk("a"), DONE], gap_s=0.1), 3, every_s=1.0)
+    assert [record.client_lag_s for record in records] == pytest.approx([0.0, 2.9, 1.9])
+    assert [record.ttft_s for record in records] == pytest.approx([0.1, 3.0, 2.0])
+    assert not summarize(records).is_valid
+
+
+async def test_a_sender_wakes_early_and_meets_its_time_although_timers_are_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An event loop's timers are about a millisecond late, by which every such run would be void."""
+    loop, run_once = virtual_loop(), VirtualTimeLoop._jump
+    monkeypatch.setattr(loadgen, "SPIN_S", 0.002)
+    monkeypatch.setattr(loop, "_jump", lambda seconds: run_once(loop, seconds + 0.001))
+
+    def clock() -> float:
+        loop.be_late(TICK_S)
+        return loop.time()
+
+    async with serving(answering(ANSWER)) as url:
+        records = await run_load(LoadTarget(url=url, model="m"), make_requests(4, SHAPE), [0.1 * n for n in range(4)], clock=clock)
+    assert all(0.0 <= (record.client_lag_s or 0.0) < 10 * TICK_S for record in records)
+    assert summarize(records).is_valid
 
 
 async def test_limited_concurrency_counts_waiting_from_the_intended_time() -> None:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(0.05)
-        return await stream(request, [text_chunk("a"), "data: [DONE]\n\n"])
-
-    records = await load(handler, 4, max_concurrency=1)
+    """Waiting for a place is not the client's lag: it made every such run void."""
+    records = await load(answering([text_chunk("a"), DONE], gap_s=1.0), every_s=0.5, max_concurrency=1)
     assert summarize(records).peak_concurrency == 1
-    assert records[-1].ttft_s >= 4 * 0.05 - 3 * 0.01
-    for before, record in pairwise(records):
-        assert record.due_s is not None
-        assert record.intended_s < before.end_s <= record.due_s, "it was due when the one before it ended"
-        lag_s, waited_s = record.client_lag_s, record.due_s - record.intended_s
-        assert lag_s is not None
-        assert lag_s < waited_s / 2, "waiting for a place is not the client's lag: it made every such run void"
+    assert offsets_s(records, [record.due_s for record in records]) == pytest.approx([0.0, 2.0, 4.0, 6.0])
+    assert [record.ttft_s for record in records] == pytest.approx([1.0, 2.5, 4.0, 5.5])
+    assert [record.client_lag_s for record in records] == pytest.approx([0.0] * 4, abs=1e-9)
 
 
 async def test_a_burst_is_sent_one_by_one_which_is_not_the_clients_lag() -> None:
     """With --request-rate inf, the default, the last of a hundred requests was "late" by what sending ninety-nine takes: a void run."""
+    loop = virtual_loop()
 
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return await stream(request, [text_chunk("a"), "data: [DONE]\n\n"])
+    def clock() -> float:
+        loop.be_late(TICK_S)
+        return loop.time()
 
-    async with serving(handler) as url:
-        requests = make_requests(20, WorkloadShape(input_tokens=8, output_tokens=5))
-        records = await run_load(LoadTarget(url=url, model="m"), requests, [0.0] * 20)
+    async with serving(answering([text_chunk("a"), DONE])) as url:
+        records = await run_load(LoadTarget(url=url, model="m"), make_requests(20, SHAPE), [0.0] * 20, clock=clock)
     ordered = sorted(records, key=lambda record: record.sent_s or math.inf)
     for before, record in pairwise(ordered):
         assert record.intended_s == before.intended_s
@@ -128,22 +194,24 @@ async def test_a_burst_is_sent_one_by_one_which_is_not_the_clients_lag() -> None
         assert before.due_s < record.due_s <= before.sent_s, "it was due when the one before it was sent"
     last_s = ordered[-1].send_delay_s
     assert last_s is not None
-    assert summarize(records).burst_send_s == last_s > sum(record.client_lag_s or 0.0 for record in records) / 20
+    assert summarize(records).burst_send_s == last_s > 20 * TICK_S
+    assert all((record.client_lag_s or 0.0) < last_s / 4 for record in records)
 
 
 async def test_places_are_handed_on_in_turn_and_not_to_cancelled_tasks() -> None:
-    limit = ConcurrencyLimit(1)
+    loop = virtual_loop()
+    limit = ConcurrencyLimit(1, clock=loop.time)
     assert await limit.acquire() == -math.inf
     first, gone, last = (asyncio.create_task(limit.acquire()) for _ in range(3))
-    await asyncio.sleep(0)
+    await asyncio.sleep(1)
     gone.cancel()
-    before = time.monotonic()
+    freed_s = loop.time()
     limit.release()
-    after = time.monotonic()
-    assert before <= await first <= after, "the time of the release, not that of the task"
+    loop.be_late(1)
+    assert await first == freed_s, "the time of the release, not that of the task"
     assert not last.done()
     limit.release()
-    assert await last >= after
+    assert await last == freed_s + 1
     assert all([await ConcurrencyLimit(None).acquire() == -math.inf for _ in range(3)])
 
 
@@ -171,15 +239,10 @@ async def test_a_request_whose_time_is_over_before_it_gets_a_place_is_not_sent()
         await asyncio.sleep(60)
         raise AssertionError("the client should have left")
 
-    async with serving(handler) as url:
-        target = LoadTarget(url=url, model="m", timeout_s=0.5, max_concurrency=1)
-        for _ in tries_while_late(5):
-            num_requests = 0
-            records = await run_load(target, make_requests(2, WorkloadShape(input_tokens=8, output_tokens=5)), [0.0, 0.0])
-            if num_requests == 1:
-                break
+    records = await load(handler, 2, every_s=0.0, timeout_s=0.5, max_concurrency=1)
     assert [record.error for record in records] == ["timeout", "timeout"]
     assert num_requests == [record.sent_s is None for record in records].count(True) == 1
+    assert [record.end_s - record.intended_s for record in records] == pytest.approx([0.5, 0.5])
 
 
 async def test_every_way_to_fail_is_a_record() -> None:
@@ -189,21 +252,19 @@ async def test_every_way_to_fail_is_a_record() -> None:
         nonlocal number
         number += 1
         if number == 1:
-            return web.json_response({"error": {"code": "overloaded", "type": "rate_limit_error", "message": "9 wait already"}}, status=429)
+            error = {"error": {"code": "overloaded", "type": "rate_limit_error", "message": "9 wait already"}}
+            return web.json_response(error, status=429, headers={"Retry-After": "7"})
         if number == 2:
             return await stream(request, [text_chunk("a")])
         if number == 3:
-            return await stream(request, [text_chunk("a"), {"error": {"code": "replica_lost"}}, "data: [DONE]\n\n"])
+            return await stream(request, [text_chunk("a"), {"error": {"code": "replica_lost"}}, DONE])
         await asyncio.sleep(60)
         raise AssertionError("the client should have left")
 
-    expected = ["429 overloaded", "stream ended early", "in-band replica_lost", "timeout"]
-    for _ in tries_while_late(5):
-        number = 0
-        records = await load(handler, 4, timeout_s=0.5)
-        if [record.error for record in records] == expected:
-            break
-    assert [record.error for record in records] == expected
+    records = await load(handler, timeout_s=0.5)
+    assert [record.error for record in records] == ["429 overloaded", "stream ended early", "in-band replica_lost", "timeout"]
+    assert [record.retry_after_s for record in records] == [7.0, None, None, None]
+    assert records[-1].end_s - records[-1].intended_s == pytest.approx(0.5)
     report = summarize(records)
     assert (report.offered, report.admitted, report.finished) == (4, 3, 0)
     assert report.first_error == "429 overloaded: 9 wait already"
@@ -228,7 +289,7 @@ async def test_a_broken_stream_is_one_failed_request(broken: str) -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         nonlocal number
         number += 1
-        return await stream(request, [broken if number == 1 else text_chunk("a"), "data: [DONE]\n\n"])
+        return await stream(request, [broken if number == 1 else text_chunk("a"), DONE])
 
     records = await load(handler, 3)
     assert [record.error for record in records] == ["broken stream", None, None]
@@ -244,9 +305,9 @@ async def test_bytes_that_are_not_utf8_are_a_broken_stream() -> None:
     assert [record.error for record in await load(handler, 1)] == ["broken stream"]
 
 
+@pytest.mark.socket
 async def test_a_port_without_a_server_is_a_failure_and_no_exception() -> None:
-    requests = make_requests(1, WorkloadShape(input_tokens=2, output_tokens=1))
-    (record,) = await run_load(LoadTarget(url="http://127.0.0.1:9", model="m"), requests, [0.0])
+    (record,) = await run_load(LoadTarget(url="http://127.0.0.1:9", model="m"), make_requests(1, SHAPE), [0.0])
     assert record.error is not None
     assert record.error.startswith("connection")
     assert "127.0.0.1:9" in record.detail

@@ -19,6 +19,8 @@ from headrace.lab.metrics import (
     summarize,
 )
 
+pytestmark = pytest.mark.pure
+
 # Intended at 10.0, sent 50 ms late, four tokens in three chunks (0.5, 0.7, 1.1 s after the intended time).
 LATE = LoadRecord(intended_s=10.0, sent_s=10.05, chunk_s=(10.5, 10.7, 11.1), end_s=11.2, prompt_tokens=7, output_tokens=4, status=200)
 ONE_TOKEN = LoadRecord(intended_s=12.0, sent_s=12.0, chunk_s=(12.2,), end_s=12.25, prompt_tokens=3, output_tokens=1, status=200)

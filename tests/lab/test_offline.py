@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
-from headrace.lab import offline
 from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.metrics import LoadRecord, summarize
@@ -24,20 +21,23 @@ from headrace.lab.offline import (
 )
 from tests.lab.test_fake_clock import VirtualClock
 
+pytestmark = pytest.mark.pure
+
 
 def engine_with(config: EngineConfig | None = None, **options: int | float) -> tuple[Engine, Collector]:
-    collector = Collector()
-    engine = fake_engine(collector, FakeOptions(**{"vocab_size": 500, **options}), config or EngineConfig(model="fake"))  # type: ignore[arg-type]
-    return engine, collector
+    clock = VirtualClock()
+    collector = Collector(clock)
+    given = FakeOptions(**{"vocab_size": 500, "step_seconds": 0.125, **options})  # type: ignore[arg-type]
+    return fake_engine(collector, given, config or EngineConfig(model="fake"), clock=clock, wait=clock.wait), collector
 
 
 def test_every_token_is_counted_and_stamped() -> None:
     engine, collector = engine_with()
     run = run_offline(engine, collector, make_requests(5, WorkloadShape(input_tokens=20, output_tokens=7, low_id=0, high_id=400)))
     assert [(record.prompt_tokens, record.output_tokens, record.error) for record in run.records] == [(20, 7, None)] * 5
-    assert all(len(record.chunk_s) == 7 and list(record.chunk_s) == sorted(record.chunk_s) for record in run.records)
+    assert all(record.chunk_s == tuple(run.began_s + 0.125 * step for step in range(1, 8)) for record in run.records)
     assert (run.output_tokens, run.prompt_tokens, run.peak_running, run.preemptions) == (35, 100, 5, 0)
-    assert len(run.step_s) == 7
+    assert run.step_s == (0.125,) * 7
     assert summarize(run.records).finished == 5
     engine.scheduler.check()
 
@@ -52,14 +52,13 @@ def test_second_run_does_not_see_the_first_but_its_cache_does() -> None:
     assert len(second.step_s) == 2
 
 
-def test_arrivals_are_kept_and_latency_counts_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrivals_are_kept_and_latency_counts_from_them() -> None:
     clock = VirtualClock()
-    monkeypatch.setattr(offline, "time", SimpleNamespace(sleep=clock.wait))
     collector = Collector(clock)
     options = FakeOptions(vocab_size=500, step_seconds=0.005)
     engine = fake_engine(collector, options, EngineConfig(model="fake"), clock=clock, wait=clock.wait)
     # An eighth of a second is exact in binary: one that is rounded may leave the clock just short of an arrival, and no wait in between.
-    run = run_offline(engine, collector, [LoadRequest((1, 2, 3), 4)] * 3, arrivals_s=[0.0, 0.125, 0.125])
+    run = run_offline(engine, collector, [LoadRequest((1, 2, 3), 4)] * 3, arrivals_s=[0.0, 0.125, 0.125], wait=clock.wait)
     offsets = [record.intended_s - run.began_s for record in run.records]
     assert offsets == pytest.approx([0.0, 0.125, 0.125])
     assert all(record.sent_s is not None and record.sent_s >= record.intended_s for record in run.records)

@@ -9,6 +9,8 @@ import pytest
 
 from headrace.lab.pairs import paired_ratio
 
+pytestmark = pytest.mark.pure
+
 
 def test_ratio_of_a_steady_machine_is_exact() -> None:
     found = paired_ratio([2.0, 2.0, 2.0], [3.0, 3.0, 3.0])

@@ -13,6 +13,8 @@ from headrace.core.plan_codec import load_plans
 from headrace.engine.steps import Ticket
 from headrace.lab.replay import count_rows, describe_rows, known_rows, replay, summarize_plan
 
+pytestmark = pytest.mark.pure
+
 
 class Recorder:
     """A runner that keeps what passes through it."""

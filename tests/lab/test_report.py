@@ -15,6 +15,8 @@ from headrace.lab import environment as facts
 from headrace.lab.metrics import LoadRecord, Slo, summarize
 from headrace.lab.report import failures, lines, notes, to_plain, write_json
 
+pytestmark = pytest.mark.pure
+
 GOOD = LoadRecord(intended_s=0.0, sent_s=0.0, chunk_s=(0.1, 0.2), end_s=0.2, prompt_tokens=3, output_tokens=2, status=200)
 BAD = LoadRecord(intended_s=0.0, sent_s=0.0, end_s=1.0, status=429, error="429 overloaded")
 
@@ -98,20 +100,29 @@ def test_prompts_that_the_server_has_seen_before_are_noted() -> None:
     assert not list(notes(summarize([replace(GOOD, prompt_tokens=100, cached_tokens=10)]), has_shared_prefix=False))
 
 
-def test_environment_says_where_it_was() -> None:
+@pytest.mark.process
+def test_environment_says_where_it_was(tmp_path: Path) -> None:
     found = facts.environment()
     assert found.num_cpus >= 1
     assert len(found.load_average) == 3
     assert "headrace" in found.versions
     assert found.time.endswith("+00:00")
+    assert facts.commit_of(tmp_path) is None, "a folder outside a checkout"
 
 
+@pytest.fixture
+def no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "commit_of", lambda folder: None)
+
+
+@pytest.mark.usefixtures("no_git")
 def test_command_is_kept_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/x/headrace", "bench", "--api-key", "secret", "--api-key=secret", "--seed", "1"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert facts.environment().command == ("headrace", "bench", "--api-key", "***", "--api-key=***", "--seed", "1")
 
 
+@pytest.mark.usefixtures("no_git")
 @pytest.mark.parametrize(("module", "named"), [("bench.run", "bench.run"), ("headrace.__main__", "headrace")])
 def test_command_of_a_module_is_what_one_would_type(module: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/x/run.py", "--rounds", "2"])
@@ -119,6 +130,7 @@ def test_command_of_a_module_is_what_one_would_type(module: str, named: str, mon
     assert facts.environment().command == ("python", "-m", named, "--rounds", "2")
 
 
+@pytest.mark.process
 def test_bandwidth_script_that_fails_is_no_bandwidth_and_says_why(tmp_path: Path) -> None:
     script = tmp_path / "bandwidth.py"
     for text, why in (
@@ -136,19 +148,3 @@ def test_bandwidth_script_that_fails_is_no_bandwidth_and_says_why(tmp_path: Path
         facts.read_bandwidth(None)
     script.write_text("""print('{"read_bytes_per_s": 5e10, "pattern": "sum"}')""")
     assert facts.measure_bandwidth(script) == facts.read_bandwidth(script) == facts.ReadBandwidth(5e10, "sum")
-
-
-def test_folder_outside_a_checkout_has_no_commit(tmp_path: Path) -> None:
-    assert facts.commit_of(tmp_path) is None
-
-
-def test_what_precisions_cost_becomes_a_table_with_means(tmp_path: Path) -> None:
-    from bench.report_tests import test_sections as sections
-
-    origin = {"time": "then", "commit": "c", "cpu": "a cpu", "load_average": [0.0]}
-    exact = {"float32": {"copy": 0.5, "sort": 1.0}, "int8": {"copy": 0.25, "sort": 0.5}}
-    write_json(tmp_path / "quality.json", {"environment": origin, "n": {"copy": 40, "sort": 20}, "exact_match": exact})
-    page = "\n".join(sections(tmp_path))
-    assert "| copy | 40 | 50.0% | 25.0% |" in page
-    assert "| mean | | 75.0% | 37.5% |" in page
-    assert "15.8%" in page

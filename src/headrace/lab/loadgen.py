@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp.http_exceptions import LineTooLong
 
+from headrace.core.clock import Clock
 from headrace.lab.datasets import LoadRequest
 from headrace.lab.metrics import LoadRecord
 
@@ -57,19 +58,20 @@ class LoadTarget:
 class ConcurrencyLimit:
     """Lets at most `count` requests be in flight, in the order of their `acquire`; None: any number."""
 
-    def __init__(self, count: int | None) -> None:
+    def __init__(self, count: int | None, *, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
         self._places = None if count is None else asyncio.Semaphore(count)
         self._freed_s: deque[float] = deque()
 
     async def acquire(self) -> float:
-        """Wait for a place. Returns the monotonic time since which it is free, which is before this task resumes; -inf: it is new."""
+        """Wait for a place. Returns the time since which it is free, which is before this task resumes; -inf: it is new."""
         if self._places is not None:
             await self._places.acquire()
         return self._freed_s.popleft() if self._freed_s else -math.inf
 
     def release(self) -> None:
         if self._places is not None:
-            self._freed_s.append(time.monotonic())
+            self._freed_s.append(self._clock())
             self._places.release()
 
 
@@ -86,6 +88,7 @@ class SendTimes:
 class _Trace:
     """The progress of one request."""
 
+    clock: Clock
     sent_s: float | None = None
     chunk_s: list[float] = field(default_factory=list)
     status: int | None = None
@@ -100,28 +103,32 @@ async def run_load(
     send_times_s: Sequence[float],
     *,
     on_end: Callable[[LoadRecord], None] = lambda record: None,
+    clock: Clock = time.monotonic,
 ) -> list[LoadRecord]:
-    """Send each request at its time and wait for all. Returns records in the order of `requests`; failures are records too."""
+    """Send each request at its time and wait for all. Returns records in the order of `requests`; failures are records too.
+
+    clock  the records' times; it must pass as that of the running loop does
+    """
     if len(requests) != len(send_times_s):
         raise ValueError(f"{len(requests)} requests for {len(send_times_s)} send times")
-    limit = ConcurrencyLimit(target.max_concurrency)
+    limit = ConcurrencyLimit(target.max_concurrency, clock=clock)
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     # One pool without a limit: a client that queues for connections would be a closed loop.
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=target.timeout_s)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, read_bufsize=READ_BUFFER_BYTES) as session:
-        begin_s = time.monotonic() + 2 * SPIN_S
+        begin_s = clock() + 2 * SPIN_S
         last_sent_s: dict[float, float] = {}  # intended time -> when the last request of that time was sent
 
         async def one(request: LoadRequest, offset_s: float) -> LoadRecord:
             intended_s = begin_s + offset_s
-            await _sleep_until(intended_s)
+            await _sleep_until(intended_s, clock)
             freed_s = await limit.acquire()
             try:
                 sendable_s = max(intended_s, freed_s)
                 due_s = max(sendable_s, last_sent_s.get(intended_s, intended_s))
-                last_sent_s[intended_s] = time.monotonic()
-                record = await _measure(session, target, request, SendTimes(intended_s, sendable_s, due_s))
+                last_sent_s[intended_s] = clock()
+                record = await _measure(session, target, request, SendTimes(intended_s, sendable_s, due_s), clock)
             finally:
                 limit.release()
             on_end(record)
@@ -132,15 +139,15 @@ async def run_load(
     return [task.result() for task in tasks]
 
 
-async def _sleep_until(moment_s: float) -> None:
-    while (left_s := moment_s - time.monotonic()) > 0:
+async def _sleep_until(moment_s: float, clock: Clock) -> None:
+    while (left_s := moment_s - clock()) > 0:
         await asyncio.sleep(left_s - SPIN_S if left_s > SPIN_S else 0)
 
 
-async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: LoadRequest, times: SendTimes) -> LoadRecord:
-    trace = _Trace()
+async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: LoadRequest, times: SendTimes, clock: Clock) -> LoadRecord:
+    trace = _Trace(clock)
     error: str | None = None
-    left_s = target.timeout_s - (time.monotonic() - times.intended_s)
+    left_s = target.timeout_s - (clock() - times.intended_s)
     try:
         if left_s <= 0:  # it waited for a place until its time was over, and is not sent any more
             raise TimeoutError
@@ -160,7 +167,7 @@ async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: 
         due_s=times.due_s,
         sent_s=trace.sent_s,
         chunk_s=tuple(trace.chunk_s),
-        end_s=time.monotonic(),
+        end_s=clock(),
         prompt_tokens=trace.usage.get("prompt_tokens", len(request.prompt_ids)),
         cached_tokens=trace.usage.get("cached_tokens", 0),
         output_tokens=trace.usage.get("completion_tokens", len(trace.chunk_s)),
@@ -181,7 +188,7 @@ async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: L
         "stream_options": {"include_usage": True},
         **target.sampling,
     }
-    trace.sent_s = time.monotonic()
+    trace.sent_s = trace.clock()
     async with session.post(f"{target.url.rstrip('/')}/v1/completions", json=body) as response:
         trace.status = response.status
         if response.status != 200:
@@ -206,7 +213,7 @@ def _add_chunk(chunk: object, trace: _Trace) -> str | None:
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise ValueError("the choices of a chunk are not a list of objects")
     if any(choice.get("text") for choice in choices):
-        trace.chunk_s.append(time.monotonic())
+        trace.chunk_s.append(trace.clock())
     usage = chunk.get("usage")
     if isinstance(usage, dict):
         trace.usage = {name: value for name, value in usage.items() if isinstance(value, int)}

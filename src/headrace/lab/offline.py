@@ -7,7 +7,7 @@ include planning, computing, sampling and committing; they exclude tokenizing, t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
@@ -109,11 +109,17 @@ class OfflineRun:
 
 
 def run_offline(
-    engine: Engine, collector: Collector, requests: Sequence[LoadRequest], arrivals_s: Sequence[float] | None = None
+    engine: Engine,
+    collector: Collector,
+    requests: Sequence[LoadRequest],
+    arrivals_s: Sequence[float] | None = None,
+    *,
+    wait: Callable[[float], object] = time.sleep,
 ) -> OfflineRun:
     """Run all requests to their ends on this thread; greedy, end tokens ignored.
 
     arrivals_s  seconds after the start, ascending; None: all at the start
+    wait        lets so many seconds of the collector's clock pass
     """
     offsets = [0.0] * len(requests) if arrivals_s is None else list(arrivals_s)
     collector.begin(len(requests))
@@ -134,7 +140,7 @@ def run_offline(
         counted = snapshot.counters
         peak = max(peak, snapshot.num_running)
         if not busy and len(sent) < len(requests):
-            time.sleep(max(0.0, began_s + offsets[len(sent)] - collector.clock()))
+            wait(max(0.0, began_s + offsets[len(sent)] - collector.clock()))
         elif not busy and collector.num_ended < len(sent):
             raise RuntimeError(f"the engine rests with {len(sent) - collector.num_ended} requests unfinished")
     ended_s = collector.clock()
