@@ -1,0 +1,93 @@
+"""The benchmark tables of `make bench`, each run once on a fake model; and the page made from made-up rounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import harness
+from bench.harness import Machine, run_table
+from bench.report import newest_results, write_page
+from bench.run import TABLES
+from headrace.engine.config import EngineConfig
+from headrace.lab.fake_runner import FakeOptions, fake_engine
+from headrace.lab.offline import Collector
+
+BASE = EngineConfig(model="/models/fake", max_num_batched_tokens=512)
+
+
+def fake_machine(config: EngineConfig) -> Machine:
+    options = FakeOptions(
+        vocab_size=3000,
+        max_model_len=1024,
+        block_size=config.block_size,
+        num_blocks=config.num_kv_blocks or 4097,
+        verify=False,
+        token_seconds=1e-6,
+    )
+    collector = Collector()
+    return Machine(fake_engine(collector, options, config.checked()), collector)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_measures_what_it_names(name: str) -> None:
+    table = TABLES[name](BASE)
+    assert len(table.variants) == 2
+    results = {variant: dict(table.run(fake_machine(config), 0)) for variant, config in table.variants.items()}
+    for values in results.values():
+        assert list(values) == [measure.name for measure in table.measures]
+    base, other = results.values()
+    match name:
+        case "continuous-batching":
+            assert other["steps"] < base["steps"]
+        case "paged-memory":
+            assert base["most at once"] == 4
+            assert other["most at once"] > 12
+        case "chunked-prefill":
+            assert other["worst gap of a stream"] > 0
+        case "prefix-cache":
+            assert base["prompt tokens found"] == 0
+            assert other["prompt tokens found"] > 0.8
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_variants_differ_by_one_switch(name: str) -> None:
+    first, second = TABLES[name](BASE).variants.values()
+    differing = {field for field in EngineConfig.__dataclass_fields__ if getattr(first, field) != getattr(second, field)}
+    assert differing in (
+        {"batching"},
+        {"block_size", "num_kv_blocks"},  # the same pool in other pieces
+        {"enable_chunked_prefill"},
+        {"enable_prefix_caching"},
+    )
+    if "block_size" in differing:
+        assert first.num_kv_blocks is not None
+        assert second.num_kv_blocks is not None
+        assert (first.num_kv_blocks - 1) * first.block_size == (second.num_kv_blocks - 1) * second.block_size
+
+
+def test_rounds_are_interleaved_and_kept_and_become_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "build", fake_machine)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "bandwidth_script", lambda: None)
+    said: list[str] = []
+    file = run_table(TABLES["continuous-batching"](BASE), rounds=3, say=said.append)
+    data = json.loads(file.read_text())
+    assert [next(iter(entry["values"])) for entry in data["rounds"]] == ["static", "continuous", "static"]
+    assert len(said) == 3
+    assert data["rounds"][0]["environment"]["load_average"]
+
+    old = tmp_path / "continuous-batching-20200101T000000Z.json"
+    old.write_text("{}")
+    assert newest_results(tmp_path) == [file]
+    page = tmp_path / "page.md"
+    write_page([file], page)
+    text = page.read_text()
+    assert "## Continuous batching" in text
+    assert "| static |" in text
+    assert "| continuous / static |" in text
+    assert "3 rounds" in text
+    assert file.name in text
+    assert text.isascii()
