@@ -12,20 +12,21 @@ from gateway_kit import TestBench
 
 from headrace.gateway.stores.store import StoreFailed
 
+READS = frozenset({"get", "find", "state", "key", "tenant"})
+
 
 class ScriptedStore:
     """
-    inner    the store that works
-    takes_s  seconds that each call takes
-    hangs    calls wait until it does no more
-    failure  why calls fail; "": they do not
+    inner      the store that works
+    takes_s    seconds that each call takes
+    failure, write_failure  why calls fail, and those that change something; "": they do not
     num_calls  by the method's name
     """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.takes_s = 0.0
-        self.failure = ""
+        self.failure = self.write_failure = ""
         self.num_calls: dict[str, int] = {}
         self._goes = asyncio.Event()
         self._goes.set()
@@ -36,7 +37,7 @@ class ScriptedStore:
     def go_on(self) -> None:
         """It works again, also after a failure."""
         self._goes.set()
-        self.failure = ""
+        self.failure = self.write_failure = ""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.inner, name)
@@ -49,8 +50,8 @@ class ScriptedStore:
             if self.takes_s:
                 await asyncio.sleep(self.takes_s)
             await self._goes.wait()
-            if self.failure:
-                raise StoreFailed(self.failure)
+            if failure := self.failure or (name not in READS and self.write_failure):
+                raise StoreFailed(failure)
             return await method(*args, **kwargs)
 
         return call

@@ -11,6 +11,8 @@ from gateway_kit import TestBench, chat_body, events_of, eventually, open_bench
 
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 PATH = "/v1/chat/completions"
 FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}}
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "a caf\u00e9"}}\n</tool_call>'

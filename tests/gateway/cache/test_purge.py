@@ -21,6 +21,8 @@ from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.socket
+
 KEYS = [{"key": f"key-of-{name}", "tenant": name} for name in ("one", "two")]
 PATH = "/v1/chat/completions"
 

@@ -11,12 +11,14 @@ from typing import Any
 import httpx2
 import pytest
 from gateway_kit import TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, serving
-from redis_kit import RedisServer
+from scripted_store import script_replays
 
 from headrace.core.errors import Unavailable
-from headrace.gateway.cache.replays import KeyClaim, Replays
-from headrace.gateway.stores.store import Store
+from headrace.gateway.cache.replays import LEASE_S
+from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.text.folder import TextModel
+
+pytestmark = pytest.mark.loop
 
 PATH = "/v1/chat/completions"
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 8}
@@ -90,6 +92,7 @@ async def test_a_key_is_its_tenants_own(text: TextModel) -> None:
         assert [is_replay(answer) for answer in answers] == [False, False, True]
 
 
+@pytest.mark.socket
 async def test_while_the_first_runs_a_retry_is_told_when_to_come_again(text: TextModel, tmp_path: Path, store_url: str) -> None:
     async with two(text, tmp_path, store_url) as (first, second):
         first.replica.go.clear()
@@ -105,6 +108,7 @@ async def test_while_the_first_runs_a_retry_is_told_when_to_come_again(text: Tex
         assert not second.replica.requests
 
 
+@pytest.mark.socket
 async def test_of_many_first_requests_at_two_gateways_one_is_computed(text: TextModel, tmp_path: Path, store_url: str) -> None:
     async with two(text, tmp_path, store_url) as benches:
         for bench in benches:
@@ -150,35 +154,20 @@ async def test_an_answer_is_finished_without_its_client_and_waits_for_the_retry(
             assert answer.json()["usage"]["completion_tokens"] == 8
 
 
-async def test_a_gateway_that_died_keeps_its_keys_for_a_lease(
-    text: TextModel, tmp_path: Path, store_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def set_lease(seconds: float) -> None:
-        monkeypatch.setattr("headrace.gateway.cache.replays.LEASE_S", seconds)
-
-    num_renewed, renewed = 0, Replays._renewed
-
-    async def count_renewed(replays: Replays, store: Store, claim: KeyClaim) -> None:
-        nonlocal num_renewed
-        await renewed(replays, store, claim)
-        num_renewed += 1
-
-    monkeypatch.setattr(Replays, "_renewed", count_renewed)
-    set_lease(60.0)  # a claim outlives every pause of a busy machine between two renewals
-    monkeypatch.setattr("headrace.gateway.cache.replays.RENEW_S", 0.05)
-    async with two(text, tmp_path, store_url) as (first, second):
+async def test_a_gateway_that_died_keeps_its_keys_for_a_lease(text: TextModel, tmp_path: Path) -> None:
+    async with two(text, tmp_path) as (first, second):
         first.replica.go.clear()
         running = asyncio.create_task(ask(first, "a"))
-        await eventually(lambda: bool(first.replica.requests))
-        await eventually(lambda: num_renewed >= 3)  # a living gateway renews its claim, again and again
-        assert (await ask(second, "a")).status_code == 409
+        await asyncio.sleep(3 * LEASE_S)
+        assert (await ask(second, "a")).status_code == 409, "a living gateway renews its claim, again and again"
         replays = first.gateway.service.replays
         (claim,) = replays.claims
         assert claim.renewing is not None
+        await replays._renewed(replays._store.store, claim)
         claim.renewing.cancel()  # what its death does
-        set_lease(0.4)
-        await replays._renewed(replays._store.store, claim)  # the last renewal: the claim ends with its lease, not with an earlier one
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(LEASE_S - 0.001)
+        assert (await ask(second, "a")).status_code == 409
+        await asyncio.sleep(0.001)
         taken = await ask(second, "a")
         assert not is_replay(taken)
         await eventually(lambda: not second.gateway.service.replays.num_open)
@@ -231,21 +220,23 @@ async def test_a_cached_answer_is_kept_under_the_key_too(text: TextModel) -> Non
         assert first.json()["choices"] == replay.json()["choices"]
 
 
-async def test_without_the_store_a_request_with_a_key_is_refused_retryably(text: TextModel, redis_server: RedisServer) -> None:
-    async with open_bench(text, store={"url": redis_server.url}) as bench:
-        assert (await ask(bench, "a")).status_code == 200
-        redis_server.stop()
-        refused = await ask(bench, "b")
-        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
-        assert (await bench.chat()).status_code == 200, "without a key it is answered"
-        redis_server.start()
-
-        async def heals() -> bool:
-            return (await ask(bench, "b")).status_code == 200
-
-        async with asyncio.timeout(10):
-            while not await heals():
-                await asyncio.sleep(0.1)
+@pytest.mark.parametrize("trouble", ["fails", "hangs"])
+async def test_without_the_store_a_request_with_a_key_is_refused_retryably(one: TestBench, trouble: str) -> None:
+    store, loop = script_replays(one), asyncio.get_running_loop()
+    assert (await ask(one, "a")).status_code == 200
+    await eventually(lambda: not one.gateway.service.replays.num_open)
+    if trouble == "fails":
+        store.failure = "down"
+    else:
+        store.hang()
+    began = loop.time()
+    refused = await ask(one, "b")
+    assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+    assert loop.time() - began == pytest.approx(0.0 if trouble == "fails" else REQUEST_WAIT_S)
+    assert (await one.chat()).status_code == 200, "without a key it is answered"
+    store.go_on()
+    assert (await ask(one, "b")).status_code == 200
+    await eventually(lambda: not one.gateway.service.replays.num_open)
 
 
 async def test_a_replay_and_a_hit_take_nothing_of_the_tenants_limits(text: TextModel) -> None:

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import httpx2
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, events_of, eventually, metric, open_bench
-from lateness import machine_lateness
-from redis_kit import RedisServer
+from scripted_store import script_answers
+from virtual_time import VirtualTimeLoop
 
 from headrace.core.errors import Unavailable
 from headrace.gateway.access.principal import ANONYMOUS, KeyLimits, Principal
-from headrace.gateway.control.models import Sources
-from headrace.gateway.stores.guard import MAX_UNANSWERED, REQUEST_WAIT_S
+from headrace.gateway.stores.guard import MAX_UNANSWERED, REQUEST_WAIT_S, RETRY_S
 from headrace.observe.request_log import RequestLogRecord
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 ON: dict[str, Any] = {"cache": {"enabled": True}}
-COMPUTED_S = 0.5
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
-
-
-class ManualTime:
-    now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
 async def cached(text: TextModel) -> AsyncIterator[TestBench]:
-    async with open_bench(text, sources=Sources(unix_time=ManualTime()), **ON) as bench:
+    async with open_bench(text, **ON) as bench:
         yield bench
         bench.gateway.service.answer_cache.flights.check()
 
@@ -220,31 +212,31 @@ async def test_models_that_are_not_named_are_not_cached(text: TextModel) -> None
 
 
 async def test_an_answer_is_there_for_its_time(text: TextModel) -> None:
-    time = ManualTime()
-    async with open_bench(text, cache={"enabled": True, "ttl_s": 60}, sources=Sources(unix_time=time)) as bench:
+    async with open_bench(text, cache={"enabled": True, "ttl_s": 60}) as bench:
         await bench.chat(**GREEDY)
         await written(bench)
-        time.now += 59
+        await asyncio.sleep(59)
         kept = await bench.chat(**GREEDY)
         assert (result(kept), kept.headers["age"]) == ("hit", "59")
         assert result(await bench.chat(**GREEDY, cache={"s-maxage": 30, "no-store": True})) == "miss"
-        time.now += 2
+        await asyncio.sleep(2)
         assert result(await bench.chat(**GREEDY, cache={"ttl": 10})) == "miss"
         await written(bench)
-        time.now += 11
+        await asyncio.sleep(11)
         assert result(await bench.chat(**GREEDY)) == "miss"
 
 
 @pytest.mark.parametrize("jump_s", [3600.0, 31_536_000.0])
 async def test_a_jump_of_the_clock_gives_no_negative_age(text: TextModel, jump_s: float) -> None:
-    time = ManualTime()
-    async with open_bench(text, **ON, sources=Sources(unix_time=time)) as bench:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    async with open_bench(text, **ON) as bench:
         await bench.chat(**GREEDY)
         await written(bench)
-        time.now -= jump_s
+        loop.change_unix_time(-jump_s)
         again = await bench.chat(**GREEDY)
         assert (result(again), again.headers["age"]) == ("hit", "0")
-        time.now += 2 * jump_s
+        loop.change_unix_time(2 * jump_s)
         assert result(await bench.chat(**GREEDY)) == "miss"
 
 
@@ -313,47 +305,31 @@ async def test_a_hit_says_so_in_the_request_log_and_counts_no_engine(cached: Tes
     assert (record.cache_tier, record.replica, record.completion_tokens, record.model) == ("response", None, 8, MODEL)
 
 
-@pytest.mark.parametrize("trouble", ["stopped", "hangs", "READONLY", "OOM"])
-async def test_a_store_that_fails_costs_the_cache_and_no_answer(
-    text: TextModel, redis_server: RedisServer, trouble: str, use_shipped_patience: Callable[[], None]
-) -> None:
-    can_read = trouble in ("READONLY", "OOM")
-    async with open_bench(text, store={"url": redis_server.url}, **ON) as bench:
-        client = bench.gateway.service.answer_cache._store.store._client  # type: ignore[attr-defined]
-        kept = {"temperature": 0, "max_tokens": 4}
-        async with asyncio.timeout(20):
-            while result(await bench.chat(**kept)) != "hit":
-                await asyncio.sleep(0.05)
-        if not can_read:  # a store that answers is not to be taken for one that fails, however busy the machine is
-            use_shipped_patience()
-        if trouble == "stopped":
-            redis_server.stop()
-        elif trouble == "hangs":
-            redis_server.hang()
-        elif trouble == "READONLY":
-            await client.replicaof("127.0.0.1", "1")
-        else:
-            await client.config_set("maxmemory", "1")
-        with machine_lateness() as lateness:
-            began = time.monotonic()
-            for number in range(6):
-                answer = await bench.chat(**GREEDY, messages=[{"role": "user", "content": f"question {number}"}])
-                assert result(answer) == "miss", "it is computed"
-            took_s = time.monotonic() - began
-        assert took_s < MAX_UNANSWERED * REQUEST_WAIT_S + 6 * 0.5 + lateness.late_s, (
-            "after three waits nothing is asked; 0.5 s each to compute"
-        )
-        assert result(await bench.chat(**kept)) == ("hit" if can_read else "miss")
-        if not can_read:
-            assert metric(bench.gateway, "headrace_cache_lookup_failures_total") >= MAX_UNANSWERED
-        if trouble == "stopped":
-            redis_server.start()
-        elif trouble == "hangs":
-            redis_server.go_on()
-        elif trouble == "READONLY":
-            await client.replicaof("NO", "ONE")
-        else:
-            await client.config_set("maxmemory", "0")
-        async with asyncio.timeout(20):
-            while result(await bench.chat(**GREEDY, messages=[{"role": "user", "content": "after it"}])) != "hit":
-                await asyncio.sleep(0.05)
+@pytest.mark.parametrize("trouble", ["fails", "hangs", "takes no writes"])
+async def test_a_store_that_fails_costs_the_cache_and_no_answer(cached: TestBench, trouble: str) -> None:
+    store, loop = script_answers(cached), asyncio.get_running_loop()
+    kept = {"temperature": 0, "max_tokens": 4}
+    await cached.chat(**kept)
+    await written(cached)
+    if trouble == "fails":
+        store.failure = "down"
+    elif trouble == "hangs":
+        store.hang()
+    else:
+        store.write_failure = "READONLY"
+    can_read = trouble == "takes no writes"
+    began = loop.time()
+    for number in range(6):
+        answer = await cached.chat(**GREEDY, messages=[{"role": "user", "content": f"question {number}"}])
+        assert result(answer) == "miss", "it is computed"
+    waited_s = MAX_UNANSWERED * REQUEST_WAIT_S if trouble == "hangs" else 0.0
+    assert loop.time() - began == pytest.approx(waited_s), "after three waits nothing is asked"
+    assert result(await cached.chat(**kept)) == ("hit" if can_read else "miss")
+    if not can_read:
+        assert metric(cached.gateway, "headrace_cache_lookup_failures_total") >= MAX_UNANSWERED
+    store.go_on()
+    await asyncio.sleep(RETRY_S)
+    found = [result(await cached.chat(**GREEDY, messages=[{"role": "user", "content": "after it"}])) for _ in range(2)]
+    assert found == ["miss", "hit"]
+    assert result(await cached.chat(**GREEDY, messages=[{"role": "user", "content": "question 0"}])) == "hit", "it was written later"
+    await written(cached)
