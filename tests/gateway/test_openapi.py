@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import api_tables
@@ -17,8 +14,9 @@ from gateway_kit import TestBench
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.field_table import TABLE
 from headrace.gateway.surfaces.routes import ENDPOINTS
+from tools import vendor_web
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.loop
 
 
 async def document(bench: TestBench) -> dict[str, Any]:
@@ -46,6 +44,7 @@ async def test_answers_are_of_the_media_type_that_is_described(bench: TestBench)
             assert response.headers["content-type"].startswith(endpoint.media_type), endpoint.path
 
 
+@pytest.mark.pure
 def test_documentation_is_this_table() -> None:
     assert api_tables.shown(api_tables.PATHS) == api_tables.paths_table(), "run python -m tests.support.api_tables"
 
@@ -82,8 +81,8 @@ async def test_only_listed_files_are_served(bench: TestBench, name: str) -> None
     assert (await bench.client.get(f"/docs/{name}")).status_code == 404
 
 
+@pytest.mark.pure
 def test_vendored_files_are_unchanged_and_licensed() -> None:
-    check = subprocess.run([sys.executable, str(ROOT / "tools" / "vendor_web.py"), "--check"], capture_output=True, text=True, check=False)
-    assert check.returncode == 0, check.stderr
+    assert vendor_web.check() == []
     static = files("headrace.gateway").joinpath("static")
     assert "Apache License" in static.joinpath("swagger-ui.LICENSE").read_text()

@@ -1,5 +1,5 @@
 """A thousand streams at once through one gateway process and a paced fake engine on the real wire, and the largest bodies that one request
-may bring. Slow; prints what it measured."""
+may bring. Prints what it measured."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
+from figures import Figure
 from gateway_kit import MODEL, TestBench, chat_body, post
 from gateway_processes import Site, site
 from wire_kit import socket_dir
 
-pytestmark = pytest.mark.usefixtures("frozen_heap")
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("frozen_heap")]
 
 NUM_STREAMS = 1000
 NUM_TOKENS = 30
@@ -105,28 +106,24 @@ LARGE = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LARGE)
-async def test_no_single_body_holds_the_event_loop(bench: TestBench, name: str) -> None:
-    """The target is 50 ms on a quiet machine; the assertion leaves room for a busy one."""
-    body = LARGE[name].encode()
+@pytest.mark.loop
+@pytest.mark.timing
+async def test_no_single_body_holds_the_event_loop(bench: TestBench, figure: Figure) -> None:
+    """The target is 50 ms on a quiet machine, where text workers parse what is large; here they are on the loop."""
+    slices = {name: await longest_turn_s(bench, body.encode()) for name, body in LARGE.items()}
+    name = max(slices, key=slices.__getitem__)
+    figure(f"longest turn of the event loop, of {name}", slices[name], 0.17, "s of CPU")
+
+
+async def longest_turn_s(bench: TestBench, body: bytes) -> float:
+    """CPU seconds of the longest turn of the event loop while a body is refused."""
     assert len(body) <= MEGABYTE
     path = "/v1/completions" if b'"prompt"' in body else "/v1/chat/completions"
-    worst, is_over = 0.0, False
-
-    async def watch() -> None:
-        nonlocal worst
-        while not is_over:
-            due = time.monotonic() + 0.002
-            await asyncio.sleep(0.002)
-            worst = max(worst, time.monotonic() - due)
-
-    watching = asyncio.create_task(watch())
-    await asyncio.sleep(0.05)
-    worst = 0.0
-    response = await bench.client.post(path, content=body, headers={"content-type": "application/json"})
-    is_over = True
-    await watching
-    print(f"\n{name}: {len(body)} bytes, {response.status_code}, worst lag {1000 * worst:.0f} ms")
-    assert response.status_code in (400, 413)
-    assert worst < 0.5
+    asking = asyncio.create_task(bench.client.post(path, content=body, headers={"content-type": "application/json"}))
+    longest, began = 0.0, time.thread_time()
+    while not asking.done():
+        await asyncio.sleep(0)
+        now = time.thread_time()
+        longest, began = max(longest, now - began), now
+    assert (await asking).status_code in (400, 413)
+    return longest
