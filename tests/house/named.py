@@ -8,8 +8,8 @@ of docstrings and comments, as a name or as a part of a string, or in the wire's
 from __future__ import annotations
 
 import ast
+import os
 import re
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,15 +24,17 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(?=$|\()")
 WORD = re.compile(r"[A-Za-z_]\w*")
 PACKAGES = tuple(folder.name for folder in SOURCE.iterdir() if folder.is_dir())
 FOLDERS = ("src", "bench", "tests", "tools")
-SELF = "tests/house/test_names.py"
+EXAMPLES = "tests/tools/test_house_gates.py"
 """Names stand there as examples of what is gone."""
+NOT_OURS = {"__pycache__", "build", "dist", "node_modules", "var"}
+"""Folders that hold no source, beside those whose names begin with a point."""
 
 
 @dataclass(slots=True)
 class Code:
     """What the code has.
 
-    files     tracked paths, from the repository's root
+    files     paths from the repository's root
     modules   dotted suffixes of every module: "headrace.gateway.app", "gateway.app", "app" -> the names that these modules define
     classes   class -> `attributes_of` all classes of this name
     options   attributes of the classes in modules named config: `gateway.limits.max_body_bytes` is a place in the configuration file
@@ -98,14 +100,20 @@ def words_of(nodes: list[ast.AST]) -> set[str]:
     return {word for text in texts for word in WORD.findall(text)}
 
 
+def _paths() -> Iterator[str]:
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = sorted(name for name in folders if name[0] != "." and name not in NOT_OURS and not name.endswith(".egg-info"))
+        yield from (os.path.relpath(os.path.join(folder, name), ROOT) for name in sorted(names))
+
+
 @cache
 def read_code() -> Code:
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
+    listed = [*_paths()]
     code = Code(files=tuple(listed))
     for name in listed:
         if name.endswith(".proto"):
             code.words.update(WORD.findall((ROOT / name).read_text(encoding="utf-8")))
-        if not name.endswith(".py") or not name.startswith(FOLDERS) or name.endswith(SELF) or not (ROOT / name).is_file():
+        if not name.endswith(".py") or not name.startswith(FOLDERS) or name == EXAMPLES:
             continue
         tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
         nodes = nodes_of(tree)

@@ -7,9 +7,13 @@ import builtins
 import importlib
 import re
 
+import pytest
+
 import headrace.core.errors as errors
 from headrace.gateway.http.errors import INTERNAL, TABLE
 from tests.house.reader import Module
+
+pytestmark = pytest.mark.pure
 
 LINE = re.compile(r"^    (?P<depth>(?:[|`] ?[ -] ?|   )*)(?P<name>[A-Z]\w+) {2,}\S.*?(?: -> (?P<status>\d+))?$")
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.house.reader import Module
 
+pytestmark = pytest.mark.pure
+
 MODULES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"})
 BUILTINS = frozenset({"eval", "exec", "compile", "__import__"})
 METHODS = frozenset(
@@ -45,27 +47,3 @@ def _forbidden_call(node: ast.Call) -> Iterator[tuple[int, str]]:
 def test_source_never_turns_data_into_code(house: dict[str, Module]) -> None:
     found = [f"{module.shown_path}:{line} {what}" for module in house.values() for line, what in find_forbidden(module.tree)]
     assert not found, "\n" + "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import pickle",
-        "def f():\n    from dill import loads",
-        "import torch\ntorch.load('x')",
-        "from torch import load",
-        "eval('1')",
-        "exec(text)",
-        "import yaml\nyaml.load(text, Loader=yaml.Loader)",
-        "subprocess.run(text, shell=True)",
-        "numpy.load(path, allow_pickle=True)",
-        "AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
-    ],
-)
-def test_gate_catches(text: str) -> None:
-    assert list(find_forbidden(ast.parse(text)))
-
-
-def test_gate_lets_ordinary_names_pass() -> None:
-    text = "model.eval()\nre.compile('x')\nyaml.safe_load(text)\nsafetensors.torch.load_file(path)\nsubprocess.run(['a'])"
-    assert not list(find_forbidden(ast.parse(text)))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+import pytest
+
 from tests.house.options import config_options, flags, listing
 from tests.house.reader import ROOT
+
+pytestmark = pytest.mark.pure
 
 FROZEN = Path(__file__).with_name("options.txt")
 VLLM_FLAGS = """

@@ -14,6 +14,8 @@ from tests.house.named import docstrings
 from tests.house.reader import ROOT, Module
 from tests.house.test_docs import PAGES
 
+pytestmark = pytest.mark.pure
+
 MAX_LINES = 60
 """Lines of one function, its signature and docstring included."""
 
@@ -88,26 +90,3 @@ def test_source_speaks_in_field_words(house: dict[str, Module]) -> None:
 def test_docs_speak_in_field_words(page: Path) -> None:
     broken = list(_matches(page.read_text(encoding="utf-8"), PRIVATE_NAMES, PRIVATE_WORDS, DOCS_WORDS))
     assert not broken, "words that a stranger does not know:\n" + "\n".join(f"{line}: {word!r}" for line, word in broken)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "class Lane: ...",
-        "lane = NOBODY",
-        "self._told_first = 3",
-        "tell_refused()",
-        '"""Those that wait."""',
-        'BUDGET = 8\n"""So many tokens go first."""',
-        'x = 1\n"""Of a step."""',
-        "# freed blocks are in limbo",
-        "# the request that nobody reads",
-    ],
-)
-def test_private_word_is_found(text: str) -> None:
-    assert list(find_private_words(text, ast.parse(text)))
-
-
-def test_field_words_pass() -> None:
-    text = '"""Offsets of a step\'s rows."""\nLANES = 16\n# one SIMD lane per column; a newsletter, a storyteller\n'
-    assert not list(find_private_words(text, ast.parse(text)))

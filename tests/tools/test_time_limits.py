@@ -10,8 +10,13 @@ import pytest
 
 from tests.house.reader import ROOT
 
+pytestmark = pytest.mark.process
+
 HANGING = '''
 import itertools, subprocess, sys, threading
+import pytest
+
+pytestmark = pytest.mark.process
 
 CHILD = """
 import time
@@ -48,8 +53,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
-    options = ["-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "-o", "timeout=5", "-k", test]
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", *options, str(folder)], capture_output=True, text=True, timeout=60)
+    settings = ["-c", str(ROOT / "pyproject.toml"), "-o", f"pythonpath={ROOT} {ROOT / 'tests' / 'support'}", "-o", "timeout=5"]
+    options = ["-p", "no:cacheprovider", "--rootdir", str(folder), *settings, "-k", test]
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", *options, str(folder)], capture_output=True, text=True, timeout=120)
 
 
 def test_a_hanging_test_fails_with_the_stacks_of_its_threads_and_children(folder: Path) -> None:
