@@ -14,6 +14,8 @@ from session_kit import CHAT, assistant, history, prompt_of, roles, turn, user
 from headrace.gateway.sessions.window import SUMMARY_TITLE
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 SYSTEM = {"role": "system", "content": "Be kind."}
 WORDS = "The quick brown fox jumps over the lazy dog. "
 

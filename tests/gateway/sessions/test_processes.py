@@ -18,6 +18,8 @@ from wire_kit import socket_dir
 
 from headrace.gateway.sessions.sessions import LEASE_S
 
+pytestmark = pytest.mark.process
+
 VOCAB = 345
 MAX_MODEL_LEN = 400
 NUM_TURNS = 24

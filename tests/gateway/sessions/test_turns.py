@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from gateway_kit import MAX_MODEL_LEN, eventually, metric, open_bench
-from lateness import machine_lateness
-from redis_kit import RedisServer
+from scripted_store import script_sessions
 from session_kit import CHAT, assistant, benches, history, idle, prompt_of, text_of, turn, user
 
 from headrace.core.finish import FinishReason
-from headrace.gateway.stores.guard import REQUEST_WAIT_S
+from headrace.gateway.sessions.sessions import CLAIM_CHECK_S, CLAIM_WAIT_S, LEASE_S
+from headrace.gateway.stores.guard import MAX_UNANSWERED, REQUEST_WAIT_S, RETRY_S
 from headrace.text.folder import TextModel
+
+pytestmark = pytest.mark.loop
 
 
 @pytest.fixture(params=["file", "redis"])
@@ -26,6 +26,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return {"store": {"url": request.getfixturevalue("redis_url")}}
 
 
+@pytest.mark.socket
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_model_reads_the_earlier_turns_whichever_gateway_has_this_one(
     text: TextModel, store: dict[str, Any], stream: bool
@@ -47,6 +48,7 @@ async def test_the_model_reads_the_earlier_turns_whichever_gateway_has_this_one(
         )
 
 
+@pytest.mark.socket
 async def test_a_session_outlives_its_gateway(text: TextModel, store: dict[str, Any]) -> None:
     for said in ("one", "two"):
         async with open_bench(text, **store) as bench:
@@ -54,6 +56,7 @@ async def test_a_session_outlives_its_gateway(text: TextModel, store: dict[str, 
             assert len(await history(bench, "s")) == (2 if said == "one" else 4)
 
 
+@pytest.mark.socket
 async def test_no_turn_is_lost_where_two_gateways_are_asked_at_once(text: TextModel, store: dict[str, Any]) -> None:
     async with benches(text, store) as opened:
         asked = [turn(opened[number % 2], "s", f"say {number}", max_tokens=2) for number in range(6)]
@@ -63,24 +66,48 @@ async def test_no_turn_is_lost_where_two_gateways_are_asked_at_once(text: TextMo
         assert sorted(kept) == [f"say {number}" for number, answer in enumerate(answers) if answer.status_code == 200]
 
 
-async def test_a_turn_that_waits_too_long_for_another_is_refused(
-    text: TextModel, store: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headrace.gateway.sessions.sessions.CLAIM_WAIT_S", 0.05)
-    async with benches(text, store) as (one, other):
+async def test_a_turn_that_waits_half_a_second_for_another_is_refused(text: TextModel, tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    async with benches(text, {"state": str(tmp_path)}) as (one, other):
         one.replica.go.clear()
         first = asyncio.create_task(turn(one, "s", "slow", max_tokens=2))
         await eventually(lambda: bool(one.replica.requests))
-        for refused in (await turn(other, "s", "fast"), await other.client.delete("/v1/sessions/s")):
+        for asked in (turn(other, "s", "fast"), other.client.delete("/v1/sessions/s")):
+            began = loop.time()
+            refused = await asked
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_conflict")
             assert refused.headers["retry-after"] == "1"
+            assert CLAIM_WAIT_S <= loop.time() - began < CLAIM_WAIT_S + CLAIM_CHECK_S
+        waiting = asyncio.create_task(turn(other, "s", "fast", max_tokens=2))
+        await asyncio.sleep(CLAIM_WAIT_S / 2)
         one.replica.go.set()
         assert (await first).status_code == 200
-        await idle(one)
-        assert (await turn(other, "s", "fast", max_tokens=2)).status_code == 200
+        assert (await waiting).status_code == 200, "one that ends meanwhile is followed"
         assert [m["content"] for m in await history(one, "s") if m["role"] == "user"] == ["slow", "fast"]
 
 
+async def test_the_turn_of_a_gateway_that_died_is_over_after_its_lease(text: TextModel, tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    async with benches(text, {"state": str(tmp_path)}) as (one, other):
+        one.replica.go.clear()
+        began = loop.time()
+        first = asyncio.create_task(turn(one, "s", "first", max_tokens=2))
+        await asyncio.sleep(3 * LEASE_S)
+        assert (await turn(other, "s", "second")).status_code == 409, "a living gateway renews its claim"
+        await asyncio.sleep(began + 4 * LEASE_S - loop.time() + 0.001)  # just renewed
+        store = script_sessions(one)
+        store.hang()  # as a dead one writes nothing
+        await asyncio.sleep(LEASE_S - CLAIM_WAIT_S - 0.1)
+        assert (await turn(other, "s", "second")).status_code == 409
+        await asyncio.sleep(0.1)
+        assert (await turn(other, "s", "second", max_tokens=2)).status_code == 200
+        store.go_on()
+        one.replica.go.set()
+        assert "session_conflict" in (await first).text
+        assert [m["content"] for m in await history(other, "s") if m["role"] == "user"] == ["second"]
+
+
+@pytest.mark.socket
 async def test_an_answer_that_its_client_left_is_not_in_the_session(text: TextModel, store: dict[str, Any]) -> None:
     async with open_bench(text, **store) as bench:
         await turn(bench, "s", "one", max_tokens=2)
@@ -104,15 +131,14 @@ async def test_an_answer_that_failed_is_not_in_the_session(text: TextModel) -> N
         assert (await bench.client.get("/v1/sessions/s")).status_code == 404
 
 
-async def test_two_turns_that_both_hold_the_claim_end_with_one_stored(text: TextModel, redis_server: RedisServer) -> None:
+async def test_two_turns_that_both_hold_the_claim_end_with_one_stored(text: TextModel, tmp_path: Path) -> None:
     """A store that was emptied has lost the claim."""
-    store = {"store": {"url": redis_server.url}}
-    async with benches(text, store) as (one, other):
+    async with benches(text, {"state": str(tmp_path)}) as (one, other):
         for bench in (one, other):
             bench.replica.go.clear()
         first = asyncio.create_task(turn(one, "s", "first", max_tokens=2))
         await eventually(lambda: bool(one.replica.requests))
-        await one.gateway.service.sessions.store.store._client.flushall()  # type: ignore[attr-defined]
+        assert await one.gateway.service.sessions.store.store.purge("default") == 1
         second = asyncio.create_task(turn(other, "s", "second", max_tokens=2, stream=True))
         await eventually(lambda: bool(other.replica.requests))
         one.replica.go.set()
@@ -182,6 +208,7 @@ async def test_a_server_without_sessions_refuses_them_by_name(text: TextModel) -
         assert (await bench.chat(max_tokens=1)).status_code == 200
 
 
+@pytest.mark.socket
 async def test_another_tenants_session_is_like_none(text: TextModel, store: dict[str, Any]) -> None:
     keys = [{"key": "key-of-one", "tenant": "one"}, {"key": "key-of-two", "tenant": "two"}]
     async with open_bench(text, **store, api_keys=keys) as bench:
@@ -207,11 +234,16 @@ async def test_another_tenants_session_is_like_none(text: TextModel, store: dict
         assert (await bench.client.get("/v1/sessions/s", headers=theirs)).status_code == 200
 
 
-async def test_a_session_is_over_after_its_time(text: TextModel, store: dict[str, Any]) -> None:
-    async with open_bench(text, **store, sessions={"ttl_s": 0.2}) as bench:
+async def test_a_session_is_over_after_its_time(text: TextModel) -> None:
+    async with open_bench(text, sessions={"ttl_s": 60}) as bench:
         await turn(bench, "s", "one", max_tokens=2)
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(59)
         await turn(bench, "s", "two", max_tokens=2)
+        assert "one" in prompt_of(bench)
+        await asyncio.sleep(59)
+        assert (await bench.client.get("/v1/sessions/s")).status_code == 200, "the last turn counts"
+        await asyncio.sleep(1)
+        await turn(bench, "s", "three", max_tokens=2)
         assert "one" not in prompt_of(bench)
 
 
@@ -228,65 +260,51 @@ async def test_a_session_that_is_too_long_is_refused_before_it_is_answered(text:
         assert "at most 3 messages with those of the session" in refused.json()["error"]["message"]
 
 
-async def test_a_store_that_is_down_slow_or_read_only_means_503_in_time_and_heals(
-    text: TextModel, redis_server: RedisServer, use_shipped_patience: Callable[[], None]
-) -> None:
+async def test_a_store_that_hangs_fails_or_takes_no_writes_means_503_in_time_and_heals(text: TextModel) -> None:
     loop = asyncio.get_running_loop()
-    async with open_bench(text, store={"url": redis_server.url}) as bench:
+    async with open_bench(text) as bench:
         assert (await turn(bench, "s", "one", max_tokens=2)).status_code == 200
         await idle(bench)
-        use_shipped_patience()
+        store = script_sessions(bench)
 
-        async def timed(session: str, said: str) -> httpx2.Response:
-            with machine_lateness() as lateness:
-                began = loop.time()
-                answer = await turn(bench, session, said, max_tokens=2)
-                took_s = loop.time() - began
-            assert took_s < REQUEST_WAIT_S + 0.5 + lateness.late_s
-            return answer
-
-        async def refused() -> None:
-            answer = await timed("s", "two")
-            assert answer.status_code == 503, answer.text
-            assert answer.headers["retry-after"] == "1"
-            assert (await turn(bench, "none", "x")).status_code == 503
+        async def refused(seconds: float) -> None:
+            began = loop.time()
+            answer = await turn(bench, "s", "two", max_tokens=2)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
+            assert loop.time() - began == pytest.approx(seconds)
             assert (await bench.chat(max_tokens=1)).status_code == 200, "a request without a session is served"
 
-        async def changed(*command: str) -> None:
-            await bench.gateway.service.sessions.store.store._client.execute_command(*command)  # type: ignore[attr-defined]
-
-        redis_server.hang()
-        await refused()
-        redis_server.go_on()
-        await changed("CONFIG", "SET", "maxmemory", "1")
-        full = await timed("full", "x")
-        assert full.status_code in (200, 503), "the store's scripts remove before they write, which Redis may let go on"
-        await changed("CONFIG", "SET", "maxmemory", "0")
-        await changed("REPLICAOF", "127.0.0.1", "1")
-        await refused()
-        await changed("REPLICAOF", "NO", "ONE")
-        redis_server.stop()
-        await refused()
-        assert metric(bench.gateway, "headrace_session_turns_total", outcome="failed") >= 4
-        redis_server.start()
-        async with asyncio.timeout(20):
-            while (await turn(bench, "s", "two", max_tokens=2)).status_code != 200:  # a busy machine may take it for a failure at first
-                await asyncio.sleep(0.1)
+        store.hang()
+        for number in range(MAX_UNANSWERED + 2):
+            await refused(REQUEST_WAIT_S if number < MAX_UNANSWERED else 0.0)
+        store.go_on()
+        await asyncio.sleep(RETRY_S)
+        store.write_failure = "READONLY"
+        await refused(0.0)
+        store.failure = "down"
+        await refused(0.0)
+        assert (await bench.client.get("/v1/sessions/s")).status_code == 503
+        assert metric(bench.gateway, "headrace_session_turns_total", outcome="failed") == MAX_UNANSWERED + 5
+        store.go_on()
+        assert (await turn(bench, "s", "two", max_tokens=2)).status_code == 200
 
 
-async def test_a_turn_that_cannot_be_stored_ends_in_an_error(text: TextModel, redis_server: RedisServer) -> None:
-    async with open_bench(text, store={"url": redis_server.url}) as bench:
+async def test_a_turn_that_cannot_be_stored_ends_in_an_error(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        store = script_sessions(bench)
         for stream in (False, True):
             bench.replica.go.clear()
             asked = asyncio.create_task(turn(bench, "s", "one", max_tokens=2, stream=stream))
             await eventually(lambda: bool(bench.replica.streams))
-            redis_server.stop()
+            store.failure = "down"
             bench.replica.go.set()
             answer = await asked
             assert answer.status_code == (200 if stream else 503)
             assert '"code":"unavailable"' in answer.text
             assert "[DONE]" not in answer.text
-            redis_server.start()
+            store.go_on()
+            await idle(bench)
+        assert (await bench.client.get("/v1/sessions/s")).status_code == 404
 
 
 async def test_what_a_stream_that_is_continued_adds_is_one_turn(text: TextModel) -> None:

@@ -11,8 +11,11 @@ from gateway_kit import TestBench, chat_body, dial, eventually, open_bench, post
 from session_kit import CHAT, history, idle, prompt_of, turn, user
 
 from headrace.core.errors import Unavailable
+from headrace.gateway.cache.replays import LEASE_S
 from headrace.gateway.sessions.names import SessionKey
 from headrace.text.folder import TextModel
+
+pytestmark = pytest.mark.loop
 
 LAST: dict[str, Any] = {"max_tokens": 3}
 
@@ -94,14 +97,13 @@ async def test_an_answer_whose_turn_could_not_be_stored_is_computed_again(text: 
 
 async def test_a_retry_whose_first_answer_was_lost_is_the_same_turn(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway that dies behind the turn's storing and before the answer's, or whose store of answers fails."""
-    monkeypatch.setattr("headrace.gateway.cache.replays.LEASE_S", 0.2)
     async with open_bench(text) as bench:
         await keyed(bench, "zero", "z")
         replays = bench.gateway.service.replays
         with monkeypatch.context() as lost:
             lost.setattr(replays, "_replace", lambda *_: asyncio.sleep(0))
             assert not is_replay(await keyed(bench, "one", "a"))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(LEASE_S)
         assert await asked(bench) == ["zero", "one"]
         assert not is_replay(await keyed(bench, "one", "a"))
         assert prompt_of(bench).count("one") == 1

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.gateway.sessions.history import History, StoredSession, entry_of, messages_json, packed, stored_in, unpacked
 from headrace.gateway.sessions.window import SUMMARY_TITLE, last_turns, most_that_fit, prompt_messages, transcript, turn_starts
+
+pytestmark = pytest.mark.pure
 
 ROLES = st.sampled_from(["system", "user", "assistant", "tool"])
 HISTORIES = st.lists(ROLES, max_size=20).map(lambda roles: History([{"role": role, "content": str(n)} for n, role in enumerate(roles)]))
