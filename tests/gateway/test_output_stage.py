@@ -20,6 +20,8 @@ from headrace.gateway.upstream.output_stage import OutputParsing, OutputStage
 from headrace.text.folder import TextModel, load_text
 from headrace.text.output.formats import REASONING_FORMATS, TOOL_FORMATS
 
+pytestmark = pytest.mark.loop
+
 FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}}
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "data: [DONE]\\r\\n\\r\\n</script>"}}\n</tool_call>'
 ARGUMENTS = '{"q": "data: [DONE]\\r\\n\\r\\n</script>"}'
@@ -190,6 +192,7 @@ async def test_markers_that_are_special_tokens_reach_the_parser_alone(tmp_path: 
     assert plain["content"] == 'Hm. [{"name": "find", "arguments": {}}]'
 
 
+@pytest.mark.pure
 def test_reasoning_tokens_are_those_that_begin_inside(text: TextModel) -> None:
     """Random texts in random frames, against the definition: tokens whose first character is reasoning."""
     rng = random.Random(5)
@@ -219,6 +222,7 @@ def counted(parsing: OutputParsing, text: TextModel, ids: Sequence[int], rng: ra
     return stage.num_reasoning_tokens
 
 
+@pytest.mark.pure
 def test_a_stage_that_can_find_nothing_more_is_passed(text: TextModel) -> None:
     parsing = OutputParsing(tools=TOOL_FORMATS["pythonic"], reasoning=REASONING_FORMATS["qwen3"], functions=[FunctionTool(name="f")])
     stage = OutputStage(parsing, text.tokenizer, frozenset(), "")
@@ -227,6 +231,7 @@ def test_a_stage_that_can_find_nothing_more_is_passed(text: TextModel) -> None:
         assert stage.is_passed is is_passed
 
 
+@pytest.mark.pure
 def test_ids_of_calls_depend_on_the_sequence_alone(text: TextModel) -> None:
     def ids(key: str) -> list[str | None]:
         stage = OutputStage(OutputParsing(tools=TOOL_FORMATS["hermes"]), text.tokenizer, frozenset(), key)

@@ -11,6 +11,8 @@ from headrace.gateway.paths import MAX_LOGGED_PATH, find_path, logged_path
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("row", ENDPOINTS, ids=lambda row: f"{row.method} {row.path}")
 def test_every_row_of_the_table_is_found(row: Endpoint[Handler]) -> None:

@@ -12,7 +12,10 @@ from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, SeenLoad
 from headrace.wire.service import HEARTBEAT_S, SILENT_AFTER_S
 
+pytestmark = pytest.mark.loop
 
+
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("state", "seen", "now", "reason"),
     [
@@ -37,6 +40,7 @@ def test_verdict(state: ConnectionState, seen: SeenLoad | None, now: float, reas
     assert verdict(state, seen, now) == reason
 
 
+@pytest.mark.pure
 def test_silence_is_noticed_within_a_second() -> None:
     """A process that stops just after a heartbeat is noticed when `SILENT_AFTER_S` have passed."""
     assert HEARTBEAT_S < SILENT_AFTER_S < 1.0

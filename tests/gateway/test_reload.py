@@ -514,6 +514,7 @@ async def test_prices_and_the_bounds_of_queues_hold_for_later_requests(bench: Te
 # -- what is refused ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pure
 def test_every_option_changes_or_takes_a_restart() -> None:
     nested: dict[str, type] = {"limits": Limits, "timeouts": Timeouts, "cache": CacheConfig, "idempotency": IdempotencyConfig}
     every = [name for name in option_names(GatewayConfig) if name not in nested]

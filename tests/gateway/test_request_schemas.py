@@ -26,6 +26,8 @@ from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.policy.limits.tier import Tier
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 LIMITS = Limits(max_messages=20, max_prompts=7)
 """Not the defaults: the schemas are of this server."""
 
@@ -242,6 +244,7 @@ def agreeing_format(made: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("surface", Surface)
 def test_what_the_schema_allows_is_taken(surface: Surface) -> None:
     schema = schemas()[NAMES[surface]]
@@ -267,6 +270,7 @@ def take(body: dict[str, Any], surface: Surface) -> None:
     SamplingParams(**ask.sampling).checked()
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("surface", Surface)
 def test_what_is_just_within_a_bound_is_taken(surface: Surface) -> None:
     schema = schemas()[NAMES[surface]]

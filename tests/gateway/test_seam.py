@@ -19,6 +19,8 @@ from headrace.gateway.upstream.seam import Prepared
 from headrace.text.folder import TextModel
 from headrace.wire.client import SeenLoad
 
+pytestmark = pytest.mark.loop
+
 
 async def prepared(bench: TestBench, prompt: Conversation | PlainPrompts, salt: bytes = b"s", **sampling: Any) -> Prepared:
     request = GenerationRequest(request_id=RequestId("r"), prompt=prompt, sampling=sampling)

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from gateway_kit import MODEL, TestBench, events_of, open_bench, serving
+from gateway_kit import MODEL, TestBench, events_of, eventually, open_bench, serving
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.finish import FinishReason
@@ -19,6 +19,8 @@ from headrace.core.update import SequenceUpdate
 from headrace.gateway.surfaces.body import MAX_INLINE_BYTES
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
+
+pytestmark = pytest.mark.loop
 
 SCHEMA = {
     "type": "object",
@@ -288,8 +290,7 @@ async def test_the_memory_of_a_grammar_is_counted(text: TextModel) -> None:
         held = []
         for regex in ("a", "a" * 10_000):
             task = asyncio.create_task(bench.chat(regex=regex))
-            while not bench.replica.requests:
-                await asyncio.sleep(0.001)
+            await eventually(lambda: bool(bench.replica.requests))
             held.append(bench.gateway.service.memory.prompts.held)
             bench.replica.go.set()
             assert (await task).status_code == 200

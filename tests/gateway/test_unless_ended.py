@@ -14,6 +14,8 @@ from headrace.gateway.http.errors import ClientLeft
 from headrace.gateway.http.exchange import Exchange
 from headrace.observe.request_log import RequestLogRecord
 
+pytestmark = pytest.mark.loop
+
 
 class Work:
     """Sleeps; says how far it came."""
