@@ -17,6 +17,8 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.config import config_from
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 SMALL = "cub"
 
 
@@ -201,11 +203,13 @@ async def test_a_request_that_its_engine_refuses_says_so_whatever_was_decided_be
 
 
 @pytest.mark.parametrize("smaller", [MODEL, "nowhere"])
+@pytest.mark.pure
 def test_a_smaller_model_is_another_one_that_is_served(smaller: str) -> None:
     with pytest.raises(ConfigError, match="another model"):
         config_from({"models": two_models(smaller=smaller)})
 
 
+@pytest.mark.pure
 def test_requests_go_down_one_step() -> None:
     models = two_models()
     models[1]["smaller"] = MODEL

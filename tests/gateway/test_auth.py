@@ -20,6 +20,8 @@ from headrace.gateway.config import config_from
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 KEY = "sk-canary-7f3a9c51d2e84b60"
 OTHER = "sk-other-0123456789abcdef"
 KEYS = [
@@ -67,6 +69,7 @@ async def test_every_route_and_method_wants_a_key(keyed: TestBench, endpoint: An
             assert response.headers["www-authenticate"] == "Bearer"
 
 
+@pytest.mark.pure
 def test_only_probes_are_public() -> None:
     assert {endpoint.path for endpoint in ENDPOINTS if endpoint.is_public} == PUBLIC
 
@@ -239,6 +242,7 @@ async def test_open_metrics_show_tenants_only_by_their_own_option(text: TextMode
     ("options", "key"),
     [({"open_tenant_metrics": True}, "open_tenant_metrics"), ({"open_metrics": True, "metrics_tenants": ["ops"]}, "metrics_tenants")],
 )
+@pytest.mark.pure
 def test_an_option_of_metrics_that_would_change_nothing_is_refused(options: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: has no effect"):
         config_from({"models": [{"name": "m", "folder": "/m", "replicas": [{"name": "r", "address": "unix:/s"}]}], **options})
@@ -434,6 +438,7 @@ async def test_a_model_shows_the_limits_that_hold_for_the_key(text: TextModel) -
         ({"tier": "free", "priority": "batch"}, r"api_keys\[0\]\.tier: is given beside priority or weight"),
     ],
 )
+@pytest.mark.pure
 def test_a_key_names_a_tier_that_there_is(key: dict[str, object], refusal: str) -> None:
     with pytest.raises(ConfigError, match=refusal):
         config_from({"models": [{"name": "m", "upstreams": [{"url": "http://h/v1"}]}], "api_keys": [{"key": KEY, **key}]})

@@ -17,6 +17,8 @@ from headrace.gateway.config import config_from, digest_of, load_config
 from headrace.gateway.http.errors import INTERNAL_MESSAGE, TABLE, error_reply
 from headrace.gateway.http.json_border import Caps, decode_object
 
+pytestmark = pytest.mark.pure
+
 # -- JSON ------------------------------------------------------------------------------------------------------------------------
 
 JSON = st.recursive(

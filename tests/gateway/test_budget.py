@@ -9,6 +9,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from headrace.core.errors import Overloaded, RequestTooLarge
 from headrace.gateway.access.budget import ByteBudget, Held, HeldLimits
 
+pytestmark = pytest.mark.pure
+
 LIMITS = HeldLimits(request=100, tenant=150, total=250)
 
 

@@ -26,6 +26,8 @@ from headrace.gateway.purge_requests import CacheRequests
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
 
+pytestmark = pytest.mark.socket
+
 PROMPT, ANSWER = "xyzzy-canary-prompt", "xyzzy-canary-answer"
 SESSION, REPLAY = "xyzzy-canary-session", "xyzzy-canary-replay"
 SALT, USER, METADATA, TOOL = "xyzzy-canary-salt", "xyzzy-canary-user", "xyzzy-canary-metadata", "xyzzy-canary-tool"

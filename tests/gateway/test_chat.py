@@ -9,6 +9,8 @@ from gateway_kit import MODEL, SAID, TestBench, events_of, metric
 
 from headrace.core.finish import FinishReason
 
+pytestmark = pytest.mark.loop
+
 
 async def test_whole_answer_has_openai_shape(bench: TestBench) -> None:
     bench.replica.cached_tokens = 3

@@ -24,6 +24,8 @@ from headrace.gateway.surfaces.dialect.field_rule import Inside, Surface
 from headrace.gateway.surfaces.dialect.fields import RULES
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 GUIDELLM = {
     "stream": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -145,10 +147,12 @@ async def test_a_foreign_servers_overflow_is_recognised(text: TextModel) -> None
     ("surface", "params"),
     [(Surface.CHAT, chat_params.CompletionCreateParamsStreaming), (Surface.COMPLETIONS, completion_params.CompletionCreateParamsStreaming)],
 )
+@pytest.mark.pure
 def test_every_field_of_openais_own_client_has_a_row(surface: Surface, params: type) -> None:
     assert set(params.__annotations__) <= set(RULES[surface])
 
 
+@pytest.mark.pure
 def test_every_field_of_openais_messages_has_a_row() -> None:
     assert set(ChatCompletionAssistantMessageParam.__annotations__) <= set(RULES[Inside.MESSAGE])
     assert set(ChatCompletionUserMessageParam.__annotations__) <= set(RULES[Inside.MESSAGE])

@@ -9,6 +9,8 @@ from gateway_kit import MODEL, SAID, TestBench, events_of, open_bench
 
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 
 async def test_whole_answer_has_openai_shape(bench: TestBench) -> None:
     response = await bench.complete(max_tokens=4)

@@ -18,6 +18,8 @@ from headrace.core.errors import InvalidRequest
 from headrace.gateway.http.content_encoding import SLICE_BYTES, Inflater, decoder_of
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress}
 BODY = msgspec.json.encode(chat_body(seed=1))
 
@@ -122,6 +124,7 @@ async def test_a_stream_that_gives_nothing_is_bounded_too(text: TextModel) -> No
 
 
 @given(st.binary(max_size=2000), st.integers(1, 400), st.lists(st.integers(1, 900), max_size=8), st.sampled_from(["gzip", "deflate"]))
+@pytest.mark.pure
 def test_any_cut_gives_the_same_bytes(data: bytes, repeats: int, cuts: list[int], encoding: str) -> None:
     whole = data * repeats
     packed = PACK[encoding](whole)
@@ -137,6 +140,7 @@ def test_any_cut_gives_the_same_bytes(data: bytes, repeats: int, cuts: list[int]
     assert b"".join(made) == whole
 
 
+@pytest.mark.pure
 def test_a_cut_stream_is_not_whole() -> None:
     inflater = Inflater("gzip", 31)
     list(inflater.parts(PACKED[:-4]))

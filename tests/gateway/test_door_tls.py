@@ -25,6 +25,8 @@ from headrace.gateway.http.forwarded import MAX_HOPS, TrustedProxies, check_netw
 from headrace.text.folder import TextModel
 from headrace.wire.tls.files import TlsRole
 
+pytestmark = pytest.mark.loop
+
 
 def certificate(folder: Path, signer: SiteAuthority | None = None) -> HttpTls:
     files = write_certificates(folder, signer or authority(), TlsRole.ENGINE, "localhost")
@@ -136,6 +138,7 @@ async def test_a_handshake_that_hangs_is_ended(text: TextModel, tmp_path: Path, 
         writer.close()
 
 
+@pytest.mark.pure
 def test_a_key_that_other_users_may_read_is_refused(tmp_path: Path) -> None:
     files = certificate(tmp_path)
     Path(files.key).chmod(0o644)
@@ -143,6 +146,7 @@ def test_a_key_that_other_users_may_read_is_refused(tmp_path: Path) -> None:
         DoorCertificate(files)
 
 
+@pytest.mark.pure
 def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
     one, other = certificate(tmp_path / "one"), certificate(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"tls\.key: .* does not fit"):
@@ -180,6 +184,7 @@ FORGED = (b"x-forwarded-for", b"1.2.3.4")
         ("fd00::1", [(b"x-forwarded-for", b"2001:db8::7")], "2001:db8::7"),
     ],
 )
+@pytest.mark.pure
 def test_only_listed_proxies_name_a_client(peer: str, headers: list[tuple[bytes, bytes]], client: str) -> None:
     assert PROXIES.client_of(peer, headers) == client
     assert TrustedProxies([]).client_of(peer, headers) == peer, "nothing is believed without a list"
@@ -190,12 +195,14 @@ LONG = (b"forwarded", b",".join([b"for=10.0.0.2;x=y"] * 1_000_000))
 
 
 @pytest.mark.parametrize("value", [PADDED, b"for=" + b'"' * 1_000_000, b";" * 1_000_000, b"for" * 400_000])
+@pytest.mark.pure
 def test_a_proxys_header_of_a_megabyte_is_read_in_one_pass(value: bytes) -> None:
     """With work that grows with the square of the length this would not end within the test's time limit."""
     assert PROXIES.client_of("10.0.0.1", [(b"forwarded", value)]) == "10.0.0.1"
 
 
 @pytest.mark.parametrize(("peer", "num_read"), [("203.0.113.9", 0), ("10.0.0.1", MAX_HOPS)])
+@pytest.mark.pure
 def test_no_more_of_a_header_is_read_than_hops_are_followed(monkeypatch: pytest.MonkeyPatch, peer: str, num_read: int) -> None:
     read: list[str] = []
 
@@ -208,6 +215,7 @@ def test_no_more_of_a_header_is_read_than_hops_are_followed(monkeypatch: pytest.
     assert len(read) == num_read
 
 
+@pytest.mark.pure
 def test_what_is_no_network_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"trusted_proxies\[1\]: '10\.0\.0\.1/8' is no network"):
         check_networks("trusted_proxies", ["::1", "10.0.0.1/8"])

@@ -26,6 +26,7 @@ from gateway_kit import (
     open_bench,
     some_replicas,
 )
+from virtual_time import virtual_loop
 
 from headrace.core.errors import ConfigError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.request import EngineRequest
@@ -34,6 +35,8 @@ from headrace.gateway.upstream.foreign_facts import ListedModel
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream
+
+pytestmark = pytest.mark.loop
 
 THEIRS = head() + said("theirs", "stop") + DONE
 
@@ -128,8 +131,9 @@ async def test_a_request_lost_before_its_first_token_falls_back_at_once(text: Te
     async with both(text, ScriptedServer(THEIRS), num_replicas=1, timeouts={"failover_s": 60}) as bench:
         bench.replica.on_submit = lost
         bench.replica.state = ConnectionState.CONNECTED
-        async with asyncio.timeout(5):
-            assert await content(bench) == "theirs"
+        began = virtual_loop().time()
+        assert await content(bench) == "theirs"
+        assert virtual_loop().time() == began
 
 
 async def test_a_request_lost_before_its_first_token_goes_to_another_replica_first(text: TextModel) -> None:
@@ -254,6 +258,7 @@ async def test_foreign_servers_stay_behind_replicas_that_change(text: TextModel)
                 replica.state = ConnectionState.CONNECTED
 
 
+@pytest.mark.pure
 def test_replicas_and_foreign_servers_have_different_names() -> None:
     with pytest.raises(ConfigError, match=r"upstreams\[0\]\.name: 'r1' is the name of one of this model's replicas"):
         gateway_config(models=both_models(9, name="r1"))

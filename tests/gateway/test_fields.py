@@ -20,6 +20,8 @@ from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Plac
 from headrace.gateway.surfaces.dialect.field_table import TABLE
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 KINDS: dict[Surface, type[msgspec.Struct]] = {Surface.CHAT: ChatRequest, Surface.COMPLETIONS: CompletionRequest}
 
 SOME: dict[str, Any] = {
@@ -187,17 +189,20 @@ def steady(response: httpx2.Response) -> str:
     return re.sub(r'"id":"[^"]*"|"created":\d+', "", response.text)
 
 
+@pytest.mark.pure
 def test_documentation_is_this_table() -> None:
     assert api_tables.shown(api_tables.FIELDS) == api_tables.fields_tables(), "run python -m tests.support.api_tables"
 
 
 @pytest.mark.parametrize("surface", Surface)
+@pytest.mark.pure
 def test_honoured_fields_are_the_wire_types(surface: Surface) -> None:
     honoured = {rule.name for rule in TABLE if surface in rule.places and rule.treatment is Treatment.HONOURED}
     assert honoured == set(KINDS[surface].__struct_fields__)
 
 
 @pytest.mark.parametrize("place", [*Surface, *Inside])
+@pytest.mark.pure
 def test_no_field_has_two_rows(place: Place) -> None:
     names = [rule.name for rule in TABLE if place in rule.places]
     assert len(names) == len(set(names))

@@ -19,6 +19,8 @@ from headrace.gateway.upstream.foreign_facts import (
     retry_after_s,
 )
 
+pytestmark = pytest.mark.pure
+
 NOW = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import socket
-import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -15,12 +13,15 @@ from typing import Any
 import pytest
 from foreign_kit import DONE, FAR, ScriptedServer, event, far_models, head, listening, page, said, scripted
 from gateway_kit import MODEL, TestBench, chat_body, events_of, eventually, metric, open_bench, serving
+from virtual_time import virtual_loop
 
 from headrace.gateway.upstream import foreign_route, foreign_session, foreign_watch
 from headrace.gateway.upstream.foreign import HttpUpstream
 from headrace.gateway.upstream.foreign_server import ForeignServer
 from headrace.policy.routing.circuit_breaker import BreakerLimits, CircuitBreaker, CircuitState
 from headrace.text.folder import TextModel
+
+pytestmark = pytest.mark.loop
 
 GOOD = head() + said("good", "stop") + DONE
 ERROR_500 = head("500 Internal Server Error", "text/plain")
@@ -121,15 +122,19 @@ async def test_a_server_that_is_silent_before_its_first_token_is_left_for_the_ne
             models = in_order(*ports)
             models[0]["upstreams"][0]["first_token_s"] = 0.2
             async with open_bench(text, models=models) as near:
+                began = virtual_loop().time()
                 assert await said_by(near) == "good"
+                assert virtual_loop().time() - began == pytest.approx(0.2)
                 assert metric(near.gateway, "headrace_upstream_attempts_total", model=FAR, replica="foreign-0", result="lost") == 1
 
 
 async def test_comments_do_not_keep_a_stream_alive_that_sends_no_tokens(text: TextModel) -> None:
     server = ScriptedServer(head() + said("one "), repeat=b": ping\n\n", pause_s=0.02)
-    async with scripted(text, server, inter_chunk_s=0.2) as near, asyncio.timeout(10):
+    async with scripted(text, server, inter_chunk_s=0.2) as near:
+        began = virtual_loop().time()
         *_, last = events_of((await ask(near, stream=True)).text)
         assert last["error"]["code"] == "unavailable"
+        assert virtual_loop().time() - began == pytest.approx(0.2)
 
 
 async def test_no_other_server_is_asked_after_the_first_token(text: TextModel) -> None:
@@ -206,9 +211,9 @@ async def test_a_short_retry_after_is_waited_for_and_a_long_one_is_passed_on(tex
     limited = head("429 Too Many Requests", "text/plain", "retry-after-ms: 300")
     server = ScriptedServer(GOOD, before=(limited,))
     async with scripted(text, server) as near:
-        began_s = time.monotonic()
+        began = virtual_loop().time()
         assert await said_by(near) == "good"
-        assert time.monotonic() - began_s >= 0.3
+        assert 0.3 <= virtual_loop().time() - began <= 0.3 * 1.25
     server = ScriptedServer(GOOD, before=(head("429 Too Many Requests", "text/plain", "retry-after: 30"),))
     async with scripted(text, server) as near:
         for _ in range(2):
@@ -234,8 +239,7 @@ async def test_retries_end_with_their_budget(text: TextModel) -> None:
         assert ((await ask(near)).status_code, len(server.heads)) == (503, 1)
 
 
-async def test_a_client_that_leaves_during_a_pause_ends_the_attempts(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_route, "BACKOFF_S", 0.4)
+async def test_a_client_that_leaves_during_a_pause_ends_the_attempts(text: TextModel) -> None:
     server = ScriptedServer(ERROR_500)
     async with scripted(text, server) as near:
         asking = asyncio.create_task(ask(near))
@@ -338,24 +342,18 @@ async def test_a_list_of_models_that_is_none_is_not_fatal(text: TextModel, answe
         assert upstream_of(near).max_model_len is None
 
 
-async def test_a_server_that_comes_back_is_found_without_a_request(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_watch, "UNREACHABLE_S", 0.05)
-    monkeypatch.setattr(foreign_watch, "LOAD_S", 0.05)
+async def test_a_server_that_comes_back_is_found_without_a_request(text: TextModel) -> None:
     server = ScriptedServer(GOOD)
-    held = socket.socket()  # bound and not listening, it keeps the port from other programs
-    held.bind(("127.0.0.1", 0))
-    async with open_bench(text, models=far_models(held.getsockname()[1])) as near:
+    async with open_bench(text, models=far_models(CLOSED_PORT)) as near:
         await eventually(lambda: not servers_of(near)[0].is_reachable)
         assert not (await near.client.get("/ready")).json()["replicas"][0]["ok"]
-        async with await asyncio.start_server(server, sock=held):
-            await eventually(lambda: servers_of(near)[0].is_reachable)
+        async with await asyncio.start_server(server, "127.0.0.1", CLOSED_PORT):
+            await eventually(lambda: servers_of(near)[0].is_reachable, within_s=1.5 * foreign_watch.UNREACHABLE_S)
             assert (await near.client.get("/ready")).json()["replicas"][0]["ok"]
             assert server.heads == []
 
 
-async def test_requests_go_where_the_servers_own_metrics_say_that_less_is_waiting(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_watch, "LOAD_S", 0.02)
-
+async def test_requests_go_where_the_servers_own_metrics_say_that_less_is_waiting(text: TextModel) -> None:
     def metrics(running: int, waiting: int) -> dict[str, bytes]:
         names = ("vllm:num_requests_running", running), ("vllm:num_requests_waiting", waiting)
         lines = "".join([f'{name}{{engine="0",model_name="{MODEL}"}} {value}.0\n' for name, value in names])
@@ -372,20 +370,17 @@ async def test_requests_go_where_the_servers_own_metrics_say_that_less_is_waitin
         assert metric(near.gateway, "headrace_upstream_reported_requests", model=FAR, replica="foreign-0", state="waiting") == 9
 
 
-async def test_a_server_without_known_metrics_is_not_asked_for_them_again_before_its_next_list_of_models(
-    text: TextModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(foreign_watch, "LOAD_S", 0.01)
+async def test_a_server_without_known_metrics_is_not_asked_for_them_again_before_its_next_list_of_models(text: TextModel) -> None:
     without, other = ScriptedServer(GOOD), ScriptedServer(GOOD, pages={"/metrics": page(b"process_cpu_seconds_total 3\n", "text/plain")})
     async with scripted(text, without, other):
         await eventually(lambda: "/metrics" in without.gets and "/metrics" in other.gets)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(foreign_watch.MODELS_S - 5.0)
     for server in (without, other):
         assert (server.gets.count("/v1/models"), server.gets.count("/metrics")) == (1, 1)
     alone = ScriptedServer(GOOD)
     async with scripted(text, alone):
         await eventually(lambda: bool(alone.gets))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(10 * foreign_watch.LOAD_S)
     assert alone.gets == ["/v1/models"], "load decides among several servers only"
 
 
@@ -403,25 +398,21 @@ async def test_servers_of_one_order_share_the_requests(text: TextModel) -> None:
 async def test_a_server_that_refuses_its_key_is_named_in_the_log_once(
     text: TextModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(foreign_watch, "MODELS_S", 0.0)
-    monkeypatch.setattr(foreign_watch, "LOAD_S", 0.01)
     monkeypatch.setenv("FAR_KEY", "key-of-the-server")
     server = ScriptedServer(GOOD, pages={"/v1/models": head("401 Unauthorized", "text/plain")})
     async with scripted(text, server, api_key_env="FAR_KEY"):
-        await eventually(lambda: len(server.gets) > 3)
+        await asyncio.sleep(3.5 * foreign_watch.MODELS_S)
+    assert len(server.gets) == 4
     assert caplog.text.count("is its key right?") == 1
     assert all(b"authorization: bearer key-of-the-server" in asked.lower() for asked in server.polls)
     assert "key-of-the-server" not in caplog.text
 
 
-async def test_a_server_that_is_slow_to_list_its_models_still_counts_as_reachable(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_session, "FACTS_S", 0.05)
-    monkeypatch.setattr(foreign_watch, "MODELS_S", 0.0)  # on a busy machine the time may be over before the server has been asked
-    monkeypatch.setattr(foreign_watch, "LOAD_S", 0.05)
-    server = ScriptedServer(GOOD, pages={"/v1/models": b""}, pause_get_s=0.3)
+async def test_a_server_that_is_slow_to_list_its_models_still_counts_as_reachable(text: TextModel) -> None:
+    server = ScriptedServer(GOOD, pages={"/v1/models": b""}, pause_get_s=3 * foreign_session.FACTS_S)
     async with scripted(text, server) as near:
-        await eventually(lambda: bool(server.gets))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(2 * foreign_session.FACTS_S)
+        assert server.gets
         assert servers_of(near)[0].is_reachable
 
 
@@ -475,7 +466,7 @@ async def test_many_requests_over_servers_that_fail_at_random_are_answered_by_on
         outcomes: Counter[str] = Counter()
 
         async def one(number: int) -> None:
-            await asyncio.sleep(number / 100)  # a cooldown is some 20 ms: on a busy machine faster arrivals find no server
+            await asyncio.sleep(number / 100)
             response = await ask(near, stream=True)
             if response.status_code != 200:
                 outcomes["refused"] += 1

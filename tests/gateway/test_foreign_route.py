@@ -18,6 +18,8 @@ from headrace.gateway.upstream.foreign_server import AttemptFailed, AttemptResul
 from headrace.gateway.upstream.foreign_session import ForeignSession
 from headrace.policy.routing.retry_budget import RetryBudget
 
+pytestmark = pytest.mark.pure
+
 FAILURES = [result for result in AttemptResult if result not in (AttemptResult.OK, AttemptResult.ABANDONED)]
 
 

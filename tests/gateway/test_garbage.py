@@ -18,6 +18,8 @@ from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, open_benc
 
 from headrace.text.folder import TextModel
 
+pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("frozen_heap")]  # a collection walks what the module made, and no more
+
 KEY, LIMITED_KEY = "hr-garbage-key", "hr-limited-key"
 LIMITS: dict[str, Any] = {
     "requests_per_minute": 100_000,

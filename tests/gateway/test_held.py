@@ -32,6 +32,8 @@ from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.observe.request_log import RequestLogRecord
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 PROMPT = [40 + i % 50 for i in range(480)]
 ECHO = {"model": MODEL, "prompt": PROMPT, "echo": True, "logprobs": 20, "n": 24, "max_tokens": 4, "stream": True}
 
@@ -75,7 +77,7 @@ async def test_unread_echoes_are_held_once_however_many_choices_show_them(text: 
             tracemalloc.start()
             try:
                 writer.write(post("/v1/completions", ECHO))
-                await eventually(lambda: bool(bench.gateway.service.watch.writing), within_s=30)
+                await eventually(lambda: bool(bench.gateway.service.watch.writing))
                 await asyncio.sleep(0.3)
                 taken = tracemalloc.get_traced_memory()[0]
             finally:
@@ -148,6 +150,7 @@ def fill(stack: ExitStack, budget: RequestMemory, tenant: str, *, of: str) -> No
         held.add(1 << 20)
 
 
+@pytest.mark.pure
 def test_one_tenant_cannot_take_the_memory_of_all() -> None:
     """40 connections that sent 1 MiB of body and stopped were all it took to refuse every other key."""
     budget = budget_of(api_keys=KEYS)
@@ -159,6 +162,7 @@ def test_one_tenant_cannot_take_the_memory_of_all() -> None:
         budget.check()
 
 
+@pytest.mark.pure
 def test_without_keys_there_is_one_tenant_who_may_take_all() -> None:
     budget = budget_of()
     assert budget.prompts.limits.tenant == budget.prompts.limits.total == 1 << 30
@@ -169,12 +173,14 @@ def test_without_keys_there_is_one_tenant_who_may_take_all() -> None:
     )
 
 
+@pytest.mark.pure
 def test_a_share_that_isolates_nobody_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"limits.max_tenant_share: 1.* lets one of 2 tenants take what all have"):
         budget_of(api_keys=KEYS, limits={"max_tenant_share": 1.0})
     assert budget_of(limits={"max_tenant_share": 1.0}).answers.limits.tenant == 40 << 20
 
 
+@pytest.mark.pure
 def test_long_prompts_queue_up_to_the_cap_of_requests() -> None:
     """262 prompts of 4k tokens were all that were let in, of 4096 requests."""
     budget = budget_of()
@@ -184,6 +190,7 @@ def test_long_prompts_queue_up_to_the_cap_of_requests() -> None:
         budget.check()
 
 
+@pytest.mark.pure
 def test_requests_that_come_are_refused_before_those_that_run_are_ended() -> None:
     """A collected answer that was nearly done ended with 429 because newer requests had taken the memory."""
     budget = budget_of()
@@ -194,6 +201,7 @@ def test_requests_that_come_are_refused_before_those_that_run_are_ended() -> Non
         running.answers.add(8 << 20)
 
 
+@pytest.mark.pure
 def test_the_container_bounds_the_machine(tmp_path: Path) -> None:
     assert memory.machine_bytes(tmp_path) > 1 << 20
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
@@ -209,7 +217,7 @@ async def test_unread_answers_of_tokenize_are_bounded(text: TextModel) -> None:
         async with serving(bench.gateway) as port, dial(port, limit=1024) as (_, writer):
             writer.write(post("/tokenize", {"model": MODEL, "prompt": "a b " * 80_000}))
             budget = bench.gateway.service.memory
-            await eventually(lambda: budget.answers.held > 2_000_000, within_s=30)
+            await eventually(lambda: budget.answers.held > 2_000_000)
             refused = await ask(bench, "/tokenize", {"model": MODEL, "prompt": "a b " * 80_000})
             assert refused.status_code == 429
         await eventually(lambda: budget.num_open == 0)
@@ -219,6 +227,7 @@ async def test_unread_answers_of_tokenize_are_bounded(text: TextModel) -> None:
             assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
 
 
+@pytest.mark.pure
 def test_choices_show_the_same_pieces(text: TextModel) -> None:
     ids = tuple(40 + i % 50 for i in range(200))
     prompt = TokenPrompt(ids, text.tokenizer.decode(ids), text.tokenizer)
@@ -263,6 +272,7 @@ def blocked_clients(watch: StreamWatch, sizes: Iterable[int]) -> list[Client]:
 
 
 @pytest.mark.parametrize(("left", "cut"), [(600, []), (599, [300]), (250, [300, 200]), (0, [300, 200, 100]), (-5, [300, 200, 100])])
+@pytest.mark.pure
 def test_when_all_streams_together_make_too_much_wait_the_largest_goes_first(left: int, cut: list[int]) -> None:
     watch = StreamWatch(ping_s=10, max_pending_bytes=1000, left_bytes=lambda: left)
     clients = blocked_clients(watch, (100, 300, 200, 0))
@@ -273,6 +283,7 @@ def test_when_all_streams_together_make_too_much_wait_the_largest_goes_first(lef
     assert watch.num_cut == len(cut), "what is gone waits no more"
 
 
+@pytest.mark.pure
 def test_a_stream_that_has_ended_already_is_dropped_before_streams_that_have_not() -> None:
     """Its task was blocked in the socket with its bytes; every other stream was cut, those with nothing waiting as well."""
     watch = StreamWatch(ping_s=10, max_pending_bytes=1000, left_bytes=lambda: 250)
@@ -290,21 +301,21 @@ class Cycle:
         self.me = self
 
 
-async def test_cycles_are_collected_once_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cycles_are_collected_once_nothing_runs() -> None:
     """766 MB of a storm's were kept until new work came."""
-    monkeypatch.setattr(memory, "CHECK_S", 0.01)
     budget = RequestMemory(prompts=HeldLimits(1, 1, 1), answers=HeldLimits(1, 1, 1))
     gc.disable()
     task = asyncio.create_task(memory.give_back_when_idle(budget))
     try:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(2 * memory.CHECK_S)
         with budget.open("a"):
             left = weakref.ref(Cycle())
             with budget.open("b"):
                 pass
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(5 * memory.CHECK_S)
             assert left() is not None, "not while something runs"
-        await eventually(lambda: left() is None)
+        await asyncio.sleep(2 * memory.CHECK_S)
+        assert left() is None
     finally:
         gc.enable()
         task.cancel()
@@ -312,7 +323,6 @@ async def test_cycles_are_collected_once_nothing_runs(monkeypatch: pytest.Monkey
 
 async def test_memory_is_given_back_twice_once_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last requests' connections held was freed just after the only look, and three quarters of a storm's peak were kept."""
-    monkeypatch.setattr(memory, "CHECK_S", 0.01)
     given: list[int] = []
     budget = RequestMemory(prompts=HeldLimits(1, 1, 1), answers=HeldLimits(1, 1, 1))
     monkeypatch.setattr(memory, "give_back", lambda: given.append(budget.num_open))
@@ -320,9 +330,8 @@ async def test_memory_is_given_back_twice_once_nothing_runs(monkeypatch: pytest.
     try:
         for num_expected in (2, 4):
             with budget.open("a"), budget.open("b"):
-                await asyncio.sleep(0.05)
-            await eventually(lambda num_expected=num_expected: len(given) >= num_expected)  # type: ignore[misc]
-            await asyncio.sleep(0.1)
+                await asyncio.sleep(5 * memory.CHECK_S)
+            await asyncio.sleep(10 * memory.CHECK_S)
             assert given == [0] * num_expected
     finally:
         task.cancel()

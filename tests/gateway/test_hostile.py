@@ -9,11 +9,14 @@ import pytest
 from gateway_kit import MODEL, SAID, TestBench
 from hostile_requests import Hostile, cases
 
+pytestmark = pytest.mark.loop
+
 CASES = cases(MODEL)
 HERE = re.escape(str(Path(__file__).parents[2]))
 INTERNALS = re.compile(r"0x[0-9a-f]{6,}|Traceback|/home/|/root/|site-packages|\.py\b|unix:|" + HERE)
 
 
+@pytest.mark.pure
 def test_there_are_enough_of_them() -> None:
     assert len({case.name for case in CASES}) == len(CASES) >= 60
 

@@ -14,6 +14,8 @@ from gateway_kit import MODEL, TestBench, chat_body, dial, events_of, open_bench
 from headrace.gateway.http.tls_notice import TLS_NOTICE_S, TlsNotice
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.loop
+
 PROBES = ("/", "/health", "/ping", "/live", "/ready")
 
 
@@ -128,6 +130,7 @@ async def test_https_is_named_in_the_log_once_and_closed(port: int, caplog: pyte
     assert line == "127.0.0.1 spoke https to this http port: use http://, let a proxy in front end TLS, or configure gateway.tls"
 
 
+@pytest.mark.pure
 def test_the_next_line_about_https_counts_the_silent_ones(caplog: pytest.LogCaptureFixture) -> None:
     times = iter((0.0, 1.0, 2.0, TLS_NOTICE_S))
     notice = TlsNotice(lambda: next(times))

@@ -17,6 +17,8 @@ from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, completion
 from headrace.gateway.surfaces.dialect.token_json import json_of
 from headrace.text.logprobs import DecodedLogprobs
 
+pytestmark = pytest.mark.pure
+
 NAMES = [
     b"a",
     b"b",
