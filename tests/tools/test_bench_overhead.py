@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("torch")
@@ -13,15 +17,25 @@ from bench.host_overhead import busiest, thread_seconds
 from bench.quality import PRECISIONS, exact_matches
 from headrace import LLM, SamplingParams
 
+pytestmark = pytest.mark.pure
+
 PROMPT = [5, 6, 7]
 
 
-def test_thread_seconds_grow_by_what_was_computed() -> None:
-    before, began = sum(thread_seconds(os.getpid()).values()), time.process_time()
-    while time.process_time() - began < 0.3:
-        sum(range(1000))
-    spent = time.process_time() - began
-    assert sum(thread_seconds(os.getpid()).values()) - before == pytest.approx(spent, abs=0.1)
+def test_threads_of_one_role_and_name_are_one_and_a_process_has_its_role_from_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system would count is made up; the thread's name is that of this thread."""
+    own = threading.get_native_id()
+    name = Path(f"/proc/self/task/{own}/comm").read_text().strip()
+
+    def process(command: str, *seconds: tuple[float, float], children: tuple[object, ...] = ()) -> Any:
+        threads = [SimpleNamespace(id=own, user_time=user, system_time=system) for user, system in seconds]
+        return SimpleNamespace(
+            pid=os.getpid(), cmdline=command.split, threads=lambda: threads, children=lambda recursive: children if recursive else ()
+        )
+
+    engine, gateway = process("headrace engine --x", (0.5, 0.0)), process("headrace gateway", (1.0, 0.5), (0.25, 0.25))
+    monkeypatch.setattr(psutil, "Process", lambda pid: process("headrace serve", (8.0, 0.0), children=(engine, gateway)))
+    assert thread_seconds(1) == {f"supervisor {name}": 8.0, f"engine {name}": 0.5, f"gateway {name}": 2.0}
 
 
 def test_the_busiest_thread_comes_first_and_absence_counts_as_idle() -> None:

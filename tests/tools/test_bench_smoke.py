@@ -1,6 +1,6 @@
 """The guard against quiet slow-downs: what it calls an alarm, how it compares two processes, and that it leaves nothing behind.
 
-Nothing is timed but a stub whose sleep is planted through a variable of its own.
+Nothing is timed: stubs say how long they took.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from bench.smoke.trees import Side, SmokeError, default_base, git, two_trees
 from bench.smoke.verdict import LEVEL, SUSPECT_P, hodges_lehmann, holm, judge, rounds_needed, signed_rank_p, suspects
 from tests.lab.test_fake_clock import VirtualClock
 
+pytestmark = pytest.mark.pure
+
 ROWS = 12
 STUB = """
-import json, os, sys, time
+import json, os, sys
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
-    began = time.perf_counter()
+    seconds = 0.002 * (1 + 0.001 * (asked["seed"] % 7))
     if asked["row"] == "slow":
-        time.sleep(float(os.environ["STUB_SLEEP_S"]))
+        seconds += float(os.environ["STUB_SLEEP_S"])
     if asked["row"] == "dies":
         sys.exit("the stub gives up")
-    time.sleep(0.002)
-    print(json.dumps({"seconds": time.perf_counter() - began, "seed": asked["seed"]}), flush=True)
+    print(json.dumps({"seconds": seconds, "seed": asked["seed"]}), flush=True)
 """
 
 
@@ -193,7 +194,7 @@ def test_sides_take_turns_with_the_same_seeds(number: int, order: str) -> None:
 
 
 def stub_rounds(tmp_path: Path, sleeps: tuple[float, float], rounds: int) -> list[dict[str, Pair]]:
-    """Two stub processes, base and candidate, whose row "slow" sleeps as their variable says."""
+    """Two stub processes, base and candidate, whose row "slow" takes longer by what their variable says."""
     script = tmp_path / "stub.py"
     script.write_text(STUB)
     with ExitStack() as stack:
@@ -210,8 +211,9 @@ def stub_rounds(tmp_path: Path, sleeps: tuple[float, float], rounds: int) -> lis
         ]
 
 
-def test_a_planted_sleep_is_found_and_named(tmp_path: Path) -> None:
-    rounds = stub_rounds(tmp_path, (0.0, 0.02), rounds_needed(2) + 4)  # a round that a busy machine turned around does not decide it
+@pytest.mark.process
+def test_a_process_that_is_slow_in_one_row_is_found_and_named(tmp_path: Path) -> None:
+    rounds = stub_rounds(tmp_path, (0.0, 0.02), rounds_needed(2))
     pairs = pairs_of(rounds, ("slow", "same"))
     verdicts = judge(log_ratios(pairs))
     assert [found.row for found in verdicts if found.ratio > 2] == ["slow"]
@@ -304,6 +306,7 @@ def test_servers_have_their_rounds_and_a_slower_one_is_found_in_both_of_its_rows
         assert events[-2:] == ["base leaves", "candidate leaves"]
 
 
+@pytest.mark.process
 def test_a_worker_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
     script = tmp_path / "stub.py"
     script.write_text(STUB)
@@ -315,6 +318,7 @@ def test_a_worker_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None
     assert process.returncode == 1
 
 
+@pytest.mark.process
 def test_processes_are_gone_after_a_failure(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match="interrupted"),
@@ -341,6 +345,7 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.process
 def test_sides_are_the_commit_and_the_working_tree_and_both_go(checkout: Path, tmp_path: Path) -> None:
     (checkout / "src" / "file").write_text("three, not committed")
     home = tmp_path / "home"
@@ -355,6 +360,7 @@ def test_sides_are_the_commit_and_the_working_tree_and_both_go(checkout: Path, t
     assert git(checkout, "worktree", "list").count("\n") == 0
 
 
+@pytest.mark.process
 def test_what_a_killed_run_left_is_cleared_by_the_next(checkout: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     git(checkout, "worktree", "add", "--detach", str(home / "base"), "HEAD")
@@ -362,17 +368,20 @@ def test_what_a_killed_run_left_is_cleared_by_the_next(checkout: Path, tmp_path:
         assert (base.source / "file").read_text() == "two"
 
 
+@pytest.mark.process
 def test_a_second_comparison_is_refused_while_one_runs(checkout: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     with two_trees(checkout, "HEAD", home), pytest.raises(SmokeError, match="another comparison"), two_trees(checkout, "HEAD", home):
         pass
 
 
+@pytest.mark.process
 def test_an_unknown_commit_is_refused_in_gits_words(checkout: Path, tmp_path: Path) -> None:
     with pytest.raises(SmokeError, match="no-such"), two_trees(checkout, "no-such", tmp_path / "home"):
         pass
 
 
+@pytest.mark.process
 def test_the_default_base_is_what_a_change_departs_from(checkout: Path) -> None:
     first, second = git(checkout, "rev-parse", "HEAD~1"), git(checkout, "rev-parse", "HEAD")
     assert default_base(checkout) == first  # on main, nothing changed: the commit before

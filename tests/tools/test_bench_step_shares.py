@@ -12,6 +12,8 @@ from headrace.core.errors import ConfigError
 from headrace.fleet.weights import resolve_model
 from headrace.tensor.kernels.cpu.jit.launch import kernel_names
 
+pytestmark = pytest.mark.pure
+
 NAMES = {1: "linear._multiply_f32", 2: "quantized._multiply_bytes", 3: "elementwise._norm_f32"}
 
 

@@ -15,6 +15,8 @@ from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.offline import Collector
 
+pytestmark = pytest.mark.pure
+
 BASE = EngineConfig(model="/models/fake", max_num_batched_tokens=512)
 
 
@@ -68,6 +70,7 @@ def test_variants_differ_by_one_switch(name: str) -> None:
         assert (first.num_kv_blocks - 1) * first.block_size == (second.num_kv_blocks - 1) * second.block_size
 
 
+@pytest.mark.process
 def test_rounds_are_interleaved_and_kept_and_become_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "build", fake_machine)
     monkeypatch.setattr(harness, "RESULTS", tmp_path)

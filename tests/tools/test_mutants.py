@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.pure
+
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = json.loads((ROOT / "tests" / "mutants" / "mutants.json").read_text())
 

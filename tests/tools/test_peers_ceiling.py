@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from bench import precision_paths
+from bench.peers import ceiling
 from bench.peers.ceiling import Ceiling, Kind, OneDnnInt8, Pass, kinds_of, passes_of
 from bench.peers.engines import WORKERS, Launch, launch_of, running
 from bench.peers.rows import row_names
 from bench.peers.run import rows_of
 from bench.peers.shapes import Products
 from headrace.tensor.kernels.cpu.launch_list import run_pending
+from tests.lab.test_fake_clock import VirtualClock
+
+pytestmark = pytest.mark.pure
 
 TINY = Products(layer=((128, 64), (64, 128)), layers=3, head=(192, 64), kv_numbers=1)
 
 
 class Counted:
-    """Adds zeros, and remembers the rows it was called with."""
+    """Adds zeros, and remembers the rows it was called with; it takes its seconds of the clock."""
 
-    def __init__(self, weight: Tensor, calls: list[int], seconds: float) -> None:
-        self.in_features, self._calls, self._seconds = weight.shape[1], calls, seconds
+    def __init__(self, weight: Tensor, calls: list[int], seconds: float, clock: VirtualClock) -> None:
+        self.in_features, self._calls, self._seconds, self._clock = weight.shape[1], calls, seconds, clock
 
     def __call__(self, x: Tensor) -> Tensor:
         run_pending()
         self._calls.append(len(x))
-        time.sleep(self._seconds)
+        self._clock.wait(self._seconds)
         return x
 
 
-def kind(calls: list[int], seconds: float = 0.0) -> Kind:
-    return Kind(lambda weight: Counted(weight, calls, seconds), torch.float32)
+def kind(calls: list[int], seconds: float = 0.001, clock: VirtualClock | None = None) -> Kind:
+    return Kind(lambda weight: Counted(weight, calls, seconds, clock or VirtualClock()), torch.float32)
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -57,10 +61,12 @@ def test_every_product_runs_once_per_layer_and_for_logits_alone_after_the_last_a
     assert calls == [12] * 5 + [2] * 2 + [1] * 7 + [1] * 7
 
 
-def test_the_fastest_kind_is_chosen_before_the_clock_starts() -> None:
+def test_the_fastest_kind_is_chosen_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+    monkeypatch.setattr(ceiling, "time", SimpleNamespace(perf_counter=clock))
     slow: list[int] = []
     fast: list[int] = []
-    made = Ceiling(TINY, {"slow": kind(slow, 0.002), "fast": kind(fast)})
+    made = Ceiling(TINY, {"slow": kind(slow, 0.002, clock), "fast": kind(fast, 0.001, clock)})
     made.prepare(prompts(9), [4])
     assert {name for product in (*made.layer, made.head) for name in product.chosen.values()} == {"fast"}
     slow.clear()
@@ -104,21 +110,28 @@ def test_every_kind_multiplies_by_the_weight(precision: str) -> None:
 
 
 SLOW_TO_PREPARE = """
-import time
-from protocol import serve
-serve(lambda settings: lambda prompts, max_tokens: sum(max_tokens), lambda made, prompts, max_tokens: time.sleep(0.5 * len(prompts)))
+import protocol, types
+now = 0.0
+protocol.time = types.SimpleNamespace(perf_counter=lambda: now)
+def passes(seconds, answer=None):
+    global now
+    now += seconds
+    return answer
+protocol.serve(
+    lambda settings: lambda prompts, max_tokens: passes(2.0, sum(max_tokens)),
+    lambda made, prompts, max_tokens: passes(500.0),
+)
 """
 
 
+@pytest.mark.process
 def test_a_worker_prepares_outside_the_timed_part(tmp_path: Path) -> None:
     script = tmp_path / "slow_worker.py"
     script.write_text(SLOW_TO_PREPARE)
-    began = time.perf_counter()
     with running(
         Launch(python=Path(sys.executable), script=str(script), settings={}, environment={"PYTHONPATH": str(WORKERS)}), tmp_path / "log"
     ) as worker:
-        assert worker.ask(prompts(2), [1]) < 0.25
-    assert time.perf_counter() - began > 0.5
+        assert worker.ask(prompts(2), [1]) == 2.0
 
 
 def test_every_precision_has_a_ceiling_for_every_question() -> None:

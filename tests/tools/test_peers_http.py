@@ -6,8 +6,10 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,6 +24,8 @@ from bench.peers.servers import Server, ServerLaunch, flags_of, serving
 from headrace.lab.datasets import make_requests
 from headrace.lab.metrics import LoadRecord, Slo, summarize
 from headrace.tensor.host.cpu_features import CpuFeatures
+
+pytestmark = pytest.mark.pure
 
 SERVER = """
 import json, sys, time
@@ -65,6 +69,7 @@ def turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Turn:
     )  # fmt: skip
 
 
+@pytest.mark.process
 def test_a_server_and_what_it_started_are_ended_although_the_work_failed(launch_with: Callable[[str], ServerLaunch]) -> None:
     family: list[psutil.Process] = []
 
@@ -79,6 +84,7 @@ def test_a_server_and_what_it_started_are_ended_although_the_work_failed(launch_
     assert not any(process.is_running() for process in family)
 
 
+@pytest.mark.process
 def test_a_process_that_ignores_being_asked_is_made_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "END_TIMEOUT_S", 0.2)
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
@@ -89,6 +95,7 @@ def test_a_process_that_ignores_being_asked_is_made_to_end(monkeypatch: pytest.M
         assert stubborn.returncode == -9
 
 
+@pytest.mark.process
 def test_a_server_that_ends_or_never_answers_is_an_error(
     launch_with: Callable[[str], ServerLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,17 +112,22 @@ def test_options_become_flags() -> None:
     ]  # fmt: skip
 
 
-def test_capacity_is_measured_once_and_rates_are_shares_of_it(
-    turn: Turn, launch_with: Callable[[str], ServerLaunch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.process
+def test_capacity_is_measured_once_and_rates_are_shares_of_it(turn: Turn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is git, which is asked for the commit that a cell is of."""
     asked: list[tuple[float, int]] = []
 
     def measured(load: http.Load, url: str, row: str) -> Figure:
         asked.append((load.rate, load.seed))
         return Figure(10.0, "req/s", ())
 
-    launch = launch_with(SERVER)
+    @contextmanager
+    def no_server(launch: ServerLaunch, log: Path) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(url="http://127.0.0.1:9", setting={})
+
+    launch = ServerLaunch(command=("none",), ready="/")
     monkeypatch.setattr(http, "measured", measured)
+    monkeypatch.setattr(http, "serving", no_server)
     monkeypatch.setattr(http, "server_of", lambda *named: launch)
     http.take(turn, Path("model"), Path("envs"), 2)
     assert asked == [(math.inf, 0), (math.inf, 0), (4.0, 0), (8.0, 0)]  # the warm-up comes first
@@ -136,15 +148,15 @@ def test_peers_wait_for_the_capacity(turn: Turn) -> None:
         http.take(turn, Path("model"), Path("envs"), 2)
 
 
+@pytest.mark.process
 def test_a_cell_holds_what_the_client_saw_of_a_real_server(turn: Turn, launch_with: Callable[[str], ServerLaunch]) -> None:
     with serving(launch_with(SERVER)) as server:
         turn.wanted = ["http-capacity", "http-80"]
         http.load_server(turn, server.url, {"command": ["x"]})
-    outcome = cells.load(turn.cell("http-80").file)[1]
-    capacity = cells.load(turn.cell("http-capacity").file)[1].value
-    assert capacity is not None
+    outcome, capacity = (cells.load(turn.cell(row).file)[turn.cell(row)] for row in ("http-80", "http-capacity"))
+    assert capacity.value is not None
     found = outcome.load
-    assert found["rate"] == pytest.approx(0.8 * capacity)
+    assert found["rate"] == pytest.approx(0.8 * capacity.value)
     assert (found["offered"], found["failed"]) == (http.NUM_REQUESTS, 0)
     requests = make_requests(http.NUM_REQUESTS, http.WORKLOAD, seed=0)
     assert found["output_tokens"] == sum(request.output_tokens for request in requests)

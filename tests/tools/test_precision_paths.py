@@ -16,6 +16,8 @@ from headrace.tensor.kernels.cpu import linear
 from headrace.tensor.kernels.cpu.integer.simd import HAS_DOTS
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 
+pytestmark = pytest.mark.pure
+
 CPUINFO = Path("/proc/cpuinfo")
 """Named: this machine's own, whose instructions they are, whatever else is read as (`support.another_cpu`)."""
 

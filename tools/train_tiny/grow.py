@@ -80,12 +80,20 @@ def _query_rows(small: TinyConfig, large: TinyConfig) -> Tensor:
 def change_vocabulary(state: State, old: Tokenizer, new: Tokenizer) -> State:
     """The same weights with an embedding for every token of `new`."""
     table, ids = state["embed.weight"], old.get_vocab()
-    decoder = decoders.ByteLevel()
     rows = torch.zeros(new.get_vocab_size(), table.shape[1])
     for token, at in new.get_vocab().items():
-        pieces = [ids[token]] if token in ids else old.encode(decoder.decode([token])).ids
+        pieces = [ids[token]] if token in ids else _pieces(token, old)
         rows[at] = table[pieces].mean(0)
     return state | {"embed.weight": rows}
+
+
+def _pieces(token: str, old: Tokenizer) -> list[int]:
+    """What the old vocabulary spells a token's text by; of a token that is no text, being part of a character, its bytes."""
+    text = decoders.ByteLevel().decode([token])
+    if "\ufffd" in text:
+        return [old.token_to_id(byte) for byte in token]
+    spelled: list[int] = old.encode(text).ids
+    return spelled
 
 
 def main() -> None:
