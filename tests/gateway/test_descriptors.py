@@ -16,6 +16,8 @@ from headrace.core.descriptors import num_open, raise_limit
 from headrace.core.errors import ConfigError
 from headrace.gateway.http.descriptors import MAX_REFUSALS, MIN_CONNECTIONS, ConnectionLimit, connection_limit, divide
 
+pytestmark = pytest.mark.pure
+
 
 def test_with_descriptors_enough_the_configured_limit_holds() -> None:
     assert divide(16_384, 60, 1 << 20) == ConnectionLimit(16_384, 64)
@@ -68,7 +70,8 @@ def test_open_descriptors_are_counted() -> None:
             os.close(end)
 
 
-@pytest.mark.parametrize("limit", [20, 40, 64])
+@pytest.mark.parametrize("limit", [20, 64])
+@pytest.mark.process
 def test_serve_refuses_too_few_open_files_in_one_sentence(limit: int) -> None:
     """With 20 the gateway was started for ever: gRPC ends the process that has no descriptor for it. With 64 the gateway refuses, not
     this process, which has fewer files open: both said it, and the text workers' host ended with a traceback beside them."""

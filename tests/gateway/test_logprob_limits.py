@@ -17,6 +17,8 @@ from headrace.gateway.upstream.output_events import OutputEvent
 from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.text.folder import TextModel
 
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("frozen_heap")]  # or each collection would walk what other tests left
+
 NUM_LOGPROBS = 4_000
 
 

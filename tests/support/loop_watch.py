@@ -1,7 +1,7 @@
-"""How long an event loop's callbacks take: the longest slice, in CPU time of the loop's thread, and what ran in it.
+"""How much an event loop's callbacks do: the longest slice, in CPU time of the loop's thread or in lines of Python, and what ran in it.
 
 Works with asyncio's own loop, whose handles are Python. CPU time, so that a busy machine does not change it; what it leaves out is waiting
-for the GIL, of which there is little where no thread computes.
+for the GIL, of which there is little where no thread computes. Lines are the same on every machine; what C does within one is not seen.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 LOOK_S = 0.002
@@ -79,3 +80,50 @@ def watched_loop() -> Iterator[LoopWatch]:
         watch._is_over.set()
         asyncio.Handle._run = plain  # type: ignore[method-assign]
         looker.join()
+
+
+@dataclass
+class LineCount:
+    """
+    most  lines that one slice executed, at most
+    what  the callback it was
+    """
+
+    most: int = 0
+    what: str = ""
+    _num_lines: int = 0
+
+    def run(self, handle: asyncio.Handle, plain: Callable[[asyncio.Handle], None]) -> None:
+        self._num_lines = 0
+        sys.settrace(self._note)
+        try:
+            plain(handle)
+        finally:
+            sys.settrace(None)
+            if self._num_lines > self.most:
+                self.most, self.what = self._num_lines, repr(handle)[:300]
+
+    def _note(self, frame: FrameType, event: str, _: object) -> Any:
+        self._num_lines += event == "line"
+        return self._note
+
+
+@contextmanager
+def counted_lines(is_left_out: Callable[[object], bool]) -> Iterator[LineCount]:
+    """Count the lines of this thread's event loop while inside. is_left_out: of a callback that is no part of what is watched"""
+    count = LineCount()
+    plain = asyncio.Handle._run
+
+    def counted(handle: Any) -> None:
+        if is_left_out(handle._callback):
+            plain(handle)
+        else:
+            count.run(handle, plain)
+
+    asyncio.Handle._run = counted  # type: ignore[method-assign]
+    before = sys.gettrace()
+    try:
+        yield count
+    finally:
+        asyncio.Handle._run = plain  # type: ignore[method-assign]
+        sys.settrace(before)
