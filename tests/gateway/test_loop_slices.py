@@ -56,7 +56,12 @@ CASES: dict[str, tuple[str, bytes, int]] = {
     "140,000 ids to decode, one of them wrong": (DETOKENIZE, body(tokens=[70] * 139_999 + [2**40]), 400),
 }
 
-SMALL = {CHAT: body(messages=[MESSAGE]), COMPLETIONS: body(prompt="x"), TOKENIZE: body(prompt="x"), DETOKENIZE: body(tokens=[70])}
+FIRST = [
+    (CHAT, body(messages=[MESSAGE], **HEAVY)),
+    (COMPLETIONS, body(prompt="x")),
+    (TOKENIZE, body(prompt="x")),
+    (DETOKENIZE, body(tokens=[70])),
+]
 
 
 @pytest.fixture(params=["spaces count", "spaces are swallowed"])
@@ -90,7 +95,7 @@ def is_job(callback: object) -> bool:
 @pytest.mark.loop
 async def test_no_request_is_a_slice_of_many_lines(folder: Path) -> None:
     async with open_bench(load_text(folder)) as bench:
-        for path, data in SMALL.items():
+        for path, data in FIRST:
             await post(bench, path, data)  # imports and caches are no request's
         for name, (path, data, status) in CASES.items():
             with counted_lines(is_job) as count:
