@@ -45,6 +45,11 @@ class Pipe:
     async def write(self, frame: object) -> None:
         await self._frames.put(frame)
 
+    def end(self) -> None:
+        """Of a link that passes frames."""
+        self._frames = asyncio.Queue()
+        self._frames.put_nowait(grpc.aio.EOF)
+
 
 class MemoryCall:
     """Both ends of one call of Infer.Connect: `grpc.aio`'s call for the gateway, the servicer's context for the engine (`context`)."""
@@ -58,6 +63,12 @@ class MemoryCall:
         with suppress(grpc.aio.AbortError):
             await service._connect(None, self.context)
         await self._to_client.write(grpc.aio.EOF)
+
+    def break_off(self) -> None:
+        """At both ends at once; what is under way is lost."""
+        self.serving.cancel()
+        self.context.status = (grpc.StatusCode.INTERNAL, "the connection was reset")
+        self._to_client.end()
 
     async def read(self) -> object:
         return await self._to_client.read()
@@ -89,6 +100,7 @@ class MemoryLink:
     """Stands for a `wire.dial.Dialer`, and for the channels that it opens.
 
     may_pass  by direction
+    refuses   each new connection is reset at once
     """
 
     metadata = ()
@@ -98,6 +110,7 @@ class MemoryLink:
         self.service = service
         self.may_pass = {direction: asyncio.Event() for direction in Direction}
         self.calls: list[MemoryCall] = []
+        self.refuses = False
         self.heal()
 
     def cut(self, direction: Direction) -> None:
@@ -107,6 +120,11 @@ class MemoryLink:
         for may_pass in self.may_pass.values():
             may_pass.set()
 
+    def reset(self) -> None:
+        """Every connection breaks, as of a host that was started anew."""
+        for call in self.calls:
+            call.break_off()
+
     def open_channel(self) -> MemoryLink:
         return self
 
@@ -115,6 +133,8 @@ class MemoryLink:
 
     def _call(self, **_: object) -> MemoryCall:
         self.calls.append(MemoryCall(self))
+        if self.refuses:
+            self.reset()
         return self.calls[-1]
 
     async def close(self) -> None:
@@ -125,15 +145,17 @@ class MemoryLink:
 
 
 class VirtualServed:
-    """A fake engine and its service; each step takes `step_s`."""
+    """A fake engine and its service; `step_s` lies between two steps, and each takes what the options say."""
 
-    def __init__(self, config: EngineConfig | None = None, *, step_s: float = 0.02, **service: Any) -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, *, step_s: float = 0.02, options: FakeOptions | None = None, **service: Any
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         assert isinstance(self.loop, VirtualTimeLoop)
         bridge = AsyncioOutbox(self.loop)
-        self.options = FakeOptions()
+        self.options = options or FakeOptions()
         self.step_s = step_s
-        self.engine = fake_engine(bridge, self.options, config, clock=self.loop.time)
+        self.engine = fake_engine(bridge, self.options, config, clock=self.loop.time, wait=self.loop.be_late)
         self.service = EngineService(self.engine, bridge, parse_target(ADDRESS), replica="fake-0", **service)
         self.link = MemoryLink(self.service)
 
