@@ -38,7 +38,7 @@ CHAT = "/v1/chat/completions"
 STEP_MS, PAUSE_MS = 20.0, 5.0
 """What a step of the engine takes, and what lies between two."""
 
-FAKE = FakeOptions(vocab_size=345, step_seconds=STEP_MS / 1000, digests={"model": "0123456789abcdef"})
+DIGESTS = {"model": "0123456789abcdef"}
 KEY = "sk-fields-0123456789"
 SITE: dict[str, Any] = {
     "api_keys": [{"key": KEY, "tenant": "acme", "user": "ann", "tier": "gold"}],
@@ -56,9 +56,11 @@ def body(**fields: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def opened(text: TextModel, state: Path, loop: VirtualTimeLoop) -> AsyncIterator[Gateway]:
-    """A gateway and its only engine."""
+    """A gateway and its only engine, which says letters: each token is text at once."""
     config = gateway_config(state=str(state), **SITE)
-    engine = VirtualServed(step_s=PAUSE_MS / 1000, options=FAKE)
+    first, last = (text.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "az")
+    options = FakeOptions(vocab_size=text.tokenizer.vocab_size, produced=(first, last), step_seconds=STEP_MS / 1000, digests=DIGESTS)
+    engine = VirtualServed(step_s=PAUSE_MS / 1000, options=options)
 
     def connect(given: ReplicaConfig, _text: TextModel, _clock: Clock) -> ReplicaClient:
         return engine.client(name=given.name)
