@@ -78,7 +78,7 @@ async def test_a_thousand_streams_all_end_alike(big_site: Site) -> None:
     after = gateway.cpu_times()
     num_chunks = sum(seen.num_chunks for seen in clients)
     cpu_s = after.user + after.system - cpu.user - cpu.system
-    async with httpx2.AsyncClient(base_url=big_site.url) as client, asyncio.timeout(30):
+    async with httpx2.AsyncClient(base_url=big_site.url) as client, asyncio.timeout(60):
         while "headrace_gateway_requests_open 0.0" not in (metrics := (await client.get("/metrics")).text):
             await asyncio.sleep(0.05)
     while gateway.num_fds() > idle_fds + 2:

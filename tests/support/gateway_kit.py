@@ -393,7 +393,7 @@ def metric(gateway: Gateway, name: str, **labels: str) -> float:
     return next((value for value in values if value is not None), 0.0)
 
 
-async def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
     """Wait until `condition` holds. Fails after a generous deadline."""
     async with asyncio.timeout(within_s):
         while not condition():

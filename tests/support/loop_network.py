@@ -144,25 +144,27 @@ class NetworkedLoop(asyncio.SelectorEventLoop):
         self.network = LoopNetwork()
         super().__init__(selector)
 
-    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, *, sock: Any = None, **options: Any) -> Any:  # type: ignore[override]
-        return await super().create_server(protocol_factory, sock=sock or self.network.listen(port or 0), **options)
+    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, *, sock: Any = None, **options: Any) -> Any:
+        listening: Any = sock or self.network.listen(port or 0)
+        return await super().create_server(protocol_factory, sock=listening, **options)
 
     async def create_connection(
         self, protocol_factory: Any, host: Any = None, port: Any = None, *, sock: Any = None, **options: Any
-    ) -> Any:  # type: ignore[override]
+    ) -> Any:
         if sock is None:
             sock = self.network.connect(port)
             if options.get("ssl") and options.get("server_hostname") is None:
                 options["server_hostname"] = host
         return await super().create_connection(protocol_factory, sock=sock, **options)
 
-    async def create_unix_server(self, protocol_factory: Any, path: Any = None, *, sock: Any = None, **options: Any) -> Any:  # type: ignore[override]
-        return await super().create_unix_server(protocol_factory, sock=sock or self.network.listen_at(str(path)), **options)
+    async def create_unix_server(self, protocol_factory: Any, path: Any = None, *, sock: Any = None, **options: Any) -> Any:
+        listening: Any = sock or self.network.listen_at(str(path))
+        return await super().create_unix_server(protocol_factory, sock=listening, **options)
 
-    async def create_unix_connection(self, protocol_factory: Any, path: Any = None, *, sock: Any = None, **options: Any) -> Any:  # type: ignore[override]
+    async def create_unix_connection(self, protocol_factory: Any, path: Any = None, *, sock: Any = None, **options: Any) -> Any:
         return await super().create_unix_connection(protocol_factory, sock=sock or self.network.connect(str(path)), **options)
 
-    async def getaddrinfo(self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0) -> Any:  # type: ignore[override]
+    async def getaddrinfo(self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0) -> Any:
         """Of the names of loopback alone."""
         if host not in ("localhost", HOST):
             raise socket.gaierror(socket.EAI_NONAME, f"{host!r} has no address in a loop's own network")
