@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from headrace.core.backoff import Backoff
+
+pytestmark = pytest.mark.pure
 
 
 def test_pauses_double_up_to_the_limit() -> None:

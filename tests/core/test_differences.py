@@ -9,6 +9,8 @@ import pytest
 
 from headrace.core.differences import differences
 
+pytestmark = pytest.mark.pure
+
 
 @dataclass(frozen=True)
 class Key:

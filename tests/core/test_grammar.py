@@ -8,6 +8,8 @@ from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 
+pytestmark = pytest.mark.pure
+
 DIGITS = Grammar(GrammarKind.REGEX, "[0-9]+")
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from headrace.core.hosts import is_link_local, is_loopback
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     "host",

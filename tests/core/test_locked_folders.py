@@ -13,6 +13,8 @@ import pytest
 
 from headrace.core.locked_folders import LockedFolder, is_locked, remove_unlocked
 
+pytestmark = pytest.mark.pure
+
 PREFIX, LOCK = "in-use-", "in-use.lock"
 CHILD = """
 import subprocess, sys, time
@@ -25,6 +27,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.process
 def test_a_folder_is_in_use_until_its_process_is_killed_and_not_longer(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from headrace.core.numerics import may_resume, numerics_digest, why_not_resume
+
+pytestmark = pytest.mark.pure
 
 FACTS = {"weights": "ab", "dtype": "float32", "versions": "1"}
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from headrace.core.plan import LogprobColumns, Result, TokenLogprobs, wide_columns
 from headrace.core.result_codec import ResultCodecError, decode_result, encode_result
 
+pytestmark = pytest.mark.pure
+
 ids = st.integers(0, 2**31 - 1)
 floats = st.floats(width=32, allow_nan=False)
 

@@ -10,6 +10,8 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import MissingKey, UnknownKey, decode, read_json_object
 
+pytestmark = pytest.mark.pure
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:

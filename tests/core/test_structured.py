@@ -15,6 +15,8 @@ from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 
+pytestmark = pytest.mark.pure
+
 SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}, "b": {}}, "required": ["größe"]}
 
 

@@ -10,6 +10,8 @@ import pytest
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import TierTerms
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("field", "value"),

@@ -7,6 +7,8 @@ import pytest
 from headrace.core.errors import InvalidRequest
 from headrace.core.tools import FunctionTool
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("name", ["f", "get_weather", "a-b", "A" * 64, "9"])
 def test_a_name_that_every_format_can_write_is_taken(name: str) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from headrace.observe.limited_log import INTERVAL_S, LimitedLog
 
+pytestmark = pytest.mark.pure
+
 
 def test_a_storm_of_equal_events_is_one_line_an_interval_that_counts_the_rest(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0

@@ -13,6 +13,8 @@ import pytest
 
 from headrace.observe.logs import ENVIRONMENT, JsonLine, LogFormat, TextLine, relay, set_up_logging, timestamp
 
+pytestmark = pytest.mark.pure
+
 HOSTILE = "line one\nFAKE line two \x1b[31m\u2028\u202e"
 
 

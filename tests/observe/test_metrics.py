@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.observe.metrics import Metrics, ReplicaReading
+
+pytestmark = pytest.mark.pure
 
 LOAD = LoadSnapshot(
     num_running=2,

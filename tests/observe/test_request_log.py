@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import pty
 import re
@@ -16,6 +15,10 @@ from headrace.observe import request_log
 from headrace.observe.logs import LogFormat
 from headrace.observe.request_log import MAX_QUEUED, Outcome, RequestLog, RequestLogRecord
 
+pytestmark = pytest.mark.socket
+
+PATIENCE_S = 60.0
+
 
 def record(**fields: object) -> RequestLogRecord:
     made = RequestLogRecord(request_id="abc", method="POST", path="/v1/chat/completions")
@@ -24,12 +27,14 @@ def record(**fields: object) -> RequestLogRecord:
     return made
 
 
+@pytest.mark.pure
 def test_line_is_json_without_what_is_not_known() -> None:
     line = json.loads(record(status=200, ttft_s=0.123456789).line())
     assert line["ttft_s"] == 0.123457
     assert "error" not in line
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("path", ["/a\r\nSet-Cookie: x", "/\x1b[31mred", "/\u2028", "/\ud800", '/"},{"x":"'])
 def test_line_stays_one_line_of_ascii(path: str) -> None:
     line = record(path=path).line()
@@ -42,7 +47,7 @@ def test_lines_reach_the_file_in_order(tmp_path: Path) -> None:
     log = RequestLog(str(tmp_path / "log.jsonl"))
     for number in range(50):
         log.write(record(status=number))
-    log.close()
+    log.close(PATIENCE_S)
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["status"] for line in lines] == list(range(50))
     assert log.num_dropped == 0
@@ -52,30 +57,26 @@ def write_lines(target: str, worker: int, num_lines: int) -> None:
     log = RequestLog(target, worker=worker)
     for number in range(num_lines):
         log.write(record(status=number, reason="x" * (number * 37 % 3900), path="/" + "\U0001f600" * 199))
-    log.close(timeout_s=30)
+    log.close(PATIENCE_S)
     assert log.num_dropped == 0
 
 
 @pytest.mark.parametrize("is_pipe", [True, False])
 def test_lines_of_several_processes_stay_whole(tmp_path: Path, is_pipe: bool) -> None:
+    """Each log has its own descriptor and thread, as in a process of its own: the system appends whole lines, or would not."""
     target = tmp_path / "log"
     if is_pipe:
         os.mkfifo(target)
         both_ends = os.open(target, os.O_RDWR)  # so that neither a late writer nor the reader waits for the other end
     else:
         target.touch()
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_lines, args=(str(target), worker, 300)) for worker in range(3)]
-    for writer in writers:
-        writer.start()
-    with target.open() as reader, ThreadPoolExecutor(1) as pool:
+    with target.open() as reader, ThreadPoolExecutor(4) as pool:
         reading = pool.submit(reader.read) if is_pipe else None
-        for writer in writers:
-            writer.join()
+        for writing in [pool.submit(write_lines, str(target), worker, 300) for worker in range(3)]:
+            writing.result()
         if is_pipe:
             os.close(both_ends)
         text = reading.result() if reading is not None else reader.read()
-    assert [writer.exitcode for writer in writers] == [0, 0, 0]
     found = [json.loads(line) for line in text.splitlines()]
     assert sorted((line["worker"], line["status"]) for line in found) == [(worker, number) for worker in range(3) for number in range(300)]
     assert {"reason" in line for line in found} == {True, False}, "a line that is too long for a pipe lost what made it so"
@@ -85,7 +86,7 @@ def test_lines_that_cannot_be_written_are_counted() -> None:
     log = RequestLog("/dev/full")
     for _ in range(3):
         log.write(record())
-    log.close()
+    log.close(PATIENCE_S)
     assert log.num_dropped == 3
 
 
@@ -98,7 +99,7 @@ def test_a_stopped_reader_costs_lines_not_requests(tmp_path: Path) -> None:
         log.write(record(detail="x" * 60))
     assert log.num_dropped > 0
     os.close(reader)  # the writer's next write fails instead of waiting
-    log.close()
+    log.close(PATIENCE_S)
 
 
 def test_a_full_pipe_that_does_not_block_costs_lines_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +110,7 @@ def test_a_full_pipe_that_does_not_block_costs_lines_too(monkeypatch: pytest.Mon
     log = RequestLog("stdout", LogFormat.JSON)
     for _ in range(1000):
         log.write(record(detail="x" * 200))
-    log.close()
+    log.close(PATIENCE_S)
     assert log.num_dropped > 0
     assert log.num_dropped < 1000
     os.close(reading)
@@ -119,10 +120,11 @@ def test_a_full_pipe_that_does_not_block_costs_lines_too(monkeypatch: pytest.Mon
 def test_no_log_is_no_thread() -> None:
     log = RequestLog("off")
     log.write(record())
-    log.close()
+    log.close(PATIENCE_S)
     assert log.num_dropped == 0
 
 
+@pytest.mark.pure
 def test_time_is_a_timestamp() -> None:
     assert json.loads(record(time=1_795_399_722.6589).line())["time"] == "2026-11-23T02:08:42.658Z"
 
@@ -131,6 +133,7 @@ COMPLETE = {"status": 200, "outcome": Outcome.COMPLETED, "model": "m", "prompt_t
 REFUSED = {"status": 400, "outcome": Outcome.REFUSED, "error": "invalid_value", "param": "top_p", "reason": "0 < top_p <= 1"}
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -146,6 +149,7 @@ def test_people_read_a_short_line(fields: dict[str, object], said: str) -> None:
     assert text.split(" ", 3)[3] == said
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("path", ["/a\r\nSet-Cookie: x", "/\x1b[31mred", "/\u2028", "/\ud800"])
 def test_a_short_line_stays_one_line(path: str) -> None:
     assert record(path=path, reason=path, detail=path, model=path, method=path).text(is_short=True).isprintable()
@@ -158,7 +162,7 @@ def test_a_terminal_gets_text_unless_json_is_asked_for(monkeypatch: pytest.Monke
     monkeypatch.setitem(request_log.STREAMS, "stderr", terminal)
     log = RequestLog("stderr", log_format)
     log.write(record(**COMPLETE))
-    log.close()
+    log.close(PATIENCE_S)
     written = os.read(ours, 4096).decode()
     os.close(terminal)
     os.close(ours)
@@ -171,7 +175,7 @@ def test_a_pipe_gets_json_unless_text_is_asked_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(request_log.STREAMS, "on", theirs)
     log = RequestLog("on", log_format)
     log.write(record(**COMPLETE))
-    log.close()
+    log.close(PATIENCE_S)
     os.close(theirs)
     with open(ours, encoding="utf-8") as pipe:
         written = pipe.read()
@@ -182,5 +186,5 @@ def test_a_pipe_gets_json_unless_text_is_asked_for(monkeypatch: pytest.MonkeyPat
 def test_a_file_is_json_whatever_is_asked_for(tmp_path: Path) -> None:
     log = RequestLog(str(tmp_path / "log"), LogFormat.TEXT)
     log.write(record(**COMPLETE))
-    log.close()
+    log.close(PATIENCE_S)
     assert json.loads((tmp_path / "log").read_text())["outcome"] == "completed"

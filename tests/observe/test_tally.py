@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import generate_latest
 
 from headrace.observe.tally import CountCollector, TallyCollector
+
+pytestmark = pytest.mark.pure
 
 BOUNDS = (0.01, 0.1, 1, 2.5, 10)
 values = st.sampled_from(BOUNDS) | st.floats(0, 20)

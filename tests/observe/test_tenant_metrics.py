@@ -13,6 +13,8 @@ from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.observe.metrics import Metrics, ReplicaReading
 from headrace.observe.tenant_metrics import MAX_TENANTS, MAX_WATCHED, OTHER, LargestTenants, RequestUse, ShownTenants, TenantMetrics
 
+pytestmark = pytest.mark.pure
+
 
 def samples(metrics: TenantMetrics, name: str) -> dict[tuple[str, ...], float]:
     found = {}

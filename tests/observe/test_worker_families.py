@@ -9,6 +9,8 @@ from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.observe.metrics import Metrics, ReplicaReading
 from headrace.observe.upstream_metrics import UpstreamReading
 
+pytestmark = pytest.mark.pure
+
 LOAD = LoadSnapshot(
     num_running=2,
     num_waiting=0,

@@ -19,6 +19,8 @@ from headrace.policy.deployment import (
     StartReplica,
 )
 
+pytestmark = pytest.mark.pure
+
 
 def run(deployment: Deployment) -> list[DeploymentAction]:
     """Do what is to be done now; all of it."""

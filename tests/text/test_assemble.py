@@ -20,6 +20,8 @@ from headrace.text.detokenize import Detokenizer
 from headrace.text.logprobs import DecodedLogprobs, TokenEntry, TopToken
 from headrace.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.pure
+
 
 def update(token_ids: Sequence[int] = (), **changes: Any) -> SequenceUpdate:
     return SequenceUpdate(request_id=RequestId("r"), epoch=0, index=0, token_ids=tuple(token_ids), **changes)

@@ -15,6 +15,8 @@ from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.text.chat_renderer import render
 from headrace.text.folder import load_text
 
+pytestmark = pytest.mark.pure
+
 CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Be <brief> & kind."},
     {"role": "user", "content": "Weather in Paris?"},
@@ -144,6 +146,7 @@ def test_a_template_sees_json_values_alone_and_changes_nothing_of_the_callers() 
     assert chat == [{"role": "user", "content": "a"}]
 
 
+@pytest.mark.process
 def test_rendering_does_not_import_transformers() -> None:
     code = (
         "import sys, headrace.text.chat_renderer as r; r.render('x', []); print([n for n in ('transformers', 'numpy') if n in sys.modules])"

@@ -12,6 +12,8 @@ from headrace.text.detokenize import Delta, Detokenizer
 from headrace.text.tokenizer import Tokenizer
 from tests.text.test_stop import first_stop
 
+pytestmark = pytest.mark.pure
+
 WORDS = st.lists(st.sampled_from(["ab", "b", " stop", "\u00e9", "\u65e5", "\U0001f389", "x", "aab"]), max_size=12).map("".join)
 STOPS = st.lists(st.sampled_from(["ab", "aab", "b\u65e5", "stop", "\U0001f389x", "\ufffd", "xx"]), max_size=3)
 IDS = st.lists(st.integers(0, 344), max_size=25)

@@ -14,6 +14,8 @@ from headrace.core.digests import text_digests
 from headrace.core.errors import CheckpointError
 from headrace.text.folder import load_text
 
+pytestmark = pytest.mark.pure
+
 
 def test_digests_follow_the_content_of_the_files(tmp_path: Path) -> None:
     one = load_text(text_kit.save_byte_level(tmp_path / "one"))

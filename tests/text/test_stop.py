@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.text.stop import StopMatcher
+
+pytestmark = pytest.mark.pure
 
 SMALL = st.text("ab\u00e9", max_size=24)
 STOPS = st.lists(st.text("ab\u00e9", min_size=1, max_size=5), max_size=4)

@@ -17,6 +17,8 @@ from headrace.bundled import FOLDER
 from headrace.text.token_bounds import NORMAL_FORM_SHRINKS, TokenBound
 from headrace.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.pure
+
 LONGEST = st.sampled_from([" " * 40, "\u2581" * 9, "<|im_end|>", "the quick brown", "0" * 30, "\u00e9" * 7, "e\u0301\u0323", "\U0001f389"])
 TEXTS = st.lists(st.one_of(LONGEST, st.text(max_size=20)), max_size=8).map("".join)
 

@@ -25,6 +25,7 @@ async def test_three_missed_heartbeats_are_silence_until_one_comes() -> None:
         assert replica.state is ConnectionState.CONNECTED
         await asyncio.sleep(0.02)
         assert replica.state is ConnectionState.SILENT
+        assert replica.silent_s < 1.0, "before a second is over"
         with pytest.raises(Unavailable, match="silent"):
             replica.submit(request("r"))
         engine.link.heal()

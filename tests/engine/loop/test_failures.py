@@ -19,6 +19,8 @@ from headrace.engine.failures import MAX_LOGGED, WINDOW_S, Failures
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence_table import SequenceTable
 
+pytestmark = pytest.mark.pure
+
 POISON = 96
 SECRET = "internals: /srv/model at 0x7f"
 

@@ -30,6 +30,8 @@ from headrace.policy.schedule.sequence import Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_timer import UNKNOWN_STEP_S, StepTimer
 
+pytestmark = pytest.mark.pure
+
 PROMPTS = [[i + 1, 2, 3, i] for i in range(6)]
 
 

@@ -21,6 +21,8 @@ from headrace.engine.preparation import NothingToPrepare
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence_table import SequenceTable
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_each_prerequisite_has_a_time_limit_of_its_own(n: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from figures import Figure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_rows import decode_updates
@@ -268,12 +269,13 @@ def test_refusals_fill_no_frame_beyond_its_bound_and_keep_their_order() -> None:
     assert (unsent.num_units, unsent.is_empty) == (0, True)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("name", "served", "count"),
     [("m", [], 40_000), ("m" * 256, ["n" * 100] * 20, 2_000), ("m", ["x" * 10_000], 2_000)],
     ids=["short", "usual", "long"],
 )
-def test_refusals_count_by_the_memory_they_hold(name: str, served: list[str], count: int) -> None:
+def test_refusals_count_by_the_memory_they_hold(name: str, served: list[str], count: int, figure: Figure) -> None:
     """Each counted as one token: a gateway that does not read could leave a million of the longest, 10 GB, and keep its lease."""
     unsent = UnsentFrames()
     before = psutil.Process().memory_info().rss
@@ -281,6 +283,7 @@ def test_refusals_count_by_the_memory_they_hold(name: str, served: list[str], co
         unsent.put_rejected(Handle(number), ModelNotFound(name, served))
     held = psutil.Process().memory_info().rss - before
     held_when_full = MAX_UNITS // (unsent.num_units // count) * held // count
+    figure("held when full", held_when_full / 2**20, 64, "MiB")
     assert held_when_full < 128 << 20
     assert held_when_full > 2 << 20, "no memory was seen to be held, or a refusal counts for far more than it holds"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,8 @@ from headrace.policy.admission.ladder import (
     served_before,
 )
 from headrace.policy.routing.predicted_time import RequestSize, SentSince
+
+pytestmark = pytest.mark.pure
 
 RULES = AdmissionRules(queue_depth=10, max_wait_s=8.0)
 PREMIUM, STANDARD, BATCH = PriorityClass.PREMIUM, PriorityClass.STANDARD, PriorityClass.BATCH

@@ -21,6 +21,8 @@ from headrace.policy.kvcache.leases import LeaseError
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.scheduler import MOVE_POLL_S
 
+pytestmark = pytest.mark.pure
+
 SPARED = (None,) * 6
 """Steps that do not fail: those that repeat, in parts, the rows of one that did."""
 NEVER = (10**9, 10**9)

@@ -15,6 +15,8 @@ from headrace.policy.kvcache.leases import Lease, LeaseError, Leases
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.kvcache.pool import BlockPool, StepClock
 
+pytestmark = pytest.mark.pure
+
 ROOT = chain_root(b"k", model_digest=b"", kv_dtype="")
 
 

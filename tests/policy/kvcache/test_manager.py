@@ -16,6 +16,8 @@ from headrace.lab.fake_runner import FakeOptions, fake_info
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.sequence import Sequence
 
+pytestmark = pytest.mark.pure
+
 PLAIN: dict[str, Any] = {"key": b"k", "model_digest": b"m", "kv_dtype": "bfloat16", "adapter_digests": {"a": b"1", "b": b"2", "same": b"1"}}
 
 

@@ -17,6 +17,8 @@ from headrace.core.hashing import BlockHash, block_hash, chain_root
 from headrace.policy.kvcache.events import EVENT_BYTES, BlockEvent, BlockEvents, EventKind
 from headrace.policy.kvcache.pool import MAX_CHECKED_BLOCKS, BlockPool
 
+pytestmark = pytest.mark.pure
+
 ROOT = chain_root(b"k", model_digest=b"", kv_dtype="")
 
 

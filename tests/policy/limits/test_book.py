@@ -13,6 +13,8 @@ from headrace.policy.limits.book import LATE_MS, UNNAMED_BEATS, Charges, Claim, 
 from headrace.policy.limits.counters import DAY_MS, KEPT_BUCKETS, Amounts, Moment, Unit, Window, bucket_of
 from headrace.policy.limits.peers import LEASE_S, PeerWatch
 
+pytestmark = pytest.mark.pure
+
 NOON = 20_000 * DAY_MS + DAY_MS // 2
 YEAR_MS = 365 * DAY_MS
 START = Moment(1_000_000, NOON)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from headrace.policy.limits.counters import DAY_MS, Moment, Window, bucket_of, first_day_of, month_of, reset_ms, retry_after_s, used_of
 
+pytestmark = pytest.mark.pure
+
 EPOCH = date(1970, 1, 1)
 
 

@@ -12,6 +12,8 @@ from headrace.core.errors import ConfigError
 from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.limits.price import NANOS, Price
 
+pytestmark = pytest.mark.pure
+
 PRICES = st.integers(0, 10**12).map(lambda picos: picos / 10**6)
 TOKENS = st.integers(0, 10**7)
 

@@ -19,6 +19,8 @@ from headrace.policy.queues.priority import CLASS_WEIGHTS, PRIORITY_AGING_S, Pri
 from headrace.policy.queues.tenants import IDLE_CREDIT_TOKENS, TenantOrder
 from headrace.policy.schedule.sequence import Sequence
 
+pytestmark = pytest.mark.pure
+
 NOW = 100.0
 
 

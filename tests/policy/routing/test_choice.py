@@ -6,12 +6,15 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.policy.routing.choice import Candidate, Cost, ReplicaId, choose, cost
 from headrace.policy.routing.predicted_time import RequestSize, SentSince
+
+pytestmark = pytest.mark.pure
 
 
 def load(*, running: int = 0, waiting: int = 0, free: int = 100, cached: int = 0, total: int = 100) -> LoadSnapshot:

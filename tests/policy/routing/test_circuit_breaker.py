@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.policy.routing.circuit_breaker import BreakerLimits, CircuitBreaker, CircuitState, Ticket
 
+pytestmark = pytest.mark.pure
+
 LIMITS = BreakerLimits(max_failures=3, cooldown_s=5.0, max_cooldown_s=18.0)
 
 

@@ -13,6 +13,8 @@ from headrace.policy.routing.circuit_breaker import CircuitBreaker
 from headrace.policy.routing.ejection import REPLICA_LIMITS, ejected
 from headrace.policy.routing.slow_start import FIRST_SHARE, started, started_share
 
+pytestmark = pytest.mark.pure
+
 
 def breaker(*, failed_at: float | None = None, rounds: int = 1) -> CircuitBreaker:
     """A closed one, or one that failed so often in a row that it is open; each further round doubles its cooldown."""

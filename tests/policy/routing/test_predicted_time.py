@@ -34,6 +34,8 @@ from headrace.policy.routing.predicted_time import (
     speed_of,
 )
 
+pytestmark = pytest.mark.pure
+
 SPEED = StepSpeed(0.010, 0.001)
 SLOW = StepSpeed(0.040, 0.004)
 SIZE = RequestSize(prompt_tokens=100, output_tokens=50)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.policy.routing.retry_budget import RetryBudget
+
+pytestmark = pytest.mark.pure
 
 
 @given(is_request=st.lists(st.booleans(), max_size=300))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.policy.schedule.price import ChunkPrice
+
+pytestmark = pytest.mark.pure
 
 positions, budgets, lengths = st.integers(0, 200_000), st.integers(1, 8192), st.integers(1, 10_000)
 

@@ -15,6 +15,8 @@ from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.policy.schedule.sequence import LEAST_PROGRESS_TOKENS, Sequence
 
+pytestmark = pytest.mark.pure
+
 TIER = TierTerms(name="standard")
 
 

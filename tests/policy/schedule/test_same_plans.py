@@ -13,6 +13,8 @@ from recorded_plans import record
 from headrace.core.plan import UNKNOWN_COSTS, StepCosts
 from headrace.core.request import PriorityClass
 
+pytestmark = pytest.mark.pure
+
 RECORDED = json.loads((Path(__file__).parent / "data" / "recorded_plans.json").read_text())
 """seed -> digest, written down when every row had an object of its own and was looked at in every step.
 

@@ -23,6 +23,8 @@ from headrace.policy.queues.shares import StepShares
 from headrace.policy.schedule.planner import MAX_PROMPT_LOGPROB_TOKENS
 from headrace.policy.schedule.sequence_table import SequenceTable
 
+pytestmark = pytest.mark.pure
+
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(2 + 3 * (i % 6))] for i in range(12)]
 GROUPS = {"full": (FULL,), "full+window": (FULL, WINDOW), "window": (WINDOW,)}
 

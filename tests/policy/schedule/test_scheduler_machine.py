@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
 from failing_plans import SITES, fail_next_plan
 from hypothesis import Phase, settings
@@ -13,6 +14,8 @@ from headrace.core.errors import Overloaded
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import PriorityClass
+
+pytestmark = pytest.mark.pure
 
 POISON = 96
 

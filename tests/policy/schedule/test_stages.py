@@ -14,6 +14,8 @@ from headrace.core.ids import RequestId
 from headrace.core.update import StageSeconds
 from headrace.policy.schedule.sequence import SeqState, Sequence
 
+pytestmark = pytest.mark.pure
+
 
 def step_takes(driven: DrivenEngine, seconds: float) -> None:
     compute = driven.runner.compute

@@ -21,6 +21,8 @@ from headrace.policy.schedule import sequence_table
 from headrace.wire.codec import decode_submit, encode_submit
 from headrace.wire.handles import Handle
 
+pytestmark = pytest.mark.pure
+
 SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","title":"' + "x" * 20_000 + '"}')
 
 

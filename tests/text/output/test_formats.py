@@ -6,6 +6,8 @@ from headrace.core.errors import ConfigError
 from headrace.core.grammar import MAX_MARKER_CHARS
 from headrace.text.output.formats import ALIASES, REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
 
+pytestmark = pytest.mark.pure
+
 DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>"
 QWEN3 = "{%- if tools %}<tools></tools><tool_call>{}</tool_call>{% endif %}{% if '</think>' in content %}"
 

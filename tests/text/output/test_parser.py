@@ -4,17 +4,20 @@ import json
 import random
 import time
 import tracemalloc
+from collections.abc import Callable
 from itertools import combinations
 
 import output_texts
 import pytest
+from counted_lines import growth
+from figures import Figure
 from output_texts import Case, Parsed
 
 from headrace.text.output import calls, json_calls, named_calls, python_calls, reading
 from headrace.text.output import reasoning as splitting
 from headrace.text.output.formats import TOOL_FORMATS
 
-pytestmark = pytest.mark.usefixtures("frozen_heap")
+pytestmark = pytest.mark.pure
 
 F = '{"name": "f", "arguments": {"a": 1}}'
 SURROGATE = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
@@ -273,36 +276,37 @@ HOSTILE = {
 }
 
 
-def cpu_s(name: str, size: int, piece: int) -> float:
+def parsing(name: str, size: int, piece: int) -> Callable[[], object]:
     tools, text = HOSTILE[name]
     case = Case(tools, "qwen3", text[:size])
-    started = time.process_time()
-    case.split(lambda: piece)
-    return time.process_time() - started
-
-
-def assert_linear(name: str, size: int, piece: int) -> None:
-    """Four times the text takes about four times as long; a parse that is quadratic in anything takes sixteen.
-
-    Other load on the machine makes single measurements of CPU time up to twice as long, so the shortest of three count.
-    """
-    whole, quarter = [cpu_s(name, size, piece)], [cpu_s(name, size // 4, piece)]
-    while (grows := min(whole) > 9 * min(quarter) + 0.05) and len(whole) < 3:
-        whole.append(cpu_s(name, size, piece))
-        quarter.append(cpu_s(name, size // 4, piece))
-    assert not grows, f"{quarter} s for {size // 4} characters, {whole} s for {size}"
+    return lambda: case.split(lambda: piece)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_long_outputs_take_linear_time(name: str) -> None:
-    assert_linear(name, ONE // 2, 4096)
-    assert_linear(name, ONE // 16, 4)
+def test_long_outputs_take_linear_work(name: str) -> None:
+    """Four times the text takes about four times as much, and less where a limit is reached; a parse that is quadratic takes sixteen."""
+    assert growth(lambda size: parsing(name, size, 4), ONE // 64) < 4.2
+    assert growth(lambda size: parsing(name, size, 4096), ONE // 16) < 4.2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_megabyte_in_pieces_of_a_token_takes_linear_time(name: str) -> None:
-    assert_linear(name, ONE, 4)
+@pytest.mark.timing
+@pytest.mark.usefixtures("frozen_heap")
+@pytest.mark.parametrize("piece", [4, 4096])
+def test_long_outputs_take_linear_time(piece: int, figure: Figure) -> None:
+    """In CPU time, for what is done in C: a parse that is quadratic takes sixteen times as long. The shortest of three counts."""
+
+    def cpu_s(name: str, size: int) -> float:
+        parse, taken_s = parsing(name, size, piece), []
+        for _ in range(3):
+            began = time.process_time()
+            parse()
+            taken_s.append(time.process_time() - began)
+        return min(taken_s)
+
+    size = ONE // 2 if piece > 4 else ONE // 8
+    times = {name: cpu_s(name, size) / max(cpu_s(name, size // 4), 0.01) for name in HOSTILE}
+    worst = max(times, key=lambda name: times[name])
+    figure(f"four times the text of {worst!r} takes", times[worst], 4, "times as long")
 
 
 SLOWLY_TRACED = [pytest.param(name, marks=pytest.mark.slow) for name in ("arguments before the name", "open keys")]
