@@ -46,8 +46,9 @@ class Pipe:
         await self._frames.put(frame)
 
     def end(self) -> None:
-        """Of a link that passes frames."""
-        self._frames = asyncio.Queue()
+        """For the reader, of a link that is not cut."""
+        while not self._frames.empty():
+            self._frames.get_nowait()
         self._frames.put_nowait(grpc.aio.EOF)
 
 
