@@ -1,4 +1,7 @@
-"""Checkpoints and their plain loops, once per session; servers, once per session or module."""
+"""Checkpoints and their plain loops, and the servers that several files share, once per session.
+
+Tests of processes run one after the other in one process, so that a session's server is started once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from plain_loop import Checkpoint, PlainLoop, save_random_llama
 from real_engine import ROOMY
-from server_kit import CROWD, CROWD_ENGINE, KEY, Server, serving, serving_fake
+from server_kit import CROWD, CROWD_ENGINE, KEY, STEP_S, Server, serving, serving_fake
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.text.folder import load_text
@@ -92,7 +95,7 @@ def server(random_folder: Path) -> Iterator[Server]:
         "gateway": {
             "api_keys": [{"key": KEY}],
             "request_log": "{folder}/requests.jsonl",
-            "timeouts": {"header_s": 5.0, "body_s": 5.0, "write_s": 5.0},
+            "timeouts": {"header_s": 3.0, "body_s": 3.0, "write_s": 3.0},
         },
     }
     with serving(config) as server:
@@ -100,25 +103,17 @@ def server(random_folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def pair(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Two replicas of the bundled model (the random one where it is missing) as "pair", with overlapped steps and the fair queue."""
-    folder = bundled_path(DEFAULT_MODEL) or request.getfixturevalue("random_folder")
-    engine = {**ENGINE, "model": str(folder), "num_kv_blocks": 200, "depth": 2, "queue_policy": "fair", "max_num_batched_tokens": 101}
-    config = {"models": [{"name": "pair", "replicas": 2, "engine": engine}], "gateway": {"api_keys": [{"key": KEY}], "request_log": "off"}}
-    with serving(config) as server:
+def pair(trained_folder: Path) -> Iterator[Server]:
+    """Two replicas of the bundled model as "pair", with overlapped steps and the fair queue, whose streams may move. It asks for no key."""
+    options = {"num_kv_blocks": 400, "depth": 2, "queue_policy": "fair", "max_num_batched_tokens": 101, "deterministic": True}
+    engine = {**ENGINE, "model": str(trained_folder), **options}
+    with serving({"models": [{"name": "pair", "replicas": 2, "engine": engine}], "gateway": {"request_log": "off"}}) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def pair_checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
-    """What `pair` serves."""
-    name = "trained_checkpoint" if bundled_path(DEFAULT_MODEL) else "random_checkpoint"
-    found: Checkpoint = request.getfixturevalue(name)
-    return found
-
-
-@pytest.fixture(scope="session")
 def fake_server(random_folder: Path) -> Iterator[Server]:
-    """The same deployment with an engine that computes nothing: any number of sequences, a token each every 50 ms."""
-    with serving_fake(random_folder, fake={**CROWD, "step_seconds": 0.05}, engine=CROWD_ENGINE) as server:
+    """The same deployment with an engine that computes nothing: any number of sequences, a token each every 20 ms, no failover."""
+    gateway = {"timeouts": {"failover_s": 0}}
+    with serving_fake(random_folder, fake={**CROWD, "step_seconds": STEP_S}, engine=CROWD_ENGINE, gateway=gateway) as server:
         yield server

@@ -14,7 +14,7 @@ from tests.house.reader import ROOT
 STREAMS = 200
 INSTALL_S = 240
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", autouse=True)

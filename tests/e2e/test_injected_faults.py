@@ -5,12 +5,13 @@ The real engine in this process. `engine.failpoints` knows its places by reading
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from grammar_kit import vetting_here
 from plain_loop import Checkpoint
 from real_engine import RealEngine, greedy_request
 
@@ -24,11 +25,19 @@ from headrace.engine.failpoints import armed, sites
 from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_overlapped import OverlappedRunner
 
+pytestmark = pytest.mark.pure
+
 COUNT = 8
 CULPRIT = "r2"
 MESSAGE = "the model step failed for this sequence"
 PRINTABLE = Grammar(GrammarKind.REGEX, "[ -~]{400}")
 """A grammar that ends no answer of these tests."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def vetted_here() -> Iterator[None]:
+    with vetting_here():
+        yield
 
 
 class Poison:

@@ -24,6 +24,8 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 
+pytestmark = pytest.mark.process
+
 PROMPT = (5, 6, 7, 8)
 OPTIONS = FakeOptions(**CROWD)
 RAMP_S = 3.0

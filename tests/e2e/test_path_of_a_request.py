@@ -7,14 +7,17 @@ import re
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import gateway_kit
+import pytest
 from local_workers import LocalWorkers
 
 import headrace
@@ -27,10 +30,13 @@ from headrace.engine.server.service import EngineService
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.text_workers.work import TextContext
+from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.tokens import TokenUpstream
 from headrace.text.folder import load_text
 from headrace.wire.service import HEARTBEAT_S
 from headrace.wire.target import parse_target
+
+pytestmark = pytest.mark.socket
 
 HOME = str(Path(headrace.__file__).resolve().parent) + "/"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
@@ -56,12 +62,14 @@ class Watch:
 
     entered   (thread, file below src/headrace) for each call that came from another file, in order
     is_quiet  a request is on its way: heartbeats, whose frames enter the same files as its own, are not sent
+    sent_s    when the last of them was sent
     turning   held while the engine turns
     """
 
     def __init__(self) -> None:
         self.entered: list[tuple[int, str]] = []
         self.is_quiet = False
+        self.sent_s = 0.0
         self.turning = threading.Lock()
 
     def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
@@ -131,19 +139,37 @@ def step_by_step(engine: Any, watch: Watch) -> threading.Semaphore:
 async def beat_between_requests(service: EngineService, watch: Watch) -> None:
     while True:
         if not watch.is_quiet:
+            watch.sent_s = time.monotonic()
             service._send_load()
         await asyncio.sleep(HEARTBEAT_S)
 
 
 def is_ready(gateway: Gateway) -> bool:
+    return not any(reason for _, reason in pool_of(gateway).verdicts())
+
+
+def pool_of(gateway: Gateway) -> ReplicaPool:
     upstream = gateway.service.models.get(gateway_kit.MODEL).upstream
     assert isinstance(upstream, TokenUpstream)
-    return not any(reason for _, reason in upstream._pool.verdicts())
+    return upstream._pool
+
+
+@dataclass
+class Deployment:
+    """A gateway and a real engine, in this process so that both are watched. steps: permits for those of the engine"""
+
+    gateway: Gateway
+    port: int
+    steps: threading.Semaphore
+
+    def has_read_since(self, sent_s: float) -> bool:
+        """Whether the gateway has read a heartbeat that was sent then or later."""
+        (replica,) = pool_of(self.gateway).replicas
+        return replica.connection.snapshot is not None and replica.connection.snapshot.received_s >= sent_s
 
 
 @asynccontextmanager
-async def deployment(watch: Watch) -> AsyncIterator[tuple[int, threading.Semaphore]]:
-    """A gateway and a real engine, in this process so that both are watched: the port, and permits for steps."""
+async def deployment(watch: Watch) -> AsyncIterator[Deployment]:
     folder = str(bundled_path(DEFAULT_MODEL))
     text = load_text(folder)
     bridge = AsyncioOutbox(asyncio.get_running_loop())
@@ -162,18 +188,18 @@ async def deployment(watch: Watch) -> AsyncIterator[tuple[int, threading.Semapho
         try:
             async with open_gateway(settings, {gateway_kit.MODEL: text}, workers) as opened, gateway_kit.serving(opened.app) as port:
                 await gateway_kit.eventually(lambda: is_ready(opened.app))
-                yield port, steps
+                yield Deployment(opened.app, port, steps)
         finally:
             await service.stop()
             engine.stop()
             await thread.ended
 
 
-async def ask(port: int, steps: threading.Semaphore, watch: Watch, files: tuple[list[str], list[str]]) -> tuple[list[str], list[str]]:
+async def ask(made: Deployment, watch: Watch, files: tuple[list[str], list[str]]) -> tuple[list[str], list[str]]:
     """One request of four tokens: the order of the first files up to its first token, and of the second ones while its third is made."""
-    async with gateway_kit.dial(port) as (reader, writer):
+    async with gateway_kit.dial(made.port) as (reader, writer):
         watch.is_quiet = True
-        await asyncio.sleep(0.4)  # a heartbeat that was sent has been read, on a busy machine too
+        await gateway_kit.eventually(lambda: made.has_read_since(watch.sent_s))
         watch.start()
         writer.write(gateway_kit.post("/v1/chat/completions", gateway_kit.chat_body(stream=True, max_tokens=4, ignore_eos=True)))
         await reader.readuntil(b'"content":"')  # of the opening, without text
@@ -181,10 +207,10 @@ async def ask(port: int, steps: threading.Semaphore, watch: Watch, files: tuple[
         of_request = watch.order(files[0])
         for _ in range(2):
             watch.start()
-            steps.release()
+            made.steps.release()
             await reader.readuntil(b'"content":"')
         of_step = watch.order(files[1])
-        steps.release()
+        made.steps.release()
         await reader.readuntil(b"[DONE]")
         watch.is_quiet = False
     return of_request, of_step
@@ -198,14 +224,14 @@ def ways_of(seen: list[tuple[list[str], list[str]]]) -> tuple[list[str], ...]:
 
 async def test_a_request_and_a_decode_step_go_through_the_files_in_the_pages_order() -> None:
     """More than half of several requests and steps are seen on this way. What runs beside them all the time (heartbeats, idle turns) is
-    left out, but on a busy machine a frame that was sent before a request may be read in the midst of it: then more requests are watched.
+    left out; where something else of it came between, more requests are watched.
     """
     files = files_of("One request, from the socket to the kernel and back"), files_of("One decode step")
     assert (len(files[0]), len(files[1])) == (13, 15)
     watch = Watch()
-    async with deployment(watch) as (port, steps):
+    async with deployment(watch) as made:
         with watch.looking():
-            seen = [await ask(port, steps, watch, files) for _ in range(LEAST_REQUESTS)]
+            seen = [await ask(made, watch, files) for _ in range(LEAST_REQUESTS)]
             while ways_of(seen) != files and len(seen) < MOST_REQUESTS:
-                seen.append(await ask(port, steps, watch, files))
+                seen.append(await ask(made, watch, files))
     assert ways_of(seen) == files

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from gateway_processes import ENGINE, GATEWAY, PATIENCE_S, Child, Site, child
 from http_kit import CHAT, COMPLETIONS, Connection, ask, request_bytes
-from redis_kit import MISSING, NO_PACKAGE, PROGRAM, RedisServer
+from redis_kit import RedisServer
 from wire_kit import socket_dir
 
 from headrace.bundled import bundled_path
 from headrace.gateway.generation.event_log import NO_EVENT
+
+pytestmark = pytest.mark.process
 
 NUM_TOKENS = 60
 NUMERICS = {"weights": "ab", "kernels": "fake"}
@@ -31,48 +33,49 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 @dataclass
 class TwoGateways:
+    """Over one store and one engine."""
+
     gateways: list[Child]
-    engine: Child
-    folder: Path
 
     @property
     def ports(self) -> list[int]:
         return [gateway.facts["port"] for gateway in self.gateways]
 
 
-def store_of(kind: str, folder: Path, stack: ExitStack) -> dict[str, str]:
-    """The section `store` of both gateways; skips where what it needs is not installed."""
-    if kind == "sqlite":
-        return {"path": f"{folder}/store.db"}
-    pytest.importorskip("redis", reason=NO_PACKAGE)
-    if PROGRAM is None:
-        pytest.skip(MISSING)
-    server = RedisServer(folder)
-    server.start()
-    stack.callback(server.stop)
-    return {"url": server.url}
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with socket_dir() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[dict[str, Any]]:
+    """The section `models` of gateways of a fake engine that runs."""
+    text_folder = bundled_path("headrace-tiny")
+    assert text_folder is not None
+    engine = {"replica": "r0", "address": f"unix:{folder}/e0", "engine": {"model": str(text_folder)}}
+    (folder / "engine.json").write_text(json.dumps({**engine, "fake": {"step_seconds": 0.01, "numerics": NUMERICS}}))
+    with child(ENGINE, folder / "engine.json") as started:
+        started.wait_ready()
+        yield {"models": [{"name": "tiny", "folder": str(text_folder), "replicas": [{"name": "r0", "address": engine["address"]}]}]}
 
 
 @pytest.fixture(scope="module", params=["sqlite", "redis"])
-def two(request: pytest.FixtureRequest) -> Iterator[TwoGateways]:
-    text_folder = bundled_path("headrace-tiny")
-    assert text_folder is not None
-    with socket_dir() as folder, ExitStack() as stack:
-        engine = {"replica": "r0", "address": f"unix:{folder}/e0", "engine": {"model": str(text_folder)}}
-        (folder / "engine.json").write_text(json.dumps({**engine, "fake": {"step_seconds": 0.01, "numerics": NUMERICS}}))
-        models = [{"name": "tiny", "folder": str(text_folder), "replicas": [{"name": "r0", "address": engine["address"]}]}]
-        config = {"models": models, "port": 0, "request_log": "off", "store": store_of(request.param, folder, stack)}
-        started = stack.enter_context(child(ENGINE, folder / "engine.json"))
-        gateways = []
-        for number in range(2):
-            (folder / f"gateway{number}.json").write_text(json.dumps(config))
-            gateways.append(stack.enter_context(child(GATEWAY, folder / f"gateway{number}.json")))
-        for each in (started, *gateways):
-            each.wait_ready()
-        found = TwoGateways(gateways, started, folder)
-        for port in found.ports:
-            Site(gateways[0], [started], f"http://127.0.0.1:{port}").wait_until("/ready", 200)
-        yield found
+def two(request: pytest.FixtureRequest, folder: Path, engine: dict[str, Any]) -> Iterator[TwoGateways]:
+    with ExitStack() as stack:
+        store = {"path": f"{folder}/store.db"}
+        if request.param == "redis":
+            server = RedisServer(folder)
+            stack.callback(server.stop)
+            server.start()
+            store = {"url": server.url}
+        path = folder / f"{request.param}.json"
+        path.write_text(json.dumps({**engine, "port": 0, "request_log": "off", "store": store, "timeouts": {"drain_s": 0.01}}))
+        gateways = [stack.enter_context(child(GATEWAY, path)) for _ in range(2)]
+        for gateway in gateways:
+            url = f"http://127.0.0.1:{gateway.wait_ready()['port']}"
+            Site(gateway, [], url).wait_until("/ready", 200)
+        yield TwoGateways(gateways)
 
 
 @dataclass
@@ -161,29 +164,7 @@ async def test_clients_leave_and_come_back_at_the_other_gateway(two: TwoGateways
     await asyncio.gather(*(one(number) for number in range(6)))
 
 
-async def test_a_stream_that_a_drain_cuts_goes_on_at_the_other_gateway(two: TwoGateways) -> None:
-    """A third gateway, which leaves in the middle of a stream and has no time for it."""
-    num_tokens = 10 * NUM_TOKENS  # six seconds, so that SIGTERM comes before the end
-    config = {**json.loads((two.folder / "gateway0.json").read_text()), "timeouts": {"drain_s": 0.01}}
-    path = two.folder / "gateway2.json"
-    path.write_text(json.dumps(config))
-    whole, seen = Seen(), Seen()
-    with child(GATEWAY, path) as leaving:
-        port = leaving.wait_ready()["port"]
-        Site(leaving, [], f"http://127.0.0.1:{port}").wait_until("/ready", 200)
-        uncut = asyncio.create_task(read(two.ports[0], 0, whole, num_tokens=num_tokens))
-        cut = asyncio.create_task(read(port, 0, seen, num_tokens=num_tokens))
-        while seen.num_events < 5:
-            await asyncio.sleep(0.005)
-        leaving.signal(signal.SIGTERM)
-        with pytest.raises(AssertionError, match="unavailable"):
-            await cut
-        assert leaving.wait() == 75
-    await come_back(two.ports[1], 0, seen, num_tokens=num_tokens)
-    assert await uncut == 200
-    assert seen.answer == whole.answer
-
-
+@pytest.mark.parametrize("two", ["sqlite"], indirect=True)
 async def test_the_engine_computes_nothing_for_a_client_that_is_away(two: TwoGateways) -> None:
     seen = Seen()
     await read(two.ports[0], 1, seen, leave_after=5)
@@ -194,3 +175,22 @@ async def test_the_engine_computes_nothing_for_a_client_that_is_away(two: TwoGat
     assert seen.num_events < 3 * NUM_TOKENS
     await come_back(two.ports[1], 1, seen)
     assert seen.is_done
+
+
+@pytest.mark.parametrize("two", ["sqlite"], indirect=True)
+async def test_a_stream_that_a_drain_cuts_goes_on_at_the_other_gateway(two: TwoGateways) -> None:
+    """The last of `two`: one of them leaves in the middle of a stream and has no time for it."""
+    num_tokens = 5 * NUM_TOKENS  # three seconds, so that SIGTERM comes before the end
+    staying, leaving = two.ports
+    whole, seen = Seen(), Seen()
+    uncut = asyncio.create_task(read(staying, 0, whole, num_tokens=num_tokens))
+    cut = asyncio.create_task(read(leaving, 0, seen, num_tokens=num_tokens))
+    while seen.num_events < 5 and not cut.done():
+        await asyncio.sleep(0.005)
+    two.gateways[1].signal(signal.SIGTERM)
+    with pytest.raises(AssertionError, match="unavailable"):
+        await cut
+    assert two.gateways[1].wait() == 75
+    await come_back(staying, 0, seen, num_tokens=num_tokens)
+    assert await uncut == 200
+    assert seen.answer == whole.answer

@@ -11,6 +11,8 @@ from real_engine import RealEngine, greedy_request
 
 from headrace.core.request import EngineRequest
 
+pytestmark = pytest.mark.pure
+
 COUNT = 12
 CROWD: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 128, "num_kv_blocks": 1200}
 WAYS: tuple[dict[str, Any], ...] = (

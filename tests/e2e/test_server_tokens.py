@@ -12,6 +12,8 @@ from http_kit import CHAT, COMPLETIONS, Answer, ask, stream
 from plain_loop import Checkpoint
 from server_kit import KEY, Server
 
+pytestmark = pytest.mark.process
+
 COUNT = 12
 EXACT: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": COUNT}
 
@@ -72,13 +74,13 @@ async def test_a_prompt_seen_before_is_a_prefix_hit_with_the_same_answer(server:
 
 
 async def test_more_than_the_memory_holds_is_preempted_and_loses_nothing(server: Server, random_checkpoint: Checkpoint) -> None:
-    """Sixteen sequences of up to 190 tokens want four times what there is; salts keep them from sharing."""
+    """Ten sequences of up to 140 tokens want nearly twice what there is; salts keep them from sharing."""
     before = server.load().preemptions
-    prompts = sorted(random_checkpoint.prompts, key=len)[-8:] * 2
-    bodies = [completion(prompt, max_tokens=150, cache_salt=str(number)) for number, prompt in enumerate(prompts)]
+    prompts = sorted(random_checkpoint.prompts, key=len)[-5:] * 2
+    bodies = [completion(prompt, max_tokens=100, cache_salt=str(number)) for number, prompt in enumerate(prompts)]
     answers = await asyncio.gather(*(told(server, body) for body in bodies))
     for prompt, answer in zip(prompts, answers, strict=True):
-        check(answer, random_checkpoint, prompt, 150)
+        check(answer, random_checkpoint, prompt, 100)
     assert server.load().preemptions > before
     await server.eventually(lambda: server.load().is_idle)
 
@@ -107,17 +109,17 @@ async def test_several_answers_and_a_stop_string(server: Server, random_checkpoi
     await server.eventually(lambda: server.load().is_idle)
 
 
-async def test_two_replicas_answer_as_one_plain_loop(pair: Server, pair_checkpoint: Checkpoint) -> None:
-    prompts = pair_checkpoint.prompts * 2
+async def test_two_replicas_answer_as_one_plain_loop(pair: Server, trained_checkpoint: Checkpoint) -> None:
+    prompts = trained_checkpoint.prompts * 2
     answers = await asyncio.gather(*(told(pair, completion(prompt, "pair")) for prompt in prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
-        check(answer, pair_checkpoint, prompt)
+        check(answer, trained_checkpoint, prompt)
     made = [pair.metric("headrace_generation_tokens_total", replica=f"pair-{number}") for number in range(2)]
     assert all(made), f"one replica did nothing: {made}"
     assert sum(made) >= len(prompts) * COUNT
 
 
-async def test_the_bundled_model_knows_the_capital_of_france(pair: Server, trained_folder: object) -> None:
+async def test_the_bundled_model_knows_the_capital_of_france(pair: Server) -> None:
     body = {
         "model": "pair",
         "messages": [{"role": "user", "content": "What is the capital of France?"}],

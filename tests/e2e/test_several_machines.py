@@ -1,13 +1,13 @@
-"""Engines and a gateway on addresses of their own, started one by one as an operator would, over TLS: answers, and each fault by its name.
+"""Engines and a gateway on addresses of their own, started one by one as an operator would, over TLS.
 
-Addresses 127.0.0.2 and so on stand for machines; with certificates the wire treats them as any other address.
+Addresses 127.0.0.2 and so on stand for machines; with certificates the wire treats them as any other address. Each fault between two
+machines by its name: tests/engine/server/test_listener.py.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_kit import LIVELY_S, SOURCE, START_S, STOP_S
-from tls_kit import LONG_AGO, TOKEN, authority, write_certificates, write_whole
+from server_kit import PATIENCE_S, SOURCE, START_S, STOP_S
 from wire_kit import socket_dir, until
 
-from headrace.fleet.authority import pem_of_certificate
-from headrace.wire.tls.files import TlsRole
+from headrace.cli.tls import init
+
+pytestmark = pytest.mark.process
 
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
 QUESTION = "What is the capital of France?"
@@ -84,7 +84,7 @@ def start(folder: Path) -> Iterator[Start]:
 
 
 def ask(port: int, model: str = "headrace-tiny", **body: Any) -> tuple[int, dict[str, Any]]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=LIVELY_S)
+    connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     content = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 30, **body}
     connection.request("POST", "/v1/chat/completions", json.dumps(content), {"content-type": "application/json"})
     reply = connection.getresponse()
@@ -95,7 +95,7 @@ def ask(port: int, model: str = "headrace-tiny", **body: Any) -> tuple[int, dict
 
 def ready(port: int) -> dict[str, str]:
     """Replica -> why it is not ready."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=LIVELY_S)
+    connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     connection.request("GET", "/ready")
     replicas = json.loads(connection.getresponse().read())["replicas"]
     connection.close()
@@ -113,8 +113,7 @@ def address_of(engine: Process) -> str:
 
 async def test_two_engines_and_a_gateway_are_set_up_by_hand_and_answer_over_tls(folder: Path, start: Start) -> None:
     site = folder / "site"
-    init = start(HEADRACE, "tls", "init", str(site), "--host", "127.0.0.2", "--host", "127.0.0.3")
-    assert init.process.wait(START_S) == 0, init.log
+    init(site, host=["127.0.0.2", "127.0.0.3"])
     hosts = ("127.0.0.2", "127.0.0.3")
     engines = [start(HEADRACE, "engine", "--listen", f"{host}:0", "--tls-dir", f"{site}/engine-{host}") for host in hosts]
     for engine in engines:
@@ -123,7 +122,7 @@ async def test_two_engines_and_a_gateway_are_set_up_by_hand_and_answer_over_tls(
     gateway = start(HEADRACE, "gateway", *replicas, "--tls-dir", f"{site}/gateway", "--port", "0")
     await gateway.said("replica 127.0.0.2 is connected", "replica 127.0.0.3 is connected", "listening on ")
     port = port_of(gateway)
-    await until(lambda: ready(port) == {"127.0.0.2": "", "127.0.0.3": ""})
+    await until(lambda: ready(port) == {"127.0.0.2": "", "127.0.0.3": ""}, PATIENCE_S)
     answers = [ask(port) for _ in range(4)]
     assert [(status, answer["choices"][0]["message"]["content"]) for status, answer in answers] == [(200, CLOSED)] * 4
     status, streamed = ask(port, stream=True)
@@ -132,92 +131,7 @@ async def test_two_engines_and_a_gateway_are_set_up_by_hand_and_answer_over_tls(
     assert streamed["events"].endswith("data: [DONE]\n\n")
 
     engines[1].stop(signal.SIGKILL)
-    await until(lambda: ready(port) == {"127.0.0.2": "", "127.0.0.3": "not connected"})
+    await until(lambda: ready(port) == {"127.0.0.2": "", "127.0.0.3": "not connected"}, PATIENCE_S)
     assert ask(port)[0] == 200, "the other engine answers"
-    address = address_of(engines[1])
-    again = start(HEADRACE, "engine", "--listen", address, "--tls-dir", f"{site}/engine-127.0.0.3")
-    await again.said("headrace-tiny serves")
-    await until(lambda: ready(port)["127.0.0.3"] == "")
-    assert (gateway.stop(), engines[0].stop(), again.stop()) == (0, 0, 0)
-    assert list(folder.glob("headrace-wire-*")) == []
-
-
-def fake_engine(folder: Path, start: Start, name: str, host: str, tls: dict[str, str] | None) -> Process:
-    """A fake model behind the real wire: it starts faster."""
-    path = folder / f"{name}.json"
-    content = {"replica": name, "address": f"{host}:0", "token": TOKEN, "engine": {"model": "fake"}}
-    write_whole(path, json.dumps({**content, **({"tls": tls} if tls else {})}).encode())
-    return start(sys.executable, "-m", "headrace.lab.fake_engine", "--config", str(path))
-
-
-async def test_each_fault_between_machines_is_named_in_both_logs(folder: Path, start: Start, trained_folder: Path) -> None:
-    """One gateway with a model for each fault: its other models are not touched by them."""
-    from dataclasses import asdict
-
-    ours, strange = authority(), authority()
-
-    def files(name: str, role: TlsRole, *names: str, **changes: Any) -> dict[str, str]:
-        return asdict(write_certificates(folder / name, changes.pop("signer", ours), role, *names, **changes))
-
-    engines = {
-        "good": fake_engine(folder, start, "good", "127.0.0.2", files("e-good", TlsRole.ENGINE, "127.0.0.2")),
-        "expired": fake_engine(folder, start, "expired", "127.0.0.3", files("e-old", TlsRole.ENGINE, "127.0.0.3", now=LONG_AGO)),
-        "strange": fake_engine(folder, start, "strange", "127.0.0.3", files("e-strange", TlsRole.ENGINE, "127.0.0.3", signer=strange)),
-        "misnamed": fake_engine(folder, start, "misnamed", "127.0.0.3", files("e-name", TlsRole.ENGINE, "gpu9")),
-        "plain": fake_engine(folder, start, "plain", "127.0.0.4", None),
-    }
-    for engine in engines.values():
-        await engine.said(" serves ")
-    gateway = files("gateway", TlsRole.GATEWAY)
-    old = files("g-old", TlsRole.GATEWAY, now=LONG_AGO)
-    unknown = files("g-unknown", TlsRole.GATEWAY, signer=strange)
-    write_whole(Path(unknown["ca"]), pem_of_certificate(strange.certificate) + pem_of_certificate(ours.certificate))
-    write_whole(folder / "token", TOKEN.encode())
-    write_whole(folder / "wrong-token", b"0" * 32)
-    faults = {
-        "engine-expired": ("expired", gateway, "the engine's certificate has expired", "refused this engine's certificate: it has expired"),
-        "engine-strange": ("strange", gateway, "the engine's certificate was not signed", "refused this engine's certificate: it was not"),
-        "engine-misnamed": ("misnamed", gateway, "not valid for '127.0.0.3'", "not for the name or address that was dialled"),
-        "gateway-expired": ("good", old, "refused this gateway's certificate: it has expired", "the gateway's certificate has expired"),
-        "gateway-unknown": ("good", unknown, "refused this gateway's certificate: it was not", "the gateway's certificate was not signed"),
-        "tls-at-plain": ("plain", gateway, "the engine does not speak TLS", "it speaks TLS, and no certificates"),
-        "plain-at-tls": ("good", None, "the engine speaks TLS, and no certificates", "it sent plain text, and this engine speaks TLS"),
-    }
-
-    def section(name: str, engine: str, tls: dict[str, str] | None, token: str = "token") -> dict[str, Any]:
-        remote = {"model": str(trained_folder), "token_file": str(folder / token), "tls": tls}
-        return {"name": name, "remote": {**remote, "replicas": [{"name": name, "address": address_of(engines[engine])}]}}
-
-    models = [section(name, engine, tls) for name, (engine, tls, *_) in faults.items()]
-    models += [section("well", "good", gateway), section("wrong-token", "good", gateway, "wrong-token")]
-    config = folder / "headrace.yaml"
-    config.write_text(json.dumps({"models": models, "gateway": {"port": 0}}))
-    running = start(HEADRACE, "gateway", "--config", str(config))
-    for name, (at, _, gateway_says, engine_says) in faults.items():
-        await running.said(f"replica {name} is down", gateway_says)
-        await engines[at].said("refused a connection from 127.0.0.1", engine_says, timeout_s=LIVELY_S)
-    await running.said("unauthenticated: the engine's token is missing or wrong")
-    await engines["good"].said("refused a call: the engine's token is missing or wrong")
-    await running.said("replica well is connected")
-    await running.said("listening on ")
-    await until(lambda: [name for name, reason in ready(port_of(running)).items() if not reason] == ["well"])
-    assert ask(port_of(running), "engine-expired")[0] == 503
-
-    for name in ("ca", "certificate", "key"):  # renewed in place: nothing is restarted
-        shutil.copy2(gateway[name], old[name] + ".new")
-        os.replace(old[name] + ".new", old[name])
-    await running.said("replica gateway-expired is connected")
-    assert running.stop() == 0
-
-
-@pytest.mark.parametrize("role", list(TlsRole))
-async def test_an_end_with_the_other_ends_certificate_does_not_start(folder: Path, start: Start, role: TlsRole) -> None:
-    site = folder / "site"
-    init = start(HEADRACE, "tls", "init", str(site), "--host", "127.0.0.2")
-    assert init.process.wait(START_S) == 0, init.log
-    if role is TlsRole.ENGINE:
-        ended = start(HEADRACE, "engine", "--listen", "127.0.0.2:0", "--tls-dir", str(site / "gateway"))
-    else:
-        ended = start(HEADRACE, "gateway", "--replica", "one=127.0.0.2:7001", "--tls-dir", str(site / "engine-127.0.0.2"), "--port", "0")
-    assert ended.process.wait(START_S) == (78 if role is TlsRole.ENGINE else 2)
-    assert f"tls.crt is for another role (its extended key usage). It must be a certificate for the {role}." in ended.log
+    assert (gateway.stop(), engines[0].stop()) == (0, 0)
+    assert len(list(folder.glob("headrace-wire-*"))) == 1, "what the killed engine left, which the next one there removes"

@@ -19,6 +19,8 @@ from server_kit import KEY, Server
 
 from tests.e2e.test_hostile import calm_neighbourhood
 
+pytestmark = pytest.mark.process
+
 MESSAGES: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 AT_ONCE: dict[str, Any] = {"enable_thinking": False}
 """A grammar binds after the reasoning, of which random weights do not find the end."""
@@ -133,18 +135,15 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "expected"), FIELDS)
 def test_every_dialects_field_binds_the_answer(client: OpenAI, fields: dict[str, Any], expected: str) -> None:
-    for seed in range(3):
-        chat = client.chat.completions.create(
-            model="random", messages=MESSAGES, seed=seed, max_tokens=200, extra_body={**AT_ONCE, **fields}
-        )
-        plain = client.completions.create(model="random", prompt="Hello", seed=seed, max_tokens=200, extra_body=fields)
-        for text, finish in (
-            (chat.choices[0].message.content, chat.choices[0].finish_reason),
-            (plain.choices[0].text, plain.choices[0].finish_reason),
-        ):
-            assert finish == "stop", text
-            assert text is not None
-            assert re.fullmatch(expected, text), text
+    chat = client.chat.completions.create(model="random", messages=MESSAGES, seed=1, max_tokens=200, extra_body={**AT_ONCE, **fields})
+    plain = client.completions.create(model="random", prompt="Hello", seed=2, max_tokens=200, extra_body=fields)
+    for text, finish in (
+        (chat.choices[0].message.content, chat.choices[0].finish_reason),
+        (plain.choices[0].text, plain.choices[0].finish_reason),
+    ):
+        assert finish == "stop", text
+        assert text is not None
+        assert re.fullmatch(expected, text), text
 
 
 def test_optional_properties_and_the_order_of_the_schema(client: OpenAI) -> None:
@@ -154,7 +153,7 @@ def test_optional_properties_and_the_order_of_the_schema(client: OpenAI) -> None
         "required": ["mike"],
         "additionalProperties": False,
     }
-    for seed in range(8):
+    for seed in range(4):
         body = {**AT_ONCE, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
         answer = client.chat.completions.create(model="random", messages=MESSAGES, seed=seed, max_tokens=200, extra_body=body)
         value = json.loads(answer.choices[0].message.content or "")

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from http_kit import CHAT, COMPLETIONS, ask
-from server_kit import KEY, Server
+from server_kit import Server
 
 from headrace import LLM, SamplingParams, StructuredOutputsParams
+
+pytestmark = pytest.mark.process
 
 CITY = {
     "type": "object",
@@ -49,8 +51,8 @@ async def test_the_server_answers_as_llm_does(pair: Server, offline: list[list[E
     async def answered(seed: int, form: dict[str, Any]) -> list[Ended]:
         body = {"model": "pair", "seed": seed, "structured_outputs": form, "top_k": -1, **EXACT}
         completion, chat = await asyncio.gather(
-            ask(pair.port, "POST", COMPLETIONS, {**body, "prompt": PROMPT}, key=KEY),
-            ask(pair.port, "POST", CHAT, {**body, "messages": [{"role": "user", "content": PROMPT}]}, key=KEY),
+            ask(pair.port, "POST", COMPLETIONS, {**body, "prompt": PROMPT}),
+            ask(pair.port, "POST", CHAT, {**body, "messages": [{"role": "user", "content": PROMPT}]}),
         )
         first, second = completion.json()["choices"][0], chat.json()["choices"][0]
         return [(first["text"], first["finish_reason"]), (second["message"]["content"], second["finish_reason"])]

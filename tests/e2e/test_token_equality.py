@@ -17,6 +17,8 @@ from headrace import LLM, SamplingParams
 from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest, PriorityClass
 
+pytestmark = pytest.mark.pure
+
 COUNT = 12
 TRAINED_SLOWLY = [pytest.param("random", id="random"), pytest.param("trained", id="trained", marks=pytest.mark.slow)]
 MODES: dict[str, dict[str, Any]] = {

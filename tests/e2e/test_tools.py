@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 import hostile_tools
 import jsonschema
+import openai
 import pytest
 from openai import APIStatusError, BadRequestError, OpenAI, pydantic_function_tool
 from pydantic import BaseModel
-from server_kit import Server, serving
+from server_kit import Server
 
 from tests.house.reader import ROOT
 from tests.house.test_docs import code_blocks
+
+pytestmark = pytest.mark.process
 
 WEATHER: Any = {
     "type": "function",
@@ -43,16 +47,8 @@ NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.fixture(scope="module")
-def server(trained_folder: Path) -> Iterator[Server]:
-    engine = {"model": str(trained_folder), "dtype": "float32", "num_threads": 1, "num_kv_blocks": 400}
-    config = {"models": [{"name": "tiny", "engine": engine}], "gateway": {"request_log": "off"}}
-    with serving(config) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=60.0) as opened:
+def client(pair: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"http://127.0.0.1:{pair.port}/v1", api_key="none", max_retries=0, timeout=60.0) as opened:
         yield opened
 
 
@@ -71,7 +67,7 @@ def check_calls(message: Any, *, at_most: int = 128) -> None:
 def test_forced_calls_validate_whatever_the_model_would_rather_say(client: OpenAI, choice: Any, temperature: float) -> None:
     for seed in range(3):
         answer = client.chat.completions.create(
-            model="tiny", messages=ASKED, tools=[WEATHER, TIME], tool_choice=choice, temperature=temperature, seed=seed, max_tokens=200
+            model="pair", messages=ASKED, tools=[WEATHER, TIME], tool_choice=choice, temperature=temperature, seed=seed, max_tokens=200
         )
         (chosen,) = answer.choices
         if chosen.finish_reason == "length":  # a hot model may go on calling
@@ -84,7 +80,7 @@ def test_forced_calls_validate_whatever_the_model_would_rather_say(client: OpenA
 
 def test_one_call_where_several_are_not_wanted(client: OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="tiny", messages=ASKED, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False, temperature=1.5, n=4, seed=1
+        model="pair", messages=ASKED, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False, temperature=1.5, n=4, seed=1
     )
     for choice in answer.choices:
         assert choice.finish_reason == "tool_calls"
@@ -93,7 +89,7 @@ def test_one_call_where_several_are_not_wanted(client: OpenAI) -> None:
 
 def test_a_streamed_call_is_the_whole_one(client: OpenAI) -> None:
     asked: dict[str, Any] = {
-        "model": "tiny",
+        "model": "pair",
         "messages": ASKED,
         "tools": [WEATHER, TIME],
         "tool_choice": NAMED,
@@ -120,7 +116,7 @@ def test_a_streamed_call_is_the_whole_one(client: OpenAI) -> None:
 
 
 def test_the_clients_stream_helper_follows_the_arguments(client: OpenAI) -> None:
-    with client.chat.completions.stream(model="tiny", messages=ASKED, tools=[WEATHER], tool_choice="required", temperature=0) as stream:
+    with client.chat.completions.stream(model="pair", messages=ASKED, tools=[WEATHER], tool_choice="required", temperature=0) as stream:
         kinds = [event.type for event in stream]
         final: Any = stream.get_final_completion().choices[0].message
     assert "tool_calls.function.arguments.delta" in kinds
@@ -130,7 +126,7 @@ def test_the_clients_stream_helper_follows_the_arguments(client: OpenAI) -> None
 
 def test_a_strict_function_validates_where_the_model_decides(client: OpenAI) -> None:
     strict: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    answer = client.chat.completions.create(model="tiny", messages=ASKED, tools=[strict], temperature=0, max_tokens=200)
+    answer = client.chat.completions.create(model="pair", messages=ASKED, tools=[strict], temperature=0, max_tokens=200)
     (choice,) = answer.choices
     if choice.message.tool_calls:  # what the model decides is its own business
         check_calls(choice.message)
@@ -140,7 +136,7 @@ def test_a_strict_function_validates_where_the_model_decides(client: OpenAI) -> 
 
 
 def test_without_functions_to_call_the_text_stays_text(client: OpenAI) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=ASKED, tools=[WEATHER], tool_choice="none", temperature=0, max_tokens=40)
+    answer = client.chat.completions.create(model="pair", messages=ASKED, tools=[WEATHER], tool_choice="none", temperature=0, max_tokens=40)
     assert answer.choices[0].message.tool_calls is None
     assert answer.choices[0].finish_reason in ("stop", "length")
 
@@ -151,7 +147,7 @@ def test_a_document_or_calls(client: OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "sky", "schema": schema}}
     for seed in range(4):
         answer = client.chat.completions.create(
-            model="tiny", messages=ASKED, tools=[strict], response_format=form, temperature=1.2, seed=seed, max_tokens=200
+            model="pair", messages=ASKED, tools=[strict], response_format=form, temperature=1.2, seed=seed, max_tokens=200
         )
         (choice,) = answer.choices
         if choice.message.tool_calls:
@@ -162,7 +158,7 @@ def test_a_document_or_calls(client: OpenAI) -> None:
 
 def test_results_of_calls_go_back_to_the_model(client: OpenAI) -> None:
     said = (
-        client.chat.completions.create(model="tiny", messages=ASKED, tools=[WEATHER], tool_choice=NAMED, temperature=0).choices[0].message
+        client.chat.completions.create(model="pair", messages=ASKED, tools=[WEATHER], tool_choice=NAMED, temperature=0).choices[0].message
     )
     assert said.tool_calls
     turns: list[Any] = [
@@ -170,10 +166,10 @@ def test_results_of_calls_go_back_to_the_model(client: OpenAI) -> None:
         said.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "rain"},
     ]
-    answer = client.chat.completions.create(model="tiny", messages=turns, tools=[WEATHER], temperature=0, max_tokens=40)
+    answer = client.chat.completions.create(model="pair", messages=turns, tools=[WEATHER], temperature=0, max_tokens=40)
     assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
     assert answer.usage is not None
-    counted: Any = client.post("/tokenize", cast_to=object, body={"model": "tiny", "messages": turns, "tools": [WEATHER]})
+    counted: Any = client.post("/tokenize", cast_to=object, body={"model": "pair", "messages": turns, "tools": [WEATHER]})
     assert answer.usage.prompt_tokens == counted["count"]
 
 
@@ -187,7 +183,7 @@ class Weather(BaseModel):
 @pytest.mark.parametrize("is_dumped", [False, True])
 def test_a_message_of_each_helper_of_the_client_can_be_sent_back(client: OpenAI, helper: str, is_dumped: bool) -> None:
     """As the client's own examples do: messages.append(completion.choices[0].message)."""
-    asked: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": [pydantic_function_tool(Weather)], "temperature": 0}
+    asked: dict[str, Any] = {"model": "pair", "messages": ASKED, "tools": [pydantic_function_tool(Weather)], "temperature": 0}
     if helper == "stream":
         with client.chat.completions.stream(**asked, tool_choice="required") as stream:
             said: Any = stream.get_final_completion().choices[0].message
@@ -202,9 +198,9 @@ def test_a_message_of_each_helper_of_the_client_can_be_sent_back(client: OpenAI,
 def test_a_schema_that_cannot_bind_costs_its_request_alone(client: OpenAI) -> None:
     odd: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$ref": "https://example.com/schema"}}}
     with pytest.raises(BadRequestError) as refused:
-        client.chat.completions.create(model="tiny", messages=ASKED, tools=[odd], tool_choice="required")
+        client.chat.completions.create(model="pair", messages=ASKED, tools=[odd], tool_choice="required")
     assert refused.value.param == "tools"
-    assert client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=2).choices
+    assert client.chat.completions.create(model="pair", messages=ASKED, max_tokens=2).choices
 
 
 def status_of(client: OpenAI, body: dict[str, Any]) -> int:
@@ -215,54 +211,56 @@ def status_of(client: OpenAI, body: dict[str, Any]) -> int:
     return 200
 
 
-@pytest.mark.parametrize("is_strict", [False, True], ids=["required", "strict"])
-def test_hostile_schemas_cost_their_requests_alone(server: Server, client: OpenAI, is_strict: bool) -> None:
-    """Each is refused by name or served, in its turn; the engine is the one that it was, and a neighbour's answer is the same."""
-    neighbour: dict[str, Any] = {"model": "tiny", "messages": ASKED, "temperature": 0, "max_tokens": 20}
+def test_hostile_schemas_cost_their_requests_alone(pair: Server, client: OpenAI) -> None:
+    """Each is refused by name or served, in its turn; the engines are the ones that they were, and a neighbour's answer is the same.
+
+    Every second one is strict, where the model decides; the others are required.
+    """
+    neighbour: dict[str, Any] = {"model": "pair", "messages": ASKED, "temperature": 0, "max_tokens": 20}
     before = client.chat.completions.create(**neighbour).choices[0].message.content
-    engine = server.load().instance_id
-    for name, tools in hostile_tools.requests().items():
+    engines = [pair.load(name).instance_id for name in ("e0", "e1")]
+    for number, (name, tools) in enumerate(hostile_tools.requests().items()):
+        is_strict = number % 2 == 1
         given: Any = [{**tool, "function": {**tool["function"], "strict": is_strict}} for tool in tools]
-        body = {"model": "tiny", "messages": ASKED, "tools": given, "max_tokens": 3}
+        body = {"model": "pair", "messages": ASKED, "tools": given, "max_tokens": 3}
         body |= {} if is_strict else {"tool_choice": "required"}
         assert status_of(client, body) in (200, 400, 413), name
     assert client.chat.completions.create(**neighbour).choices[0].message.content == before
-    assert server.load().instance_id == engine
+    assert [pair.load(name).instance_id for name in ("e0", "e1")] == engines
 
 
-def environment(server: Server) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OPENAI_BASE_URL": f"http://127.0.0.1:{server.port}/v1",
-        "OPENAI_API_KEY": "none",
-    }
+@pytest.fixture
+def programs_clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs run in this process, which ends later than they think: their clients are closed for them."""
+    with ExitStack() as stack:
+        monkeypatch.setattr(openai, "OpenAI", lambda **options: stack.enter_context(OpenAI(**options)))
+        yield
 
 
-def test_the_example_calls_local_functions(server: Server) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "agent.py"), "What is the weather in Rome?"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment(server))
-    assert done.returncode == 0, done.stderr
-    assert "get_weather(" in done.stderr
-    assert done.stdout.strip()
+@pytest.mark.usefixtures("programs_clients")
+def test_the_example_calls_local_functions(pair: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{pair.port}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setattr(sys, "argv", ["agent.py", "What is the weather in Rome?"])
+    runpy.run_path(str(ROOT / "examples" / "agent.py"), run_name="__main__")
+    printed = capsys.readouterr()
+    assert "get_weather(" in printed.err
+    assert printed.out.strip()
 
 
-def test_the_example_in_the_docs_calls_local_functions(server: Server) -> None:
+@pytest.mark.usefixtures("programs_clients")
+def test_the_example_in_the_docs_calls_local_functions(pair: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ((_, block),) = code_blocks(ROOT / "docs" / "tools.md", "python")
-    block = block.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{server.port}").replace('"headrace-tiny"', '"tiny"')
-    done = subprocess.run(
-        [sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=environment(server)
-    )
-    assert done.returncode == 0, done.stderr
-    assert "24 degrees" in done.stdout
+    program = tmp_path / "program.py"
+    program.write_text(block.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{pair.port}").replace('"headrace-tiny"', '"pair"'))
+    runpy.run_path(str(program), run_name="__main__")
+    assert "24 degrees" in capsys.readouterr().out
 
 
-def test_the_agent_calls_local_functions(server: Server) -> None:
+def test_the_agent_calls_local_functions(pair: Server) -> None:
     command = [sys.executable, "-m", "headrace", "agent", "--tool", str(ROOT / "examples" / "weather.py")]
-    command += ["--url", f"http://127.0.0.1:{server.port}"]
-    done = subprocess.run(
-        command, input="What is the weather in Rome?\n", capture_output=True, text=True, timeout=120, check=False, env=environment(server)
-    )
+    command += ["--url", f"http://127.0.0.1:{pair.port}"]
+    done = subprocess.run(command, input="What is the weather in Rome?\n", capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "-> get_weather(" in done.stderr
     assert done.stdout.strip()

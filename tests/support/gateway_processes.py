@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx2
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 ENGINE = (sys.executable, "-m", "headrace.lab.fake_engine")
 GATEWAY = (sys.executable, "-m", "headrace", "gateway")
 

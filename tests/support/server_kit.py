@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -34,10 +34,13 @@ COMMAND = (str(Path(sys.executable).with_name("headrace")), "serve")
 FAKE_COMMAND = (sys.executable, str(SUPPORT / "serve_fake.py"))
 START_S = 240.0
 STOP_S = 60.0
-LIVELY_S = 20.0
+PATIENCE_S = 60.0
+"""What anything may take on a machine that is busy or stands still for a while; no test asserts less."""
 CROWD: dict[str, Any] = {"vocab_size": 345, "num_blocks": 20_000, "verify": False}
 CROWD_ENGINE: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "max_waiting": 2048}
 """A fake engine with room for a thousand sequences of `plain_loop`'s vocabulary."""
+STEP_S = 0.02
+"""What such an engine takes for a step: a stream of 150 tokens has a middle in which something can happen, also where a test is late."""
 REPORT = signal.SIGRTMIN + 3
 MEASURE = signal.SIGRTMIN + 4
 """The probe's signals."""
@@ -113,21 +116,20 @@ class Server:
         self.until(announced, START_S)
         self.until(lambda: self.get("/ready?strict")[0] == 200)
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = LIVELY_S) -> float:
-        """Wait for something another process does; the seconds it took. Raises AssertionError with the log's end."""
-        began = time.monotonic()
+    def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+        """Wait for something another process does. Raises AssertionError with the log's end."""
+        deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() - began < timeout_s, f"not within {timeout_s} s:\n{self.log[-4000:]}"
+            assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{self.log[-4000:]}"
             time.sleep(0.02)
-        return time.monotonic() - began
 
-    async def eventually(self, condition: Callable[[], bool], timeout_s: float = LIVELY_S) -> float:
+    async def eventually(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """`until`, while this process's own event loop goes on."""
-        return await asyncio.to_thread(self.until, condition, timeout_s)
+        await asyncio.to_thread(self.until, condition, timeout_s)
 
     def get(self, path: str, *, key: str | None = KEY) -> tuple[int, Any]:
         """Status and JSON of a GET; text where it is no JSON."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=LIVELY_S)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
             connection.request("GET", path, headers={"authorization": f"Bearer {key}"} if key else {})
             reply = connection.getresponse()
@@ -169,7 +171,7 @@ class Server:
     def load(self, engine: str = "e0") -> EngineLoad:
         """Asked of the engine itself. Raises grpc.RpcError when it does not answer."""
         with grpc.insecure_channel(f"unix:{self.run_dir}/{engine}.sock", options=CHANNEL_OPTIONS) as channel:
-            data = channel.unary_unary(SNAPSHOT)(pb.SnapshotRequest().SerializeToString(), timeout=LIVELY_S)
+            data = channel.unary_unary(SNAPSHOT)(pb.SnapshotRequest().SerializeToString(), timeout=PATIENCE_S)
         reply = pb.SnapshotReply.FromString(data)
         load = reply.load
         return EngineLoad(
@@ -197,6 +199,17 @@ class Server:
             process, said = psutil.Process(pid), self.probe(pid)
             made[name] = Footprint(process.num_fds(), process.num_threads(), tuple(said["tasks"]), tuple(said["threads"]))
         return made
+
+    @contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """One process stands still while inside: SIGSTOP, and SIGCONT at the end, also of a process that was killed meanwhile."""
+        pid = self.pids()[name]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     # its end
 
