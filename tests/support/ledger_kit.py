@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
+from headrace.gateway.ledger import shipper, spool_thread
 from headrace.gateway.ledger.record import UsageRecord, decode_record
 from headrace.gateway.ledger.sink import SinkFailed
 
@@ -51,7 +54,17 @@ class MemorySink:
         self.is_closed = True
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def ship_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger of this process pauses for moments where it pauses for seconds."""
+    for module, seconds in (
+        (spool_thread, {"SEGMENT_S": 0.01, "ADOPT_S": 0.05}),
+        (shipper, {"POLL_S": 0.02, "FIRST_RETRY_S": 0.01, "LAST_RETRY_S": 0.05}),
+    ):
+        for name, value in seconds.items():
+            monkeypatch.setattr(module, name, value)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

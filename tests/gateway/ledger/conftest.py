@@ -1,4 +1,4 @@
-"""Debian's ClickHouse server for the tests of a module."""
+"""A ledger that ships at once, and a ClickHouse server where one is installed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 from clickhouse_kit import MISSING, PROGRAM, ClickHouseServer
+from ledger_kit import ship_at_once
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True)
+def ships_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no test waits for. The seconds that a ledger takes are asserted by `test_shipper`, on clocks of its own."""
+    ship_at_once(monkeypatch)
+
+
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClickHouseServer]:
     if PROGRAM is None:
         pytest.skip(MISSING)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_kit import MODEL, chat_body, eventually, metric, open_bench, snapshot, two_replicas
+from gateway_kit import MODEL, TestBench, chat_body, eventually, metric, open_bench, snapshot, two_replicas
 from limits_kit import used
 from resume_kit import CHAT, COMPLETIONS, answer_of, equal, kept, send, streaming_body, two_gateways
 
-from headrace.gateway.ledger.usage_db import FILE
+from headrace.gateway.ledger.record import UsageRecord
 from headrace.text.folder import TextModel
 from headrace.wire.client import SeenLoad
+
+pytestmark = pytest.mark.loop
 
 KEY = "sk-continued-0123456789"
 PRICES = {MODEL: {"input": 1.0, "output": 2.0, "cached_input": 0.5}}
@@ -33,19 +33,14 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-async def records(state: Path, count: int) -> list[dict[str, Any]]:
-    """All records, once there are so many, in the order in which their requests came."""
-    connection = sqlite3.connect(state / FILE)
-    connection.row_factory = sqlite3.Row
-    try:
-        async with asyncio.timeout(20):
-            while True:
-                found = [dict(row) for row in connection.execute("SELECT * FROM usage ORDER BY time_ms, endpoint")]
-                if len(found) >= count:
-                    return found
-                await asyncio.sleep(0.05)
-    finally:
-        connection.close()
+def follow(*opened: TestBench) -> list[UsageRecord]:
+    """The records that these gateways write from now on, in the order in which their requests ended."""
+    written: list[UsageRecord] = []
+    for bench in opened:
+        ledger = bench.gateway.service.ledger
+        assert ledger is not None
+        ledger.write = written.append  # type: ignore[method-assign]
+    return written
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -55,6 +50,7 @@ async def test_a_stream_that_goes_on_at_another_gateway_is_billed_once(text: Tex
     path, fields = MODES[mode]
     body = streaming_body(path, **fields)
     async with two_gateways(text, tmp_path, state=str(tmp_path), **BILLED) as (first, second):
+        parts = follow(first, second)
         for bench in (first, second):
             bench.replica.token_delay_s = 0.002
         events = (await send(first.gateway, path, body, leave_after=6, key=KEY)).events[:-2]
@@ -63,24 +59,24 @@ async def test_a_stream_that_goes_on_at_another_gateway_is_billed_once(text: Tex
         await kept(second)
         events += (await send(first.gateway, path, body, last_event=events[-1].id, key=KEY)).events
         usage = answer_of(events)["usage"]
-        parts = await records(tmp_path, 3)
+        await eventually(lambda: len(parts) == 3)
         await used(first, "daily_tokens", KEY)
         assert await used(second, "daily_tokens", KEY) == usage["prompt_tokens"] + usage["completion_tokens"]
-        assert await used(second, "daily_budget", KEY) == sum(part["cost_nanos"] for part in parts)
-    assert sum(part["prompt_tokens"] for part in parts) == usage["prompt_tokens"] == parts[0]["prompt_tokens"]
-    assert sum(part["completion_tokens"] for part in parts) == usage["completion_tokens"]
-    assert sum(part["cost_nanos"] for part in parts) == usage["prompt_tokens"] * 1000 + usage["completion_tokens"] * 2000
-    assert [part["outcome"] for part in parts] == ["cancelled", "cancelled", "completed"]
-    assert len({part["request_id"] for part in parts}) == 3
+        assert await used(second, "daily_budget", KEY) == sum(part.cost_nanos for part in parts)
+    assert sum(part.prompt_tokens for part in parts) == usage["prompt_tokens"] == parts[0].prompt_tokens
+    assert sum(part.completion_tokens for part in parts) == usage["completion_tokens"]
+    assert sum(part.cost_nanos for part in parts) == usage["prompt_tokens"] * 1000 + usage["completion_tokens"] * 2000
+    assert [part.outcome for part in parts] == ["cancelled", "cancelled", "completed"]
+    assert len({part.request_id for part in parts}) == 3
 
 
 async def test_an_answer_that_goes_on_at_another_replica_is_billed_once(text: TextModel, tmp_path: Path) -> None:
     async with open_bench(text, models=two_replicas(), state=str(tmp_path), timeouts={"failover_s": 30}, **BILLED) as bench:
         for number, replica in enumerate(bench.replicas.values()):
             equal(replica)
-            replica.snapshot = SeenLoad(snapshot(num_running=5 * number), time.monotonic() + 1e6)
+            replica.snapshot = SeenLoad(snapshot(num_running=5 * number), asyncio.get_running_loop().time() + 1e6)
             replica.token_delay_s = 0.01
-        first = bench.replicas["r0"]
+        first, written = bench.replicas["r0"], follow(bench)
         headers = {"authorization": f"Bearer {KEY}"}
         body = chat_body(n=2, max_tokens=30, ignore_eos=True)
         answering = asyncio.create_task(bench.client.post(CHAT, json=body, headers=headers))
@@ -90,9 +86,9 @@ async def test_an_answer_that_goes_on_at_another_replica_is_billed_once(text: Te
         answer = await answering
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
-        [record] = await records(tmp_path, 1)
+        [record] = written
         assert metric(bench.gateway, "headrace_sequences_resumed_total", model=MODEL, replica="r1") == 2
         assert await used(bench, "daily_tokens", KEY) == usage["total_tokens"]
-        assert await used(bench, "daily_budget", KEY) == record["cost_nanos"]
+        assert await used(bench, "daily_budget", KEY) == record.cost_nanos
     assert usage["completion_tokens"] == 60
-    assert [record[name] for name in ("prompt_tokens", "completion_tokens", "route")] == [usage["prompt_tokens"], 60, "r1"]
+    assert [record.prompt_tokens, record.completion_tokens, record.route] == [usage["prompt_tokens"], 60, "r1"]

@@ -1,4 +1,4 @@
-"""What requests used is in usage.db within two seconds, however they ended."""
+"""What requests used is in usage.db, however they ended. How soon it is there: `test_shipper`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from headrace.gateway.ledger.usage_db import FILE, UsageDb
 from headrace.gateway.ledger.usage_query import UsageQuery
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.socket
+
 PRICES = {MODEL: {"input": 1.0, "output": 2.0, "cached_input": 0.5}}
 
 
@@ -26,7 +28,7 @@ async def recorded(bench: TestBench, count: int, by: str = "tenant") -> list[dic
     """The rows, once they are of this many requests."""
     ledger = bench.gateway.service.ledger
     assert ledger is not None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             rows = await ledger.rows(UsageQuery(by=[by]))
             if sum(int(str(row["requests"])) for row in rows) >= count:
@@ -54,9 +56,7 @@ async def test_usage_adds_up_to_what_clients_were_shown(text: TextModel, tmp_pat
             shown.append((await bench.chat(**fields)).json()["usage"])
         answer = await bench.chat(stream=True, max_tokens=5, stream_options={"include_usage": True})
         shown.append(json.loads(answer.text.split("data: ")[-2])["usage"])
-        started = time.monotonic()
         [row] = await recorded(bench, 4)
-        assert time.monotonic() - started < 10
     assert row["tenant"] == "default"
     assert row["prompt_tokens"] == sum(usage["prompt_tokens"] for usage in shown)
     assert row["completion_tokens"] == sum(usage["completion_tokens"] for usage in shown)
@@ -67,13 +67,14 @@ async def test_usage_adds_up_to_what_clients_were_shown(text: TextModel, tmp_pat
 
 async def test_a_record_has_what_is_known_of_its_request(text: TextModel, tmp_path: Path) -> None:
     keys = [{"key": "sk-0123456789abcdef", "tenant": "acme"}]
+    began_ms = int(time.time() * 1000)
     async with open_bench(text, state=str(tmp_path), prices=PRICES, api_keys=keys) as bench:
         headers = {"authorization": "Bearer sk-0123456789abcdef"}
         answer = await bench.client.post("/v1/chat/completions", json=chat_body(max_tokens=6), headers=headers)
         await recorded(bench, 1)
     [record] = records(tmp_path)
     assert record["request_id"] == answer.headers["x-request-id"]
-    assert abs(record["time_ms"] / 1000 - time.time()) < 300
+    assert began_ms <= record["time_ms"] <= time.time() * 1000
     wanted = {
         "tenant": "acme",
         "model": MODEL,
@@ -190,6 +191,7 @@ async def test_prompts_are_kept_only_where_their_tenant_opted_in(
         assert not any(CANARY.encode() in path.read_bytes() for path in files)
 
 
+@pytest.mark.pure
 def test_a_long_prompt_is_cut() -> None:
     assert len(prompt_json(["\u00e9" * MAX_PROMPT_BYTES]).encode()) <= MAX_PROMPT_BYTES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +14,12 @@ from ledger_kit import MemorySink, usage, wait_until
 
 from headrace.gateway.ledger import shipper as shipper_module
 from headrace.gateway.ledger import spool_thread
-from headrace.gateway.ledger.shipper import Shipper
+from headrace.gateway.ledger.shipper import FIRST_RETRY_S, LAST_RETRY_S, POLL_S, Shipper
+from headrace.gateway.ledger.sink import SinkFailed
 from headrace.gateway.ledger.spool import OPEN, Spool
-from headrace.gateway.ledger.spool_thread import SpoolThread
+from headrace.gateway.ledger.spool_thread import ADOPT_S, GATHER_S, SEGMENT_S, SpoolThread
+
+pytestmark = pytest.mark.socket
 
 Ids = list[str]
 
@@ -38,11 +42,11 @@ def running(spool: Spool, *sinks: MemorySink, fsync: str = "never") -> Iterator[
     try:
         yield thread, shippers
     finally:
-        thread.close(10)
+        thread.close(60)
         for shipper in shippers:
             shipper.stop()
         for shipper in shippers:
-            shipper.join(10)
+            shipper.join(60)
 
 
 @pytest.fixture
@@ -51,7 +55,7 @@ def spool(tmp_path: Path) -> Spool:
 
 
 @pytest.mark.parametrize("fsync", ["never", "segment", "write"])
-def test_records_are_shipped_within_a_second_or_two(spool: Spool, fsync: str) -> None:
+def test_records_are_shipped_under_every_policy_of_the_disk(spool: Spool, fsync: str) -> None:
     sink = MemorySink()
     with running(spool, sink, fsync=fsync) as (thread, [shipper]):
         for number in range(3):
@@ -72,8 +76,7 @@ def test_what_is_queued_at_the_end_is_shipped(spool: Spool) -> None:
     assert sink.shipped == ids(*range(1000))
 
 
-def test_a_sink_that_is_down_gets_everything_once_it_is_back(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipper_module, "LAST_RETRY_S", 0.2)
+def test_a_sink_that_is_down_gets_everything_once_it_is_back(spool: Spool) -> None:
     sink = MemorySink()
     sink.failure = "down"
     with running(spool, sink) as (thread, [shipper]):
@@ -187,3 +190,97 @@ def test_a_disk_that_fails_costs_records_at_most_and_heals(spool: Spool, monkeyp
             assert not thread.dropped["disk"], "they were written before, and are shipped once they can be"
     assert len(sink.shipped) == len(set(sink.shipped)) == 21 - thread.dropped["disk"]
     assert not os.listdir(spool.folder / OPEN)
+
+
+# -- seconds, on clocks of the tests' own ------------------------------------------------------------------------------------------------
+
+SHIPPED_S = 2.0
+"""Seconds after which a record is where usage is read, as long as the sink takes it."""
+
+
+class Pauses:
+    """Stands for the events of a shipper: notes how long it would wait, and waits not at all. is_set: from the n-th pause on"""
+
+    def __init__(self, num_until_set: int) -> None:
+        self.seconds: list[float] = []
+        self._num_until_set = num_until_set
+
+    def is_set(self) -> bool:
+        return len(self.seconds) >= self._num_until_set
+
+    def wait(self, seconds: float) -> bool:
+        self.seconds.append(seconds)
+        return self.is_set()
+
+    def clear(self) -> None:
+        return
+
+
+@pytest.mark.pure
+def test_a_record_is_in_its_sink_within_two_seconds(tmp_path: Path, shipped_seconds: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gathers with others, its segment is closed at its age, and the shipper is woken then."""
+    now, woken = [100.0], list[float]()
+    spool = Spool(tmp_path / "spool", ["memory"], 1 << 20)
+    monkeypatch.setattr(SpoolThread, "_run", lambda self: None)
+    thread = SpoolThread(spool, fsync="never", on_segment=lambda: woken.append(now[0]), clock=lambda: now[0])
+    thread._tend(is_last=False)
+    thread._write([usage(1)])
+    now[0] += SEGMENT_S / 2
+    thread._write([usage(2)])
+    now[0] = 100.0 + SEGMENT_S - 0.001
+    thread._tend(is_last=False)
+    assert not woken
+    now[0] = 100.0 + SEGMENT_S
+    thread._tend(is_last=False)
+    assert woken == [100.0 + SEGMENT_S]
+    sink = MemorySink()
+    assert Shipper(spool, sink).ship_waiting()
+    assert sink.shipped == ids(1, 2)
+    assert GATHER_S + SEGMENT_S + POLL_S < SHIPPED_S
+
+
+@pytest.mark.pure
+def test_a_spool_waits_for_a_record_no_longer_than_until_a_segment_is_due(
+    tmp_path: Path, shipped_seconds: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, waits = [100.0], list[float]()
+    monkeypatch.setattr(SpoolThread, "_run", lambda self: None)
+    thread = SpoolThread(Spool(tmp_path / "spool", ["memory"], 1 << 20), fsync="never", on_segment=lambda: None, clock=lambda: now[0])
+
+    class Empty:
+        def get(self, timeout: float) -> None:
+            waits.append(round(timeout, 6))
+            raise queue.Empty
+
+    thread._queue = Empty()  # type: ignore[assignment]
+    thread._tend(is_last=False)
+    assert not thread._next_batch()
+    thread._write([usage(1)])
+    now[0] += 0.1
+    assert not thread._next_batch()
+    assert waits == [ADOPT_S, SEGMENT_S - 0.1]
+
+
+@pytest.mark.pure
+def test_a_sink_that_fails_is_tried_again_ever_later_and_at_once_after_it_took_something(
+    spool: Spool, shipped_seconds: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = MemorySink()
+    failures = iter([True] * 8 + [False] + [True] * 4)
+    monkeypatch.setattr(sink, "idle", lambda: (_ for _ in ()).throw(SinkFailed("down")) if next(failures) else None)
+    shipper = Shipper(spool, sink)
+    retries, polls = Pauses(11), Pauses(10**6)
+    shipper._stopping, shipper._woken = retries, polls  # type: ignore[assignment]
+    shipper._ship_until_stopped()
+    assert retries.seconds[:8] == pytest.approx([FIRST_RETRY_S, 0.4, 0.8, 1.6, 3.2, 6.4, LAST_RETRY_S, LAST_RETRY_S])
+    assert retries.seconds[8:] == pytest.approx([FIRST_RETRY_S, 0.4, 0.8, 0.0]), "once it is stopped, one last time"
+    assert polls.seconds == [POLL_S]
+
+
+@pytest.fixture
+def shipped_seconds(monkeypatch: pytest.MonkeyPatch, ships_at_once: None) -> None:
+    """The product's own again."""
+    monkeypatch.setattr(spool_thread, "SEGMENT_S", SEGMENT_S)
+    monkeypatch.setattr(spool_thread, "ADOPT_S", ADOPT_S)
+    for name, seconds in (("POLL_S", POLL_S), ("FIRST_RETRY_S", FIRST_RETRY_S), ("LAST_RETRY_S", LAST_RETRY_S)):
+        monkeypatch.setattr(shipper_module, name, seconds)

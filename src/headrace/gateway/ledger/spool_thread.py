@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic, sleep
 
+from headrace.core.clock import Clock
 from headrace.core.counted import counted
 from headrace.gateway.ledger.record import UsageRecord, encode_record
 from headrace.gateway.ledger.segment import frame
@@ -43,7 +44,7 @@ class SpoolThread:
     dropped       those that were not, by reason: "queue", "disk", or "full:SINK" where too much waits for a sink
     """
 
-    def __init__(self, spool: Spool, *, fsync: str, on_segment: Callable[[], None]) -> None:
+    def __init__(self, spool: Spool, *, fsync: str, on_segment: Callable[[], None], clock: Clock = monotonic) -> None:
         """
         fsync       a policy of `config.FSYNC_POLICIES`
         on_segment  called in the thread when a segment waits for the sinks
@@ -53,6 +54,7 @@ class SpoolThread:
         self._spool = spool
         self.fsync = fsync
         self._on_segment = on_segment
+        self._clock = clock
         self._queue: queue.SimpleQueue[UsageRecord | None] = queue.SimpleQueue()
         self._bytes_put = self._bytes_taken = 0  # each is written by one thread
         self._segment: OpenSegment | None = None
@@ -94,7 +96,7 @@ class SpoolThread:
         due = self._adopt_at if self._segment is None else min(self._adopt_at, self._close_at)
         batch: list[UsageRecord | None] = []
         with suppress(queue.Empty):
-            batch.append(self._queue.get(timeout=max(0.0, due - monotonic())))
+            batch.append(self._queue.get(timeout=max(0.0, due - self._clock())))
             sleep(GATHER_S)
             while len(batch) < MAX_BATCH:
                 batch.append(self._queue.get_nowait())
@@ -124,7 +126,7 @@ class SpoolThread:
                 self._segment = self._new_segment()
             except BlockingIOError:  # another process took it; its next search is ADOPT_S away
                 self._segment = self._new_segment()
-            self._close_at = monotonic() + SEGMENT_S
+            self._close_at = self._clock() + SEGMENT_S
         return self._segment
 
     def _new_segment(self) -> OpenSegment:
@@ -133,7 +135,7 @@ class SpoolThread:
 
     def _tend(self, *, is_last: bool) -> None:
         """Close the segment and look for abandoned ones, where that is due."""
-        now = monotonic()
+        now = self._clock()
         segment = self._segment
         if segment is not None and (is_last or now >= self._close_at or segment.num_bytes >= SEGMENT_BYTES or segment.error is not None):
             self._segment = None
@@ -165,6 +167,6 @@ class SpoolThread:
         self._warn(f"the spool cannot be written ({error.strerror or error}): {counted(count, 'record')} lost")
 
     def _warn(self, text: str) -> None:
-        if monotonic() - self._logged_at >= LOGGED_EVERY_S:
-            self._logged_at = monotonic()
+        if self._clock() - self._logged_at >= LOGGED_EVERY_S:
+            self._logged_at = self._clock()
             log.warning("usage: %s", text)
