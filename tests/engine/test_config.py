@@ -9,6 +9,8 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("name", "value"),

@@ -27,6 +27,8 @@ from headrace.core.request import EngineRequest
 from headrace.tensor.checkpoint.random_weights import RandomWeights
 from headrace.tensor.models import ARCHITECTURES
 
+pytestmark = pytest.mark.pure
+
 PATHS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -81,7 +83,7 @@ def requests() -> list[EngineRequest]:
     made = []
     for number, (length, shape) in enumerate(shapes):
         prompt = common[: length // 2] + [draw.randrange(3, VOCAB) for _ in range(length - len(common[: length // 2]))]
-        params = {"temperature": 1.0, "seed": number, "max_tokens": 30, "logprobs": 3, **shape}
+        params = {"temperature": 1.0, "seed": number, "max_tokens": 16, "logprobs": 3, **shape}
         made.append(greedy_request(f"r{number}", prompt, **params))
     return made
 
@@ -130,6 +132,7 @@ def test_every_architecture_is_among_the_models() -> None:
     assert {model["architectures"][0] for model in MODELS.values()} == set(ARCHITECTURES)
 
 
+@pytest.mark.socket
 def test_in_the_worst_company_and_resumed_the_bits_are_the_same(case: Case) -> None:
     parts, expected = resumed_anywhere(requests(), case.alone, random.Random(1))
     with case.engine("all at once") as engine:
@@ -184,6 +187,7 @@ def bundled() -> Path:
     return folder
 
 
+@pytest.mark.socket
 def test_it_reaches_the_engine_from_llm_and_is_said_at_start() -> None:
     with LLM(deterministic=True, num_gpu_blocks_override=64, dtype="float32") as llm:
         assert any("deterministic" in line for line in llm._engine.info.decided)

@@ -16,6 +16,8 @@ from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.admission.ladder import AdmissionStep, decide, queue_state, served_before
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize
 
+pytestmark = pytest.mark.pure
+
 UNKNOWN_OUTPUT_TOKENS = 128
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from grammar_kit import vetting_here
 from random_requests import LONGEST_OUTPUT, LONGEST_PROMPT, Crowd, Trial, draw_trials
 from real_engine import RealEngine
 from results import save_result
@@ -19,6 +20,8 @@ from results import save_result
 pytest.importorskip("numba")
 
 from headrace.bundled import bundled_path
+
+pytestmark = pytest.mark.socket
 
 SEED = 20
 SPACE: dict[str, Any] = {"deterministic": True, "max_model_len": LONGEST_PROMPT + LONGEST_OUTPUT, "block_size": 4}
@@ -36,6 +39,12 @@ ENGINES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dtype": "bfloat16"}, {"depth": 2, "num_threads": 2, "queue_policy": "fcfs"}),
 ]
 """What is computed, by the solo runs and the crowd alike, and how the crowd is run beside CROWDED."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vetted_here() -> Iterator[None]:
+    with vetting_here():
+        yield
 
 
 def run_crowd(trials: Sequence[Trial], path: dict[str, Any], schedule: dict[str, Any]) -> tuple[Counter[str], list[str]]:
@@ -57,12 +66,12 @@ def run_crowd(trials: Sequence[Trial], path: dict[str, Any], schedule: dict[str,
 
 
 def test_a_few_random_requests_equal_their_solo_runs() -> None:
-    trials, counts = draw_trials(60, SEED), Counter[str]()
+    trials, counts = draw_trials(44, SEED), Counter[str]()
     for number, (path, schedule) in enumerate((ENGINES[0], ENGINES[3])):
         counted, differences = run_crowd(trials[number::2], path, schedule)
         assert not differences
         counts += counted
-    assert min(counts[name] for name in ("tools", "schema", "resumed", "aborted", "preemptions", "prefix hits", "n > 1")) >= 3, counts
+    assert min(counts[name] for name in ("tools", "schema", "resumed", "aborted", "preemptions", "prefix hits", "n > 1")) >= 2, counts
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ from headrace.tensor.packed import store as packed_store
 from headrace.tensor.packed.file import NOTE_SUFFIX, PackedFile
 from headrace.tensor.packed.store import WRITER
 
+pytestmark = pytest.mark.socket
+
 CONFIG = EngineConfig(model=str(bundled_path(DEFAULT_MODEL)), quantization="int8", num_kv_blocks=16, max_model_len=64)
 
 
@@ -46,6 +48,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.process
 def test_nothing_of_it_imports_torch() -> None:
     code = "import sys, headrace.engine.build, headrace.engine.read_ahead; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)

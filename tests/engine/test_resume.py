@@ -26,6 +26,8 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_answer, fake_engine
 
+pytestmark = pytest.mark.pure
+
 PROMPT = tuple(range(3, 30))
 OPTIONS = FakeOptions(vocab_size=500, max_model_len=256, num_blocks=129, block_size=4)
 
@@ -111,6 +113,7 @@ def test_the_first_sequence_of_a_resumed_request_tells_the_prompts_logprobs() ->
         assert [entry.token_id for entry in entries] == list(PROMPT[1:])
 
 
+@pytest.mark.socket
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_sequence_resumes_alone_with_the_bundled_model(depth: int) -> None:
     """Each is cut at a token of its own; what it counted and drew goes on. Logits of one row and of many differ in their last bits."""

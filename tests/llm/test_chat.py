@@ -10,6 +10,8 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.sampling import SamplingParams
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.pure
+
 PARAMS = SamplingParams(seed=7, max_tokens=4)
 CHAT = [{"role": "user", "content": "Hello"}]
 

@@ -19,6 +19,8 @@ from headrace.llm.api import LLM
 from headrace.llm.outputs import GenerationFailed
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.pure
+
 MakeLLM = Callable[..., LLM]
 SIX = SamplingParams(seed=7, max_tokens=6)
 
@@ -298,6 +300,7 @@ def test_after_shutdown_nothing_is_answered(make_llm: MakeLLM) -> None:
         llm.generate("Hello", SIX)
 
 
+@pytest.mark.socket
 def test_threads_take_turns(make_llm: MakeLLM, text: TextModel) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -13,6 +13,8 @@ from headrace.engine.config import EngineConfig, options
 from headrace.llm import api
 from headrace.llm.options import ENGINE_FIELDS, ONLY, engine_config
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
@@ -205,12 +207,13 @@ def test_the_door_leads_here() -> None:
     assert SamplingParams(max_tokens=3).max_tokens == 3
 
 
+@pytest.mark.process
 def test_importing_the_api_does_not_import_torch() -> None:
     import subprocess
     import sys
 
     code = "import sys; from headrace import LLM; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
 

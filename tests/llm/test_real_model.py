@@ -11,6 +11,8 @@ import text_kit
 
 from headrace import LLM, SamplingParams
 
+pytestmark = pytest.mark.pure
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = ["Hello world!", "The quick brown fox jumps over the lazy dog.", "a"]
 SMALL = {"dtype": "float32", "kernels": "reference", "num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16}

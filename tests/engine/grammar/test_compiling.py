@@ -17,6 +17,8 @@ from headrace.engine.grammar.compiling import compile_grammar
 from headrace.engine.grammar.limits import MAX_JSON_DEPTH
 from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
 
+pytestmark = pytest.mark.pure
+
 THOUGHT = ReasoningSpan(start="<think>", end="</think>")
 OPENED = ReasoningSpan(start="<think>", end="</think>", is_open=True)
 

@@ -13,6 +13,8 @@ from bench.conformance.__main__ import Conformance, Tally, markdown, tally_gener
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import InvalidRequest
 
+pytestmark = pytest.mark.pure
+
 KNOWN = {"an integer is written with a fraction", "a fraction is a bound without its last digits"}
 
 

@@ -12,6 +12,8 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar
 from headrace.engine.grammar.sources import check_source
 
+pytestmark = pytest.mark.pure
+
 
 def nested(leaf: dict[str, Any]) -> Grammar:
     return schema(json.dumps({"type": "object", "properties": {"a": {"type": "array", "items": leaf}}}))

@@ -22,6 +22,8 @@ from headrace.engine.grammar.compiling import compile_grammar
 from headrace.engine.grammar.slots import SlotGrammars
 from headrace.engine.runner_masks import NO_MASKS, StepMasks
 
+pytestmark = pytest.mark.pure
+
 PROMPT = [7, 8, 9]
 DIGITS, PEOPLE = regex("[0-9]{1,4}"), schema(PERSON)
 

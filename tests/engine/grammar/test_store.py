@@ -13,6 +13,8 @@ from headrace.core.grammar import Grammar
 from headrace.engine.grammar.limits import STATES_BYTES
 from headrace.engine.grammar.store import GrammarKey, GrammarStore
 
+pytestmark = pytest.mark.pure
+
 ONE = STATES_BYTES
 TEMPLATE = compiled(regex("[0-9]"))
 

@@ -22,6 +22,8 @@ from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear
 from headrace.tensor.models.decoder import DecoderModel
 
+pytestmark = pytest.mark.pure
+
 LIBRARY: frozenset[type[object]] = frozenset({OneDnnLinear, OutsideLinear})
 """oneDNN, or torch where this machine's oneDNN does not take the dtype; neither is recorded."""
 INTEGERS: frozenset[type[object]] = frozenset({IntegerLinear})

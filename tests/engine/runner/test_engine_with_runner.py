@@ -21,6 +21,8 @@ from headrace.engine.failpoints import armed, sites
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.tensor.models.decoder import DecoderModel
 
+pytestmark = pytest.mark.socket
+
 RUNNER_SITES = [name for name in sites() if name.startswith("runner.") and name != "runner.prompt_logprobs"]
 Key = tuple[str, int]
 

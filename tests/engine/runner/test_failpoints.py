@@ -7,6 +7,8 @@ import pytest
 from headrace.engine import failpoints
 from headrace.engine.failpoints import Injected, armed, failpoint, sites
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> str:

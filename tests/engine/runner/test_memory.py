@@ -8,6 +8,8 @@ import pytest
 
 from headrace.engine.memory import cgroup_available, cgroup_directories, parse_meminfo, read_available
 
+pytestmark = pytest.mark.pure
+
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {32 << 20} kB\nMemFree: {2 << 20} kB\nMemAvailable:   {20 << 20} kB\nHugePages_Total:       0\n"
 

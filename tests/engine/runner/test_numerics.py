@@ -20,6 +20,8 @@ from headrace.engine.config import EngineConfig
 from headrace.tensor.checkpoint import weights_digest
 from headrace.tensor.kernels import load_backend
 
+pytestmark = pytest.mark.socket
+
 DEPENDS: dict[str, dict[str, Any]] = {
     "quantization": {"quantization": "int8"},
     "dtype": {"dtype": "bfloat16"},

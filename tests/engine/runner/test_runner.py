@@ -18,6 +18,8 @@ from headrace.tensor.batch import ForwardBatch, KvCache, allocate_kv
 from headrace.tensor.kernels.filters import draw
 from headrace.tensor.models.decoder import DecoderModel
 
+pytestmark = pytest.mark.pure
+
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)

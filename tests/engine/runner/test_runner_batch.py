@@ -13,6 +13,8 @@ from headrace.core.sampling import SamplingParams
 from headrace.engine.runner_batch import ALL, Rows, Selection, UnknownToken, build_batch, count_prompt_logprobs, read_rows, select_tokens
 from headrace.engine.runner_slots import SlotState
 
+pytestmark = pytest.mark.pure
+
 
 def state_with_two_sequences() -> SlotState:
     """Slot 5 holds 7 ids, slot 2 holds 3; blocks of 4; group 1 has let go of slot 5's first block."""

@@ -26,6 +26,8 @@ from headrace.tensor.kernels.cpu.jit import launch
 from headrace.tensor.layers.moe import MoeSpec
 from headrace.tensor.models.decoder import DecoderModel
 
+pytestmark = pytest.mark.pure
+
 
 def config(folder: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(
@@ -141,6 +143,7 @@ def test_the_longest_step_finds_every_kernel_compiled(tiny_folder: Path) -> None
     assert len(launch._COMPILED) == compiled
 
 
+@pytest.mark.socket
 def test_depth_two_computes_on_a_thread_of_its_own(tiny_folder: Path, dense: DenseLlama) -> None:
     runner, _ = build_runner(config(tiny_folder, depth=2))
     try:
@@ -198,6 +201,7 @@ def test_a_gpu_that_is_not_there_is_refused(tiny_folder: Path, monkeypatch: pyte
         build_runner(config(tiny_folder, device="cuda"))
 
 
+@pytest.mark.socket
 def test_a_warm_up_that_fails_ends_the_thread(tiny_folder: Path) -> None:
     before = threading.active_count()
     with armed("runner.forward"), pytest.raises(Injected):

@@ -13,6 +13,8 @@ import pytest
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.engine.runner_compiling import EXPECTED, LOG_INTERVAL_S, CompileNotice, log_compiling
 
+pytestmark = pytest.mark.pure
+
 STARTS = """
 import logging, sys
 from headrace.engine.config import EngineConfig
@@ -85,6 +87,7 @@ def _empty(arguments: int, worker: int, workers: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_a_start_compiles_about_as_many_as_it_says_and_the_next_one_none(tmp_path: Path) -> None:
     environment = {**os.environ, "HEADRACE_CACHE_DIR": str(tmp_path / "cache"), "HEADRACE_KEEP_PACKED": "0"}
     folder = bundled_path(DEFAULT_MODEL)

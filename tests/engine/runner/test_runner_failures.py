@@ -22,8 +22,11 @@ from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.models.decoder import DecoderModel
 
+pytestmark = pytest.mark.pure
+
 PARAMS = SamplingParams(seed=3, temperature=0.8, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.2, prompt_logprobs=0)
 PROMPT, STEPS = [5, 6, 7, 8, 9], 8
+PATIENCE_S = 60.0
 RUNNER_SITES = [name for name in sites() if name.startswith("runner.")]
 
 
@@ -119,54 +122,57 @@ class Gate:
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         self.entered.set()
-        assert self.opened.wait(timeout=30)
+        assert self.opened.wait(timeout=PATIENCE_S)
         return self.decoder.forward(ids, batch, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
 
 
+@pytest.mark.socket
 def test_overlapped_runner_returns_at_once_and_gives_the_same_tokens(decoder: DecoderModel) -> None:
     gate = Gate(decoder)
     runner = OverlappedRunner(masking_runner(decoder, gate))
     try:
         tickets = [runner.submit(plan) for plan in sequence_of_plans()]
-        assert gate.entered.wait(timeout=30)
+        assert gate.entered.wait(timeout=PATIENCE_S)
         assert not any(ticket.done() for ticket in tickets)
         gate.opened.set()
-        assert [row_tokens(ticket.result(timeout=30)) for ticket in tickets] == unbroken(decoder)
+        assert [row_tokens(ticket.result(timeout=PATIENCE_S)) for ticket in tickets] == unbroken(decoder)
     finally:
         gate.opened.set()
         runner.close()
 
 
+@pytest.mark.socket
 def test_overlapped_runner_hands_the_exception_to_whoever_waits(decoder: DecoderModel) -> None:
     runner = OverlappedRunner(masking_runner(decoder))
     plans = sequence_of_plans()
     try:
         with armed("runner.sample", lambda: MemoryError("no room for logits")):
             tickets = [runner.submit(plan) for plan in plans[:3]]
-            tickets[0].result(timeout=30)
+            tickets[0].result(timeout=PATIENCE_S)
             with pytest.raises(MemoryError, match="no room"):
-                tickets[1].result(timeout=30)
+                tickets[1].result(timeout=PATIENCE_S)
             with pytest.raises(UnknownToken):
-                tickets[2].result(timeout=30)
-        assert [row_tokens(runner.submit(plan).result(timeout=30)) for plan in plans[1:]] == unbroken(decoder)[1:]
+                tickets[2].result(timeout=PATIENCE_S)
+        assert [row_tokens(runner.submit(plan).result(timeout=PATIENCE_S)) for plan in plans[1:]] == unbroken(decoder)[1:]
     finally:
         runner.close()
 
 
+@pytest.mark.socket
 def test_closing_finishes_the_step_in_progress_and_drops_the_rest(decoder: DecoderModel) -> None:
     gate = Gate(decoder)
     runner = OverlappedRunner(masking_runner(decoder, gate))
     first, second = (runner.submit(plan) for plan in sequence_of_plans()[:2])
-    assert gate.entered.wait(timeout=30)
+    assert gate.entered.wait(timeout=PATIENCE_S)
     closing = threading.Thread(target=runner.close)
     closing.start()
     with pytest.raises(CancelledError):
-        second.result(timeout=30)
+        second.result(timeout=PATIENCE_S)
     gate.opened.set()
-    closing.join(timeout=30)
+    closing.join(timeout=PATIENCE_S)
     assert not closing.is_alive()
     assert isinstance(first.result(), Result)
 
@@ -188,14 +194,15 @@ def test_plain_submission_never_raises(decoder: DecoderModel) -> None:
         ticket.result()
 
 
+@pytest.mark.socket
 def test_closing_leaves_a_step_that_hangs_behind(decoder: DecoderModel, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate(decoder)
     runner = OverlappedRunner(masking_runner(decoder, gate), close_timeout_s=0.05)
     ticket = runner.submit(sequence_of_plans()[0])
-    assert gate.entered.wait(timeout=30)
+    assert gate.entered.wait(timeout=PATIENCE_S)
     runner.close()
     assert "a step has not ended" in caplog.text
     with pytest.raises(RuntimeError, match="closed"):
         runner.submit(sequence_of_plans()[1])
     gate.opened.set()
-    assert isinstance(ticket.result(timeout=30), Result)
+    assert isinstance(ticket.result(timeout=PATIENCE_S), Result)

@@ -13,7 +13,10 @@ from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.tensor.models.decoder import DecoderModel
 
+pytestmark = pytest.mark.pure
+
 ANY = Grammar.json_object()
+PATIENCE_S = 60.0
 """PlainMasks have one language for all."""
 PROMPTS = ([5, 6, 7, 8, 9], [40, 3], list(range(20, 31)), [77])
 
@@ -95,13 +98,14 @@ def test_a_slot_is_free_of_its_grammar_when_it_is_used_again(decoder: DecoderMod
     assert masks.outputs == {}
 
 
+@pytest.mark.socket
 def test_the_overlapped_runner_gives_the_same_tokens_and_closes_the_masks(decoder: DecoderModel, dense: DenseLlama) -> None:
     masks = PlainMasks(near, VOCAB)
     runner, planner = OverlappedRunner(make_runner(decoder, masks=masks)), Planner()
     planner.start(0, PROMPTS[0], grammar=ANY)
     plans = [planner.plan((0, 0, 5, 1)), *(planner.plan((0, 5 + i, 1, 1)) for i in range(6))]
     tickets = [runner.submit(plan) for plan in plans]
-    assert [row_tokens(ticket.result(timeout=30))[0][0] for ticket in tickets] == dense.greedy(PROMPTS[0], 7, near)
+    assert [row_tokens(ticket.result(timeout=PATIENCE_S))[0][0] for ticket in tickets] == dense.greedy(PROMPTS[0], 7, near)
     runner.close()
     assert masks.is_closed
 

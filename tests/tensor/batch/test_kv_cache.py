@@ -9,6 +9,8 @@ from headrace.core.kvgroup import KvGroup
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 
+pytestmark = pytest.mark.pure
+
 
 def resident_kib() -> int:
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:

@@ -13,6 +13,8 @@ from headrace.core.errors import CheckpointError, ConfigError
 from headrace.tensor.layers.rope import LinearScaling, RopeSpec
 from headrace.tensor.models import describe
 
+pytestmark = pytest.mark.pure
+
 DELETED = object()
 
 

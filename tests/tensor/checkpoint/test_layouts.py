@@ -16,6 +16,8 @@ from headrace.tensor.kernels import load_backend
 from headrace.tensor.layers.moe import MoeNames, MoeSpec, SparseMoe
 from headrace.tensor.layers.weights import Part, WeightReader
 
+pytestmark = pytest.mark.pure
+
 BACKEND = load_backend("reference")
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.process
+
 SCRIPT = Path(__file__).parents[3] / "tools" / "measure_load_memory.py"
 SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 8}
 

@@ -21,6 +21,8 @@ from headrace.tensor.layers.table import HeldTable
 from headrace.tensor.packed.file import NOTE_SUFFIX, TABLE, PackedFile, PackedFolder
 from headrace.tensor.packed.store import StoredTable, write_tensors
 
+pytestmark = pytest.mark.pure
+
 NAME = "0" * 32 + ".safetensors"
 SHAPE = (700, 16)
 OTHER = "1" * 32 + ".safetensors"
@@ -69,6 +71,7 @@ def note(folder: PackedFolder) -> Path:
     return found
 
 
+@pytest.mark.socket
 def test_what_is_written_is_read_back_and_is_a_safetensors_file(folder: PackedFolder) -> None:
     assert_as_written(held(PackedFile(folder.directory / NAME, 1)))
     assert_as_written(load_file(folder.directory / NAME))
@@ -119,6 +122,7 @@ def test_a_table_of_another_shape_is_refused(folder: PackedFolder, shape: tuple[
         stored(PackedFile(folder.directory / NAME, 0), shape)
 
 
+@pytest.mark.socket
 def test_a_file_is_closed_with_the_last_object_that_uses_it(folder: PackedFolder) -> None:
     def num_open() -> int:
         return sum(str(folder.directory) in str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
@@ -141,6 +145,7 @@ def test_a_linear_after_a_table_is_refused(tmp_path: Path) -> None:
         file.place("z")
 
 
+@pytest.mark.socket
 def test_what_was_read_ahead_is_what_is_opened(folder: PackedFolder) -> None:
     folder.remember(NAME)
     again = PackedFolder(folder.directory, {"model": "m"})
@@ -159,6 +164,7 @@ def test_a_configuration_knows_its_own_file_only(folder: PackedFolder) -> None:
     assert other._ahead is None
 
 
+@pytest.mark.socket
 def test_another_file_than_was_read_ahead_is_read_and_the_first_one_dropped(folder: PackedFolder) -> None:
     written(folder.directory / OTHER, {"b": torch.zeros(5)}, {}, {})
     folder.remember(OTHER)
@@ -169,6 +175,7 @@ def test_another_file_than_was_read_ahead_is_read_and_the_first_one_dropped(fold
     assert folder._ahead is None
 
 
+@pytest.mark.socket
 def test_nothing_is_read_ahead_that_is_larger_than_may_be(folder: PackedFolder) -> None:
     folder.remember(NAME)
     folder.read_ahead((folder.directory / NAME).stat().st_size - 1)
@@ -213,6 +220,7 @@ def test_more_tensors_than_can_be_read_back_are_not_written(tmp_path: Path, monk
 # reading
 
 
+@pytest.mark.socket
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
 def test_many_chunks_arrive_whole_and_in_place(tmp_path: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_memory, "CHUNK_BYTES", 1000)
@@ -226,6 +234,7 @@ def test_many_chunks_arrive_whole_and_in_place(tmp_path: Path, num_threads: int,
     assert reading.num_read == 49_990
 
 
+@pytest.mark.socket
 def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_memory, "CHUNK_BYTES", 1000)
     (tmp_path / "f").write_bytes(b"x" * 5000)
@@ -245,6 +254,7 @@ def test_where_no_thread_may_be_had_who_waits_reads_alone(tmp_path: Path, monkey
     assert target == b"x" * 5000
 
 
+@pytest.mark.socket
 def test_after_a_stop_nothing_is_written_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_memory, "CHUNK_BYTES", 1 << 16)
     (tmp_path / "f").write_bytes(b"x" * (16 << 20))

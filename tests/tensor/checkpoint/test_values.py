@@ -16,6 +16,8 @@ from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.values import Sample, num_not_finite
 
+pytestmark = pytest.mark.pure
+
 K = "model.layers.0.self_attn.k_proj.weight"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

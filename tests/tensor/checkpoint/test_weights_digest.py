@@ -12,6 +12,8 @@ from headrace.tensor.checkpoint import weights_digest
 from headrace.tensor.checkpoint.weights_digest import WeightsDigest
 from headrace.tensor.host.unfinished import UNFINISHED, locked
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.folder import Checkpoint
 
+pytestmark = pytest.mark.pure
+
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 

@@ -10,6 +10,8 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, parse_cpu_flags, read_cpu_features, resolve_dtype
 
+pytestmark = pytest.mark.pure
+
 SKYLAKE = CpuFeatures("x86_64", frozenset({"fma", "avx2", "avx512f"}))
 GENOA = CpuFeatures("x86_64", frozenset({"fma", "avx2", "avx512f", "avx512_bf16"}))
 SAPPHIRE = CpuFeatures("x86_64", frozenset({"fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16"}))

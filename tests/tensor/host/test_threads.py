@@ -11,6 +11,8 @@ from headrace.core.errors import ConfigError
 from headrace.tensor.host.openmp import prepare_openmp
 from headrace.tensor.host.threads import CpuShare, ThreadPlan, apply_threads, count_cores, plan_threads, read_cpu_share, read_quota
 
+pytestmark = pytest.mark.pure
+
 
 def _write(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():

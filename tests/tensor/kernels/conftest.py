@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,6 +13,15 @@ from torch import Tensor
 
 from headrace.tensor.kernels import Kernels
 from headrace.tensor.kernels.rounding import round_inputs
+
+
+@pytest.fixture(autouse=True)
+def all_workers() -> None:
+    """An engine that an earlier test of this process made may have left fewer: then nothing would be shared between workers."""
+    if find_spec("numba") is not None:
+        from headrace.tensor.kernels.cpu.jit import launch
+
+        launch.set_thread_limit(10**6)
 
 
 @dataclass(frozen=True, slots=True)

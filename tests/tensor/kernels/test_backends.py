@@ -14,6 +14,8 @@ from headrace.tensor.kernels.filters import draw
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.models import load_model
 
+pytestmark = pytest.mark.pure
+
 
 def operations_of(made: type) -> set[str]:
     return {name for name in vars(made) if not name.startswith("_")}

@@ -8,6 +8,8 @@ import torch
 from headrace.tensor.batch import LayerKv, allocate_kv
 from headrace.tensor.kernels import Kernels, load_backend
 
+pytestmark = pytest.mark.pure
+
 HEADS, KV_HEADS, DIM, BLOCKS, SIZE, LAYERS = 4, 2, 32, 12, 4, 3
 
 
@@ -23,11 +25,18 @@ def dense(dtype: torch.dtype) -> LayerKv:
     return LayerKv(torch.zeros((*shape, DIM), dtype=dtype), torch.zeros(shape) if dtype == torch.int8 else None)
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
-def test_a_layer_among_others_is_written_and_read_as_one_alone(kernels: Kernels, stored: torch.dtype, computed: torch.dtype) -> None:
-    if (computed, stored) == (torch.bfloat16, torch.float32):
-        pytest.skip("no cache is wider than what is computed with")
+@pytest.mark.parametrize(
+    ("computed", "stored"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.int8),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.int8),
+    ],
+)
+def test_a_layer_among_others_is_written_and_read_as_one_alone(kernels: Kernels, computed: torch.dtype, stored: torch.dtype) -> None:
+    """No cache is wider than what is computed with."""
     torch.manual_seed(0)
     pooled = allocate_kv([(KV_HEADS, DIM)] * LAYERS, (0,) * LAYERS, (BLOCKS,), SIZE, stored, "cpu")
     table = torch.tensor([[7, 2, 9, 4, 1], [3, 11, 0, 0, 0]], dtype=torch.int32)

@@ -11,6 +11,8 @@ from headrace.core.errors import ConfigError
 from headrace.tensor.kernels import choose, load_backend
 from headrace.tensor.kernels.choose import choose_kernels
 
+pytestmark = pytest.mark.pure
+
 WITHOUT_NUMBA = """
 import sys
 
@@ -40,8 +42,9 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.process
 def test_without_numba_the_reference_is_taken_and_said() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "kernels: numba cannot be used" in done.stdout
     assert "Install numba" in done.stdout

@@ -12,6 +12,8 @@ pytest.importorskip("numba")
 from bench import bandwidth, kernel_error
 from bench.harness import block_of
 
+pytestmark = pytest.mark.pure
+
 FLOAT32_BOUND = 5e-6
 BFLOAT16_BOUND = 1.01 / 256
 """Half a unit in the last place of 8 bits: one rounding of an exact result."""

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from headrace.tensor.kernels import Kernels, load_backend
 from headrace.tensor.kernels.reference import KERNELS
 
+pytestmark = pytest.mark.pure
+
 
 def test_reference_is_loadable_by_name_and_fits_the_signature_set() -> None:
     kernels: Kernels = KERNELS

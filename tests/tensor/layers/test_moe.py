@@ -13,6 +13,8 @@ from torch import Tensor
 
 from headrace.tensor.layers.moe import choose_experts, weighted_sum
 
+pytestmark = pytest.mark.pure
+
 TOKENS = 150
 
 

@@ -22,6 +22,8 @@ from headrace.tensor.kernels.cpu.linear import Arithmetic, StripLinear
 from headrace.tensor.kernels.plain_packing import PlainPacking
 from headrace.tensor.models import LoadedModel, load_model
 
+pytestmark = pytest.mark.pure
+
 SHAPE = {"vocab_size": 97, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
          "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
          "eos_token_id": 2}  # fmt: skip

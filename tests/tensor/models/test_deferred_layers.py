@@ -19,6 +19,8 @@ from headrace.tensor.layers.mlp import Mlp
 from headrace.tensor.models import decoder, load_model
 from headrace.tensor.models.decoder import DecoderModel
 
+pytestmark = pytest.mark.pure
+
 NUMBA = load_backend("numba", features=AVX2)
 
 

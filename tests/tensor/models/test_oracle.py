@@ -14,6 +14,8 @@ import torch
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import LoadedModel, load_model
 
+pytestmark = pytest.mark.pure
+
 VOCAB = 97
 TINY = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6,
         "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip

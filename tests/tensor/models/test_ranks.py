@@ -21,6 +21,8 @@ from headrace.tensor.layers.weights import Reduce, WeightReader, no_reduce
 from headrace.tensor.models import ARCHITECTURES
 from headrace.tensor.models.decoder import DecoderModel
 
+pytestmark = pytest.mark.pure
+
 TINY = {"vocab_size": 31, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
@@ -91,6 +93,7 @@ def forward(model: DecoderModel) -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.socket
 @torch.inference_mode()
 @pytest.mark.parametrize("family", CASES)
 def test_ranks_that_sum_their_parts_answer_as_the_whole(family: str, make_oracle: Callable[..., Any], tmp_path: Path) -> None:

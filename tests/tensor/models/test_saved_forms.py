@@ -15,6 +15,8 @@ import transformers
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import load_model
 
+pytestmark = pytest.mark.pure
+
 TINY = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6,
         "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 TOKENS = random.Random(3).choices(range(97), k=40)
@@ -47,6 +49,7 @@ def ours(folder: Path, paged_run: Callable[..., Any], **options: Any) -> torch.T
     return logits
 
 
+@pytest.mark.socket
 @pytest.mark.parametrize("name", OLDER)
 def test_older_spellings_mean_what_transformers_reads_into_them(
     name: str, make_oracle: Callable[..., Any], paged_run: Callable[..., Any], assert_close: Callable[..., None], tmp_path: Path

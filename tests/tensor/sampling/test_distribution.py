@@ -13,6 +13,8 @@ from headrace.core.sampling import SamplingParams
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.sampling import Sampler
 
+pytestmark = pytest.mark.pure
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 

@@ -12,6 +12,8 @@ import torch
 from headrace.core.sampling import SamplingParams
 from headrace.tensor.sampling import Sampled, prompt_logprobs, top_tokens
 
+pytestmark = pytest.mark.pure
+
 
 def test_entries_are_torchs_log_softmax_of_the_raw_logits(make_row: Any, sample: Callable[..., Sampled]) -> None:
     """Penalties, bias, temperature and filters move the choice, never what is reported."""

@@ -11,6 +11,8 @@ import pytest
 from headrace.core.sampling import SamplingParams
 from headrace.tensor.sampling import Sampled
 
+pytestmark = pytest.mark.pure
+
 Sample = Callable[..., Sampled]
 VOCAB, END = 700, 2
 

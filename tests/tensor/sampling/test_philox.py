@@ -7,6 +7,8 @@ import pytest
 
 from headrace.tensor.sampling.philox import Purpose, philox4x32, uniform
 
+pytestmark = pytest.mark.pure
+
 VECTORS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),

@@ -13,6 +13,8 @@ from headrace.core.sampling import SamplingParams
 from headrace.tensor.kernels.filters import draw
 from headrace.tensor.sampling import Sampled, Sampler
 
+pytestmark = pytest.mark.pure
+
 Sample = Callable[..., Sampled]
 VOCAB = 700
 

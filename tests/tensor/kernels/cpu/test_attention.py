@@ -20,6 +20,8 @@ from headrace.tensor.kernels.cpu.attention import plan as attention_plan
 from headrace.tensor.kernels.cpu.jit.launch import set_thread_limit, thread_limit
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 
+pytestmark = pytest.mark.pure
+
 Make = Callable[..., Any]
 Error = Callable[[Tensor, Tensor], float]
 

@@ -13,6 +13,8 @@ pytest.importorskip("numba")
 from headrace.tensor.host.cache_folder import cache_root, open_private
 from headrace.tensor.kernels.cpu.jit.compile_cache import choose_cache, code_key
 
+pytestmark = pytest.mark.pure
+
 
 def test_folders_are_made_for_this_user_alone(tmp_path: Path) -> None:
     previous = os.umask(0)

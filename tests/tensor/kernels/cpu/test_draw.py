@@ -13,6 +13,8 @@ from headrace.tensor.kernels.cpu.jit import launch
 from headrace.tensor.kernels.filters import FilterLimits, Floats
 from headrace.tensor.kernels.filters import draw as plain_draw
 
+pytestmark = pytest.mark.pure
+
 NEAR = 1e-5
 """By so little may a running sum miss u times the whole and still be on either side."""
 

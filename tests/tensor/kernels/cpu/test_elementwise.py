@@ -15,6 +15,8 @@ pytest.importorskip("numba")
 from headrace.tensor.kernels.cpu.backend import KERNELS
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 
+pytestmark = pytest.mark.pure
+
 Error = Callable[[Tensor, Tensor], float]
 
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1 / 128}

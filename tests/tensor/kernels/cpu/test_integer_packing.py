@@ -18,6 +18,8 @@ from headrace.tensor.kernels.cpu.jit.launch import set_thread_limit, thread_limi
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
+pytestmark = pytest.mark.pure
+
 SHAPES = [(1, 32), (64, 64), (65, 96), (130, 128), (3, 2048), (192, 160), (1000, 1024)]
 INTEGERS = (Precision.INT8, Precision.INT4)
 

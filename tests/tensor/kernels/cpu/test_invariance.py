@@ -15,6 +15,8 @@ from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, allocate_kv
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import LoadedModel, load_model
 
+pytestmark = pytest.mark.pure
+
 BLOCK_SIZE, BLOCKS_PER_ROW = 16, 8
 Step = list[tuple[int, int]]
 """Rows of a step in order: (row, tokens computed now)."""

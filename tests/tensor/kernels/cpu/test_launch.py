@@ -16,6 +16,8 @@ from headrace.tensor.kernels.cpu.backend import KERNELS  # noqa: E402
 from headrace.tensor.kernels.cpu.jit import launch  # noqa: E402
 from headrace.tensor.kernels.cpu.linear import StripLinear  # noqa: E402
 
+pytestmark = pytest.mark.socket
+
 
 def test_many_threads_may_enter_regions_at_once() -> None:
     """One runner thread is the rule, but a second engine in the process, or a test, must not end it."""
@@ -73,6 +75,7 @@ THEN = (
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_code_compiled_beside_a_cached_region_can_be_loaded_later(tmp_path: Path) -> None:
     """Numba forgets to wake its threads for such code: the third process used to jump to address 0."""
     for program in (FIRST, THEN, THEN):
@@ -89,6 +92,7 @@ NEHALEM = "+64bit,+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cmov,+cx8,+cx
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "features", "lanes"), [("haswell", HASWELL, 8), ("nehalem", NEHALEM, 4)])
+@pytest.mark.process
 def test_kernels_hold_on_cpus_with_narrower_registers(name: str, features: str, lanes: int, tmp_path: Path) -> None:
     import os
     import platform

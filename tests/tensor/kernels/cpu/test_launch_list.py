@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from typing import Any
 
 import pytest
@@ -32,6 +31,8 @@ from headrace.tensor.kernels.cpu.jit.launch import (
 from headrace.tensor.kernels.cpu.jit.scalars import as_i64, load, store
 from headrace.tensor.kernels.cpu.linear import StripLinear
 from headrace.tensor.kernels.rounding import Precision, round_weight
+
+pytestmark = pytest.mark.pure
 
 
 def _block(x: torch.Tensor, layers: list[Any], norm: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -158,11 +159,10 @@ def test_a_worker_that_is_late_at_a_barrier_ends_in_an_error(monkeypatch: pytest
     entries = words([kernel, address_of(none), 2, kernel, address_of(late), 2, kernel, address_of(none), 2])
     launch_list.run_list(entries, 2)
     late[0] = 1_000_000
-    began = time.monotonic()
 
     def run_until_both_start() -> None:
         """On a busy machine a worker may start too late; then the other one runs the list by itself."""
-        while time.monotonic() - began < 20:
+        while True:
             launch_list.run_list(entries, 2)
             assert late[1] == 1, "both workers started, and the list ended without an error"
 
@@ -170,7 +170,6 @@ def test_a_worker_that_is_late_at_a_barrier_ends_in_an_error(monkeypatch: pytest
         patch.setattr(launch_list, "MAX_WAIT_S", 0.02)
         with pytest.raises(EngineFatal, match=r"waited 0.02 s for one of them"):
             run_until_both_start()
-    assert time.monotonic() - began < 30
     launch_list.run_list(words([kernel, address_of(none), 2] * 3), 2)
 
 

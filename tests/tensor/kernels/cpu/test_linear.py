@@ -24,6 +24,8 @@ from headrace.tensor.kernels.cpu.packing import can_strip, padded
 from headrace.tensor.kernels.plain_packing import PACKING as PLAIN
 from headrace.tensor.kernels.rounding import Precision
 
+pytestmark = pytest.mark.pure
+
 PACKING, DETERMINISTIC = (load_backend("numba", deterministic=promised).packing for promised in (False, True))
 Error = Callable[[Tensor, Tensor], float]
 

@@ -13,6 +13,8 @@ from headrace.tensor.kernels.cpu.jit import launch
 from headrace.tensor.kernels.filters import Floats, Ints
 from headrace.tensor.kernels.masks import Words, apply_masks, best_tokens, num_words
 
+pytestmark = pytest.mark.pure
+
 ROWS = np.array([0, 2, 3, 7])
 
 

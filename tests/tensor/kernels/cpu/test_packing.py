@@ -16,6 +16,8 @@ from headrace.tensor.kernels.cpu.jit.launch import set_thread_limit, thread_limi
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES, STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.packing import DEPTH, narrowed, pack_strips, padded
 
+pytestmark = pytest.mark.pure
+
 SLAB_ELEMENTS = 1 << 14
 """Weights packed at a time."""
 

@@ -16,6 +16,8 @@ from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear, can_pac
 from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS, STRIPS
 from headrace.tensor.kernels.rounding import GROUPS, Precision, group_for, round_inputs, round_weight
 
+pytestmark = pytest.mark.pure
+
 REFERENCE, NUMBA = load_backend("reference").packing, load_backend("numba").packing
 PRECISIONS = [Precision.INT8, Precision.INT4]
 
