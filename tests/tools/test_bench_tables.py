@@ -70,8 +70,8 @@ def test_variants_differ_by_one_switch(name: str) -> None:
         assert (first.num_kv_blocks - 1) * first.block_size == (second.num_kv_blocks - 1) * second.block_size
 
 
-@pytest.mark.process
 def test_rounds_are_interleaved_and_kept_and_become_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.lab.environment.commit_of", lambda folder: "abc")  # git is another process
     monkeypatch.setattr(harness, "build", fake_machine)
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "bandwidth_script", lambda: None)

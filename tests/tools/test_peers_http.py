@@ -63,6 +63,7 @@ def launch_with(tmp_path: Path) -> Callable[[str], ServerLaunch]:
 @pytest.fixture
 def turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Turn:
     monkeypatch.setattr(cells, "FOLDER", tmp_path / "cells")
+    monkeypatch.setattr("headrace.lab.environment.commit_of", lambda folder: "abc")  # git is another process
     return Turn(
         shape="llama-1.1b", precision="int8", engine="headrace", round=0, seed=0, wanted=list(http.rows_of("headrace")),
         facts={}, folders={str(tmp_path): "MODELS"}, script=None,
@@ -112,9 +113,7 @@ def test_options_become_flags() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.process
 def test_capacity_is_measured_once_and_rates_are_shares_of_it(turn: Turn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is git, which is asked for the commit that a cell is of."""
     asked: list[tuple[float, int]] = []
 
     def measured(load: http.Load, url: str, row: str) -> Figure:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,16 +83,16 @@ def change_vocabulary(state: State, old: Tokenizer, new: Tokenizer) -> State:
     table, ids = state["embed.weight"], old.get_vocab()
     rows = torch.zeros(new.get_vocab_size(), table.shape[1])
     for token, at in new.get_vocab().items():
-        pieces = [ids[token]] if token in ids else _pieces(token, old)
+        pieces = [ids[token]] if token in ids else _pieces(token, old, ids)
         rows[at] = table[pieces].mean(0)
     return state | {"embed.weight": rows}
 
 
-def _pieces(token: str, old: Tokenizer) -> list[int]:
+def _pieces(token: str, old: Tokenizer, ids: Mapping[str, int]) -> list[int]:
     """What the old vocabulary spells a token's text by; of a token that is no text, being part of a character, its bytes."""
     text = decoders.ByteLevel().decode([token])
     if "\ufffd" in text:
-        return [old.token_to_id(byte) for byte in token]
+        return [ids[byte] for byte in token]
     spelled: list[int] = old.encode(text).ids
     return spelled
 

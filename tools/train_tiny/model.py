@@ -3,7 +3,7 @@
 Not an inference model: there is no KV cache here. It exists because the training loop wants two things that the stock
 module does not give: fused projections (fewer, larger GEMMs) and logits for the supervised rows only (the vocabulary
 matrix is a third of the work of a model this small). `state_to_hf` writes the names `LlamaForCausalLM` reads;
-tests/bundled/test_training_tools.py holds both to the same logits.
+tests/tools/test_training_tools.py holds both to the same logits.
 
 Shape letters: B rows, T positions, D hidden, H query heads, K KV heads, E head dim, F feed-forward, V vocabulary.
 """
