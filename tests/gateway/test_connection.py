@@ -167,29 +167,35 @@ async def test_refusals_of_the_protocol_are_logged_and_counted(text: TextModel, 
 
 async def test_slow_headers_are_refused(port: int) -> None:
     answer, took_s = await timed_talk(port, b"GET /live HTTP/1.1\r\n", b"host: local")
-    assert (status(answer), took_s) == (408, pytest.approx(0.3))
+    assert status(answer) == 408
+    assert took_s == pytest.approx(0.3)
 
 
 async def test_trickled_headers_are_refused(port: int) -> None:
     """A byte now and then does not keep a head alive."""
     pieces = [bytes([byte]) for byte in b"GET /live HTTP/1.1\r\nhost: localhost\r\nx: aaaaaaaa"]
     answer, took_s = await timed_talk(port, *pieces, pause_s=0.02)
-    assert (status(answer), took_s) == (408, pytest.approx(0.3))
+    assert status(answer) == 408
+    assert took_s == pytest.approx(0.3)
 
 
 async def test_silent_connections_are_closed(port: int) -> None:
-    assert await timed_talk(port) == (b"", pytest.approx(0.3))
+    answer, took_s = await timed_talk(port)
+    assert answer == b""
+    assert took_s == pytest.approx(0.3)
 
 
 async def test_slow_body_is_refused(port: int) -> None:
     answer, took_s = await timed_talk(port, HEAD + b"content-length: 100\r\n\r\n", b'{"mo')
-    assert (status(answer), took_s) == (408, pytest.approx(0.3))
+    assert status(answer) == 408
+    assert took_s == pytest.approx(0.3)
     assert b"read_timeout" in answer
 
 
 async def test_idle_connection_is_closed_after_keep_alive(port: int) -> None:
     answer, took_s = await timed_talk(port, GET.replace(b"connection: close\r\n", b""))
-    assert (status(answer), took_s) == (200, pytest.approx(1.0))
+    assert status(answer) == 200
+    assert took_s == pytest.approx(1.0)
 
 
 async def test_stray_line_ends_do_not_keep_an_idle_connection(text: TextModel) -> None:

@@ -189,7 +189,8 @@ async def test_a_deadline_ends_the_servers_work(text: TextModel) -> None:
         far.replica.go.clear()
         began = virtual_loop().time()
         response = await near.client.post("/v1/chat/completions", json={"model": FAR, "messages": HELLO})
-        assert (response.status_code, virtual_loop().time() - began) == (504, pytest.approx(0.1 + DEADLINE_GRACE_S))
+        assert response.status_code == 504
+        assert virtual_loop().time() - began == pytest.approx(0.1 + DEADLINE_GRACE_S)
         (request,) = far.replica.requests
         await eventually(lambda: far.replica.cancelled == [request.request_id])
 
@@ -283,7 +284,8 @@ async def test_a_silent_server_is_given_up(text: TextModel) -> None:
         async with scripted(text, ScriptedServer(*pieces, hangs=True), first_token_s=0.1) as near:
             began = virtual_loop().time()
             response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
-            assert (response.status_code, virtual_loop().time() - began) == (503, pytest.approx(0.1))
+            assert response.status_code == 503
+            assert virtual_loop().time() - began == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

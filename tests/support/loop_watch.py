@@ -120,7 +120,7 @@ def counted_lines(is_left_out: Callable[[object], bool]) -> Iterator[LineCount]:
         else:
             count.run(handle, plain)
 
-    asyncio.Handle._run = counted  # type: ignore[method-assign]
+    asyncio.Handle._run = counted  # type: ignore[method-assign,assignment]
     before = sys.gettrace()
     try:
         yield count
