@@ -195,9 +195,13 @@ async def test_a_slow_link_takes_the_time_of_its_rate() -> None:
         _, writer = await greet(link, far)
         link.set(LinkFault(bytes_per_s=200_000))
         began = now()
-        writer.write(bytes(60_000))
+        for _ in range(2):
+            writer.write(bytes(60_000))
+            await asyncio.sleep(0.1)
         await until(lambda: len(far.data) == 60_006)
         assert far.arrived_s[-1] - began == pytest.approx(0.3)
+        await until(lambda: len(far.data) == 120_006)
+        assert far.arrived_s[-1] - began == pytest.approx(0.6), "what is behind it waits for the link"
 
 
 async def test_loss_and_jitter_keep_the_order() -> None:
