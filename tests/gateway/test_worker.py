@@ -16,6 +16,8 @@ from headrace.gateway.config import MAX_WORKERS, GatewayConfig, Limits
 from headrace.gateway.memory import memory_budget
 from headrace.gateway.worker import SHARED_LIMITS, GatewayWorker, divided, load_part, part_of
 
+pytestmark = pytest.mark.pure
+
 OWN_LIMITS = {
     "max_body_bytes",
     "max_header_bytes",
