@@ -170,7 +170,9 @@ def ids_in_topic(config: UsageConfig) -> list[str]:
     num_left = sum(high - low for low, high in ends)
     found: list[str] = []
     while len(found) < num_left:
-        found += [message.key().decode() for message in consumer.consume(10_000, 1.0) if message.error() is None]
+        found += [
+            message.key().decode() for message in consumer.consume(min(10_000, num_left - len(found)), 1.0) if message.error() is None
+        ]
     consumer.close()
     return found
 

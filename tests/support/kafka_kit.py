@@ -1,4 +1,5 @@
-"""A Kafka cluster of the tests' own: librdkafka's mock brokers, in a process of its own, so that they can be stopped and go on.
+"""A Kafka cluster of the tests' own: librdkafka's mock brokers, as threads of this process (`MockBrokers`), or in a process of its own, so
+that they can be stopped and go on (`mock_cluster`).
 
 python kafka_kit.py TOPIC NUM_PARTITIONS    prints the brokers' addresses, and serves until its standard input closes
 """
@@ -60,17 +61,49 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
+class MockBrokers:
+    """Three brokers, as threads. brokers: their addresses"""
+
+    NUM_BROKERS = 3
+
+    def __init__(self, topic: str, num_partitions: int) -> None:
+        self._kafka = kafka = library()
+        kafka.rd_kafka_conf_new.restype = kafka.rd_kafka_new.restype = kafka.rd_kafka_mock_cluster_new.restype = ctypes.c_void_p
+        kafka.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
+        reason = ctypes.create_string_buffer(512)
+        handle = kafka.rd_kafka_new(PRODUCER, ctypes.c_void_p(kafka.rd_kafka_conf_new()), reason, len(reason))
+        assert handle, reason.value
+        self._handle = ctypes.c_void_p(handle)
+        self._cluster = ctypes.c_void_p(kafka.rd_kafka_mock_cluster_new(self._handle, self.NUM_BROKERS))
+        kafka.rd_kafka_mock_group_initial_rebalance_delay_ms(self._cluster, REBALANCE_MS)
+        kafka.rd_kafka_mock_topic_create(self._cluster, topic.encode(), num_partitions, self.NUM_BROKERS)
+        self.brokers = tuple(kafka.rd_kafka_mock_cluster_bootstraps(self._cluster).decode().split(","))
+
+    def go_down(self) -> None:
+        """Drop all connections, and take none until `come_up`."""
+        for number in range(1, self.NUM_BROKERS + 1):
+            self._kafka.rd_kafka_mock_broker_set_down(self._cluster, number)
+
+    def come_up(self) -> None:
+        for number in range(1, self.NUM_BROKERS + 1):
+            self._kafka.rd_kafka_mock_broker_set_up(self._cluster, number)
+
+    def close(self) -> None:
+        self._kafka.rd_kafka_mock_cluster_destroy(self._cluster)
+        self._kafka.rd_kafka_destroy(self._handle)
+
+
+@contextmanager
+def mock_brokers(topic: str = TOPIC, num_partitions: int = 3) -> Iterator[MockBrokers]:
+    found = MockBrokers(topic, num_partitions)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
 def main(topic: str, num_partitions: int) -> None:
-    kafka = library()
-    kafka.rd_kafka_conf_new.restype = kafka.rd_kafka_new.restype = kafka.rd_kafka_mock_cluster_new.restype = ctypes.c_void_p
-    kafka.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
-    reason = ctypes.create_string_buffer(512)
-    handle = kafka.rd_kafka_new(PRODUCER, ctypes.c_void_p(kafka.rd_kafka_conf_new()), reason, len(reason))
-    assert handle, reason.value
-    cluster = kafka.rd_kafka_mock_cluster_new(ctypes.c_void_p(handle), 3)
-    kafka.rd_kafka_mock_group_initial_rebalance_delay_ms(ctypes.c_void_p(cluster), REBALANCE_MS)
-    kafka.rd_kafka_mock_topic_create(ctypes.c_void_p(cluster), topic.encode(), num_partitions, 3)
-    print(kafka.rd_kafka_mock_cluster_bootstraps(ctypes.c_void_p(cluster)).decode(), flush=True)
+    print(",".join(MockBrokers(topic, num_partitions).brokers), flush=True)
     sys.stdin.read()
 
 

@@ -11,6 +11,8 @@ from headrace.gateway.ledger.record import decode_record, encode_record, is_reco
 from headrace.observe.request_log import Outcome, RequestLogRecord
 from headrace.policy.limits.price import Price
 
+pytestmark = pytest.mark.pure
+
 PRICE = Price(input=1.0, output=2.0, cached_input=0.5)
 
 

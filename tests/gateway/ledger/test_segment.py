@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.gateway.ledger.segment import HEAD, MAGIC, MAX_RECORD_BYTES, frame, num_whole, read_segment
+
+pytestmark = pytest.mark.pure
 
 PAYLOADS = st.lists(st.binary(min_size=1, max_size=200), max_size=20)
 

@@ -16,6 +16,8 @@ from headrace.gateway.ledger.segment import frame, read_segment
 from headrace.gateway.ledger.spool import DISK_BLOCK_BYTES, MANY_SEGMENTS, OPEN, OpenSegment, Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def spool(tmp_path: Path) -> Spool:

@@ -11,6 +11,8 @@ from headrace.core.strict_decode import decode
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.stores.config import InsecureStore, StoreConfig
 
+pytestmark = pytest.mark.pure
+
 SECRET = {"user": "ledger", "password_file": "/run/secret"}
 
 

@@ -19,6 +19,8 @@ from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, FILE, USAGE, UsageDb
 from headrace.gateway.ledger.usage_query import UsageQuery, groups_of, unix_ms_of, usage_rows
 from headrace.gateway.stores.sqlite_thread import has_table, open_sqlite
 
+pytestmark = pytest.mark.pure
+
 CACHES = ("response", "idempotency")
 OUTCOMES = ("cancelled", "failed", "deadline")
 NOON = 1_795_435_200_000

@@ -17,6 +17,8 @@ from headrace.gateway.ledger.ledger import open_ledger
 from headrace.gateway.ledger.usage_query import UsageQuery
 from headrace.text.folder import TextModel
 
+pytestmark = pytest.mark.socket
+
 KEYS = [{"key": f"sk-{name}-0123456789", "tenant": name} for name in ("acme", "globex")]
 
 
