@@ -332,6 +332,21 @@ async def test_draining_takes_no_new_work_and_lets_running_streams_finish() -> N
         assert await engine.service.drained(PATIENCE_S)
 
 
+async def test_what_was_written_before_the_engine_left_can_be_read_afterwards() -> None:
+    """A gateway that stood still for a moment lost the end of its answers: the call was cancelled, and gRPC drops what waits in one."""
+    async with served() as engine, RawStream(engine) as call:
+        await send(call, encode_submit(request("r", max_tokens=20), Handle(1)))
+        await until(lambda: "length" in engine.engine.snapshot().counters.finished)
+        engine.service.drain("stopping")
+        assert await engine.service.drained(PATIENCE_S)
+        await engine.service.stop()
+        num_tokens = 0
+        while (data := await call.read()) is not grpc.aio.EOF:
+            num_tokens += sum(pb.EngineFrame.FromString(data).updates.token_counts)
+        assert num_tokens == 20
+        assert await call.code() is grpc.StatusCode.OK
+
+
 async def test_a_submit_that_crosses_a_drain_is_rejected_as_unavailable() -> None:
     async with served() as engine, RawStream(engine) as call:
         engine.service.drain("stopping")

@@ -73,6 +73,11 @@ class GatewayStream:
         elif self.unsent.num_units > max_units:
             self._lost.set_exception(StreamLost(f"lease lost: {self.unsent.num_units} unread units exceed {max_units}"))
 
+    def end(self) -> None:
+        """The engine leaves: `pump` returns."""
+        if not self._lost.done():
+            self._lost.set_result(None)
+
     async def read_hello(self) -> pb.ClientHello:
         """Raises MalformedFrame unless the first frame is one; StreamLost when it does not come in time."""
         try:
@@ -87,7 +92,7 @@ class GatewayStream:
         return frame.hello
 
     async def pump(self) -> None:
-        """Until the gateway closes its side. Raises StreamLost or MalformedFrame; its tasks have ended when it returns."""
+        """Until the gateway closes its side, or `end`. Raises StreamLost or MalformedFrame; its tasks have ended when it returns."""
         tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         try:
             done, _ = await asyncio.wait([*tasks, self._lost], return_when=asyncio.FIRST_COMPLETED)

@@ -45,6 +45,9 @@ from headrace.wire.target import GrpcTarget, check_private, token_matches
 
 log = logging.getLogger(__name__)
 
+STREAMS_END_S = 1.0
+"""Seconds in which streams may end in order. gRPC cancels a call that does not, and drops what the other end has not read of it."""
+
 Asked = TypeVar("Asked", pb.DrainRequest, pb.SnapshotRequest)
 
 
@@ -131,14 +134,17 @@ class EngineService:
         return server
 
     async def stop(self) -> None:
-        """Ends every stream; what is still open is cancelled at the engine."""
+        """Ends every stream, in order where that takes no longer than STREAMS_END_S: a gateway can read later what was written before. What
+        is still open is cancelled at the engine."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.gather(self._heartbeat, return_exceptions=True)
         if self._listener is not None:
             self._listener.stop_accepting()
+        for stream in self._streams:
+            stream.end()
         if self._server is not None:
-            await self._server.stop(grace=None)
+            await self._server.stop(grace=STREAMS_END_S)
         if self._listener is not None:
             await self._listener.close()
         if self._target.path is not None:
