@@ -151,9 +151,10 @@ class VirtualServed:
     def __init__(
         self, config: EngineConfig | None = None, *, step_s: float = 0.02, options: FakeOptions | None = None, **service: Any
     ) -> None:
-        self.loop = asyncio.get_running_loop()
-        assert isinstance(self.loop, VirtualTimeLoop)
-        bridge = AsyncioOutbox(self.loop)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        bridge = AsyncioOutbox(loop)
+        self.loop = loop
         self.options = options or FakeOptions()
         self.step_s = step_s
         self.engine = fake_engine(bridge, self.options, config, clock=self.loop.time, wait=self.loop.be_late)
