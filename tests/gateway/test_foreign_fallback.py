@@ -213,12 +213,13 @@ async def test_a_short_retry_after_is_waited_for_and_a_long_one_is_passed_on(tex
     async with scripted(text, server) as near:
         began = virtual_loop().time()
         assert await said_by(near) == "good"
-        assert 0.3 <= virtual_loop().time() - began <= 0.3 * 1.25
+        assert 0.299 < virtual_loop().time() - began < 0.376, "up to a quarter is added at random"
     server = ScriptedServer(GOOD, before=(head("429 Too Many Requests", "text/plain", "retry-after: 30"),))
     async with scripted(text, server) as near:
         for _ in range(2):
             response = await ask(near)
-            assert (response.status_code, 29 <= int(response.headers["retry-after"]) <= 30) == (429, True)
+            assert response.status_code == 429
+            assert response.headers["retry-after"] in ("30", "31"), "rounded up"
         assert len(server.heads) == 1, "the second request was not sent: the limit is in force"
         assert metric(near.gateway, "headrace_upstream_rate_limit_seconds", model=FAR, replica="foreign-0") > 25
         assert (await near.client.get("/ready")).json()["replicas"][0]["ok"], "a rate limit is no fault"
