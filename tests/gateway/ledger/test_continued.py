@@ -39,7 +39,7 @@ def follow(*opened: TestBench) -> list[UsageRecord]:
     for bench in opened:
         ledger = bench.gateway.service.ledger
         assert ledger is not None
-        ledger.write = written.append  # type: ignore[method-assign]
+        ledger.write = written.append  # type: ignore[method-assign,assignment]
     return written
 
 

@@ -89,7 +89,8 @@ class Asked:
 
     @property
     def usage(self) -> dict[str, Any]:
-        return self.body.get("usage", {})
+        usage: dict[str, Any] = self.body.get("usage", {})
+        return usage
 
     async def whole(self, client: httpx2.AsyncClient, replay_key: str = "") -> Asked:
         headers = {"authorization": f"Bearer {KEY}"} | ({"idempotency-key": replay_key} if replay_key else {})

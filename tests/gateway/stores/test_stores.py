@@ -390,7 +390,7 @@ async def test_whatever_a_server_does_its_stores_fail_by_their_own_error_and_go_
     assert await store.get("a") is None, "it keeps nothing on disk"
     await goes_on()
     for each in (store, hasty, limits, keys):
-        await each.close()  # type: ignore[attr-defined]
+        await each.close()
 
 
 @pytest.mark.process
