@@ -9,75 +9,94 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-import grpc
 import pytest
-from http_kit import COMPLETIONS, Answer, stream
-from server_kit import EngineLoad, Server
+from http_kit import COMPLETIONS, Answer, Connection, request_bytes
+from server_kit import PATIENCE_S, Server
+
+from headrace.cli.control_client import AdminClient
 
 pytestmark = pytest.mark.process
 
-COUNT = 300
+COUNT = 500
 NUM_STREAMS = 3
 BODIES: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 1.0, "n": 2, "stop": ["qq", "zz"]},
     {"temperature": 0.9, "logprobs": 2, "presence_penalty": 0.5, "repetition_penalty": 1.1},
 )
+Begun = tuple[Answer, AsyncIterator[str]]
+"""A stream that has begun: what came of it, and what comes."""
 
 
-def ask(server: Server, number: int) -> Any:
-    fields = {"model": "pair", "prompt": f"Story {number}:", "max_tokens": COUNT, "ignore_eos": True, "seed": number}
-    return stream(server.port, COMPLETIONS, {**fields, **BODIES[number % len(BODIES)]})
+async def begin_all(server: Server, stack: AsyncExitStack) -> list[Begun]:
+    """NUM_STREAMS streams, of which each has had its first event."""
+
+    async def begin(number: int) -> Begun:
+        fields = {"model": "pair", "prompt": f"Story {number}:", "max_tokens": COUNT, "ignore_eos": True, "seed": number, "stream": True}
+        connection = await stack.enter_async_context(Connection(server.port))
+        await connection.send(request_bytes("POST", COMPLETIONS, {**fields, **BODIES[number % len(BODIES)]}))
+        answer, events = Answer((await connection.head())[0]), connection.events()
+        answer.take(await anext(events))
+        return answer, events
+
+    return list(await asyncio.gather(*(begin(number) for number in range(NUM_STREAMS))))
 
 
-async def answers_of(server: Server) -> list[object]:
-    return [seen(answer) for answer in await asyncio.gather(*(ask(server, number) for number in range(NUM_STREAMS)))]
+async def end_all(streams: list[Begun]) -> list[object]:
+    """Text and ends of each."""
+
+    async def end(answer: Answer, events: AsyncIterator[str]) -> object:
+        async for event in events:
+            answer.take(event)
+        assert answer.error is None
+        assert answer.is_done
+        return dict(answer.text), dict(answer.finish)
+
+    return list(await asyncio.gather(*(end(*each) for each in streams)))
 
 
-def seen(answer: Answer) -> object:
-    assert answer.error is None
-    assert answer.is_done
-    return dict(answer.text), dict(answer.finish)
+async def busiest(server: Server) -> int:
+    """Number of the engine with most open requests, as the gateway counts them."""
+    (model,) = (await asyncio.to_thread(AdminClient(server.run_dir).status))["models"]
+    num_open = [replica["open"] for replica in model["replicas"]]
+    assert sum(num_open) == NUM_STREAMS, "all of them still run"
+    return num_open.index(max(num_open))
 
 
-def loads(server: Server) -> dict[str, EngineLoad]:
-    """Of the engines that answer."""
-    found = {}
-    for name in ("e0", "e1"):
-        with suppress(grpc.RpcError):
-            found[name] = server.load(name)
-    return found
+@pytest.fixture(scope="module")
+def unbroken(pair: Server) -> list[object]:
+    async def read() -> list[object]:
+        async with AsyncExitStack() as stack:
+            return await end_all(await begin_all(pair, stack))
+
+    return asyncio.run(read())
 
 
-async def running(server: Server) -> str:
-    """Name of an engine that has work."""
-    busy: list[str] = []
-
-    def find() -> bool:
-        busy[:] = [name for name, load in loads(server).items() if load.num_running > 1]
-        return bool(busy)
-
-    await server.eventually(find)
-    return busy[0]
-
-
-async def test_streams_of_an_engine_that_is_killed_or_hangs_are_the_unbroken_ones(pair: Server) -> None:
-    unbroken = await answers_of(pair)
-    for fault in (signal.SIGKILL, signal.SIGSTOP):
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_streams_of_an_engine_that_is_killed_or_hangs_are_the_unbroken_ones(
+    pair: Server, unbroken: list[object], fault: signal.Signals
+) -> None:
+    """Both engines stand still until it is known which of them has most streams."""
+    async with asyncio.timeout(4 * PATIENCE_S), AsyncExitStack() as stack:
         resumed = pair.metric("headrace_sequences_resumed_total")
-        broken = asyncio.create_task(answers_of(pair))
-        name = await running(pair)
-        pid = pair.pids()[name]
-        os.kill(pid, fault)
+        engines = [pair.pids()[name] for name in ("e0", "e1")]
+        streams = await begin_all(pair, stack)
         try:
-            assert await broken == unbroken
+            for pid in engines:
+                os.kill(pid, signal.SIGSTOP)
+            bad = await busiest(pair)
+            os.kill(engines[bad], fault)
+            os.kill(engines[1 - bad], signal.SIGCONT)
+            assert await end_all(streams) == unbroken
         finally:
-            if fault is signal.SIGSTOP:
-                os.kill(pid, signal.SIGCONT)
-        assert pair.metric("headrace_sequences_resumed_total") > resumed, fault
-        await pair.eventually(lambda: [load.is_idle for load in loads(pair).values()] == [True, True])
+            for pid in engines:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        assert pair.metric("headrace_sequences_resumed_total") > resumed
         await pair.eventually(lambda: pair.get("/ready?strict")[0] == 200)
-        assert (pair.pids()[name] == pid) is (fault is signal.SIGSTOP)
+        await pair.eventually(lambda: all(pair.load(name).is_idle for name in ("e0", "e1")))
+        assert (pair.pids()[f"e{bad}"] == engines[bad]) is (fault is signal.SIGSTOP)

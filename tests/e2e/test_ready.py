@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from http_kit import COMPLETIONS, Answer, Connection, ask, request_bytes, stream
 from plain_loop import Checkpoint
-from server_kit import CROWD, Server
+from server_kit import CROWD, PATIENCE_S, Server
 
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
@@ -43,20 +43,25 @@ def expected_text(checkpoint: Checkpoint, num_tokens: int) -> str:
 async def test_a_stopped_engine_is_not_ready_and_its_streams_go_on_when_it_is_ready_again(
     fake_server: Server, random_checkpoint: Checkpoint
 ) -> None:
-    server = fake_server
+    server, num_tokens = fake_server, 75
     pids = server.pids()
-    running = asyncio.create_task(stream(server.port, COMPLETIONS, completion(150)))
-    await server.eventually(lambda: server.load().num_running == 1)
-    with server.stopped("e0"):
-        await server.eventually(lambda: not ready(server))
-        status, said = server.get("/ready")
-        assert (status, said["ok"], said["replicas"][0]["ok"]) == (503, False, False)
-        assert server.get("/live")[0] == 200, "the gateway itself is well"
-        assert not running.done()
-    await server.eventually(lambda: ready(server))
-    answer = await running
+    async with asyncio.timeout(2 * PATIENCE_S), Connection(server.port) as connection:
+        await connection.send(request_bytes("POST", COMPLETIONS, {**completion(num_tokens), "stream": True}))
+        answer, events = Answer((await connection.head())[0]), connection.events()
+        answer.take(await anext(events))
+        os.kill(pids["e0"], signal.SIGSTOP)
+        try:
+            await server.eventually(lambda: not ready(server))
+            status, said = server.get("/ready")
+            assert (status, said["ok"], said["replicas"][0]["ok"]) == (503, False, False)
+            assert server.get("/live")[0] == 200, "the gateway itself is well"
+        finally:
+            os.kill(pids["e0"], signal.SIGCONT)
+        await server.eventually(lambda: ready(server))
+        async for event in events:
+            answer.take(event)
     assert answer.is_done
-    assert answer.text[0] == expected_text(random_checkpoint, 150)
+    assert answer.text[0] == expected_text(random_checkpoint, num_tokens)
     assert server.pids() == pids
 
 
