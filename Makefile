@@ -11,9 +11,9 @@ BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.headrace-setup
 PYTEST  = $(BIN)/python -m pytest -q
 COMMON  = not slow and not gpu and not timing
-FAST    = -m "$(COMMON) and not process" -n $(JOBS) --dist loadfile
+FAST    = -m "$(COMMON)" --kinds pure,loop,socket -n $(JOBS) --dist loadfile
 # Deployments of several processes take both cores: one after the other.
-PROCESS = -m "$(COMMON) and process" -n 0
+PROCESS = -m "$(COMMON)" --kinds process -n 0
 
 # Every process of the tests, those that tests start included, reads the bytecode that the first one wrote, and compiles nothing again.
 unexport PYTHONDONTWRITEBYTECODE

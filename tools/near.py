@@ -33,7 +33,7 @@ LEAST_S = 5.0
 """With less time left no run begins."""
 MANY = 30
 """Of a folder with more test files than this, the folders below it are left out."""
-MARKS = "not slow and not gpu and not timing and not process"
+CHOICE = ("-m", "not slow and not gpu and not timing", "--kinds", "pure,loop,socket")
 NO_TESTS = 5
 """Exit status of pytest where no test was left to run."""
 IMPORT = re.compile(r"^\s*(?:from|import)\s+([\w.]+)", re.MULTILINE)
@@ -113,7 +113,7 @@ def run(tests: Sequence[str], until: float) -> tuple[bool, set[str]]:
     """(no test failed, the files of which a test was run). Ends at `until`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", MARKS, "-n", "2", "--dist", "loadfile", f"--junitxml={report}", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", *CHOICE, "-n", "2", "--dist", "loadfile", f"--junitxml={report}", *tests]
         with subprocess.Popen(command, cwd=ROOT) as process:
             try:
                 status = process.wait(max(0.0, until - time.monotonic()))

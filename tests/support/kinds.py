@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -114,7 +115,11 @@ def kind_of(node: pytest.Item | pytest.Collector) -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kinds", help="run the tests of these kinds alone, such as pure,loop")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     without = [item.nodeid for item in items if not kind_of(item)]
     if without and False:
         shown = "\n  ".join(without[:20])
@@ -122,6 +127,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if kind_of(item) == "pure" and inspect.iscoroutinefunction(getattr(item, "obj", None)):
             raise pytest.UsageError(f"{item.nodeid} is asynchronous, so that it is of the kind loop, socket or process, and not pure")
+    if wanted := config.getoption("--kinds"):
+        left_out = [item for item in items if kind_of(item) not in wanted.split(",")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if kind_of(item) in wanted.split(",")]
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -132,7 +141,9 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], a
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    guard.begin(kind_of(item))
+    kind = kind_of(item)
+    item.user_properties.append(("kind", kind))
+    guard.begin(kind)
     return (yield)
 
 
@@ -156,3 +167,24 @@ def network_of_the_loop(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Of a test on virtual time: its servers and connections stay within its loop."""
     if kind_of(request.node) == "loop":
         use_loop_network(monkeypatch)
+
+
+class _Tally:
+    """Number and seconds of each kind, of the process that reports."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        kind = str(dict(report.user_properties).get("kind", ""))
+        self.seconds[kind] += report.duration
+        self.counts[kind] += report.when == "call"
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        said = [f"{kind} {self.counts[kind]} in {self.seconds[kind]:.0f} s" for kind in KINDS if self.counts[kind]]
+        terminalreporter.write_line(f"tests by kind: {', '.join(said) or 'none'}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Tally())
