@@ -136,23 +136,28 @@ def test_alone_they_are_what_their_grammars_say(alone: Answers) -> None:
     assert num_complete >= 6, "how many end by themselves differs with the dtype that the CPU computes in"
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"depth": 2},
-        {"max_num_batched_tokens": 9, "max_num_seqs": 4},
-        {"num_kv_blocks": 27, "max_num_seqs": 12},
-        {"num_kv_blocks": 27, "max_num_seqs": 12, "depth": 2},
-        {"kernels": "numba", "num_threads": 2, "enable_prefix_caching": False},
-    ],
-    ids=["batched", "overlapped", "chunked", "preempted", "preempted and overlapped", "two threads"],
-)
+TOGETHER: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "overlapped": {"depth": 2},
+    "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+    "preempted": {"num_kv_blocks": 27, "max_num_seqs": 12},
+    "preempted and overlapped": {"num_kv_blocks": 27, "max_num_seqs": 12, "depth": 2},
+    "two threads": {"kernels": "numba", "num_threads": 2, "enable_prefix_caching": False},
+}
+
+
+@of_random_weights
+@pytest.mark.parametrize("config", TOGETHER.values(), ids=TOGETHER)
 def test_together_they_are_the_same(alone: Answers, weights: dict[str, Any], config: dict[str, Any]) -> None:
     with RealEngine(tiny(), **{**ROOM, **weights, **config}) as engine:
         engine.run(*requests())
         assert engine.answers() == alone
         assert (engine.preemptions > 0) == ("num_kv_blocks" in config)
+
+
+@pytest.mark.parametrize("weights", [BUNDLED], indirect=True)
+def test_those_of_the_bundled_model_are_the_same_too(alone: Answers, weights: dict[str, Any]) -> None:
+    test_together_they_are_the_same(alone, weights, TOGETHER["preempted and overlapped"])
 
 
 @of_random_weights

@@ -30,13 +30,13 @@ def test_plans_are_those_of_the_scheduler_that_kept_an_object_per_row(seed: str)
     assert record(int(seed)) == RECORDED[seed]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(1000, 2**40))
 def test_rows_in_bulk_and_rows_one_by_one_give_the_same_plans_and_updates(seed: int) -> None:
     assert record(seed) == record(seed, one_by_one=True)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(1000, 2**40), priority=st.sampled_from(PriorityClass))
 def test_with_one_class_and_tenant_the_priority_policy_plans_as_first_come_first_served(seed: int, priority: PriorityClass) -> None:
     """So it can be the default: requests that name no class, and come from one tenant, are served as they come."""
@@ -44,7 +44,7 @@ def test_with_one_class_and_tenant_the_priority_policy_plans_as_first_come_first
     assert by_class == by_arrival
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(1000, 2**40), costs=st.sampled_from([StepCosts(0.5, 0.01), StepCosts(0.0, 1.0)]))
 def test_what_steps_cost_decides_nothing_where_no_request_has_a_goal(seed: int, costs: StepCosts) -> None:
     assert record(seed, costs=costs) == record(seed, costs=UNKNOWN_COSTS)
