@@ -30,7 +30,7 @@ from headrace.lab.fake_runner import FakeOptions, fake_answer
 pytestmark = pytest.mark.process
 
 PROMPT = (5, 6, 7, 8)
-WORKERS = 3
+WORKERS = 2
 NUM_STREAMS = 30
 NUM_TOKENS = 150
 """Of a stream in whose middle something happens."""
