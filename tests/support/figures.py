@@ -1,7 +1,7 @@
 """What a test of the marker `timing` measures: printed, and failed only far beyond its bound.
 
-Such a test reads the wall clock or the memory of its process. It runs alone, by `make test-timing`, and a machine may still be three times as
-slow as the one that the bound was written on.
+Such a test reads the wall clock or the memory of its process. It runs alone, by `make test-timing`, and a machine may still be three times
+as slow as the one that the bound was written on.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     without = [item.nodeid for item in items if not kind_of(item)]
-    if without and False:
+    if without:
         shown = "\n  ".join(without[:20])
         raise pytest.UsageError(f"{len(without)} tests name no kind ({', '.join(KINDS)}; see tests/support/kinds.py):\n  {shown}")
     for item in items:
