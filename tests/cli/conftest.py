@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from headrace.cli.main import main
 
 
 @pytest.fixture
@@ -14,3 +20,29 @@ def model_folder(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     return folder
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Headrace = Callable[..., Done]
+
+
+@pytest.fixture
+def headrace(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Headrace:
+    """The command in this process: an interpreter of its own for each call would cost a second. text: comes in through a pipe"""
+
+    def run(*arguments: str, text: str = "") -> Done:
+        monkeypatch.setattr(sys, "argv", ["headrace", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return Done(code or 0, *capfd.readouterr())
+
+    return run

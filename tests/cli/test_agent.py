@@ -1,11 +1,8 @@
-"""The agent: what is sent after a call, what is printed, when it ends; then the command itself, through a pipe."""
+"""The agent: what is sent after a call, what is printed, when it ends; then the command itself."""
 
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,10 @@ from headrace.cli.client import ApiClient
 from headrace.cli.exits import CommandExitCode, ServerFailed
 from headrace.cli.main import app
 from headrace.functions import PythonFunction, functions_in
+from tests.cli.conftest import Headrace
 from tests.cli.scripted import Delta, ScriptedServer, scripted_server
+
+pytestmark = pytest.mark.socket
 
 TOOLS = '''
 def capital(country: str) -> str:
@@ -115,17 +115,11 @@ def test_a_failed_question_is_forgotten_whole(functions: dict[str, PythonFunctio
         assert session.messages == []
 
 
-def agent(url: str, tools: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "headrace", "agent", "--tool", str(tools), "--url", url, *words]
-
-
-def test_the_command_prints_answers_to_stdout_and_calls_to_stderr(tmp_path: Path) -> None:
+def test_the_command_prints_answers_to_stdout_and_calls_to_stderr(headrace: Headrace, tmp_path: Path) -> None:
     path = tmp_path / "tools.py"
     path.write_text(TOOLS)
     with scripted_server(calls(("capital", '{"country": "France"}')), ["Paris."]) as server:
-        done = subprocess.run(
-            agent(server.url, path), input="Capital of France?\n", capture_output=True, text=True, timeout=60, check=False, env=os.environ
-        )
+        done = headrace("agent", "--tool", str(path), "--url", server.url, text="Capital of France?\n")
     assert (done.returncode, done.stdout) == (0, "Paris.\n"), done.stderr
     assert "-> capital" in done.stderr
 
@@ -138,19 +132,17 @@ def test_the_command_prints_answers_to_stdout_and_calls_to_stderr(tmp_path: Path
         (["--tool", "{tmp}/tools.py", "--tool", "{tmp}/same.py"], CommandExitCode.USAGE, "capital is defined in two files"),
     ],
 )
-def test_files_without_functions_are_refused_before_a_server_is_asked(tmp_path: Path, words: list[str], code: int, reason: str) -> None:
+@pytest.mark.pure
+def test_files_without_functions_are_refused_before_a_server_is_asked(
+    headrace: Headrace, tmp_path: Path, words: list[str], code: int, reason: str
+) -> None:
     for name in ("tools.py", "same.py"):
         (tmp_path / name).write_text(TOOLS)
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", "agent", *[word.replace("{tmp}", str(tmp_path)) for word in words]],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = headrace("agent", *[word.replace("{tmp}", str(tmp_path)) for word in words])
     assert done.returncode == code
     assert reason in done.stderr
 
 
+@pytest.mark.pure
 def test_help_names_the_option() -> None:
     assert "--tool" in CliRunner().invoke(app, ["agent", "--help"]).stdout

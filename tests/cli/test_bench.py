@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,14 @@ from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.offline import Collector
 from tests.cli.scripted import scripted_server
 
+pytestmark = pytest.mark.pure
+
+
+@pytest.fixture(autouse=True)
+def _no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results name no commit here: git would be asked for it."""
+    monkeypatch.setattr(environment, "_git", lambda *_: None)
+
 
 @pytest.fixture
 def fake_model(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
@@ -36,6 +45,7 @@ def fake_model(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     return built
 
 
+@pytest.mark.socket
 def test_serve_reports_and_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     with scripted_server(*[["a", "b", "c"]] * 3, 429) as server:
@@ -62,6 +72,7 @@ def test_serve_reports_and_writes_what_it_measured(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.socket
 def test_serve_says_why_when_nothing_was_answered(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """It printed thirty lines of "inf"."""
     with scripted_server(429, 503, 429) as server, pytest.raises(typer.Exit) as ended:
@@ -76,6 +87,7 @@ def test_serve_says_why_when_nothing_was_answered(as_json: bool, capsys: pytest.
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
 @pytest.mark.parametrize("scheme", ["http://", ""])
+@pytest.mark.socket
 def test_a_server_is_found_however_its_address_is_written(ending: str, scheme: str) -> None:
     with scripted_server(["a"], ["b"]) as server:
         url = server.url.replace("http://", scheme) + ending
@@ -140,19 +152,23 @@ def test_share_of_bandwidth_is_shown_or_why_it_is_not_known(
     options: dict[str, object],
     row: str,
     fake_model: list[EngineConfig],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    script = tmp_path / "bandwidth.py"
-    script.write_text("""print('{"read_bytes_per_s": 2e6, "pattern": "sum"}')""")
-    monkeypatch.setattr(environment, "bandwidth_script", lambda: script)
+    def measures(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:] == [str(environment.bandwidth_script()), "--json"]
+        return subprocess.CompletedProcess(command, 0, '{"read_bytes_per_s": 2e6, "pattern": "sum"}', "")
+
+    def fails(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        raise subprocess.CalledProcessError(1, command, stderr="no memory")
+
+    monkeypatch.setattr(environment.subprocess, "run", measures)
     values = values_of(command, capsys, **options)
     assert values["read bandwidth (GB/s)"] == 0.002
     share = values[row]
     assert isinstance(share, float)
     assert share > 0
-    script.write_text("raise SystemExit('no memory')")
+    monkeypatch.setattr(environment.subprocess, "run", fails)
     assert values_of(command, capsys, **options)[row] == (
         "not known: the read bandwidth could not be measured: bandwidth.py ended with status 1: no memory"
     )

@@ -17,6 +17,8 @@ from headrace.fleet.launcher import SECRET_VARIABLES, without_secrets
 from headrace.gateway.config import config_from
 from headrace.gateway.http.config import HttpTls
 
+pytestmark = pytest.mark.pure
+
 
 def load_text(tmp_path: Path, text: str, environment: dict[str, str] | None = None, **flags: object) -> ServeConfig:
     file = tmp_path / "headrace.yaml"

@@ -13,6 +13,8 @@ from headrace.cli.config import load
 from headrace.cli.config_commands import check, init, show, shown
 from headrace.core.errors import ConfigError
 
+pytestmark = pytest.mark.pure
+
 KEY = "a-long-enough-key"
 SECRET = "abcd" * 8
 

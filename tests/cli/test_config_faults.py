@@ -13,9 +13,11 @@ from headrace.cli.config_variables import TOP_LEVEL
 from headrace.cli.config_yaml import parse_document
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import inner
-from tests.cli.test_main import Headrace, headrace  # noqa: F401  # a fixture
+from tests.cli.conftest import Headrace
 from tests.house.options import config_options
 from tests.house.reader import ROOT
+
+pytestmark = pytest.mark.pure
 
 BROKEN = """\
 models:
@@ -181,7 +183,7 @@ def test_a_fault_of_a_variable_is_named_by_it(tmp_path: Path, model_folder: Path
     assert faults(file, {}) == []
 
 
-def test_check_prints_them_all_and_fails(headrace: Headrace, broken: Path) -> None:  # noqa: F811
+def test_check_prints_them_all_and_fails(headrace: Headrace, broken: Path) -> None:
     done = headrace("config", "check", str(broken))
     assert done.returncode == 3
     lines = done.stderr.splitlines()
@@ -190,7 +192,7 @@ def test_check_prints_them_all_and_fails(headrace: Headrace, broken: Path) -> No
     assert [int(line.removeprefix(f"{broken}:").partition(":")[0]) for line in lines[:-1]] == sorted(line for line, _, _ in FOUND)
 
 
-def test_serve_says_them_all_too_and_a_wrong_flag_alone(headrace: Headrace, broken: Path, model_folder: Path) -> None:  # noqa: F811
+def test_serve_says_them_all_too_and_a_wrong_flag_alone(headrace: Headrace, broken: Path, model_folder: Path) -> None:
     assert headrace("serve", "--config", str(broken)).stderr.splitlines()[-1] == f"headrace: {broken}: {len(FOUND)} faults"
     broken.write_text(f"models: [{{engine: {{model: {model_folder}}}}}]")
     assert headrace("serve", "--config", str(broken), "--port", "-1").stderr == "headrace: --port: -1 is outside 0..65535.\n"

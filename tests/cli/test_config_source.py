@@ -12,6 +12,8 @@ from headrace.cli.config import load
 from headrace.cli.config_source import ServeSource
 from headrace.core.errors import ConfigError
 
+pytestmark = pytest.mark.pure
+
 
 def test_differences_name_models_and_show_no_secret(tmp_path: Path, model_folder: Path) -> None:
     path = tmp_path / "headrace.yaml"

@@ -18,6 +18,8 @@ from headrace.cli.control import drain, reload, rollout, scale, status
 from headrace.cli.exits import ServerFailed, UsageRefused
 from headrace.fleet.files import run_dir
 
+pytestmark = pytest.mark.pure
+
 
 class Scripted:
     """A deployment that says what it was given. asked: commands and bodies"""
@@ -151,6 +153,7 @@ def test_the_run_directory_of_the_service_is_found_by_its_variable(monkeypatch: 
                 control_client.find_deployment(parent / "other")
 
 
+@pytest.mark.socket
 def test_a_status_that_is_not_answered_fails_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_client, "STATUS_TIMEOUT_S", 0.2)
     with socket_dir() as folder, socket.socket(socket.AF_UNIX) as silent:

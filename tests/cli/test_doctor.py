@@ -6,8 +6,6 @@ import json
 import os
 import resource
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,17 @@ import pytest
 from headrace.cli import doctor_checks
 from headrace.cli.doctor_checks import Health
 from headrace.tensor.host.cpu_features import CpuFeatures, parse_cpu_flags
+from tests.cli.conftest import Headrace
+
+pytestmark = pytest.mark.pure
 
 CPUINFO = "model name\t: Some CPU\nflags\t\t: fpu avx2 avx512f avx512_vnni\n"
+
+
+@pytest.fixture(autouse=True)
+def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python asks a program for it."""
+    monkeypatch.setattr("platform.processor", lambda: "x86_64")
 
 
 def test_python_built_without_its_profile_is_warned_about() -> None:
@@ -80,6 +87,7 @@ def test_few_open_files_come_with_the_command_that_helps() -> None:
     assert "ulimit -n 4096" in doctor_checks.check_files(1024, 4096).remedy
 
 
+@pytest.mark.socket
 def test_taken_port_is_seen() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -106,14 +114,9 @@ def test_versions_out_of_range_fail_with_the_command_that_helps(monkeypatch: pyt
     assert (absent.health, absent.found) == (Health.FAIL, "not installed")
 
 
-def test_doctor_exits_by_its_worst_finding() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", "doctor", "--json", "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+@pytest.mark.socket
+def test_doctor_exits_by_its_worst_finding(headrace: Headrace) -> None:
+    done = headrace("doctor", "--json", "--port", "0")
     findings = json.loads(done.stdout)
     names = [finding["name"] for finding in findings]
     assert {"python", "cpu", "threads", "memory", "threading layer", "open files", "port", "cache", "torch"} <= set(names)

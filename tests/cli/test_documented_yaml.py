@@ -17,6 +17,8 @@ from headrace.core.strict_decode import decode
 from headrace.engine.server.config import process_config_from
 from tests.house.reader import ROOT
 
+pytestmark = pytest.mark.pure
+
 BLOCK = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [pytest.param(text, id=f"{page.stem}-{number}") for page in PAGES for number, text in enumerate(BLOCK.findall(page.read_text()))]

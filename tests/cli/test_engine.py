@@ -18,6 +18,8 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig
 from headrace.wire.tls.files import files_in
 
+pytestmark = pytest.mark.pure
+
 PATIENCE_S = 60.0
 
 SCRIPT = """
@@ -55,6 +57,7 @@ def starting(tmp_path: Path, model_folder: Path) -> Iterator[subprocess.Popen[st
         process.kill()
 
 
+@pytest.mark.process
 def test_a_dump_asked_for_before_the_engine_is_ready_is_refused_in_the_log(starting: subprocess.Popen[str]) -> None:
     assert starting.stdin is not None
     assert starting.stdout is not None

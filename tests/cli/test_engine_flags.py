@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from headrace.cli.engine_flags import ENGINE_FLAGS, Given, engine_values, whole_number, with_engine_flags
 from headrace.engine.config import EngineConfig, options
 
+pytestmark = pytest.mark.pure
+
 WITHOUT_A_FLAG = {"model", "max_waiting", "max_waiting_bytes", "max_waiting_per_tenant", "max_cached_share_per_tenant", "batching"}
 
 

@@ -14,6 +14,8 @@ import pytest
 from headrace.core.errors import InvalidRequest
 from headrace.functions import MAX_RESULT_CHARS, PythonFunction, functions_in
 
+pytestmark = pytest.mark.pure
+
 
 class Unit(Enum):
     CELSIUS = "c"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,15 +20,17 @@ from headrace.fleet.config import FleetConfig
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.model_config import ReplicaConfig
 from headrace.observe.logs import ENVIRONMENT
+from headrace.wire.hangup import on_hangup
+from headrace.wire.stop_signals import StopSignals
 from headrace.wire.tls.files import files_in
+
+pytestmark = pytest.mark.pure
 
 Run = Callable[..., GatewayConfig]
 again: list[Callable[[], GatewayConfig] | None] = []
 """How each gateway that was started would read its configuration again, the latest one last."""
 
 TCP = "10.0.0.7:7001"
-HEADRACE = (sys.executable, "-P", "-m", "headrace")
-RELOADED = "the configuration was read again"
 
 
 @pytest.fixture
@@ -112,6 +114,7 @@ def test_keys_of_clients_are_not_left_for_child_processes(configured: Run, monke
     assert "HEADRACE_API_KEY" not in os.environ
 
 
+@pytest.mark.socket
 def test_several_workers_are_started_by_a_supervisor_without_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[FleetConfig] = []
 
@@ -185,31 +188,34 @@ def test_the_operators_address_wants_a_supervisor(
     assert "admin: needs a supervisor" in capsys.readouterr().err
 
 
-def test_a_reload_that_is_asked_for_during_the_start_waits_for_it(tmp_path: Path) -> None:
+@pytest.mark.socket
+def test_a_reload_that_is_asked_for_during_the_start_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the signal came before there was a handler, it ended the gateway."""
     file = tmp_path / "site.yaml"
     remote = {"model": "headrace-tiny", "replicas": [{"name": "one", "address": f"unix:{tmp_path}/none.sock"}]}
     file.write_text(yaml.safe_dump({"models": [{"name": "m", "remote": remote}], "gateway": {"port": 0}}), encoding="utf-8")
-    log = tmp_path / "log"
-    with open(log, "wb") as output:
-        gateway = subprocess.Popen([*HEADRACE, "gateway", "--config", str(file)], stdout=output, stderr=output)
+    ended: list[int] = []
+    reloads: list[None] = []
+
+    async def serve() -> None:
+        with StopSignals() as stop, on_hangup(lambda: reloads.append(None), stop):
+            assert not reloads
+            async with asyncio.timeout(60):
+                while not reloads:
+                    await asyncio.sleep(0.01)
+
+    def run_gateway(read: Callable[[], GatewayConfig], **_: object) -> int:
+        signal.pthread_kill(threading.get_ident(), signal.SIGHUP)  # a gateway that starts has this thread alone
+        asyncio.run(serve())
+        return 0
+
+    monkeypatch.setattr("headrace.gateway.process.run_gateway", run_gateway)
+    monkeypatch.setattr(sys, "argv", ["headrace", "gateway", "--config", str(file)])
+    before = signal.signal(signal.SIGHUP, lambda number, _: ended.append(number))
     try:
-        _until(lambda: _holds_hangup_back(gateway.pid), gateway)
-        gateway.send_signal(signal.SIGHUP)
-        _until(lambda: RELOADED in log.read_text(encoding="utf-8"), gateway)
-        assert not _holds_hangup_back(gateway.pid)
+        with pytest.raises(SystemExit) as left:
+            main()
     finally:
-        gateway.kill()
-        gateway.wait()
-
-
-def _holds_hangup_back(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    blocked = next(line for line in status.splitlines() if line.startswith("SigBlk:"))
-    return bool(int(blocked.split()[1], 16) >> (signal.SIGHUP - 1) & 1)
-
-
-def _until(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    while not holds():
-        assert process.poll() is None, "the gateway ended"
-        time.sleep(0.05)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        signal.signal(signal.SIGHUP, before)
+    assert (left.value.code, ended, len(reloads)) == (0, [], 1)

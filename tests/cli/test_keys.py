@@ -27,7 +27,15 @@ from headrace.gateway.limits.rules import rules_of
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 
+pytestmark = pytest.mark.pure
+
 FILE = "models: [{upstreams: [{url: http://h/v1}], name: far}]\ntiers: {gold: {class: premium}}\n"
+
+
+@pytest.fixture(autouse=True)
+def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was used of a limit per minute comes back with time."""
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +204,7 @@ def test_models_whose_requests_are_free_in_a_budget_are_named(tmp_path: Path) ->
     assert "price" not in noted(*key[:-2])
 
 
+@pytest.mark.socket
 async def test_limits_are_shown_over_the_admin_socket() -> None:
     made = await asyncio.to_thread(printed, "keys", "create", "--tenant", "acme", "--tier", "free", "--budget", "2")
     config = load_settings(None, os.environ, {"state": None}, default_model=DEFAULT_MODEL)

@@ -6,17 +6,18 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer.main
 
-from headrace import __version__
 from headrace.cli.exits import CODES, CommandExitCode, exit_code_of
-from headrace.cli.main import app, main
+from headrace.cli.main import app
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
+from tests.cli.conftest import Headrace
+
+pytestmark = pytest.mark.pure
 
 SLOW_TO_IMPORT = {
     "torch",
@@ -36,31 +37,6 @@ SLOW_TO_IMPORT = {
 COMMANDS = ("serve", "engine", "gateway", "chat", "models", "doctor", "replay", "bench", "config", "tls", "version")
 
 
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Headrace = Callable[..., Done]
-
-
-@pytest.fixture
-def headrace(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Headrace:
-    """The command in this process: an interpreter of its own for each mistake would cost a second."""
-
-    def run(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["headrace", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        code = ended.value.code
-        assert code is None or isinstance(code, int)
-        return Done(code or 0, *capfd.readouterr())
-
-    return run
-
-
 def command_lines(command: object = None, words: tuple[str, ...] = ()) -> Iterator[list[str]]:
     """`--help` of every command there is, hidden ones and groups included."""
     command = command or typer.main.get_command(app)
@@ -69,6 +45,7 @@ def command_lines(command: object = None, words: tuple[str, ...] = ()) -> Iterat
         yield from command_lines(inner, (*words, name))
 
 
+@pytest.mark.process
 def test_help_imports_nothing_that_is_slow() -> None:
     """In one interpreter: the imports of a command would be seen with it and with every later one."""
     arguments = [["--version"], *command_lines()]
@@ -155,6 +132,7 @@ def test_a_key_from_the_environment_is_refused_under_its_variable(headrace: Head
     assert headrace("serve").stderr.startswith("headrace: HEADRACE_API_KEY: is shorter")
 
 
+@pytest.mark.socket
 def test_a_taken_port_is_refused_under_the_name_of_what_chose_it(headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -176,7 +154,7 @@ def test_every_error_of_ours_has_an_exit_code() -> None:
 
 def test_completion_script_is_offered(headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:
     # Asked for the way a shell's start-up file does it; --show-completion looks at the parent process, which under make is sh.
-    monkeypatch.setenv("_HEADRACE_COMPLETE", "source_bash")
+    monkeypatch.setenv("_HEADRACE_COMPLETE", "source_zsh")
     done = headrace()
     assert done.returncode == 0
     assert "_HEADRACE_COMPLETE" in done.stdout
@@ -215,8 +193,3 @@ def test_output_that_cannot_be_written_is_refused_before_the_run(headrace: Headr
         done = headrace("bench", "serve", "--url", "http://127.0.0.1:9", "--output-json", str(file))
         assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_python_m_headrace_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "headrace", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"headrace {__version__}\n"

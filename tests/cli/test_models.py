@@ -11,6 +11,8 @@ from headrace.cli.models import adapter_names, model_folders, models
 from headrace.core.errors import ConfigError
 from tests.house.stand_in import TINY
 
+pytestmark = pytest.mark.pure
+
 
 def make_model(folder: Path, **changes: object) -> Path:
     folder.mkdir(parents=True)

@@ -20,6 +20,8 @@ from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.lab.offline import Collector, run_offline
 from tests.house.stand_in import TINY
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

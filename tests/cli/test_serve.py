@@ -31,6 +31,8 @@ from headrace.fleet.supervisor import FleetReady
 from headrace.observe.logs import LogFormat, set_up_logging
 from tests.lab.test_fake_clock import VirtualClock
 
+pytestmark = pytest.mark.pure
+
 
 def config_with(model_folder: Path, **params: object) -> ServeConfig:
     return load(None, {}, flags_of({"model_argument": str(model_folder), **params}, engine_values(params)))
@@ -198,6 +200,7 @@ def test_a_page_of_any_origin_is_told_from_an_address_alone(model_folder: Path, 
     assert terminal.getvalue().count("every web page") == 1
 
 
+@pytest.mark.socket
 def test_a_gateway_that_gets_ready_is_serving(model_folder: Path, terminal: Terminal) -> None:
     with answering(503, 200) as (ready, said):
         announcement.announce_when_ready(config_with(model_folder), ready)
@@ -207,18 +210,23 @@ def test_a_gateway_that_gets_ready_is_serving(model_folder: Path, terminal: Term
     assert "Not ready" not in out
 
 
+@pytest.mark.socket
 def test_what_serves_is_announced_before_replicas_that_never_get_ready(
     model_folder: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcement, "STRAGGLERS_S", 0.6)
+    clock = VirtualClock()
+    monkeypatch.setattr(announcement, "time", SimpleNamespace(monotonic=clock, sleep=clock.wait))
     with answering(200, 503) as (ready, said):
         announcement.announce_when_ready(config_with(model_folder), ready)
-    assert len(said) <= 5
+    assert said[0] == 200
+    assert said[1:] == [503] * (len(said) - 1)
+    assert len(said) - 1 == round(announcement.STRAGGLERS_S / announcement.POLL_S) + 1, "at once, and until the time is over"
     out = terminal.getvalue()
     assert URL_LINE.search(out)
     assert "Not every replica is ready: see http://127.0.0.1:" in out
 
 
+@pytest.mark.socket
 def test_replicas_that_failed_or_still_start_are_named_and_not_waited_for(model_folder: Path, terminal: Terminal) -> None:
     with answering(200, 503) as (ready, said):
         late = replace(ready, failed={"a-0": "its weights are broken"}, starting=["b-0"])
@@ -228,6 +236,7 @@ def test_replicas_that_failed_or_still_start_are_named_and_not_waited_for(model_
     assert out.index("a-0 cannot be started: its weights are broken") < out.index("b-0 is still starting.") < out.index("Serving ")
 
 
+@pytest.mark.socket
 def test_what_never_gets_ready_is_announced_as_such(model_folder: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = VirtualClock()
     monkeypatch.setattr(announcement, "time", SimpleNamespace(monotonic=clock, sleep=clock.wait))
@@ -240,6 +249,7 @@ def test_what_never_gets_ready_is_announced_as_such(model_folder: Path, terminal
     assert "Not ready yet, after 0.6 s" in out
 
 
+@pytest.mark.socket
 def test_a_taken_port_is_refused_at_once_with_what_to_do(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.fleet.supervisor.run_fleet", lambda *args, **kwargs: pytest.fail("the fleet was started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:

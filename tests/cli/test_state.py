@@ -11,6 +11,8 @@ from headrace.cli.config import load
 from headrace.cli.state import make_state_folder, state_folder
 from headrace.core.errors import ConfigError
 
+pytestmark = pytest.mark.pure
+
 
 def test_what_is_given_wins_over_the_users_own_folder(tmp_path: Path) -> None:
     environment = {"XDG_STATE_HOME": str(tmp_path)}

@@ -19,6 +19,8 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig, options
 from tests.house.options import config_options
 
+pytestmark = pytest.mark.pure
+
 PATHS = [path for path, _ in config_options()]
 
 

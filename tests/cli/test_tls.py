@@ -11,6 +11,8 @@ from headrace.cli.tls import init
 from headrace.core.errors import ConfigError
 from headrace.fleet.authority import CERTIFICATE_DAYS, init_site
 
+pytestmark = pytest.mark.pure
+
 
 def test_it_says_what_to_copy_where_and_what_to_run_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     site = tmp_path / "site"

@@ -20,6 +20,8 @@ from headrace.gateway.ledger.segment import MAGIC, frame
 from headrace.gateway.ledger.spool import OPEN, Spool
 from headrace.gateway.ledger.usage_db import FILE, SQL, UsageDb
 
+pytestmark = pytest.mark.pure
+
 
 def run(*words: str) -> Result:
     return CliRunner().invoke(app, ["usage", *words])

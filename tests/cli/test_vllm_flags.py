@@ -14,6 +14,8 @@ from headrace.cli.serve import FLAG_PATHS
 from headrace.cli.vllm_flags import SEVERAL, TABLE, IgnoredFlag, RefusedFlag, TranslatedFlag, translated
 from tests.house.reader import ROOT
 
+pytestmark = pytest.mark.pure
+
 if TYPE_CHECKING:
     from typer._click.core import Context
 
