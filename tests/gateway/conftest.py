@@ -15,15 +15,20 @@ from wire_kit import socket_dir
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.text.folder import TextModel, load_text
 
+PATIENCE_S = 60.0
+
 
 @pytest.fixture(autouse=True)
 def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine, and text that the tests themselves read, hold the event loop up for longer than a request waits for a store.
+    """A busy machine, and text that the tests themselves read, hold the event loop up for longer than a request waits for a store, or a
+    store's client for its server.
 
     On virtual time nothing does.
     """
     if kind_of(request.node) != "loop":
-        monkeypatch.setattr("headrace.gateway.stores.guard.REQUEST_WAIT_S", 10.0)
+        monkeypatch.setattr("headrace.gateway.stores.guard.REQUEST_WAIT_S", PATIENCE_S)
+        for name in ("CONNECT_S", "ANSWER_S"):
+            monkeypatch.setattr(f"headrace.gateway.stores.redis_client.{name}", PATIENCE_S)
 
 
 @pytest.fixture
