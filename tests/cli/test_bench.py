@@ -162,13 +162,13 @@ def test_share_of_bandwidth_is_shown_or_why_it_is_not_known(
     def fails(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         raise subprocess.CalledProcessError(1, command, stderr="no memory")
 
-    monkeypatch.setattr(environment.subprocess, "run", measures)
+    monkeypatch.setattr("headrace.lab.environment.subprocess.run", measures)
     values = values_of(command, capsys, **options)
     assert values["read bandwidth (GB/s)"] == 0.002
     share = values[row]
     assert isinstance(share, float)
     assert share > 0
-    monkeypatch.setattr(environment.subprocess, "run", fails)
+    monkeypatch.setattr("headrace.lab.environment.subprocess.run", fails)
     assert values_of(command, capsys, **options)[row] == (
         "not known: the read bandwidth could not be measured: bandwidth.py ended with status 1: no memory"
     )

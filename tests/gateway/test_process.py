@@ -351,7 +351,7 @@ def test_a_hangup_reloads_a_gateway_that_was_started_by_hand_and_cuts_no_stream(
 
         eventually(lambda: is_ready("/ready"))
         seeds = range(3)
-        server = {**keys, "port": int(made.url.rpartition(":")[2])}
+        server: dict[str, Any] = {**keys, "port": int(made.url.rpartition(":")[2])}
 
         def stream(seed: int) -> Iterator[str]:
             return stack.enter_context(opened(stack.enter_context(made.client()), max_tokens=ENDLESS, seed=seed))
