@@ -20,7 +20,7 @@ from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.preparer import GRAMMAR, GrammarPreparer
 from headrace.engine.grammar.store import GrammarStore
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 pytestmark = pytest.mark.socket
