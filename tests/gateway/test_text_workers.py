@@ -22,6 +22,7 @@ import msgspec
 import psutil
 import pytest
 import text_kit
+from server_kit import is_alive
 from wire_kit import until
 
 from headrace.core.errors import InvalidRequest, Unavailable
@@ -209,6 +210,19 @@ def test_a_worker_that_is_killed_from_outside_is_replaced(pool: RunningPool) -> 
     pool.all_idle()
     assert len(before & pool.pids) == NUM_WORKERS - 1
     assert pool.do(pool.encode("Hello")) == pool.plain("Hello")
+
+
+def test_a_killed_host_takes_its_workers_with_it_and_another_one_serves(pool: RunningPool) -> None:
+    """One in the midst of a job, too, which reads nothing: the kernel ends it."""
+    pool.all_idle()
+    host, workers = pool.process, pool.process.children()
+    workers[0].suspend()
+    host.kill()
+    _, alive = psutil.wait_procs(workers, timeout=PATIENCE_S)
+    assert not [process for process in alive if is_alive(process.pid)]
+    assert pool.do(pool.encode("Hello")) == pool.plain("Hello")
+    pool.all_idle()
+    assert pool.process.pid != host.pid
 
 
 def test_a_template_that_is_a_bomb_fails_its_model_alone(tmp_path: Path) -> None:
