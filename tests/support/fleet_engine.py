@@ -1,4 +1,7 @@
-"""An engine process of tests: what the supervisor wrote, plus the fake's options. Arguments: OPTIONS --config FILE --parent-fd N."""
+"""An engine process of tests: what the supervisor wrote, plus the fake's options. Arguments: OPTIONS --config FILE --parent-fd N.
+
+"die" among the options: it ends at once.
+"""
 
 from __future__ import annotations
 
@@ -11,5 +14,8 @@ from headrace.lab.fake_engine import main
 if __name__ == "__main__":
     options, arguments = Path(sys.argv[1]), sys.argv[2:]
     path = Path(arguments[arguments.index("--config") + 1])
-    path.write_text(json.dumps({**json.loads(path.read_text()), "fake": json.loads(options.read_text())}))
+    fake = json.loads(options.read_text())
+    if fake.pop("die", False):
+        sys.exit(9)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fake": fake}))
     main(arguments)
