@@ -104,15 +104,15 @@ class RedisRelay:
 
     async def stop(self) -> None:
         """Close all connections, and take no new one until `start`."""
-        if self._listening is None:
+        listening, self._listening = self._listening, None
+        if listening is None:
             return
-        self._listening.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        await self._listening.wait_closed()
-        self._listening = None
+        listening.close()
+        await listening.wait_closed()
         self._path.unlink(missing_ok=True)
         while self._writers:
+            for writer in self._writers:
+                writer.transport.abort()
             await asyncio.sleep(0)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -121,6 +121,8 @@ class RedisRelay:
         both = {writer, server_writer}
         self._writers |= both
         try:
+            if self._listening is None:
+                return  # taken in the moment of the stop
             await asyncio.gather(self._pass_on(reader, server_writer), self._pass_on(server_reader, writer))
         finally:
             for one in both:

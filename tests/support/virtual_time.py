@@ -28,6 +28,10 @@ START_UNIX_S = 1_800_000_000.0
 """What the two clocks show when a loop is made."""
 
 
+MAX_JUMPS = 500_000
+"""Jumps of the clock in one test. Where timers tick and what the test waits for never comes, they would go on until its time limit."""
+
+
 class NotVirtual(AssertionError):
     """The test waits for something else than time: a thread or a socket, or for nothing at all."""
 
@@ -38,6 +42,7 @@ class VirtualTimeLoop(NetworkedLoop):
         self._unix_change_s = 0.0
         self._owner = threading.get_ident()
         self._foreign_call = ""
+        self._num_jumps = 0
         super().__init__(_JumpingSelector(self._jump))
 
     def time(self) -> float:
@@ -72,6 +77,12 @@ class VirtualTimeLoop(NetworkedLoop):
             raise NotVirtual(self._foreign_call)
         if seconds is None:
             raise NotVirtual("every task waits, and no timer is set: nothing could ever happen again")
+        self._num_jumps += 1
+        if self._num_jumps > MAX_JUMPS:
+            waiting = sorted(f"{task.get_name()} in {task.get_coro().__qualname__}" for task in asyncio.all_tasks(self))
+            raise NotVirtual(
+                f"it is {self._now:.0f} s, and timers tick on; what does not come is waited for by one of: {'; '.join(waiting)}"
+            )
         self._now += seconds
 
 

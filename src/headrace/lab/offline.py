@@ -119,7 +119,7 @@ def run_offline(
     """Run all requests to their ends on this thread; greedy, end tokens ignored.
 
     arrivals_s  seconds after the start, ascending; None: all at the start
-    wait        lets so many seconds of the collector's clock pass
+    wait        called with seconds of the collector's clock: they have passed when it returns
     """
     offsets = [0.0] * len(requests) if arrivals_s is None else list(arrivals_s)
     collector.begin(len(requests))
