@@ -79,7 +79,7 @@ class VirtualTimeLoop(NetworkedLoop):
             raise NotVirtual("every task waits, and no timer is set: nothing could ever happen again")
         self._num_jumps += 1
         if self._num_jumps > MAX_JUMPS:
-            waiting = sorted(f"{task.get_name()} in {task.get_coro().__qualname__}" for task in asyncio.all_tasks(self))
+            waiting = sorted(f"{task.get_name()} in {getattr(task.get_coro(), '__qualname__', '?')}" for task in asyncio.all_tasks(self))
             raise NotVirtual(
                 f"it is {self._now:.0f} s, and timers tick on; what does not come is waited for by one of: {'; '.join(waiting)}"
             )
