@@ -283,8 +283,7 @@ def test_refusals_count_by_the_memory_they_hold(name: str, served: list[str], co
         unsent.put_rejected(Handle(number), ModelNotFound(name, served))
     held = psutil.Process().memory_info().rss - before
     held_when_full = MAX_UNITS // (unsent.num_units // count) * held // count
-    figure("held when full", held_when_full / 2**20, 64, "MiB")
-    assert held_when_full < 128 << 20
+    figure("held when full", held_when_full / 2**20, 64, "MiB", slack=2)
     assert held_when_full > 2 << 20, "no memory was seen to be held, or a refusal counts for far more than it holds"
 
 
