@@ -19,8 +19,7 @@ HEADER = """# Benchmarks
 Written by `make bench` from the JSON in `bench/results/`; every round is there, bad ones included. Each table compares two configurations
 that differ by one switch, run in turn in one process on one machine. A cell is the median over the rounds, with the smallest and largest
 in brackets; the last row is the geometric mean of the rounds' ratios with its 95 % interval, in bold where the interval excludes 1.
-Prompts are random token ids, answers greedy with end tokens ignored; tokenizing, text and HTTP are not part of these figures. What was
-measured otherwise, by tests on their way and precision by precision, has a section where it is recorded.
+Prompts are random token ids, answers greedy with end tokens ignored; tokenizing, text and HTTP are not part of these figures.
 """
 
 

@@ -102,6 +102,5 @@ _SECTIONS: dict[str, Callable[[dict[str, Any]], Lines]] = {
 
 def _origin(environment: dict[str, Any], file: Path) -> str:
     loads = ", ".join(f"{load:.2f}" for load in environment["load_average"])
-    note = f" ({environment['commit_note']})" if "commit_note" in environment else ""
-    where = f"{environment['time']}, commit {environment['commit']}{note}, {environment['cpu']}, load average {loads}"
+    where = f"{environment['time']}, commit {environment['commit']}, {environment['cpu']}, load average {loads}"
     return f"{where}: [{file.name}](../bench/results/{file.name}).\n"
