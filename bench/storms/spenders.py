@@ -21,7 +21,6 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from bench.storms.common import RESULTS
+from bench.storms.common import RESULTS, redis_program
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.gateway.access.principal import Principal
@@ -238,11 +237,9 @@ class _Process:
 @contextmanager
 def redis(folder: Path) -> Iterator[str]:
     """A server of our own on a Unix socket, without a disk; its URL."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    assert program is not None, "no Redis or Valkey server is installed"
     socket = folder / "redis.sock"
     options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no", "--dir", str(folder)]
-    server = subprocess.Popen([program, *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    server = subprocess.Popen([redis_program(), *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         while not socket.exists():
             assert server.poll() is None
