@@ -10,12 +10,13 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -173,15 +174,6 @@ def test_a_server_started_for_a_chat_is_asked_with_the_key_it_was_started_with(m
     assert server.keys == ["Bearer sk-of-the-shell"]
 
 
-def read_until(terminal: int, word: str) -> str:
-    """What the terminal shows, up to and including `word`; nothing new for a minute is a failure."""
-    shown = ""
-    while word not in shown:
-        assert select.select([terminal], [], [], 60.0)[0], f"{word!r} was not shown: {shown}"
-        shown += os.read(terminal, 4096).decode()
-    return shown
-
-
 @pytest.fixture
 def _heard_interrupts() -> Iterator[None]:
     """Tests run in the background of a shell may inherit SIGINT ignored, and pass that on. What a terminal starts hears it."""
@@ -217,23 +209,46 @@ main()
 """
 
 
-def press_until(terminal: int, press: Callable[[], object], word: str) -> str:
-    """Press Ctrl-C and wait for `word`, or for the end; again where readline missed it (it came between the prompt and the wait for a
-    key)."""
-    shown = ""
-    for _ in range(6):
-        time.sleep(0.3)
-        press()
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            if select.select([terminal], [], [], 0.1)[0]:
-                try:
-                    shown += os.read(terminal, 4096).decode()
-                except OSError:  # it has left
-                    return shown
-            if word and word in shown:
-                return shown
-    raise AssertionError(f"{word!r} was not shown: {shown}")
+class Terminal:
+    """The outer end of a terminal, and the command at its inner end."""
+
+    def __init__(self, descriptor: int, process: subprocess.Popen[bytes]) -> None:
+        self._descriptor = descriptor
+        self._process = psutil.Process(process.pid)
+        self._unread = ""
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._descriptor, keys)
+
+    def read_until(self, word: str) -> str:
+        """What it shows next, up to and including `word`; nothing new for a minute is a failure."""
+        while word not in self._unread:
+            assert self._read(), f"{word!r} was not shown before the end: {self._unread}"
+        before, _, self._unread = self._unread.partition(word)
+        return before + word
+
+    def read_prompt(self) -> str:
+        """What it shows up to the prompt, once keys are waited for: a Ctrl-C that comes between the two is not heard until the next key."""
+        shown = self.read_until("> ")
+        end_at = time.monotonic() + 60.0
+        while termios.tcgetattr(self._descriptor)[3] & termios.ICANON or self._process.status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < end_at, f"no key is waited for after {shown}"
+            time.sleep(0.01)
+        return shown
+
+    def read_to_the_end(self) -> str:
+        while self._read():
+            pass
+        return self._unread
+
+    def _read(self) -> bool:
+        """Whether the command still has the other end."""
+        assert select.select([self._descriptor], [], [], 60.0)[0], f"nothing new was shown after {self._unread}"
+        try:
+            self._unread += os.read(self._descriptor, 4096).decode()
+        except OSError:
+            return False
+        return True
 
 
 @pytest.mark.process
@@ -242,25 +257,29 @@ def test_a_terminal_prompts_and_ctrl_c_stops_an_answer_and_not_the_chats_own_ser
     """The terminal sends it to the whole process group in the foreground: the server was in it, and the conversation was lost."""
     stand_in, seen = tmp_path / "stand_in.py", tmp_path / "seen"
     stand_in.write_text(STAND_IN)
-    terminal, inner = pty.openpty()
+    outer, inner = pty.openpty()
     command = [sys.executable, "-c", WITH_ITS_OWN_SERVER, str(stand_in), str(ROOT), str(seen)]
     process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, start_new_session=True)
     os.close(inner)
-    press = partial(os.write, terminal, b"\x03")
+    terminal, interrupt = Terminal(outer, process), b"\x03"
     try:
-        assert "Talking to tiny" in read_until(terminal, "> ")
-        os.write(terminal, b"count\n")
-        read_until(terminal, "one two")
-        assert "[stopped]" in press_until(terminal, press, "> ")
-        assert "Ctrl-C again to leave" in press_until(terminal, press, "leave, or Ctrl-D.)")
-        os.write(terminal, b"go on\n")
-        assert "fine" in read_until(terminal, "fine")
-        press_until(terminal, press, "leave, or Ctrl-D.)")  # what was typed between is no first one of two
-        assert "Traceback" not in press_until(terminal, press, "")
+        assert "Talking to tiny" in terminal.read_prompt()
+        terminal.type(b"count\n")
+        terminal.read_until("one two")
+        terminal.type(interrupt)
+        assert "[stopped]" in terminal.read_prompt()
+        terminal.type(interrupt)
+        assert "Ctrl-C again to leave" in terminal.read_prompt()
+        terminal.type(b"go on\n")
+        assert "fine" in terminal.read_prompt()
+        terminal.type(interrupt)  # what was typed between is no first one of two
+        assert "Ctrl-C again to leave" in terminal.read_prompt()
+        terminal.type(interrupt)
+        assert "Traceback" not in terminal.read_to_the_end()
         assert process.wait(60) == CommandExitCode.INTERRUPTED
     finally:
         process.kill()
-        os.close(terminal)
+        os.close(outer)
     first, second = map(json.loads, seen.read_text().splitlines())
     assert [message["content"] for message in first] == ["count"]
     assert [(message["role"], message["content"]) for message in second[1:]] == [("assistant", "one two"), ("user", "go on")]
