@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from headrace.bundled import bundled_path
 from headrace.cli.exits import CommandExitCode
 from headrace.cli.main import main
+from headrace.cli.tls import init
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig
 from headrace.wire.tls.files import files_in
 
 pytestmark = pytest.mark.pure
-
-PATIENCE_S = 60.0
 
 SCRIPT = """
 import sys, time
@@ -101,6 +101,22 @@ def test_what_an_engine_is_not_started_with_is_refused_under_the_flags_name(
         main()
     assert ended.value.code == code
     assert what in capsys.readouterr().err
+
+
+@pytest.mark.socket
+def test_an_engine_does_not_start_with_a_gateways_certificate(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("headrace.engine.main.set_up_logging", lambda: None)
+    monkeypatch.setattr("headrace.engine.main.prepare_openmp", lambda environment: None)
+    monkeypatch.setattr("headrace.engine.main.leave", sys.exit)
+    init(tmp_path / "site", host=["127.0.0.2"])
+    arguments = ["--listen", "127.0.0.2:0", "--tls-dir", str(tmp_path / "site" / "gateway")]
+    monkeypatch.setattr(sys, "argv", ["headrace", "engine", str(model_folder), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 78
+    assert "tls.crt is for another role (its extended key usage). It must be a certificate for the engine." in caplog.text
 
 
 def test_flags_become_the_engines_and_its_process_configuration(

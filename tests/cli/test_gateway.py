@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from local_workers import LocalWorkers
 
 from headrace.cli.exits import CommandExitCode
 from headrace.cli.main import main
+from headrace.cli.tls import init
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig
-from headrace.gateway.config import GatewayConfig
+from headrace.gateway.config import GatewayConfig, Limits
 from headrace.gateway.model_config import ReplicaConfig
+from headrace.gateway.text_workers.work import TextContext
 from headrace.observe.logs import ENVIRONMENT
 from headrace.wire.hangup import on_hangup
 from headrace.wire.stop_signals import StopSignals
@@ -158,6 +161,32 @@ def test_what_a_gateway_is_not_started_with_is_refused_under_the_flags_name(
     with pytest.raises(SystemExit) as ended:
         main()
     assert (ended.value.code, what in (error := capsys.readouterr().err)) == (code, True), error
+
+
+class UnusedTextWorkers(LocalWorkers):
+    """Of a gateway that is refused before it asks anything of them."""
+
+    def spawn(self) -> None:
+        return
+
+    def kill(self) -> None:
+        return
+
+
+@pytest.mark.socket
+def test_a_gateway_does_not_start_with_an_engines_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headrace.gateway.process.set_up_logging", lambda *, process: None)
+    monkeypatch.setattr("headrace.gateway.process.text_workers", lambda config: UnusedTextWorkers(TextContext({}, Limits())))
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    init(tmp_path / "site", host=["127.0.0.2"])
+    arguments = ["--replica", "one=127.0.0.2:7001", "--tls-dir", str(tmp_path / "site" / "engine-127.0.0.2"), "--port", "0"]
+    monkeypatch.setattr(sys, "argv", ["headrace", "gateway", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "tls.crt is for another role (its extended key usage). It must be a certificate for the gateway." in capsys.readouterr().err
 
 
 def test_a_model_that_needs_engines_of_its_own_is_refused(

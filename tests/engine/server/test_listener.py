@@ -8,13 +8,14 @@ import random
 import socket
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S, eventually
 from tls_kit import LONG_AGO, TOKEN, authority, write_certificates
-from wire_kit import PATIENCE_S, Served, read_all, request, until
+from wire_kit import Served, read_all, request
 
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
@@ -22,7 +23,7 @@ from headrace.engine.server import listener
 from headrace.engine.server.listener import FOLDER_PREFIX, LOCK_NAME, CannotListen, RefusalLog, TcpListener, check_can_listen
 from headrace.fleet.files import running_deployments
 from headrace.lab.fake_runner import FakeOptions, fake_answer
-from headrace.wire.client import ReplicaClient
+from headrace.wire.client import ConnectionState, ReplicaClient
 from headrace.wire.target import parse_target
 from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole
 from headrace.wire.tls.stream import PlainStream
@@ -34,8 +35,8 @@ SITE, STRANGE = authority(), authority()
 
 
 @asynccontextmanager
-async def engine_at(host: str, tls: TlsFiles | None) -> AsyncIterator[Served]:
-    engine = Served(FakeOptions(), EngineConfig(model="fake"), f"{host}:0", token=TOKEN, tls=tls)
+async def engine_at(host: str, tls: TlsFiles | None, port: int = 0) -> AsyncIterator[Served]:
+    engine = Served(FakeOptions(), EngineConfig(model="fake"), f"{host}:{port}", token=TOKEN, tls=tls)
     await engine.start()
     try:
         yield engine
@@ -62,6 +63,22 @@ async def test_streams_are_answered_over_tcp_and_the_answer_is_whole(tmp_path: P
         answers = await asyncio.gather(*(read_all(replica.submit(one)) for one in requests))
         for one, answer in zip(requests, answers, strict=True):
             assert answer == {index: fake_answer(one, index, 40, FakeOptions()) for index in range(2)}
+
+
+async def test_an_engine_that_is_started_again_at_its_address_is_connected_again(tmp_path: Path) -> None:
+    files = engine_files(tmp_path)
+    async with AsyncExitStack() as stack:
+        async with engine_at(HOST, files) as engine:
+            address = engine.service.address
+            replica = await stack.enter_async_context(ReplicaClient(address, token=TOKEN, tls=gateway_files(tmp_path)))
+            await replica.wait_connected(PATIENCE_S)
+            assert replica.info is not None
+            first = replica.info.instance_id
+        await eventually(lambda: replica.state is ConnectionState.DOWN)
+        await stack.enter_async_context(engine_at(HOST, files, int(address.rpartition(":")[2])))
+        await eventually(lambda: replica.state is ConnectionState.CONNECTED)
+        assert replica.info.instance_id != first
+        assert len((await read_all(replica.submit(request("after"))))[0]) == 8
 
 
 @dataclass(frozen=True)
@@ -125,8 +142,8 @@ async def test_each_fault_has_its_reason_on_both_ends(
         engine_at(HOST, faulty_files(tmp_path / "e", TlsRole.ENGINE, fault.engine)) as engine,
         ReplicaClient(engine.service.address, token=TOKEN, tls=gateway) as replica,
     ):
-        await until(lambda: fault.gateway_says in replica.reason)
-        await until(lambda: fault.engine_says in caplog.text)
+        await eventually(lambda: fault.gateway_says in replica.reason)
+        await eventually(lambda: fault.engine_says in caplog.text)
         assert replica.info is None
     assert "refused a connection from 127.0.0.1: " in caplog.text
     assert "headrace.wire.client" in {record.name for record in caplog.records if fault.gateway_says in record.message}
@@ -185,7 +202,7 @@ async def test_a_wrong_token_is_named_on_both_ends_although_the_certificate_is_r
         engine_at(HOST, engine_files(tmp_path)) as engine,
         ReplicaClient(engine.service.address, token="f" * 20, tls=gateway_files(tmp_path)) as replica,
     ):
-        await until(lambda: "token is missing or wrong" in replica.reason)
+        await eventually(lambda: "token is missing or wrong" in replica.reason)
     said = [record.message for record in caplog.records if "token is missing or wrong" in record.message]
     assert any(message.startswith("refused a call") for message in said)
 
@@ -195,9 +212,9 @@ async def test_renewed_certificates_of_both_ends_are_taken_without_a_restart(tmp
     engine_tls = write_certificates(tmp_path / "engine", SITE, TlsRole.ENGINE, HOST, now=LONG_AGO)
     gateway_tls = write_certificates(tmp_path / "gateway", SITE, TlsRole.GATEWAY, now=LONG_AGO)
     async with engine_at(HOST, engine_tls) as engine, ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_tls) as replica:
-        await until(lambda: "has expired" in replica.reason)
+        await eventually(lambda: "has expired" in replica.reason)
         engine_files(tmp_path)
-        await until(lambda: "refused this gateway's certificate: it has expired" in replica.reason)
+        await eventually(lambda: "refused this gateway's certificate: it has expired" in replica.reason)
         gateway_files(tmp_path)
         await replica.wait_connected(PATIENCE_S)
         assert len((await read_all(replica.submit(request("r"))))[0]) == 8
@@ -218,13 +235,13 @@ async def test_strangers_that_never_finish_take_no_more_than_their_share(
                 return await reader.read() == b""
 
         waiting = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
-        await until(lambda: accepting._num_handshakes == 3)
+        await eventually(lambda: accepting._num_handshakes == 3)
         reader, writer = await asyncio.open_connection(host, int(port))
         assert await is_closed(reader), "at once, as there is no place for it"
         writer.close()
         _, writer = waiting.pop()
         writer.close()
-        await until(lambda: accepting._num_handshakes == 2)
+        await eventually(lambda: accepting._num_handshakes == 2)
         monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)
         reader, writer = await asyncio.open_connection(host, int(port))
         assert await is_closed(reader), "as its time is over"
@@ -286,8 +303,8 @@ async def test_a_connection_whose_other_end_takes_nothing_is_freed(monkeypatch: 
         host, _, number = (await port.start()).rpartition(":")
         with socket.create_connection((host, int(number))) as silent:
             silent.sendall(b"PRI")
-            await until(lambda: port._num_handshakes == 0 and bool(port._serving))
-            await until(lambda: not port._serving)
+            await eventually(lambda: port._num_handshakes == 0 and bool(port._serving))
+            await eventually(lambda: not port._serving)
         await port.close()
 
 
@@ -363,7 +380,7 @@ async def test_an_engine_that_ends_refuses_no_connection_for_want_of_its_grpc_se
                 await asyncio.sleep(0)
 
         connecting = [asyncio.create_task(connect()) for _ in range(8)]
-        await until(lambda: num_connected >= 20)
+        await eventually(lambda: num_connected >= 20)
         await engine.service.stop()
         is_over = True
         await asyncio.gather(*connecting)
@@ -375,7 +392,7 @@ async def test_an_engine_whose_own_grpc_server_is_out_of_reach_says_so(tmp_path:
         assert engine.service._listener is not None
         engine.service._listener.inner.unlink()
         async with ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_files(tmp_path)):
-            await until(lambda: "this engine's gRPC server does not answer at " in caplog.text)
+            await eventually(lambda: "this engine's gRPC server does not answer at " in caplog.text)
 
 
 @pytest.mark.pure
