@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -352,6 +357,67 @@ async def test_a_machine_that_stands_still_leaves_no_store_alone_and_refuses_nob
     assert set(await asyncio.gather(*requests)) == {""}
     assert len(requests) >= 60
     assert max(waits) < REQUEST_WAIT_S / 2, "the wait that is counted is the store's"
+
+
+ASKS_A_STORE = """
+import asyncio, sys, time, uvloop
+from headrace.gateway.stores.guard import StoreGuard, one_request
+from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread
+from headrace.gateway.stores.store import StoreFailed
+
+async def main():
+    form = SqliteForm(version=1, statements=("CREATE TABLE numbers (number INTEGER)",), synchronous="OFF")
+    thread = SqliteThread.open(IN_MEMORY, form, where="state")
+    guard = StoreGuard("limits", thread.progress)
+
+    is_over = asyncio.Event()
+    asyncio.get_running_loop().add_reader(sys.stdin, is_over.set)
+
+    def insert():
+        time.sleep(0.001)
+        thread.connection.execute("INSERT INTO numbers VALUES (1)")
+
+    async def client():
+        while not is_over.is_set():
+            with one_request():
+                try:
+                    with guard.waiting():
+                        await thread.call(insert)
+                    print("answered", flush=True)
+                except StoreFailed as error:
+                    print(error, flush=True)
+                    await asyncio.sleep(0.001)
+
+    await asyncio.gather(*(client() for _ in range(20)))
+    await thread.close()
+
+uvloop.run(main())
+"""
+
+
+@pytest.mark.process
+def test_a_process_that_is_stopped_again_and_again_never_leaves_its_store_alone() -> None:
+    """A real event loop and a real thread, which calls wait for at each stop. A stop is longer than they may wait, or comes soon again."""
+    process = subprocess.Popen([sys.executable, "-c", ASKS_A_STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    ends = [process.stdout.readline()]
+    try:
+        for stop_s in (2 * REQUEST_WAIT_S, 0.02, 0.02, 0.02, 0.02) * 4:
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            time.sleep(stop_s)
+            os.kill(process.pid, signal.SIGCONT)
+            ends += [process.stdout.readline() for _ in range(3)]
+        process.stdin.close()
+        ends += process.stdout.readlines()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert "answered\n" in ends
+    assert [end for end in ends if "a moment ago" in end] == []
 
 
 EMPTY = SqliteForm(version=1, statements=("CREATE TABLE numbers (number INTEGER)",), synchronous="OFF")
