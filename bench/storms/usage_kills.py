@@ -51,9 +51,13 @@ class Interruptible(Protocol):
 
 @dataclass
 class KillOutcome:
-    """num_spooled: records that were known to be in the spool when their process died, by process"""
+    """
+    num_spooled  records that were known to be in the spool when their process died, by process
+    num_hung     processes during whose life a server hung
+    """
 
     num_spooled: list[int] = field(default_factory=list)
+    num_hung: int = 0
 
     @property
     def expected(self) -> set[str]:
@@ -118,6 +122,7 @@ def storm(
     if down_s:
         for server in servers:
             server.hang()
+        outcome.num_hung += bool(servers)
         outcome.num_spooled.append(_killed_after(command(folder, config, 0), down_s))
         for server in servers:
             server.go_on()
@@ -125,6 +130,7 @@ def storm(
         hanging = [server for server in servers if chance.random() < 1 / 3]
         for server in hanging:
             server.hang()
+        outcome.num_hung += bool(hanging)
         outcome.num_spooled.append(_killed_after(command(folder, config, run), chance.uniform(0.05, 1.2)))
         for server in hanging:
             server.go_on()

@@ -116,6 +116,7 @@ def test_killed_writers_lose_nothing_that_was_in_the_spool_whether_brokers_hang_
     with mock_cluster() as cluster:
         plain = {"kafka": {"brokers": list(cluster.brokers), "topic": TOPIC}}
         outcome = storm(tmp_path, plain, NUM_KILLS, [cluster], seed=SEED)
+        assert 0 < outcome.num_hung < NUM_KILLS
         assert outcome.expected
         in_sql = ids_in_sql(tmp_path)
         assert outcome.expected <= set(in_sql)
