@@ -179,6 +179,7 @@ def test_a_runner_that_cannot_take_state_changes_is_fatal() -> None:
         driven.run()
 
 
+@pytest.mark.socket
 def test_run_in_a_thread_serves_requests_from_another_and_stops() -> None:
     driven = DrivenEngine()
     thread = threading.Thread(target=driven.engine.run)
@@ -194,10 +195,10 @@ def test_run_in_a_thread_serves_requests_from_another_and_stops() -> None:
     thread.start()
     try:
         submit_all(driven)
-        assert done.wait(20)
+        assert done.wait(60)
     finally:
         driven.engine.stop()
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive()
     assert_unharmed(driven)
 
@@ -398,6 +399,7 @@ def test_what_leaves_the_inbox_is_never_uncounted_nor_counted_twice(moment: str,
     assert set(seen) == {3}
 
 
+@pytest.mark.socket
 def test_threads_that_submit_at_once_are_all_counted() -> None:
     driven, num_threads, num_each = DrivenEngine(max_waiting=10_000), 4, 500
     barrier = threading.Barrier(num_threads)

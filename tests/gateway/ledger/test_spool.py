@@ -138,6 +138,7 @@ def test_a_segment_that_cannot_be_begun_leaves_nothing(spool: Spool, monkeypatch
     assert not os.listdir(spool.folder / OPEN)
 
 
+@pytest.mark.socket
 def test_a_segment_that_another_process_takes_before_it_is_locked_is_begun_again(
     spool: Spool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +161,7 @@ def test_a_segment_that_another_process_takes_before_it_is_locked_is_begun_again
     monkeypatch.setattr(OpenSegment, "append", append_once_shipped)
     thread = SpoolThread(spool, fsync="never", on_segment=lambda: None)
     thread.put(usage(1))
-    thread.close(10.0)
+    thread.close(60.0)
     assert len(payloads(spool, "sql")) == len(payloads(spool, "kafka")) == 1
     assert (len(taken), thread.num_recorded, thread.dropped) == (1, 1, {})
     assert not os.listdir(spool.folder / OPEN)
