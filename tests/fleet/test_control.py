@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import eventually
 from scripted_site import FleetExit, Script, ScriptedSite, models_of, scripted_site
-from wire_kit import until
 
 from headrace.cli.control_client import find_deployment
 from headrace.cli.exits import ServerFailed
@@ -82,7 +82,7 @@ async def test_a_retired_replica_ends_when_its_last_request_has_left() -> None:
     async with scripted_site(script, drain_timeout_s=30) as site:
         await site.all_serving()
         rollout = asyncio.create_task(site.do("rollout", model="tiny"))
-        await until(lambda: listed(site) == {"tiny": ["tiny-1"]})
+        await eventually(lambda: listed(site) == {"tiny": ["tiny-1"]})
         await asyncio.sleep(29)
         assert await site.phases() == {"tiny-0": "draining", "tiny-1": "serving"}
         assert not site.process("tiny-0").asked_at
@@ -199,13 +199,13 @@ async def test_what_a_gateway_refuses_changes_nothing() -> None:
 
 async def test_an_engine_that_never_gets_ready_does_not_keep_back_what_serves() -> None:
     async with scripted_site(Script(loading={"late-0"}), models={"tiny": 1, "late": 1}, is_awaited=False) as site:
-        await until(lambda: site.is_launched("tiny-0"))
+        await eventually(lambda: site.is_launched("tiny-0"))
         began = site.process("tiny-0").launched_at
-        await until(lambda: site.ready is not None)
+        await eventually(lambda: site.ready is not None)
         assert reconciler.STRAGGLERS_S <= asyncio.get_running_loop().time() - began <= reconciler.STRAGGLERS_S + SOON_S
         assert site.ready is not None
         assert (set(site.ready.replicas), site.ready.starting, site.ready.failed) == ({"tiny-0"}, ["late-0"], {})
-        await until(lambda: listed(site)["tiny"] == ["tiny-0"])
+        await eventually(lambda: listed(site)["tiny"] == ["tiny-0"])
         assert await site.phases("late") == {"late-0": "starting"}
 
 
@@ -216,7 +216,7 @@ async def test_an_engine_that_cannot_start_fails_its_model_only_and_a_reload_tri
         assert site.ready is not None
         assert set(site.ready.replicas) == {"tiny-0"}
         assert site.ready.failed == {"bad-0": f"{reason}.", "bad-1": f"{reason}."}
-        await until(lambda: listed(site) == {"tiny": ["tiny-0"], "bad": []})
+        await eventually(lambda: listed(site) == {"tiny": ["tiny-0"], "bad": []})
         [written] = [model for model in site.written["models"] if model["name"] == "bad"]
         assert written["unavailable"] == "Its engine refused its configuration or weights."
         assert "/secret/path" not in json.dumps(site.written)
@@ -245,10 +245,10 @@ async def test_an_engine_that_ends_at_its_start_is_tried_again_after_a_pause() -
         assert site.ready is not None
         assert site.ready.failed == {"bad-0": "ended with status 9; it was started 3 times and never served."}
         failed_at = site.process("bad-0").ended_at
-        await until(lambda: listed(site)["bad"] == [])
+        await eventually(lambda: listed(site)["bad"] == [])
         assert '"Its engine ended before it served."' in json.dumps(site.written)
         script.dying.clear()
-        await until(lambda: len(site.pids("bad-0")) == 4, 60)
+        await eventually(lambda: len(site.pids("bad-0")) == 4, 60)
         assert site.process("bad-0").launched_at == pytest.approx(failed_at + replica_process.FIRST_RETRY_S)
         await site.all_serving("bad")
         assert listed(site)["bad"] == ["bad-0"]
@@ -262,7 +262,7 @@ async def test_an_engine_that_dies_in_service_again_and_again_is_started_again_a
             await asyncio.sleep(served_s)
             dead = site.process("tiny-0")
             dead.kill()
-            await until(lambda dead=dead: site.process("tiny-0") is not dead)  # type: ignore[misc]
+            await eventually(lambda dead=dead: site.process("tiny-0") is not dead)  # type: ignore[misc]
             pauses_s.append(site.process("tiny-0").launched_at - dead.ended_at)
         assert pauses_s == pytest.approx([FIRST_PAUSE_S, 0.2, 0.4, 0.8, 1.6, 2.0, FIRST_PAUSE_S, 0.2])
         assert len(site.pids("gateway")) == 1
@@ -310,7 +310,7 @@ async def test_a_gateway_that_is_killed_in_a_rollout_reads_what_holds_when_it_is
     async with scripted_site(script, models={"tiny": 2}) as site:
         await site.all_serving()
         rollout = asyncio.create_task(site.do("rollout"))
-        await until(lambda: site.is_launched("tiny-2"))
+        await eventually(lambda: site.is_launched("tiny-2"))
         site.process("gateway").kill()
         script.loading.clear()
         assert (await rollout)[-1] == {"event": "done"}

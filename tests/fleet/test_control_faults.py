@@ -8,9 +8,9 @@ import signal
 from typing import Any, cast
 
 import pytest
+from patience import eventually
 from scripted_site import FleetExit, Script, scripted_site
 from virtual_time import VirtualTimeLoop
-from wire_kit import until
 
 from headrace.fleet import control, gateways, hang_watch, supervisor
 from headrace.fleet.command_slot import CommandSlot, ControlBusy
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.loop
 async def test_a_reload_that_is_refused_while_engines_load_takes_nothing_down() -> None:
     script = Script(loading={"tiny-0"})
     async with scripted_site(script, is_awaited=False) as site:
-        await until(lambda: site.is_launched("tiny-0"))
+        await eventually(lambda: site.is_launched("tiny-0"))
         script.refusal = "limits.x: no"
         site.scale_file(tiny=2)
         assert (await site.do("reload"))[-1] == {"event": "refused", "reason": "limits.x: no"}
         script.refusal = ""
         script.loading.clear()
-        await until(lambda: site.process("tiny-0").ready.done())
+        await eventually(lambda: site.process("tiny-0").ready.done())
         assert (await site.do("scale", model="tiny", replicas=2))[-1] == {"event": "done"}
         assert await site.phases() == {"tiny-0": "serving", "tiny-2": "serving"}, "the name in the refused plan is not given again"
         assert not site.running.done()
@@ -54,7 +54,7 @@ async def test_a_model_whose_tokenizer_gateways_cannot_use_fails_alone_and_a_rel
         async with asyncio.timeout(60):
             while await site.phases("bad") != {"bad-0": "failed"}:
                 await asyncio.sleep(0.02)
-        await until(lambda: site.listed("bad", "gateway-0") == [])
+        await eventually(lambda: site.listed("bad", "gateway-0") == [])
         assert await site.phases() == {"tiny-0": "serving"}
         [written] = [model for model in site.process("gateway-0").config["models"] if model["name"] == "bad"]
         assert written["unavailable"] == "Its tokenizer or chat template cannot be used."
@@ -86,19 +86,19 @@ async def test_a_tokenizer_that_one_gateway_alone_cannot_use_costs_no_engine(mon
 async def test_an_engine_that_hangs_at_its_start_leaves_the_site_to_its_operator() -> None:
     script = Script(loading={"tiny-1", "tiny-2"})
     async with scripted_site(script, is_awaited=False) as site:
-        await until(lambda: site.is_launched("tiny-0"))
+        await eventually(lambda: site.is_launched("tiny-0"))
         site.scale_file(tiny=2)
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: site.is_launched("tiny-1"))
+        await eventually(lambda: site.is_launched("tiny-1"))
         await site.idle()
         scaling = asyncio.create_task(site.do("scale", model="tiny", replicas=3))
-        await until(lambda: site.is_launched("tiny-2"))
+        await eventually(lambda: site.is_launched("tiny-2"))
         began = asyncio.get_running_loop().time()
         await site.idle()
         assert control.STARTS_S <= asyncio.get_running_loop().time() - began <= control.STARTS_S * 1.2
         site.scale_file(tiny=3, other=1)
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: site.is_launched("other-0"))
+        await eventually(lambda: site.is_launched("other-0"))
         await site.idle()
         assert (await site.do("scale", model="tiny", replicas=1))[-1] == {"event": "done"}
         assert await site.phases() == {"tiny-0": "serving"}
@@ -119,7 +119,7 @@ async def test_a_command_hears_of_its_own_models_alone() -> None:
     script = Script(num_open={"tiny-0": 1})
     async with scripted_site(script, models={"tiny": 2, "other": 2}) as site:
         draining = asyncio.create_task(site.do("drain", replica="tiny-0", within_s=60))
-        await until(lambda: site.listed("tiny") == ["tiny-1"])
+        await eventually(lambda: site.listed("tiny") == ["tiny-1"])
         scaled = await site.do("scale", model="other", replicas=3)
         script.num_open.clear()
         drained = await draining
@@ -150,7 +150,7 @@ async def test_a_hangup_that_finds_another_command_just_begun_is_not_lost(caplog
     asked, busy = asyncio.Event(), BusyControl()
     async with reloading_when_asked(asked, cast("Any", busy)):
         asked.set()
-        await until(lambda: busy.num_reloads == 1)
+        await eventually(lambda: busy.num_reloads == 1)
     assert "changed nothing" not in caplog.text
 
 
@@ -173,7 +173,7 @@ async def test_a_drain_of_all_waits_for_no_change_that_is_under_way() -> None:
     async with scripted_site(script, workers=2) as site:
         script.holding.add("gateway-1")
         scaling = asyncio.create_task(site.do("scale", model="tiny", replicas=2))
-        await until(lambda: site.listed("tiny", "gateway-0") == ["tiny-0", "tiny-1"])
+        await eventually(lambda: site.listed("tiny", "gateway-0") == ["tiny-0", "tiny-1"])
         assert (await site.do("drain", within_s=20))[-1] == {"event": "done"}
         assert await site.running is FleetExit.DRAINED
         assert site.pids("tiny-1") == [], "nothing is started any more"
@@ -186,7 +186,7 @@ async def test_the_last_replica_is_not_drained_while_a_gateway_starts_again() ->
         await site.all_serving()
         script.loading.add("gateway")
         site.process("gateway").kill()
-        await until(lambda: len(site.pids("gateway")) == 2)
+        await eventually(lambda: len(site.pids("gateway")) == 2)
         assert (await site.do("drain", replica="tiny-0", within_s=5))[-1] == {"event": "done"}, "the other one served when it was last seen"
         [refused] = await site.do("drain", replica="tiny-1", within_s=5)
         assert refused["reason"].startswith("tiny-1: is the last replica of tiny that serves")
@@ -197,12 +197,12 @@ async def test_a_gateway_that_hangs_is_started_again_after_ten_seconds() -> None
     async with scripted_site(script, workers=2) as site:
         script.silent.add("gateway-1")
         hung_at = asyncio.get_running_loop().time()
-        await until(lambda: len(site.pids("gateway-1")) == 2, 60)
+        await eventually(lambda: len(site.pids("gateway-1")) == 2, 60)
         killed = next(process for process in site.launcher.launched if process.label == "gateway-1")
         looks_s = hang_watch.GATEWAY_LOOKS * (hang_watch.LOOK_S + gateways.STATUS_TIMEOUT_S)
         assert killed.ended_at - hung_at == pytest.approx(looks_s, abs=hang_watch.LOOK_S)
         script.silent.clear()
-        await until(lambda: site.process("gateway-1").ready.done())
+        await eventually(lambda: site.process("gateway-1").ready.done())
         assert (len(site.pids("gateway-0")), len(site.pids("tiny-0"))) == (1, 1)
 
 
@@ -215,7 +215,7 @@ async def test_an_engine_that_no_gateway_can_use_is_started_again_unless_it_drai
         assert len(site.pids("tiny-0")) == 1
         script.not_ready["tiny-0"] = "not connected"
         lost_at, lost = asyncio.get_running_loop().time(), site.process("tiny-0")
-        await until(lambda: len(site.pids("tiny-0")) == 2, 60)
+        await eventually(lambda: len(site.pids("tiny-0")) == 2, 60)
         assert lost.ended_at - lost_at == pytest.approx(20.0, abs=hang_watch.LOOK_S)
         assert len(site.pids("tiny-1")) == 1
 

@@ -23,8 +23,9 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import PATIENCE_S, eventually
 from server_kit import is_alive
-from wire_kit import read_all, request, socket_dir, until
+from wire_kit import read_all, request, socket_dir
 
 import headrace
 from headrace.cli.control_client import AdminClient, find_deployment
@@ -34,7 +35,6 @@ from headrace.wire.client import ReplicaClient
 
 pytestmark = pytest.mark.process
 
-PATIENCE_S = 60.0
 ENDLESS = 4000
 MAIN = Path(__file__).resolve().parents[1] / "support" / "fleet_main.py"
 SOURCE = Path(headrace.__file__).resolve().parents[1]
@@ -168,7 +168,7 @@ async def test_one_of_several_gateways_that_is_killed_is_started_again_alone_and
     taken = json.loads((fleet.run_dir / "gateway.json").read_text())["port"]
     assert taken != 0
     os.kill(before["gateway-1"], signal.SIGKILL)
-    await until(lambda: "gateway-1 was killed by SIGKILL" in fleet.log, PATIENCE_S)
+    await eventually(lambda: "gateway-1 was killed by SIGKILL" in fleet.log, PATIENCE_S)
     after = await serving(fleet, *GATEWAYS, "tiny-0", "tiny-1")
     assert {name for name in after if after[name] != before[name]} == {"gateway-1"}
     with socket.socket() as other:
@@ -205,7 +205,7 @@ async def test_a_killed_supervisor_takes_its_children_with_it() -> None:
         fleet.hear()
         assert all(is_alive(pid) for pid in fleet.pids.values())
         fleet.process.kill()
-        await until(lambda: not any(is_alive(pid) for pid in fleet.pids.values()), PATIENCE_S)
+        await eventually(lambda: not any(is_alive(pid) for pid in fleet.pids.values()), PATIENCE_S)
 
 
 async def test_a_terminal_that_is_closed_drains_and_the_running_stream_finishes() -> None:

@@ -11,12 +11,12 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 from headrace.fleet.launcher import Child, Failure, ProcessLauncher
 
 pytestmark = pytest.mark.process
 
-PATIENCE_S = 60.0
 SECRETS = {
     "HEADRACE_API_KEY": "a-secret-key",
     "HEADRACE_GATEWAY__API_KEYS": "[{key: a-secret-key}]",

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from patience import eventually
 from scripted_site import PORT, FleetExit, Script, ScriptedSite, models_of, scripted_site
-from wire_kit import until
 
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import ModelSpec
@@ -71,7 +71,7 @@ async def test_a_gateway_that_dies_is_started_again_alone() -> None:
     async with scripted_site(workers=3) as site:
         dead = site.process("gateway-1")
         dead.kill()
-        await until(lambda: len(site.pids("gateway-1")) == 2)
+        await eventually(lambda: len(site.pids("gateway-1")) == 2)
         assert site.process("gateway-1").launched_at - dead.ended_at == pytest.approx(FIRST_PAUSE_S)
         assert [len(site.pids(name)) for name in ("gateway-0", "gateway-2", "tiny-0")] == [1, 1, 1]
 
@@ -173,7 +173,7 @@ async def test_a_hangup_reads_the_file_again() -> None:
     async with scripted_site() as site:
         site.scale_file(tiny=1, other=2)
         ask(signal.SIGHUP)
-        await until(lambda: site.is_launched("other-1"))
+        await eventually(lambda: site.is_launched("other-1"))
         await site.all_serving("other")
         assert site.listed("other") == ["other-0", "other-1"]
         assert len(site.pids("tiny-0")) == 1
@@ -184,7 +184,7 @@ async def test_a_hangup_that_finds_a_fault_changes_nothing_and_says_so(caplog: p
         before = site.written
         site.source.config = replace(site.source.config, models=())
         ask(signal.SIGHUP)
-        await until(lambda: "SIGHUP changed nothing: models: is empty" in caplog.text)
+        await eventually(lambda: "SIGHUP changed nothing: models: is empty" in caplog.text)
         assert site.written == before
         assert not site.running.done()
 

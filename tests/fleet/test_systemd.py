@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from patience import until
 from server_kit import is_alive
 from wire_kit import socket_dir
 
@@ -31,7 +31,6 @@ PROGRAM = "/opt/headrace/bin/headrace"
 SYSTEMD_ANALYZE = shutil.which("systemd-analyze")
 MANAGER = Path("/lib/systemd/systemd")
 SUPPORT = ROOT / "tests" / "support"
-PATIENCE_S = 30.0
 IN_A_NAMESPACE = (
     "mount --make-rprivate / && mount -t tmpfs tmpfs /run/systemd && mkdir /run/systemd/system && "
     f"exec {MANAGER} --user --unit=basic.target"
@@ -124,13 +123,6 @@ def managing(folder: Path) -> Iterator[Manager]:
         for child in children:
             if child.is_running():
                 child.kill()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < PATIENCE_S
-        time.sleep(0.05)
 
 
 def unit_for(folder: Path) -> str:

@@ -9,13 +9,12 @@ import pytest
 import text_kit
 from gateway_kit import MODEL, TestBench, open_bench, serving
 from kinds import guard, kind_of
+from patience import PATIENCE_S
 from redis_kit import RedisServer
 from wire_kit import socket_dir
 
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.text.folder import TextModel, load_text
-
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,7 @@ import re
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import pytest
 import text_kit
 import yaml
 from gateway_processes import ENGINE, GATEWAY, Child, child
+from patience import PATIENCE_S, until
 from server_kit import is_alive
 from typer.testing import CliRunner
 from wire_kit import socket_dir
@@ -33,7 +33,6 @@ from headrace.wire.leash import ORPHANED
 
 pytestmark = pytest.mark.process
 
-PATIENCE_S = 60.0
 VOCAB = 345
 FAKE = {"vocab_size": VOCAB, "step_seconds": 0.01}
 ENDLESS = 4000
@@ -95,7 +94,7 @@ class Gateway:
             return client.get(path)
 
     def until(self, path: str, status: int) -> None:
-        eventually(lambda: self.get(path).status_code == status)
+        until(lambda: self.get(path).status_code == status)
 
     def ask(self, event: str) -> dict[str, Any]:
         """What it answers on its leash, without the id, which is the request's."""
@@ -128,13 +127,6 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 def answered(client: httpx2.Client, **fields: Any) -> httpx2.Response:
     return client.post("/v1/chat/completions", json=chat(max_tokens=3, **fields))
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < PATIENCE_S
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -170,14 +162,14 @@ def test_a_client_that_leaves_frees_its_blocks(shared: Gateway) -> None:
     with shared.client() as client:
         with opened(client, max_tokens=ENDLESS):
             pass
-        eventually(lambda: all(line in client.get("/metrics").text for line in idle))
+        until(lambda: all(line in client.get("/metrics").text for line in idle))
 
 
 def test_replicas_change_through_the_leash_while_a_stream_runs(shared: Gateway, place: Place) -> None:
     """Another replica comes, the stream's own is retired, and its connection is closed once the stream has ended."""
     place.write("gateway.json", "r0", timeouts={"failover_s": 0})
     assert shared.ask("reload") == {"event": "reloaded"}
-    eventually(lambda: set(shared.replicas()) == {"r0"})
+    until(lambda: set(shared.replicas()) == {"r0"})
     with shared.client() as client, shared.client() as other:
         with opened(client, max_tokens=ENDLESS) as lines:
             assert shared.replicas() == {"r0": {"ready": True, "reason": "", "open": 1, "refused": False}}
@@ -188,7 +180,7 @@ def test_replicas_change_through_the_leash_while_a_stream_runs(shared: Gateway, 
             assert answered(other).status_code == 200
             assert [next(lines).startswith("data: ") for _ in range(5)] == [True] * 5
         idle = {"ready": True, "reason": "", "open": 0, "refused": False}
-        eventually(lambda: shared.replicas() == {"r1": idle})
+        until(lambda: shared.replicas() == {"r1": idle})
     place.write("gateway.json", "r1", port=1, timeouts={"failover_s": 0})
     said = shared.ask("reload")
     assert (said["event"], "port" in said["reason"]) == ("refused", True)
@@ -218,7 +210,7 @@ def test_a_stopped_engine_is_not_ready_until_it_goes_on(shared: Gateway, place: 
 def test_a_killed_engine_ends_its_streams_with_an_error_that_can_be_retried(shared: Gateway, place: Place) -> None:
     place.write("gateway.json", "r0", timeouts={"failover_s": 0})
     assert shared.ask("reload") == {"event": "reloaded"}
-    eventually(lambda: set(shared.replicas()) == {"r0"})
+    until(lambda: set(shared.replicas()) == {"r0"})
     with shared.client() as client:
         with opened(client, max_tokens=ENDLESS) as lines:
             place.engines["r0"].signal(signal.SIGKILL)
@@ -249,7 +241,7 @@ def test_an_insistent_signal_ends_streams_with_an_error_event(place: Place) -> N
     with gateway(place, "insisted.json", "r1", timeouts={"drain_s": 600}) as made, made.client() as client:
         with opened(client, max_tokens=ENDLESS) as lines:
             made.process.signal(signal.SIGTERM)
-            eventually(lambda: made.get("/ready").status_code == 503)
+            until(lambda: made.get("/ready").status_code == 503)
             made.process.signal(signal.SIGTERM)
             assert error_of(list(lines)[-1]) == UNAVAILABLE
         assert made.process.wait() == 75
@@ -268,8 +260,8 @@ def test_a_gateway_that_is_killed_loses_no_usage_and_no_child_of_it_stays(place:
         for _ in range(20):
             assert answered(client).status_code == 200
         # What was answered is written ten milliseconds later, if nothing keeps the thread from it.
-        eventually(lambda: re.findall(r"^headrace_usage_records_total (\S+)$", client.get("/metrics").text, re.MULTILINE) == ["20.0"])
-        eventually(lambda: sum(row["requests"] for row in usage()) == 20)
+        until(lambda: re.findall(r"^headrace_usage_records_total (\S+)$", client.get("/metrics").text, re.MULTILINE) == ["20.0"])
+        until(lambda: sum(row["requests"] for row in usage()) == 20)
         children = psutil.Process(made.process.process.pid).children(recursive=True)
         assert len(children) > 1, "the host of the text workers, and those"
         children[-1].suspend()  # as one in the midst of a job
@@ -302,7 +294,7 @@ class ByHand:
         num_before = self.log.count(outcome)
         self.file.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
         self.process.send_signal(signal.SIGHUP)
-        eventually(lambda: self.log.count(outcome) > num_before)
+        until(lambda: self.log.count(outcome) > num_before)
 
     def client(self, key: str = KEY) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=PATIENCE_S, headers={"authorization": f"Bearer {key}"})
@@ -349,7 +341,7 @@ def test_a_hangup_reloads_a_gateway_that_was_started_by_hand_and_cuts_no_stream(
             except httpx2.TransportError:
                 return False
 
-        eventually(lambda: is_ready("/ready"))
+        until(lambda: is_ready("/ready"))
         seeds = range(3)
         server: dict[str, Any] = {**keys, "port": int(made.url.rpartition(":")[2])}
 
@@ -364,7 +356,7 @@ def test_a_hangup_reloads_a_gateway_that_was_started_by_hand_and_cuts_no_stream(
         got = [contents(each, 30) for each in running]
 
         made.reload({"models": [model("r1", "r2")], "gateway": server}, "was read again")
-        eventually(lambda: is_ready("/ready?strict"))
+        until(lambda: is_ready("/ready?strict"))
         # a file with a fault, and one that takes a restart: both change nothing
         made.reload("models: [", "stays as it is")
         made.reload({"models": [model("r1")], "gateway": {**server, "port": server["port"] + 1}}, "stays as it is")

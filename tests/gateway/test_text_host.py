@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 import text_kit
+from patience import eventually
 from scripted_host import HostScript, scripted_hosts
-from wire_kit import until
 
 from headrace.core.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable
 from headrace.gateway.config import Limits, config_from
@@ -63,7 +63,7 @@ def host_of(**folders: Path) -> HostProcess:
 async def workers(folder: Path, *, max_workers: int = 1, max_queue: int = 100) -> AsyncIterator[tuple[ModelText, TextPool, HostProcess]]:
     host = host_of(fox=folder)
     async with TextPool(host, max_workers=max_workers, max_queue=max_queue, max_queue_bytes=8 << 20, clock=host._clock) as pool:
-        await until(lambda: len(pool._idle) == max_workers)
+        await eventually(lambda: len(pool._idle) == max_workers)
         yield ModelText(pool, "fox", load_text(folder).tokenizer), pool, host
         pool.check()
     assert host._process is None
@@ -111,7 +111,7 @@ async def test_what_a_full_socket_does_not_take_is_said_in_order_when_it_does() 
             got.extend(lines(theirs))
             return len(got) == num + 4
 
-        await until(is_all_there)
+        await eventually(is_all_there)
         assert got == [{"config": 0}, *({"kill": number} for number in range(num + 3))]
         host.say_with({"fork": 5}, theirs.fileno())
         assert lines(theirs) == [{"fork": 5}]
@@ -136,7 +136,7 @@ async def test_a_kill_that_meets_a_full_socket_is_done_when_the_host_reads(scrip
     async with workers(folder) as (text, pool, host):
         script.can_work.clear()
         heavy = heavy_job(text)
-        await until(lambda: len(pool._running) == 1)
+        await eventually(lambda: len(pool._running) == 1)
         script.is_stopped = True
         channel = host._socket._channel if host._socket is not None else None
         assert channel is not None
@@ -148,7 +148,7 @@ async def test_a_kill_that_meets_a_full_socket_is_done_when_the_host_reads(scrip
         await asyncio.sleep(1)
         script.can_work.set()
         script.go_on()
-        await until(lambda: len(pool._idle) == 1)
+        await eventually(lambda: len(pool._idle) == 1)
         assert pool.num_killed == {"left": 1}
         assert await encode(text)
         assert len(script.processes) == 1
@@ -158,11 +158,11 @@ async def test_a_host_that_does_nothing_any_more_is_ended_with_its_workers_after
     async with workers(folder) as (text, pool, _):
         script.can_work.clear()
         heavy = heavy_job(text)
-        await until(lambda: len(pool._running) == 1)
+        await eventually(lambda: len(pool._running) == 1)
         script.is_stopped = True
         killed_at, stuck = now(), script.current
         heavy.cancel()
-        await until(lambda: len(script.processes) == 2)
+        await eventually(lambda: len(script.processes) == 2)
         assert stuck.ended_at - killed_at == pytest.approx(processes.KILL_TIMEOUT_S)
         script.can_work.set()
         script.go_on()
@@ -173,14 +173,14 @@ async def test_who_leaves_frees_its_place_and_its_worker(script: HostScript, fol
     async with workers(folder) as (text, pool, _):
         script.can_work.clear()
         heavy = heavy_job(text)
-        await until(lambda: len(pool._running) == 1)
+        await eventually(lambda: len(pool._running) == 1)
         waiting = [asyncio.create_task(encode(text)) for _ in range(10)]
-        await until(lambda: pool.reading().num_waiting == 10)
+        await eventually(lambda: pool.reading().num_waiting == 10)
         for task in waiting[:9]:
             task.cancel()
-        await until(lambda: pool.reading().num_waiting == 1)
+        await eventually(lambda: pool.reading().num_waiting == 1)
         heavy.cancel()
-        await until(lambda: pool.num_killed == {"left": 1})
+        await eventually(lambda: pool.num_killed == {"left": 1})
         script.can_work.set()
         assert await waiting[9]
         assert pool.reading().num_waiting_bytes == 0
@@ -196,7 +196,7 @@ async def test_heavy_jobs_leave_one_worker_to_short_ones(script: HostScript, fol
         await asyncio.sleep(1)
         assert (len(pool._running), pool.reading().num_waiting) == (1, 3)
         short = asyncio.create_task(encode(text))
-        await until(lambda: len(pool._running) == 2)
+        await eventually(lambda: len(pool._running) == 2)
         script.can_work.set()
         assert await short
         assert len(await asyncio.gather(*heavy)) == 4
@@ -240,7 +240,7 @@ async def test_a_lost_host_fails_what_ran_and_is_started_again(script: HostScrip
         script.can_work.clear()
         running = heavy_job(text)
         waiting = asyncio.create_task(encode(text))
-        await until(lambda: len(pool._running) == 1)
+        await eventually(lambda: len(pool._running) == 1)
         script.current.kill()
         with pytest.raises(Unavailable):
             await running
@@ -254,7 +254,7 @@ async def test_a_lost_host_fails_what_ran_and_is_started_again(script: HostScrip
 async def test_a_signal_from_outside_costs_no_job_but_the_workers_own(script: HostScript, folder: Path) -> None:
     async with workers(folder) as (text, pool, _):
         script.current.kill_workers()
-        await until(lambda: not pool._idle)
+        await eventually(lambda: not pool._idle)
         assert await encode(text)
         assert not pool.num_killed
 
@@ -280,9 +280,9 @@ async def test_a_host_that_does_not_start_is_tried_ever_more_rarely_and_logged_o
         num = len(script.processes)
         script.current.kill()
         script.ending = 3 if num_tries > 1 else None
-        await until(lambda: len(script.processes) == num + num_tries - 1, 600)
+        await eventually(lambda: len(script.processes) == num + num_tries - 1, 600)
         script.ending = None
-        await until(lambda: len(script.processes) == num + num_tries and not host.reason, 600)
+        await eventually(lambda: len(script.processes) == num + num_tries and not host.reason, 600)
         tries = script.processes[num - 1 :]
         return [after.launched_at - before.ended_at for before, after in pairwise(tries)]
 
@@ -307,9 +307,9 @@ async def test_a_restart_whose_only_model_cannot_be_read_is_tried_again(script: 
         assert not pool.reason
         folder.rename(hidden)
         script.current.kill()
-        await until(lambda: host.reason != "")
+        await eventually(lambda: host.reason != "")
         assert pool.reason == host.reason
-        await until(lambda: len(script.processes) == 3)
+        await eventually(lambda: len(script.processes) == 3)
         hidden.rename(folder)
         assert await encode(text)
         assert not pool.reason
@@ -321,7 +321,7 @@ async def test_a_folder_that_is_damaged_at_a_restart_fails_its_model_alone(scrip
     async with TextPool(host_of(**folders), max_workers=1, max_queue=9, max_queue_bytes=1 << 20) as pool:
         (folders["fox"] / "tokenizer.json").unlink()
         script.current.kill()
-        await until(lambda: [*pool.failures] == ["fox"] and not pool.reason)
+        await eventually(lambda: [*pool.failures] == ["fox"] and not pool.reason)
         assert await encode(ModelText(pool, "owl", tokenizer))
         with pytest.raises(Unavailable):
             await encode(ModelText(pool, "fox", tokenizer))
@@ -332,7 +332,7 @@ async def test_while_the_host_is_down_jobs_wait_for_a_worker_and_no_longer(scrip
         script.ending = 3
         lost_at = now()
         script.current.kill()
-        await until(lambda: host.reason != "")
+        await eventually(lambda: host.reason != "")
         with pytest.raises(Unavailable):
             await encode(text)
         assert now() - lost_at == pytest.approx(RETRY_S + processes.ADD_TIMEOUT_S)
@@ -340,7 +340,7 @@ async def test_while_the_host_is_down_jobs_wait_for_a_worker_and_no_longer(scrip
             await encode(text)
         assert now() - lost_at == pytest.approx(RETRY_S + processes.ADD_TIMEOUT_S), "at once, while there is none"
         script.ending = None
-        await until(lambda: not pool.reason, 600)
+        await eventually(lambda: not pool.reason, 600)
         assert await encode(text)
 
 
@@ -382,7 +382,7 @@ async def test_a_host_that_is_lost_while_it_forks_leaves_no_open_transport(
             with pytest.raises(OSError, match="could not fork"):
                 await host._fork(NoOwner())
         assert [transport.is_closing() for transport in transports] == [True]
-        await until(lambda: not host.reason)
+        await eventually(lambda: not host.reason)
 
 
 async def test_keys_of_foreign_servers_are_not_in_the_hosts_environment(script: HostScript, monkeypatch: pytest.MonkeyPatch) -> None:

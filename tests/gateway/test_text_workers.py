@@ -22,8 +22,8 @@ import msgspec
 import psutil
 import pytest
 import text_kit
+from patience import PATIENCE_S, eventually
 from server_kit import is_alive
-from wire_kit import until
 
 from headrace.core.errors import InvalidRequest, Unavailable
 from headrace.gateway.config import Limits
@@ -37,7 +37,6 @@ from headrace.text.folder import TextModel, load_text
 pytestmark = pytest.mark.process
 
 T = TypeVar("T")
-PATIENCE_S = 60.0
 LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
 DOUBLE = "{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
 STEERED = (
@@ -71,7 +70,7 @@ class RunningPool:
         return asyncio.run_coroutine_threadsafe(bounded(), self.loop).result()
 
     def eventually(self, condition: Callable[[], bool]) -> None:
-        self.do(until(condition, PATIENCE_S))
+        self.do(eventually(condition, PATIENCE_S))
 
     def all_idle(self) -> None:
         self.eventually(lambda: len(self.pool._idle) == NUM_WORKERS)

@@ -10,17 +10,17 @@ import random
 import statistics
 from asyncio import StreamReader as Reader
 from asyncio import StreamWriter as Writer
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from patience import eventually
 
 from headrace.lab import network_faults
 from headrace.lab.network_faults import CUT, HEALTHY, RETRANSMIT_S, SEGMENT_BYTES, Direction, FaultyLink, LinkFault
 
 pytestmark = pytest.mark.loop
 
-PATIENCE_S = 60.0
 LONG_S = 30.0
 """Bytes that are held back for this long are held back."""
 
@@ -67,12 +67,6 @@ async def linked() -> AsyncIterator[tuple[FaultyLink, Far]]:
                 await writer.wait_closed()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 async def dial(link: FaultyLink, far: Far) -> tuple[Reader, Writer]:
     reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
     far.clients.append(writer)
@@ -84,7 +78,7 @@ async def greet(link: FaultyLink, far: Far) -> tuple[Reader, Writer]:
     reader, writer = await dial(link, far)
     num_before = len(far.data)
     writer.write(b"hello ")
-    await until(lambda: len(far.data) == num_before + 6)
+    await eventually(lambda: len(far.data) == num_before + 6)
     return reader, writer
 
 
@@ -94,12 +88,12 @@ async def test_a_healthy_link_passes_bytes_both_ways_and_each_end_by_itself() ->
         reader, writer = await greet(link, far)
         writer.write(bytes(1_000_000))
         writer.write_eof()
-        await until(lambda: far.ends == ["end"])
+        await eventually(lambda: far.ends == ["end"])
         assert len(far.data) == 1_000_006
         far.writers[0].write(b"answer")
         far.writers[0].close()
         assert await reader.read() == b"answer"
-        await until(lambda: not link.num_open)
+        await eventually(lambda: not link.num_open)
         assert link.num_accepted == 1
 
 
@@ -112,7 +106,7 @@ async def test_bytes_are_late_by_the_delay_in_the_named_direction_alone() -> Non
         far.writers[0].write(b"x")
         assert await reader.read(1) == b"x"
         assert now() == began
-        await until(lambda: far.data.endswith(b"late"))
+        await eventually(lambda: far.data.endswith(b"late"))
         assert far.arrived_s[-1] - began == pytest.approx(0.2)
 
 
@@ -127,7 +121,7 @@ async def test_a_cut_in_one_direction_holds_its_bytes_until_it_heals() -> None:
         assert far.data == b"hello "
         link.set(HEALTHY)
         healed = now()
-        await until(lambda: far.data == b"hello held")
+        await eventually(lambda: far.data == b"hello held")
         assert far.arrived_s[-1] == healed
 
 
@@ -163,7 +157,7 @@ async def test_a_connection_that_is_made_while_the_link_is_cut_reaches_the_serve
         await asyncio.sleep(LONG_S)
         assert not far.writers
         link.set(HEALTHY)
-        await until(lambda: far.data == b"early")
+        await eventually(lambda: far.data == b"early")
 
 
 @pytest.mark.socket
@@ -174,7 +168,7 @@ async def test_a_reset_breaks_every_connection_off_at_both_ends() -> None:
         for reader in (first, second):
             with pytest.raises(ConnectionResetError):
                 await reader.read()
-        await until(lambda: far.ends == ["reset", "reset"])
+        await eventually(lambda: far.ends == ["reset", "reset"])
         assert not link.num_open
         await greet(link, far)
 
@@ -187,7 +181,7 @@ async def test_a_link_that_refuses_resets_what_is_new_and_keeps_what_stands() ->
         with pytest.raises(ConnectionResetError):
             await (await dial(link, far))[0].read()
         writer.write(b"goes on")
-        await until(lambda: far.data.endswith(b"goes on"))
+        await eventually(lambda: far.data.endswith(b"goes on"))
 
 
 async def test_a_slow_link_takes_the_time_of_its_rate() -> None:
@@ -198,9 +192,9 @@ async def test_a_slow_link_takes_the_time_of_its_rate() -> None:
         for _ in range(2):
             writer.write(bytes(60_000))
             await asyncio.sleep(0.1)
-        await until(lambda: len(far.data) == 60_006)
+        await eventually(lambda: len(far.data) == 60_006)
         assert far.arrived_s[-1] - began == pytest.approx(0.3)
-        await until(lambda: len(far.data) == 120_006)
+        await eventually(lambda: len(far.data) == 120_006)
         assert far.arrived_s[-1] - began == pytest.approx(0.6), "what is behind it waits for the link"
 
 
@@ -214,7 +208,7 @@ async def test_loss_and_jitter_keep_the_order() -> None:
             writer.write(word)
             await asyncio.sleep(0.0005)
         last_sent = now()
-        await until(lambda: len(far.data) == 6 + 5 * len(words))
+        await eventually(lambda: len(far.data) == 6 + 5 * len(words))
         assert far.data == b"hello " + b"".join(words)
         assert far.arrived_s == sorted(far.arrived_s)
         assert far.arrived_s[-1] - last_sent > RETRANSMIT_S
@@ -240,6 +234,6 @@ async def test_a_link_leaves_nothing_behind() -> None:
         link.set(CUT)
         _, writer = await dial(link, far)
         writer.write(b"never")
-        await until(lambda: link.num_open == 2)
+        await eventually(lambda: link.num_open == 2)
     await asyncio.sleep(0)
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task() and "serve" not in str(task.get_coro())]

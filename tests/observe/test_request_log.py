@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from headrace.observe import request_log
 from headrace.observe.logs import LogFormat
 from headrace.observe.request_log import MAX_QUEUED, Outcome, RequestLog, RequestLogRecord
 
 pytestmark = pytest.mark.socket
-
-PATIENCE_S = 60.0
 
 
 def record(**fields: object) -> RequestLogRecord:

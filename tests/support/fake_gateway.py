@@ -62,7 +62,8 @@ async def serve(config: dict[str, Any], out: Path, leash: Leash) -> None:
         await stop.soft
         return
     # Only here: an idle gateway should start at once.
-    from wire_kit import PATIENCE_S, read_all, request
+    from patience import PATIENCE_S
+    from wire_kit import read_all, request
 
     from headrace.wire.client import ReplicaClient
 

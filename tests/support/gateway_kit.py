@@ -15,6 +15,7 @@ import httpx2
 import msgspec
 import text_kit
 from local_workers import LocalWorkers
+from patience import eventually as eventually
 from virtual_time import VirtualTimeLoop
 
 from headrace.core.clock import Clock
@@ -391,13 +392,6 @@ def metric(gateway: Gateway, name: str, **labels: str) -> float:
     metrics = gateway.service.metrics
     values = [registry.get_sample_value(name, labels) for registry in (metrics.registry, metrics.reported)]
     return next((value for value in values if value is not None), 0.0)
-
-
-async def eventually(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
-    """Wait until `condition` holds. Fails after a generous deadline."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def headers(values: Mapping[str, str] | None = None) -> dict[str, str]:

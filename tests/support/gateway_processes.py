@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from patience import PATIENCE_S as PATIENCE_S
+from patience import until
 
-PATIENCE_S = 60.0
 ENGINE = (sys.executable, "-m", "headrace.lab.fake_engine")
 GATEWAY = (sys.executable, "-m", "headrace", "gateway")
 
@@ -88,14 +88,10 @@ class Site:
     def client(self, **options: Any) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=PATIENCE_S, **options)
 
-    def wait_until(self, path: str, status: int) -> float:
-        """Seconds until `path` answers with `status`. Fails after PATIENCE_S."""
-        start = time.monotonic()
+    def wait_until(self, path: str, status: int) -> None:
+        """Until `path` answers with `status`."""
         with self.client() as client:
-            while client.get(path).status_code != status:
-                assert time.monotonic() - start < PATIENCE_S, f"{path} did not become {status}"
-                time.sleep(0.02)
-        return time.monotonic() - start
+            until(lambda: client.get(path).status_code == status, said=lambda: f"{path} did not become {status}")
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from patience import PATIENCE_S
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-PATIENCE_S = 60.0
 MAX_LINE_BYTES = 1 << 22
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from patience import until
 
 from headrace.gateway.ledger import shipper, spool_thread
 from headrace.gateway.ledger.record import UsageRecord, decode_record
 from headrace.gateway.ledger.sink import SinkFailed
+
+wait_until = until
 
 
 def usage(number: int, **changes: Any) -> UsageRecord:
@@ -62,10 +64,3 @@ def ship_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         for name, value in seconds.items():
             monkeypatch.setattr(module, name, value)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)

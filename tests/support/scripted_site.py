@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S, eventually
 from virtual_time import VirtualTimeLoop
-from wire_kit import socket_dir, until
+from wire_kit import socket_dir
 
 from headrace.cli.control_client import AdminClient
 from headrace.core.errors import HeadraceError
@@ -30,7 +31,6 @@ from headrace.fleet.launcher import Child, Failure
 from headrace.fleet.supervisor import FleetExit, FleetReady, Supervisor
 from headrace.wire.leash import LeashRequests
 
-PATIENCE_S = 60.0
 PORT = 8123
 """What a deployment without sockets takes for a free port."""
 
@@ -395,7 +395,7 @@ async def scripted_site(
 
         site = ScriptedSite(script, launcher, make, source, parent, operator)
         try:
-            await until(lambda: site.running.done() or (site.ready is not None if is_awaited else site.has_begun()), PATIENCE_S)
+            await eventually(lambda: site.running.done() or (site.ready is not None if is_awaited else site.has_begun()), PATIENCE_S)
             yield site
         finally:
             site.running.cancel()

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from typing import Any
 
 import grpc
 import psutil
+from patience import PATIENCE_S as PATIENCE_S
+from patience import until
 
 import headrace
 from headrace.cli.child import URL_LINE
@@ -34,8 +35,6 @@ COMMAND = (str(Path(sys.executable).with_name("headrace")), "serve")
 FAKE_COMMAND = (sys.executable, str(SUPPORT / "serve_fake.py"))
 START_S = 240.0
 STOP_S = 60.0
-PATIENCE_S = 60.0
-"""What anything may take on a machine that is busy or stands still for a while; no test asserts less."""
 CROWD: dict[str, Any] = {"vocab_size": 345, "num_blocks": 20_000, "verify": False}
 CROWD_ENGINE: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "max_waiting": 2048}
 """A fake engine with room for a thousand sequences of `plain_loop`'s vocabulary."""
@@ -118,10 +117,7 @@ class Server:
 
     def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Wait for something another process does. Raises AssertionError with the log's end."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{self.log[-4000:]}"
-            time.sleep(0.02)
+        until(condition, timeout_s, said=lambda: self.log[-4000:])
 
     async def eventually(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """`until`, while this process's own event loop goes on."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from patience import PATIENCE_S
 from virtual_time import VirtualTimeLoop
-from wire_kit import PATIENCE_S
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.outbox import AsyncioOutbox

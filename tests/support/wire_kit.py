@@ -9,10 +9,13 @@ import subprocess
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+
+from patience import PATIENCE_S as PATIENCE_S
+from patience import eventually
 
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
@@ -27,7 +30,7 @@ from headrace.wire.client import ReplicaClient
 from headrace.wire.stream import ReplicaStream
 from headrace.wire.target import parse_target
 
-PATIENCE_S = 60.0
+until = eventually
 
 
 def request(name: str, prompt: tuple[int, ...] = (1, 2, 3), **changes: Any) -> EngineRequest:
@@ -45,13 +48,6 @@ def socket_dir() -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    """Waits for a condition of this process. Raises TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def signal_until_gone(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

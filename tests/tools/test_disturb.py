@@ -5,17 +5,16 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0
 TREE = """
 import os, signal, subprocess, sys, time
 folder, role = sys.argv[1:]
@@ -56,7 +55,7 @@ class Tree:
         return self.disturb
 
     def _said(self, role: str) -> tuple[int, int]:
-        wait_for(lambda: (self.folder / role).exists())
+        until(lambda: (self.folder / role).exists())
         pid, ticks = (self.folder / role).read_text().split()
         return int(pid), int(ticks)
 
@@ -66,14 +65,7 @@ class Tree:
     def wait_until_both_tick(self) -> None:
         """Parent and child, more than once from now on."""
         least = {role: self._said(role)[1] + 2 for role in ("parent", "child")}
-        wait_for(lambda: all(self._said(role)[1] >= ticks for role, ticks in least.items()))
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.005)
+        until(lambda: all(self._said(role)[1] >= ticks for role, ticks in least.items()))
 
 
 def has_stopped(process: psutil.Process) -> bool:
@@ -94,7 +86,7 @@ def test_a_command_is_stopped_with_what_it_started_and_goes_on_and_its_status_co
     both = [tree.process(role) for role in ("parent", "child")]
     held = tree.process("held")
     for _ in range(2):
-        wait_for(lambda: all(map(has_stopped, both)))
+        until(lambda: all(map(has_stopped, both)))
         tree.wait_until_both_tick()
         assert has_stopped(held), "its parent has stopped it, and nobody else lets it go on"
     (tree.folder / "end").touch()
@@ -108,10 +100,10 @@ def test_one_that_is_asked_to_end_leaves_nothing_behind(tree: Tree) -> None:
     disturb = tree.start("--busy", "2", "--stop", "3-4", "--every", "1")
     family = psutil.Process(disturb.pid)
     parent = tree.process("parent")
-    wait_for(lambda: has_stopped(parent))
+    until(lambda: has_stopped(parent))
     left = family.children(recursive=True)
     assert len(left) == 2 + 3
     disturb.send_signal(signal.SIGTERM)
     disturb.communicate(timeout=PATIENCE_S)
     assert disturb.returncode == 128 + signal.SIGTERM
-    wait_for(lambda: not any(process.is_running() for process in left))
+    until(lambda: not any(process.is_running() for process in left))

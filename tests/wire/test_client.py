@@ -10,7 +10,8 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from wire_kit import PATIENCE_S, connected, read_all, request, served, socket_dir, until
+from patience import PATIENCE_S, eventually
+from wire_kit import connected, read_all, request, served, socket_dir
 
 from headrace.core.errors import Unavailable
 from headrace.lab.fake_runner import fake_answer
@@ -96,7 +97,7 @@ async def test_a_write_that_fails_for_any_reason_loses_the_connection_and_not_th
 async def test_a_refused_socket_is_told_once_and_the_connection_afterwards_too(told: list[str]) -> None:
     with socket_dir() as folder:
         async with ReplicaClient(f"unix:{folder}/none.sock", name="r0") as replica:
-            await until(lambda: bool(told))
+            await eventually(lambda: bool(told))
             with pytest.raises(Unavailable):
                 await replica.wait_connected(0.3)
     assert len(told) == len(set(told))
@@ -112,7 +113,7 @@ async def test_a_listener_that_is_no_engine_is_not_taken_for_one_that_starts(tol
     with socket_dir() as folder:
         server = await asyncio.start_unix_server(hang_up, f"{folder}/other.sock")
         async with server, ReplicaClient(f"unix:{folder}/other.sock", name="r0"):
-            await until(lambda: bool(told))
+            await eventually(lambda: bool(told))
     assert told[0].startswith("replica r0 is down: unavailable"), told
 
 
@@ -120,13 +121,13 @@ async def test_a_loopback_port_nobody_listens_at_belongs_to_an_engine_that_start
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         async with ReplicaClient(f"127.0.0.1:{taken.getsockname()[1]}", name="r0", token="t" * 16):
-            await until(lambda: bool(told))
+            await eventually(lambda: bool(told))
     assert told[0] == "waiting for replica r0 to start"
 
 
 async def test_a_model_that_does_not_fit_is_told_once(told: list[str]) -> None:
     async with served() as engine, ReplicaClient(engine.address, name="r0", expect=Expectation(vocab_size=5)) as replica:
-        await until(lambda: bool(told))
+        await eventually(lambda: bool(told))
         with pytest.raises(Unavailable, match="vocabulary"):
             await replica.wait_connected(0.5)
     assert len(told) == 1, told

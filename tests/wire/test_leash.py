@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from wire_kit import PATIENCE_S, until
+from patience import PATIENCE_S, eventually
 
 from headrace.core.errors import Unavailable
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, LeashRequests, ReloadRefused, ReplicaStatus
@@ -69,7 +69,7 @@ async def test_without_a_handler_requests_wait_for_the_next_one(ends: tuple[Leas
     leash.listen(lambda _: came.set())
     leash.listen(None)
     supervisor.sendall(b'{"event": "reload", "id": 7}\n')
-    await until(lambda: bool(leash._unhandled))
+    await eventually(lambda: bool(leash._unhandled))
     assert not came.is_set()
     leash.listen(taken.append)
     assert taken == [LeashRequest(LeashRequestKind.RELOAD, 7)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from patience import eventually
 from virtual_wire import linked_virtually
-from wire_kit import read_all, request, until
+from wire_kit import read_all, request
 
 from headrace.core.errors import Unavailable
 from headrace.lab.fake_runner import fake_answer
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.loop
 async def seconds_until_it_is(state: ConnectionState, replica: ReplicaClient) -> float:
     clock = asyncio.get_running_loop().time
     began = clock()
-    await until(lambda: replica.state is state)
+    await eventually(lambda: replica.state is state)
     return clock() - began
 
 
@@ -29,7 +30,7 @@ async def test_an_engine_that_is_heard_and_does_not_read_gets_no_new_work_until_
     async with linked_virtually() as (engine, replica):
         running = request("running", max_tokens=200)
         reading = asyncio.create_task(read_all(replica.submit(running)))
-        await until(lambda: engine.engine.snapshot().num_running == 1 and not replica.sent_since_snapshot())
+        await eventually(lambda: engine.engine.snapshot().num_running == 1 and not replica.sent_since_snapshot())
         engine.link.cut(Direction.TO_SERVER)
         lost = replica.submit(request("lost"))
         cut_s = await seconds_until_it_is(ConnectionState.NOT_READING, replica)
@@ -43,7 +44,7 @@ async def test_an_engine_that_is_heard_and_does_not_read_gets_no_new_work_until_
         assert await reading == {0: fake_answer(running, 0, 200, engine.options)}, "what the engine computes already goes on"
         engine.link.heal()
         assert await seconds_until_it_is(ConnectionState.CONNECTED, replica) <= HEARTBEAT_S
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
         assert await read_all(replica.submit(request("after")))
         assert replica.abandon_unseen("nothing is left") == 0
 
@@ -51,15 +52,15 @@ async def test_an_engine_that_is_heard_and_does_not_read_gets_no_new_work_until_
 async def test_an_engine_that_reads_nothing_for_a_lease_is_given_up() -> None:
     async with linked_virtually(step_s=0.1) as (engine, replica):
         reading = asyncio.create_task(read_all(replica.submit(request("long", max_tokens=2000))))
-        await until(lambda: engine.engine.snapshot().num_running == 1 and not replica.sent_since_snapshot())
+        await eventually(lambda: engine.engine.snapshot().num_running == 1 and not replica.sent_since_snapshot())
         engine.link.cut(Direction.TO_SERVER)
         began = engine.loop.time()
         with pytest.raises(Unavailable, match="the engine has read nothing for 10 s"):
             await reading
         assert LEASE_S - HEARTBEAT_S <= engine.loop.time() - began <= LEASE_S + 2 * HEARTBEAT_S
         engine.link.heal()
-        await until(lambda: replica.state is ConnectionState.CONNECTED)
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: replica.state is ConnectionState.CONNECTED)
+        await eventually(lambda: engine.is_idle)
 
 
 async def test_an_engine_of_an_older_version_gets_no_pings_and_is_never_found_not_to_read() -> None:
@@ -82,6 +83,6 @@ async def test_pings_wait_behind_a_large_prompt_for_as_long_as_it_may_take(monke
         more_s = await seconds_until_it_is(ConnectionState.NOT_READING, replica)
         assert NOT_READING_AFTER_S - HEARTBEAT_S <= more_s <= NOT_READING_AFTER_S + HEARTBEAT_S
         engine.link.heal()
-        await until(lambda: engine.service.num_open == 1)
+        await eventually(lambda: engine.service.num_open == 1)
         replica.abandon("the end of this test")
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)

@@ -6,8 +6,9 @@ import asyncio
 import logging
 
 import pytest
+from patience import eventually
 from virtual_wire import linked_virtually
-from wire_kit import read_all, request, until
+from wire_kit import read_all, request
 
 from headrace.core.errors import Unavailable
 from headrace.lab.network_faults import Direction
@@ -24,7 +25,7 @@ def is_silent(replica: ReplicaClient) -> bool:
 
 async def test_three_missed_heartbeats_are_silence_until_one_comes() -> None:
     async with linked_virtually() as (engine, replica):
-        await until(lambda: replica.snapshot is not None)
+        await eventually(lambda: replica.snapshot is not None)
         engine.link.cut(Direction.TO_CLIENT)
         await asyncio.sleep(SILENT_AFTER_S - replica.silent_s - 0.01)
         assert not is_silent(replica)
@@ -34,22 +35,22 @@ async def test_three_missed_heartbeats_are_silence_until_one_comes() -> None:
         with pytest.raises(Unavailable, match="silent"):
             replica.submit(request("r"))
         engine.link.heal()
-        await until(lambda: replica.state is ConnectionState.CONNECTED)
+        await eventually(lambda: replica.state is ConnectionState.CONNECTED)
         assert replica.silent_s < HEARTBEAT_S
 
 
 async def test_a_replica_that_is_silent_for_a_lease_is_given_up_and_its_streams_end() -> None:
     async with linked_virtually(step_s=0.1) as (engine, replica):
         reading = asyncio.create_task(read_all(replica.submit(request("r", max_tokens=4000))))
-        await until(lambda: engine.engine.snapshot().num_running == 1)
+        await eventually(lambda: engine.engine.snapshot().num_running == 1)
         engine.link.cut(Direction.TO_CLIENT)
         began = engine.loop.time()
         with pytest.raises(Unavailable, match="no heartbeat for 10 s"):
             await reading
         assert LEASE_S - HEARTBEAT_S <= engine.loop.time() - began <= LEASE_S + HEARTBEAT_S
         engine.link.heal()
-        await until(lambda: replica.state is ConnectionState.CONNECTED)
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: replica.state is ConnectionState.CONNECTED)
+        await eventually(lambda: engine.is_idle)
 
 
 @pytest.mark.parametrize("late_s", [2 * SILENT_AFTER_S, 2 * LEASE_S])
@@ -68,7 +69,7 @@ async def test_a_gateway_that_was_held_up_itself_does_not_call_its_replicas_sile
 
 async def test_time_in_which_the_gateway_was_held_up_counts_for_no_silence_that_goes_on() -> None:
     async with linked_virtually() as (engine, replica):
-        await until(lambda: replica.snapshot is not None)
+        await eventually(lambda: replica.snapshot is not None)
         engine.link.cut(Direction.TO_CLIENT)
         engine.loop.be_late(LEASE_S)
         assert replica.silent_s <= 2 * HEARTBEAT_S

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire_kit import PATIENCE_S
+from patience import PATIENCE_S
 
 from headrace.core.errors import ConfigError
 from headrace.wire import dial

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from grammar_kit import EOS, PERSON, TINY, VOCAB, compiled, regex, schema, trie
+from patience import PATIENCE_S
 
 from headrace.core.errors import InvalidRequest, Overloaded
 from headrace.core.grammar import Grammar
@@ -19,9 +20,6 @@ from headrace.core.sampling import SamplingParams
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.preparer import GRAMMAR, GrammarPreparer
 from headrace.engine.grammar.store import GrammarStore
-
-PATIENCE_S = 60.0
-
 
 pytestmark = pytest.mark.socket
 

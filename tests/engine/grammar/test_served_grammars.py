@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from grammar_kit import PERSON, TINY, encode, lark, regex, schema, tokenizer, vetting_here
+from patience import PATIENCE_S
 from real_engine import RealEngine, greedy_request
 
 from headrace.core.errors import InvalidRequest
@@ -20,7 +21,6 @@ from headrace.core.request import EngineRequest
 
 pytestmark = pytest.mark.socket
 
-PATIENCE_S = 60.0
 BOUNDED = schema(
     '{"type":"object","properties":{"name":{"type":"string","maxLength":8},"age":{"type":"integer","minimum":0,"maximum":99}},'
     '"required":["name","age"],"additionalProperties":false}'

@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from plain_masks import PlainMasks
 from runner_kit import VOCAB, Planner, make_runner, row_tokens
 from torch import Tensor
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.pure
 
 PARAMS = SamplingParams(seed=3, temperature=0.8, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.2, prompt_logprobs=0)
 PROMPT, STEPS = [5, 6, 7, 8, 9], 8
-PATIENCE_S = 60.0
 RUNNER_SITES = [name for name in sites() if name.startswith("runner.")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from patience import PATIENCE_S
 from plain_masks import Language, PlainMasks
 from runner_kit import GREEDY, VOCAB, DenseLlama, Planner, make_runner, row_tokens
 
@@ -16,7 +17,6 @@ from headrace.tensor.models.decoder import DecoderModel
 pytestmark = pytest.mark.pure
 
 ANY = Grammar.json_object()
-PATIENCE_S = 60.0
 """PlainMasks have one language for all."""
 PROMPTS = ([5, 6, 7, 8, 9], [40, 3], list(range(20, 31)), [77])
 

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from wire_kit import PATIENCE_S, connected, read_all, request, served, signal_until_gone, socket_dir, until
+from patience import PATIENCE_S, eventually
+from wire_kit import connected, read_all, request, served, signal_until_gone, socket_dir
 
 from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.plan_codec import load_plans
@@ -96,12 +97,12 @@ async def test_a_stopped_process_is_noticed_and_after_sigterm_its_streams_still_
         await replica.wait_connected(PATIENCE_S)
         await read_all(replica.submit(request("before", max_tokens=5)))
         engine.process.send_signal(signal.SIGUSR1)
-        await until(lambda: any(path.stat().st_size for path in folder.glob("headrace-plans-*.hrplan")))
+        await eventually(lambda: any(path.stat().st_size for path in folder.glob("headrace-plans-*.hrplan")))
         one = request("r", max_tokens=100)
         stream = replica.submit(one)
         first = await stream.__anext__()
         engine.process.send_signal(signal.SIGSTOP)
-        await until(lambda: replica.state is ConnectionState.SILENT)
+        await eventually(lambda: replica.state is ConnectionState.SILENT)
         with pytest.raises(Unavailable, match="silent"):
             replica.submit(request("late"))
         engine.process.send_signal(signal.SIGTERM)
@@ -133,7 +134,7 @@ async def test_the_process_ends_when_its_leash_breaks_even_while_a_step_hangs(st
     async with ReplicaClient(engine.address) as replica:
         await replica.wait_connected(PATIENCE_S)
         replica.submit(request("r", max_tokens=ENDLESS))
-        await until(lambda: replica.snapshot is not None and replica.snapshot.load.step_age_s is not None)
+        await eventually(lambda: replica.snapshot is not None and replica.snapshot.load.step_age_s is not None)
         engine.leash.close()
         assert await engine.wait() == ORPHANED
 

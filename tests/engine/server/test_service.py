@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from patience import PATIENCE_S, eventually
 from virtual_wire import linked_virtually
-from wire_kit import PATIENCE_S, Served, connected, read_all, read_updates, request, served, until
+from wire_kit import Served, connected, read_all, read_updates, request, served
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.finish import FinishReason
@@ -57,7 +58,7 @@ async def test_many_requests_get_exactly_their_tokens() -> None:
         answers = await asyncio.gather(*(read_all(replica.submit(one)) for one in requests))
         for one, answer in zip(requests, answers, strict=True):
             assert answer == {i: fake_answer(one, i, one.params.max_tokens or 0, engine.options) for i in range(one.params.n)}
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
         assert replica.num_open == 0
 
 
@@ -67,7 +68,7 @@ async def test_one_sequence_of_several_is_resumed_alone_and_answers_under_its_in
         said = fake_answer(whole, 2, 20, engine.options)
         part = whole.resumed(2, said[:7], engine.engine.info.numerics_digest)
         assert await read_all(replica.submit(part)) == {2: said[7:]}
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
 
 
 @pytest.mark.parametrize("digest", ["", "ab"])
@@ -80,7 +81,7 @@ async def test_output_ids_of_a_replica_with_other_or_unknown_numerics_are_refuse
         with pytest.raises(Unavailable, match=r"output_ids: their numerics_digest is not its own, or not known yet"):
             await read_all(replica.submit(whole.resumed(0, [1, 2, 3], digest)))
         assert len((await read_all(replica.submit(whole)))[0]) == 20, "one that resumes nothing needs none"
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
 
 
 async def test_hello_tells_the_model_and_a_new_process_is_a_new_instance() -> None:
@@ -99,7 +100,7 @@ async def test_a_weights_digest_that_is_learnt_later_reaches_every_gateway() -> 
         assert early.info is not None
         assert early.info.model.numerics_digest == ""
         engine.engine.info = engine.engine.info.with_weights_digest("ab")
-        await until(lambda: early.info is not None and early.info.model == engine.engine.info)
+        await eventually(lambda: early.info is not None and early.info.model == engine.engine.info)
         async with connected(engine) as late:
             assert late.info is not None
             assert late.info.model.numerics_digest == engine.engine.info.numerics_digest != ""
@@ -113,7 +114,7 @@ async def test_a_stream_keeps_the_numerics_of_its_replica_as_they_are_learnt_and
         await stream.__anext__()
         assert numerics_digest(stream.numerics) == ""
         engine.engine.info = engine.engine.info.with_weights_digest("ab")
-        await until(lambda: stream.numerics["weights"] == "ab")
+        await eventually(lambda: stream.numerics["weights"] == "ab")
         await engine.service.stop()
         with pytest.raises(Unavailable):
             await read_all(stream)
@@ -134,7 +135,7 @@ class PeerDuringWhoseHello:
     async def read(self) -> object:
         if not self.frames:
             return pb.ClientFrame(hello=pb.ClientHello(protocol_version=PROTOCOL_VERSION)).SerializeToString()
-        await until(lambda: any(frame.weights_digest for frame in self.frames))
+        await eventually(lambda: any(frame.weights_digest for frame in self.frames))
         return grpc.aio.EOF
 
     async def write(self, data: bytes) -> None:
@@ -154,7 +155,7 @@ async def test_a_weights_digest_that_is_learnt_while_a_hello_is_written_reaches_
         await engine.service._connect(None, peer)
         assert peer.frames[0].hello.model.numerics["weights"] == ""
         assert [frame.weights_digest for frame in peer.frames if frame.weights_digest] == ["ab"]
-        await until(lambda: other.info is not None and other.info.model == engine.engine.info)
+        await eventually(lambda: other.info is not None and other.info.model == engine.engine.info)
 
 
 async def test_first_update_carries_queue_time_and_cached_tokens_and_the_last_one_the_end() -> None:
@@ -183,7 +184,7 @@ async def test_leaving_a_stream_early_frees_everything() -> None:
         async with replica.submit(request("r", n=3, max_tokens=ENDLESS)) as stream:
             await stream.__anext__()
         assert replica.num_open == 0
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
 
 
 async def test_cancel_ends_the_iterator() -> None:
@@ -193,7 +194,7 @@ async def test_cancel_ends_the_iterator() -> None:
         num_unread = stream.num_unread
         replica.cancel(RequestId("r"))
         assert len([update async for update in stream]) == num_unread, "nothing comes any more"
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
 
 
 async def test_a_stop_string_found_upstairs_ends_one_sequence_and_later_news_of_it_is_dropped() -> None:
@@ -208,11 +209,11 @@ async def test_a_stop_string_found_upstairs_ends_one_sequence_and_later_news_of_
             if seen[0] >= 3 and not stopped_at:  # more than 3 where a late thread has merged updates
                 stopped_at = seen[0]
                 replica.finish(RequestId("r"), 0, 2, FinishReason.STOP)
-                await until(lambda: "stop" in engine.engine.snapshot().counters.finished)
+                await eventually(lambda: "stop" in engine.engine.snapshot().counters.finished)
                 stop_pacing(engine)
         assert seen == {0: stopped_at, 1: LONG}
         assert stopped_at < LONG
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
         assert engine.engine.snapshot().counters.finished == {"stop": 1, "length": 1}
 
 
@@ -223,11 +224,11 @@ async def test_a_gateway_that_vanishes_takes_its_requests_with_it() -> None:
                 leaves.submit(request(f"l{i}", max_tokens=ENDLESS))
             one = request("kept", max_tokens=LONG)
             kept = stays.submit(one)
-            await until(lambda: engine.engine.snapshot().num_running == 11)
-        await until(lambda: engine.engine.snapshot().num_running == 1)
+            await eventually(lambda: engine.engine.snapshot().num_running == 11)
+        await eventually(lambda: engine.engine.snapshot().num_running == 1)
         stop_pacing(engine)
         assert (await read_all(kept))[0] == fake_answer(one, 0, LONG, engine.options)
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
 
 
 async def test_a_lost_engine_raises_unavailable_in_every_open_stream() -> None:
@@ -246,7 +247,7 @@ async def test_a_lost_engine_raises_unavailable_in_every_open_stream() -> None:
 async def test_the_client_reconnects_when_the_engine_is_back() -> None:
     async with served() as engine, connected(engine) as replica:
         await engine.service.stop()
-        await until(lambda: replica.state is ConnectionState.DOWN)
+        await eventually(lambda: replica.state is ConnectionState.DOWN)
         await engine.service.start()
         await replica.wait_connected(PATIENCE_S)
         assert len((await read_all(replica.submit(request("again"))))[0]) == 8
@@ -302,7 +303,7 @@ async def test_a_gateway_reads_how_much_of_the_load_each_class_has() -> None:
             replica.submit(request(f"b{number}", (7,) * 10, max_tokens=2, priority=PriorityClass.BATCH))
         assert replica.sent_since_snapshot(PriorityClass.STANDARD) == []
         expected = (ClassLoad(1), ClassLoad(), ClassLoad(0, 5, 50))
-        await until(lambda: replica.snapshot is not None and replica.snapshot.load.classes == expected)
+        await eventually(lambda: replica.snapshot is not None and replica.snapshot.load.classes == expected)
         assert replica.snapshot is not None
         load = replica.snapshot.load
         assert summed(load.classes) == (load.num_running, load.num_waiting, load.num_queued_tokens)
@@ -316,7 +317,7 @@ async def test_a_passed_deadline_ends_the_request() -> None:
         updates = await read_updates(replica.submit(request("r", max_tokens=ENDLESS, deadline_at=deadline_at)))
         assert updates[-1].finish is FinishReason.DEADLINE
         assert 0.0 <= engine.loop.time() - deadline_at <= 0.02
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
 
 
 async def test_draining_takes_no_new_work_and_lets_running_streams_finish() -> None:
@@ -324,7 +325,7 @@ async def test_draining_takes_no_new_work_and_lets_running_streams_finish() -> N
         stream = replica.submit(request("r", max_tokens=LONG))
         num_first = await num_first_tokens(stream)
         engine.service.drain("stopping")
-        await until(lambda: replica.state is ConnectionState.DRAINING)
+        await eventually(lambda: replica.state is ConnectionState.DRAINING)
         with pytest.raises(Unavailable, match="draining"):
             replica.submit(request("late"))
         stop_pacing(engine)
@@ -336,7 +337,7 @@ async def test_what_was_written_before_the_engine_left_can_be_read_afterwards() 
     """A gateway that stood still for a moment lost the end of its answers: the call was cancelled, and gRPC drops what waits in one."""
     async with served() as engine, RawStream(engine) as call:
         await send(call, encode_submit(request("r", max_tokens=20), Handle(1)))
-        await until(lambda: "length" in engine.engine.snapshot().counters.finished)
+        await eventually(lambda: "length" in engine.engine.snapshot().counters.finished)
         engine.service.drain("stopping")
         assert await engine.service.drained(PATIENCE_S)
         await engine.service.stop()
@@ -359,7 +360,7 @@ async def test_heartbeats_tell_of_a_step_that_hangs() -> None:
     options = FakeOptions(stall_after_steps=3)
     async with served(options) as engine, connected(engine) as replica:
         replica.submit(request("r", max_tokens=ENDLESS))
-        await until(lambda: replica.snapshot is not None and (replica.snapshot.load.step_age_s or 0) > 0.5)
+        await eventually(lambda: replica.snapshot is not None and (replica.snapshot.load.step_age_s or 0) > 0.5)
         assert replica.state is ConnectionState.CONNECTED
         replica.cancel(RequestId("r"))
 
@@ -374,18 +375,18 @@ async def test_every_gateway_reads_the_same_counts_of_steps_whenever_it_came() -
 
         async with connected(engine) as first, connected(engine) as second:
             await read_all(first.submit(request("r", max_tokens=50)))
-            await until(lambda: counters.steps >= 50 and has_all(first) and has_all(second))
+            await eventually(lambda: counters.steps >= 50 and has_all(first) and has_all(second))
         async with connected(engine) as late:
-            await until(lambda: has_all(late))
+            await eventually(lambda: has_all(late))
 
 
 async def test_what_was_sent_since_the_snapshot_is_counted_until_one_includes_it() -> None:
     async with served(SLOW) as engine, connected(engine) as replica:
-        await until(lambda: replica.snapshot is not None)
+        await eventually(lambda: replica.snapshot is not None)
         for i in range(3):
             replica.submit(request(f"r{i}", (1, 2, 3, 4), max_tokens=ENDLESS))
         assert replica.sent_since_snapshot() == [4, 4, 4]
-        await until(lambda: not replica.sent_since_snapshot())
+        await eventually(lambda: not replica.sent_since_snapshot())
         assert replica.snapshot is not None
         assert replica.snapshot.load.num_running + replica.snapshot.load.num_waiting == 3
 
@@ -404,7 +405,7 @@ async def test_what_was_sent_since_the_snapshot_is_counted_until_one_includes_it
 async def test_a_model_that_does_not_fit_is_refused_by_name(expect: Expectation, word: str) -> None:
     options = FakeOptions(digests={"tokenizer": "aa", "template": "bb"})
     async with served(options) as engine, ReplicaClient(engine.address, expect=expect) as replica:
-        await until(lambda: word in replica.reason)
+        await eventually(lambda: word in replica.reason)
         assert replica.state is ConnectionState.DOWN
         with pytest.raises(Unavailable, match=word):
             replica.submit(request("r"))
@@ -446,7 +447,7 @@ async def test_a_token_is_needed_where_one_is_set() -> None:
     token = "0123456789abcdef"
     async with served(token=token) as engine:
         async with ReplicaClient(engine.address, token=token[:-1] + "x") as stranger:
-            await until(lambda: "token" in stranger.reason)
+            await eventually(lambda: "token" in stranger.reason)
             assert stranger.state is ConnectionState.DOWN
         async with connected(engine, token=token) as replica:
             assert len((await read_all(replica.submit(request("r"))))[0]) == 8
@@ -473,7 +474,7 @@ async def test_a_newer_epoch_replaces_the_older_attempt_and_an_older_one_is_refu
         while not frame.updates.finished:
             frame = await frame_with(call, "updates")
             assert set(frame.updates.handles) == {4}
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
 
 
 async def test_a_request_sent_again_after_its_cancel_hears_nothing_of_the_cancelled_one() -> None:
@@ -499,7 +500,7 @@ async def test_a_request_sent_again_after_its_cancel_hears_nothing_of_the_cancel
                 break
         assert ends == [(3, pb.FINISH_LENGTH)]
         assert said == [3] * 5
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
 
 
 @pytest.mark.parametrize(
@@ -577,7 +578,7 @@ async def test_a_malformed_frame_ends_its_stream_alone(frame: bytes) -> None:
             await expect_status(call, grpc.StatusCode.INVALID_ARGUMENT, "")
         stop_pacing(engine)
         assert len((await read_all(stream))[0]) == LONG
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
 
 
 async def test_a_stream_must_begin_with_a_hello() -> None:
@@ -600,11 +601,11 @@ async def test_a_gateway_that_does_not_read_loses_its_lease_and_its_requests() -
         async with RawStream(engine) as call:
             many = [encode_submit(request(f"q{i}", max_tokens=ENDLESS, logprobs=20), Handle(i + 1)) for i in range(8)]
             await send(call, *many)
-            await until(lambda: engine.service.num_open == 8)
-            await until(lambda: engine.service.num_open == 0)
+            await eventually(lambda: engine.service.num_open == 8)
+            await eventually(lambda: engine.service.num_open == 0)
             await expect_status(call, grpc.StatusCode.RESOURCE_EXHAUSTED, "lease")
         assert len((await read_all(neighbour.submit(request("n"))))[0]) == 8
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
 
 
 # operators
@@ -618,7 +619,7 @@ async def test_control_shows_the_load_and_drains() -> None:
         assert (seen.num_streams, seen.num_open, seen.draining, seen.hello.replica) == (1, 1, False, "fake-0")
         assert seen.load.num_running == 1
         assert pb.DrainReply.FromString(await call_control(engine, DRAIN, pb.DrainRequest())).num_open == 1
-        await until(lambda: replica.state is ConnectionState.DRAINING)
+        await eventually(lambda: replica.state is ConnectionState.DRAINING)
         stop_pacing(engine)
         assert len((await read_all(stream))[0]) == LONG - num_first
 

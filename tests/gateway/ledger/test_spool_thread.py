@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 from ledger_kit import usage
+from patience import PATIENCE_S
 
 from headrace.gateway.ledger import spool_thread
 from headrace.gateway.ledger.spool import Spool
 
 pytestmark = pytest.mark.socket
-
-PATIENCE_S = 60.0
 
 
 def test_a_record_is_written_after_one_pause_of_ten_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

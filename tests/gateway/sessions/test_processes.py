@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from gateway_processes import GATEWAY, PATIENCE_S, Child, child, site, write_gateway_file
+from gateway_processes import GATEWAY, Child, child, site, write_gateway_file
+from patience import PATIENCE_S
 from session_kit import CHAT, user
 from wire_kit import socket_dir
 

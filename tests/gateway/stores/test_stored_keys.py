@@ -15,6 +15,7 @@ import pytest
 from figures import Figure
 from gateway_kit import MODEL, TestBench, chat_body, eventually, open_bench
 from identity_kit import administration
+from patience import PATIENCE_S
 from redis_kit import RedisRelay, RedisServer
 from virtual_time import VirtualTimeLoop
 
@@ -43,7 +44,6 @@ pytestmark = pytest.mark.loop
 
 FOLLOWS_S = 2.0
 """Seconds that a change has."""
-PATIENCE_S = 60.0
 """Seconds that it has where it is seen in real time."""
 
 CANARY = "canary"

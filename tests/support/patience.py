@@ -1,0 +1,25 @@
+"""How long tests wait for what is sure to come, and how: a condition is looked at again and again, and nothing is said of seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 60.0
+"""What anything may take on a machine that is busy or stands still for a while; no test asserts less."""
+
+
+def until(condition: Callable[[], object], within_s: float = PATIENCE_S, *, said: Callable[[], str] = str) -> None:
+    """Wait, with the thread, for what another thread or process does. Raises AssertionError with what `said` returns then."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s {said()}"
+        time.sleep(0.01)
+
+
+async def eventually(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+    """Wait while the event loop goes on, on virtual time too. Raises TimeoutError."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.002)
