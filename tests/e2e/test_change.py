@@ -134,7 +134,9 @@ async def test_nothing_is_left_when_the_supervisor_is_killed(site: Server) -> No
     pids = site.pids()
     assert {os.getsid(pid) for pid in pids.values()} == set(pids.values()), "each leads a session of its own"
     running = [asyncio.create_task(cut_stream(site, seed)) for seed in range(8)]
-    await site.eventually(lambda: site.load("e0" if "e0" in pids else sorted(pids)[0]).num_running == 8)
+    [replica] = await replicas(site)
+    [engine] = [name for name, pid in pids.items() if pid == replica["pid"]]
+    await site.eventually(lambda: site.load(engine).num_running == 8)
     children = psutil.Process(site.process.pid).children(recursive=True)
     assert len(children) >= WORKERS + 1 + 2 * WORKERS, "workers, their text workers, and the engine"
     site.process.kill()
