@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from patience import until
 
 from headrace.gateway.ledger import shipper, spool_thread
 from headrace.gateway.ledger.record import UsageRecord, decode_record
 from headrace.gateway.ledger.sink import SinkFailed
-
-wait_until = until
 
 
 def usage(number: int, **changes: Any) -> UsageRecord:

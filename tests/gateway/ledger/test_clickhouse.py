@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from clickhouse_kit import ClickHouseServer
 from kafka_kit import NO_PACKAGE, TOPIC, mock_cluster
-from ledger_kit import usage, wait_until
+from ledger_kit import usage
+from patience import until
 
 from headrace.core.errors import ConfigError
 from headrace.gateway.ledger.archive import Archive
@@ -78,13 +79,13 @@ def test_a_server_that_is_killed_gets_everything_once_it_is_back(server: ClickHo
     thread = SpoolThread(spool, fsync="never", on_segment=shipper.wake)
     for number in range(50):
         thread.put(usage(number))
-    wait_until(lambda: shipper.num_shipped == 50)
+    until(lambda: shipper.num_shipped == 50)
     server.stop()
     for number in range(50, 100):
         thread.put(usage(number))
-    wait_until(lambda: shipper.num_failures > 0)
+    until(lambda: shipper.num_failures > 0)
     server.start()
-    wait_until(lambda: shipper.num_shipped == 100)
+    until(lambda: shipper.num_shipped == 100)
     thread.close(60)
     shipper.stop()
     shipper.join(60)
@@ -148,7 +149,7 @@ def test_a_server_that_hangs_fails_in_time_and_can_be_interrupted() -> None:
             patient.interrupt()  # nothing happens before it is connected
             return has_ended.is_set()
 
-        interrupting = threading.Thread(target=wait_until, args=(is_over,))
+        interrupting = threading.Thread(target=until, args=(is_over,))
         interrupting.start()
         with pytest.raises(SinkFailed, match="clickhouse"):
             patient.ship([encode_record(usage(1))])

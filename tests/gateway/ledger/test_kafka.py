@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from kafka_kit import NO_PACKAGE, TOPIC, MockBrokers, MockCluster, mock_brokers, mock_cluster
-from ledger_kit import usage, wait_until
+from ledger_kit import usage
+from patience import until
 
 from bench.storms.usage_kills import ids_in_sql, ids_in_topic, storm
 from headrace.core.errors import ConfigError
@@ -60,14 +61,14 @@ def test_brokers_that_go_away_keep_no_record_waiting_and_get_everything_once_the
     shipper.start()
     thread = SpoolThread(spool, fsync="never", on_segment=shipper.wake)
     thread.put(usage(0))
-    wait_until(lambda: shipper.num_shipped == 1)
+    until(lambda: shipper.num_shipped == 1)
     cluster.go_down()
     for number in range(1, 200):
         thread.put(usage(number))
-    wait_until(lambda: thread.num_recorded == 200)
+    until(lambda: thread.num_recorded == 200)
     assert shipper.num_shipped == 1, "they are on the disk, and nothing waited for Kafka"
     cluster.come_up()
-    wait_until(lambda: shipper.num_shipped == 200)
+    until(lambda: shipper.num_shipped == 200)
     thread.close(60)
     shipper.stop()
     shipper.join(60)
@@ -84,7 +85,7 @@ def ship_again_and_again(sink: KafkaSink, number: int) -> None:
             return False
         return True
 
-    wait_until(is_delivered)
+    until(is_delivered)
 
 
 def test_a_batch_that_is_not_delivered_in_time_fails(cluster: MockBrokers, monkeypatch: pytest.MonkeyPatch) -> None:

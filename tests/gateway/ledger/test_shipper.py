@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from ledger_kit import MemorySink, usage, wait_until
+from ledger_kit import MemorySink, usage
+from patience import until
 
 from headrace.gateway.ledger import shipper as shipper_module
 from headrace.gateway.ledger import spool_thread
@@ -60,9 +61,9 @@ def test_records_are_shipped_under_every_policy_of_the_disk(spool: Spool, fsync:
     with running(spool, sink, fsync=fsync) as (thread, [shipper]):
         for number in range(3):
             thread.put(usage(number))
-        wait_until(lambda: sink.shipped == ids(0, 1, 2))
+        until(lambda: sink.shipped == ids(0, 1, 2))
         assert thread.num_recorded == 3
-        wait_until(lambda: shipper.num_shipped == 3)
+        until(lambda: shipper.num_shipped == 3)
         assert not thread.dropped
     assert sink.is_closed
     assert not spool.waiting("memory")
@@ -81,10 +82,10 @@ def test_a_sink_that_is_down_gets_everything_once_it_is_back(spool: Spool) -> No
     sink.failure = "down"
     with running(spool, sink) as (thread, [shipper]):
         thread.put(usage(1))
-        wait_until(lambda: shipper.num_failures > 1)
+        until(lambda: shipper.num_failures > 1)
         thread.put(usage(2))
         sink.failure = ""
-        wait_until(lambda: sink.shipped == ids(1, 2))
+        until(lambda: sink.shipped == ids(1, 2))
 
 
 def test_a_sink_that_is_down_keeps_none_from_another(tmp_path: Path) -> None:
@@ -93,12 +94,12 @@ def test_a_sink_that_is_down_keeps_none_from_another(tmp_path: Path) -> None:
     bad.failure = "down"
     with running(spool, good, bad) as (thread, _):
         thread.put(usage(1))
-        wait_until(lambda: good.shipped == ids(1))
+        until(lambda: good.shipped == ids(1))
     assert not bad.shipped
     assert len(spool.waiting("bad")) == 1, "it waits for the next process"
     bad.failure = ""
     with running(spool, good, bad):
-        wait_until(lambda: bad.shipped == ids(1))
+        until(lambda: bad.shipped == ids(1))
 
 
 def test_a_fault_of_a_sink_ends_no_shipping(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,7 @@ def test_a_fault_of_a_sink_ends_no_shipping(spool: Spool, monkeypatch: pytest.Mo
     monkeypatch.setattr(sink, "ship", once_faulty)
     with running(spool, sink) as (thread, _):
         thread.put(usage(1))
-        wait_until(lambda: sink.shipped == ids(1))
+        until(lambda: sink.shipped == ids(1))
 
 
 def test_two_processes_with_one_folder_ship_each_record_once(spool: Spool) -> None:
@@ -123,7 +124,7 @@ def test_two_processes_with_one_folder_ship_each_record_once(spool: Spool) -> No
         for number in range(0, 100, 2):
             one.put(usage(number))
             two.put(usage(number + 1))
-        wait_until(lambda: len(first.shipped + second.shipped) == 100)
+        until(lambda: len(first.shipped + second.shipped) == 100)
         assert not first.shipped or not second.shipped, "one of them has the lock"
     assert sorted(first.shipped + second.shipped) == ids(*range(100))
 
@@ -133,9 +134,9 @@ def test_another_process_takes_over_when_the_one_that_ships_ends(spool: Spool) -
     with running(spool, second) as (two, _):
         with running(spool, first) as (one, _):
             one.put(usage(1))
-            wait_until(lambda: len(first.shipped + second.shipped) == 1)
+            until(lambda: len(first.shipped + second.shipped) == 1)
         two.put(usage(2))
-        wait_until(lambda: len(first.shipped + second.shipped) == 2)
+        until(lambda: len(first.shipped + second.shipped) == 2)
 
 
 def test_damaged_bytes_are_counted_and_do_not_stop_what_follows(spool: Spool) -> None:
@@ -143,8 +144,8 @@ def test_damaged_bytes_are_counted_and_do_not_stop_what_follows(spool: Spool) ->
     (spool.folder / "memory" / "0-0-0.seg").write_bytes(b"no segment at all")
     with running(spool, sink) as (thread, [shipper]):
         thread.put(usage(1))
-        wait_until(lambda: sink.shipped == ids(1))
-        wait_until(lambda: shipper.num_damaged_bytes == 17)
+        until(lambda: sink.shipped == ids(1))
+        until(lambda: shipper.num_damaged_bytes == 17)
 
 
 def test_a_full_queue_drops_and_counts_and_never_blocks(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,11 +183,11 @@ def test_a_disk_that_fails_costs_records_at_most_and_heals(spool: Spool, monkeyp
             broken.setattr(os, name, fail_with(number))
             for count in range(20):
                 thread.put(usage(count))
-            wait_until(lambda: thread.num_recorded + thread.dropped["disk"] == 20)
+            until(lambda: thread.num_recorded + thread.dropped["disk"] == 20)
         thread.put(usage(100))
-        wait_until(lambda: usage(100).request_id in sink.shipped)
+        until(lambda: usage(100).request_id in sink.shipped)
         if name in ("link", "fsync"):
-            wait_until(lambda: len(sink.shipped) == 21)
+            until(lambda: len(sink.shipped) == 21)
             assert not thread.dropped["disk"], "they were written before, and are shipped once they can be"
     assert len(sink.shipped) == len(set(sink.shipped)) == 21 - thread.dropped["disk"]
     assert not os.listdir(spool.folder / OPEN)
