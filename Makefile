@@ -53,7 +53,8 @@ test-timing: $(STAMP)
 
 # What tests the tests, the benchmarks and the tools.
 test-tools: $(STAMP)
-	$(PYTEST) -m "not slow and not gpu" -n $(JOBS) --dist loadfile tests/tools $(ARGS)
+	$(PYTEST) $(FAST) tests/tools $(ARGS)
+	$(PYTEST) $(PROCESS) tests/tools $(ARGS)
 
 # The tests that mirror what the working tree changes, within two minutes. ARGS: a commit to compare with.
 near: $(STAMP)

@@ -88,7 +88,8 @@ def shared_redis() -> Iterator[RedisServer]:
         with guard.lifted():
             server.start()
         yield server
-        server.stop()
+        with guard.lifted():
+            server.stop()
 
 
 @pytest.fixture

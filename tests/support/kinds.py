@@ -1,20 +1,24 @@
 """The four kinds of test, and the guard that holds each test to what its kind may do.
 
-pure     no socket, no process, no sleep; files of its own folder alone
-loop     asyncio on virtual time (`virtual_time`): no socket but of the loop's own network (`loop_network`), no grpc, no process; time
-         passes only while everything waits
+pure     no socket, no process, no sleep; files of its own folder alone. A loop that it runs by itself is on virtual time
+loop     asyncio on virtual time (`virtual_time`): nothing of the above either, and time passes only while everything waits
 socket   loopback, grpc and threads inside this process, in real time: waits for events, asserts no seconds
 process  starts another process, or stops one; these run one after the other
 
-A test names its kind by a marker, of its own or of its module. The guard sees what CPython's audit events tell, and what makes grpc's
-channels and servers; it refuses that where it happens, and fails the test where the refusal was swallowed.
+A test names its kind by a marker, of its own or of its module. The guard hears CPython's audit events, and wraps what raises none: sleeps
+of the main thread, grpc's channels and servers. A forbidden act is refused where it happens; the test fails also where it swallows the
+refusal. Threads are allowed, such as a log's writer that is joined when it is closed; a thread that a loop on virtual time would have to
+wait for fails the test (`virtual_time`). The guard does not see a wait for a lock or a queue with a time limit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import multiprocessing.util
 import sys
+import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,12 +32,15 @@ from virtual_time import VirtualTimeLoop, do_sqlite_inline
 KINDS = ("pure", "loop", "socket", "process")
 """In the order of what a test may do: each may do what those before it may, in its own kind of time."""
 
-_PROCESS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec"})
-_SOCKET = frozenset({"socket.bind", "socket.connect", "socket.getaddrinfo"})
-_GRPC = "grpc"
+VIRTUAL = ("pure", "loop")
+"""Kinds whose event loops are on virtual time."""
+
+_PROCESS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system", "multiprocessing"})
+_SOCKET = frozenset({"socket.bind", "socket.connect", "socket.getaddrinfo", "socket.sendto", "grpc"})
+_REAL_TIME = frozenset({"time.sleep"})
 _REFUSED: dict[str, frozenset[str]] = {
-    "pure": _PROCESS | _SOCKET | {"time.sleep", _GRPC},
-    "loop": _PROCESS | _SOCKET | {"time.sleep", _GRPC},
+    "pure": _PROCESS | _SOCKET | _REAL_TIME,
+    "loop": _PROCESS | _SOCKET | _REAL_TIME,
     "socket": _PROCESS,
     "process": frozenset(),
 }
@@ -44,13 +51,19 @@ class KindBroken(AssertionError):
 
 
 class Guard:
-    """The audit hook of this process: hooks cannot be taken away, so that there is one. kind: of the running test; "": none runs"""
+    """One for this process: an audit hook cannot be taken away. kind: of the running test; "": none runs"""
 
     def __init__(self) -> None:
         self.kind = ""
         self.broken: list[str] = []
         self._has_grpc = False
-        sys.addaudithook(self._heard)
+        sys.addaudithook(self._audit)
+        self._watch(
+            time, "sleep", lambda seconds: "time.sleep" if seconds and threading.current_thread() is threading.main_thread() else ""
+        )
+        self._watch(multiprocessing.util, "spawnv_passfds", lambda *_: "multiprocessing")
+        make_loop = asyncio.new_event_loop
+        asyncio.new_event_loop = asyncio.events.new_event_loop = lambda: VirtualTimeLoop() if self.kind in VIRTUAL else make_loop()
 
     def begin(self, kind: str) -> None:
         self._watch_grpc()
@@ -60,7 +73,7 @@ class Guard:
         """Raises KindBroken for what was refused since `begin`."""
         self.kind, broken, self.broken = "", self.broken, []
         if broken:
-            raise KindBroken("; ".join(broken))
+            raise KindBroken("; ".join(dict.fromkeys(broken)))
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -71,19 +84,19 @@ class Guard:
         finally:
             self.kind = kind
 
-    def check(self, event: str, detail: str = "") -> None:
-        if self.kind and event in _REFUSED[self.kind]:
-            said = f"a test of the kind {self.kind} may not do this: {event} {detail}".rstrip()
-            self.broken.append(said)
-            raise KindBroken(said)
+    def check(self, act: str, detail: str = "") -> None:
+        """Raises KindBroken where the kind of the running test may not do this."""
+        if self.kind and act in _REFUSED[self.kind]:
+            message = f"a test of the kind {self.kind} may not do this: {act} {detail}".rstrip()
+            self.broken.append(message)
+            raise KindBroken(message)
 
-    def _heard(self, event: str, args: Sequence[Any]) -> None:
-        if not self.kind or event not in _REFUSED["pure"] or (event == "time.sleep" and not args[0]):
-            return
-        self.check(event, repr(args[-1])[:120])
+    def _audit(self, event: str, args: Sequence[Any]) -> None:
+        if self.kind and event in _REFUSED["pure"]:
+            self.check(event, repr(args[-1])[:120])
 
     def _watch_grpc(self) -> None:
-        """grpc's sockets are made in C, and no audit event tells of them."""
+        """Once it is imported: grpc's sockets are made in C."""
         if self._has_grpc or "grpc" not in sys.modules:
             return
         self._has_grpc = True
@@ -92,15 +105,19 @@ class Guard:
 
         for module in (grpc, grpc.aio):
             for name in ("insecure_channel", "secure_channel", "server"):
-                setattr(module, name, self._checked(getattr(module, name), f"grpc.{name}"))
+                self._watch(module, name, lambda *_: "grpc")
 
-    def _checked(self, make: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @wraps(make)
+    def _watch(self, owner: Any, name: str, act: Callable[..., str]) -> None:
+        """Check each call of a function. act: of its positional arguments; "": it is allowed"""
+        function = getattr(owner, name)
+
+        @wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            self.check(_GRPC, name)
-            return make(*args, **kwargs)
+            if self.kind and (done := act(*args)):
+                self.check(done, f"{name}{args!r}"[:120])
+            return function(*args, **kwargs)
 
-        return checked
+        setattr(owner, name, checked)
 
 
 guard = Guard()
@@ -120,10 +137,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    without = [item.nodeid for item in items if not kind_of(item)]
-    if without:
-        shown = "\n  ".join(without[:20])
-        raise pytest.UsageError(f"{len(without)} tests name no kind ({', '.join(KINDS)}; see tests/support/kinds.py):\n  {shown}")
+    unnamed = [item.nodeid for item in items if not kind_of(item)]
+    if unnamed:
+        shown = "\n  ".join(unnamed[:20])
+        raise pytest.UsageError(f"{len(unnamed)} tests name no kind ({', '.join(KINDS)}; see tests/support/kinds.py):\n  {shown}")
     for item in items:
         if kind_of(item) == "pure" and inspect.iscoroutinefunction(getattr(item, "obj", None)):
             raise pytest.UsageError(f"{item.nodeid} is asynchronous, so that it is of the kind loop, socket or process, and not pure")
@@ -158,7 +175,7 @@ def pytest_runtest_teardown() -> Generator[None, None, None]:
 @pytest.fixture(autouse=True)
 def sqlite_without_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a test on virtual time: its loop could not wait for a file's thread."""
-    if kind_of(request.node) == "loop":
+    if kind_of(request.node) in VIRTUAL:
         do_sqlite_inline(monkeypatch)
 
 
@@ -182,8 +199,8 @@ class _Tally:
         self.counts[kind] += report.when == "call"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        said = [f"{kind} {self.counts[kind]} in {self.seconds[kind]:.0f} s" for kind in KINDS if self.counts[kind]]
-        terminalreporter.write_line(f"tests by kind: {', '.join(said) or 'none'}")
+        counted = [f"{kind} {self.counts[kind]} in {self.seconds[kind]:.0f} s" for kind in KINDS if self.counts[kind]]
+        terminalreporter.write_line(f"tests by kind: {', '.join(counted) or 'none'}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
