@@ -112,7 +112,7 @@ async def test_no_single_body_holds_the_event_loop(bench: TestBench, figure: Fig
     """The target is 50 ms on a quiet machine, where text workers parse what is large; here they are on the loop."""
     slices = {name: await longest_turn_s(bench, body.encode()) for name, body in LARGE.items()}
     name = max(slices, key=slices.__getitem__)
-    figure(f"longest turn of the event loop, of {name}", slices[name], 0.17, "s of CPU")
+    figure(f"longest turn of the event loop, of {name}", slices[name], 0.5, "s of CPU")
 
 
 async def longest_turn_s(bench: TestBench, body: bytes) -> float:
