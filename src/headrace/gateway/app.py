@@ -31,6 +31,7 @@ from headrace.gateway.http.errors import (
     RateLimitExceeded,
     RouteNotFound,
     SlowReader,
+    UnsupportedEncoding,
     error_reply,
     row_of,
 )
@@ -226,7 +227,7 @@ def reason_of(error: Exception) -> str | None:
     """The rule that the request broke, or the error's fixed message, without any value of the client's. None for a bug of the server."""
     if isinstance(error, InvalidRequest):
         return error.limit
-    if isinstance(error, HeadRefused):
+    if isinstance(error, HeadRefused | UnsupportedEncoding):
         return error.rule
     return str(error) if row_of(error) is not INTERNAL else None
 

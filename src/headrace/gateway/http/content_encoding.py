@@ -1,26 +1,49 @@
-"""Undoes the Content-Encoding of a body slice by slice, so that the output of a compression bomb is counted before it is made."""
+"""Undoes the Content-Encoding of a body slice by slice, so that the output of a compression bomb is counted before it is made.
+
+A body may have several codings, named in the order in which they were applied (RFC 9110, 8.4). Each is undone by a `StreamDecoder`, whose
+output is bounded by the cap of the whole body, also where another coding undoes it. The body of one coding may be several streams, one
+after the other, where its format has that: members of gzip (RFC 1952), frames of zstd (RFC 8878).
+"""
 
 from __future__ import annotations
 
+import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.http.errors import UnsupportedEncoding
+from headrace.gateway.http.errors import BodyTooLarge, UnsupportedEncoding
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 SLICE_BYTES = 64 << 10
-"""Bytes inflated in one call: a tenth of a millisecond of the event loop's time."""
+"""Bytes decoded in one call: a tenth of a millisecond of the event loop's time."""
 
-_WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
-"""Encoding -> zlib's window bits, where 16 added means gzip's frame. deflate is zlib's frame (RFC 9110), never bare."""
+INPUT_BYTES = 16 << 10
+"""Bytes of a body that are taken at once: a stream that ends copies the rest of them."""
+
+MAX_CODINGS = 3
+
+MAX_STREAMS = 4096
+"""Members or frames of one coding. Each costs ten microseconds, whatever it holds, and eight bytes are enough for one."""
+
+MAX_WINDOW_LOG = 23
+"""Largest window of a zstd frame, as a power of two: the 8 MiB that RFC 9659 has every decoder take. A larger one is refused."""
 
 
 class BodyDecoder(Protocol):
     """Decodes the bytes of one body, chunk by chunk."""
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
-        """The decoded bytes of a chunk, in slices that are made when they are asked for. Raises InvalidRequest for damaged bytes."""
+        """The decoded bytes of a chunk, in slices that are made when they are asked for: at least one, which may be empty.
+
+        Raises InvalidRequest for damaged bytes, BodyTooLarge before a slice that ends beyond the cap.
+        """
         ...
 
     def end(self) -> None:
@@ -38,37 +61,150 @@ class Identity:
         return
 
 
-class Inflater:
-    """One stream of zlib's or gzip's frame; nothing may follow its end."""
+class Stream(Protocol):
+    """What the decompressors of zlib and of zstd have in common. One stream each."""
 
-    def __init__(self, name: str, window_bits: int) -> None:
-        self._name = name
-        self._stream = zlib.decompressobj(window_bits)
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """begin: a decompressor for a stream that begins with these two bytes; None where none does. has_several: streams may follow"""
+
+    begin: Callable[[bytes], Stream | None]
+    has_several: bool = True
+
+
+def _begin_gzip(first: bytes) -> Stream | None:
+    return zlib.decompressobj(31) if first == b"\x1f\x8b" else None
+
+
+def _begin_deflate(first: bytes) -> Stream:
+    """In zlib's frame, as RFC 9110 has it, or bare, as many clients send it: no encoder of bare streams begins one as that frame does."""
+    is_framed = first[0] & 0x0F == 8 and int.from_bytes(first) % 31 == 0
+    return zlib.decompressobj(15 if is_framed else -15)
+
+
+def _begin_zstd(first: bytes) -> Stream | None:
+    """A frame, or one to skip. The window is taken as output is made: a head that announces 8 MiB costs no memory by itself."""
+    is_frame = first == b"\x28\xb5" or (first[0] & 0xF0 == 0x50 and first[1:] == b"\x2a")
+    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: MAX_WINDOW_LOG}) if is_frame else None
+
+
+CODINGS = {
+    "gzip": Coding(_begin_gzip),
+    "x-gzip": Coding(_begin_gzip),
+    "deflate": Coding(_begin_deflate, has_several=False),
+    "zstd": Coding(_begin_zstd),
+}
+
+
+class StreamDecoder:
+    """Undoes one coding."""
+
+    def __init__(self, name: str, max_bytes: int) -> None:
+        """max_bytes: of its whole output"""
+        self._name, self._coding, self._max_bytes = name, CODINGS[name], max_bytes
+        self._stream: Stream | None = None
+        self._first = b""  # less than a stream's first two bytes
+        self._num_ended = self._num_bytes = 0
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
+        for first in range(0, len(chunk) or 1, INPUT_BYTES):
+            yield from self._slices(chunk[first : first + INPUT_BYTES])
+
+    def _slices(self, chunk: bytes) -> Iterator[bytes]:
         is_full = True
-        while chunk or is_full:  # after a full slice the stream may hold more output, though its input is used up
-            try:
-                part = self._stream.decompress(chunk, SLICE_BYTES)
-            except zlib.error:
-                raise InvalidRequest("body", f"valid {self._name}", remedy="Its bytes are damaged.") from None
-            if self._stream.unused_data:
-                raise InvalidRequest("body", f"one {self._name} stream", remedy="Other bytes follow its end.")
-            chunk, is_full = self._stream.unconsumed_tail, len(part) == SLICE_BYTES
-            if part:
-                yield part
+        while is_full:
+            part = b""
+            if self._stream is None:
+                chunk = self._begin(chunk)
+            if self._stream is not None:
+                part, chunk = self._decode(self._stream, chunk)
+            self._num_bytes += len(part)
+            if self._num_bytes > self._max_bytes:
+                raise BodyTooLarge(self._num_bytes, self._max_bytes)
+            # After a full slice the stream may hold more output, though its input is used up.
+            is_full = bool(chunk) or (self._stream is not None and len(part) == SLICE_BYTES)
+            yield part
 
     def end(self) -> None:
-        if not self._stream.eof:
+        if self._num_ended and self._first:
+            raise self._followed()
+        if self._stream is not None or not self._num_ended:
             raise InvalidRequest("body", f"a whole {self._name} stream", remedy="The body ends before the stream does.")
 
+    def _begin(self, chunk: bytes) -> bytes:
+        """Begin the next stream once its first two bytes are there. Returns the bytes that it is to decode."""
+        first = self._first + chunk
+        if len(first) < 2:
+            self._first = first
+            return b""
+        self._first = b""
+        if self._num_ended and not self._coding.has_several:
+            raise self._followed()
+        if self._num_ended == MAX_STREAMS:
+            raise InvalidRequest("body", f"at most {MAX_STREAMS} {self._name} streams", remedy="Compress it as one.")
+        self._stream = self._coding.begin(first[:2])
+        if self._stream is None:
+            raise self._followed() if self._num_ended else self._damaged()
+        return first
 
-def decoder_of(values: Sequence[bytes]) -> BodyDecoder:
-    """values: of every Content-Encoding header. Raises UnsupportedEncoding for any but one known encoding."""
-    name = b",".join(values).strip().lower()
-    if name in (b"", b"identity"):
+    def _decode(self, stream: Stream, chunk: bytes) -> tuple[bytes, bytes]:
+        """At most SLICE_BYTES of output, and what is left of the chunk."""
+        try:
+            part = stream.decompress(chunk, SLICE_BYTES)
+        except (zlib.error, zstd.ZstdError) as error:
+            if "too much memory" in str(error):  # zstd's words, and nothing else tells
+                window = f"zstd frames with a window of at most {1 << MAX_WINDOW_LOG >> 20} MiB (RFC 9659)"
+                raise InvalidRequest("body", window, remedy="Compress it at level 19 or below, without --long.") from None
+            raise self._damaged() from None
+        if stream.eof:
+            self._stream, self._num_ended = None, self._num_ended + 1
+            return part, stream.unused_data
+        return part, getattr(stream, "unconsumed_tail", b"")  # zlib gives back what it did not use; zstd keeps it
+
+    def _damaged(self) -> InvalidRequest:
+        return InvalidRequest("body", f"valid {self._name}", remedy="Its bytes are damaged.")
+
+    def _followed(self) -> InvalidRequest:
+        what = f"{self._name} streams alone" if self._coding.has_several else f"one {self._name} stream"
+        return InvalidRequest("body", what, remedy="Other bytes follow its end.")
+
+
+class Chain:
+    """Undoes the last coding of a body, then those before it."""
+
+    def __init__(self, last: BodyDecoder, before: BodyDecoder) -> None:
+        self._last, self._before = last, before
+
+    def parts(self, chunk: bytes) -> Iterator[bytes]:
+        for part in self._last.parts(chunk):
+            yield from self._before.parts(part)
+
+    def end(self) -> None:
+        self._last.end()
+        self._before.end()
+
+
+def decoder_of(values: Sequence[bytes], max_bytes: int) -> BodyDecoder:
+    """values: of every Content-Encoding header. max_bytes: of the decoded body
+
+    Raises UnsupportedEncoding for a coding that is not read here, or too many.
+    """
+    words = [word.strip(" \t") for word in b",".join(values).decode("latin-1").lower().split(",")]
+    names = [word for word in words if word not in ("", "identity")]
+    if unknown := next((name for name in names if name not in CODINGS), None):
+        raise UnsupportedEncoding(unknown)
+    if len(names) > MAX_CODINGS:
+        raise UnsupportedEncoding(", ".join(names), f"has more than {MAX_CODINGS} codings")
+    if not names:
         return Identity()
-    window_bits = _WINDOW_BITS.get(name)
-    if window_bits is None:
-        raise UnsupportedEncoding
-    return Inflater(name.decode(), window_bits)
+    decoder: BodyDecoder = StreamDecoder(names[0], max_bytes)
+    for name in names[1:]:
+        decoder = Chain(StreamDecoder(name, max_bytes), decoder)
+    return decoder

@@ -65,14 +65,21 @@ class UnsupportedMediaType(HeadraceError):
 
 
 class UnsupportedEncoding(UnsupportedMediaType):
-    """A Content-Encoding that `http.content_encoding` does not undo."""
+    """A Content-Encoding that `http.content_encoding` does not undo.
 
-    def __init__(self) -> None:
-        super().__init__("Content-Encoding is not known here: send gzip, deflate or identity, one of them, once.")
+    rule  why, without what the client sent: the reason in the request log
+    """
+
+    def __init__(self, given: str, why: str = "is not read here") -> None:
+        self.rule = f"The Content-Encoding {why}."
+        super().__init__(f"Content-Encoding {shorten(given)} {why}. Send gzip, deflate, zstd or identity.")
 
 
 class BodyTooLarge(RequestTooLarge):
     """The body has more bytes than the cap. Its rest is discarded for a moment (`gateway.http.connection`)."""
+
+    def __init__(self, size: int, max_bytes: int) -> None:
+        super().__init__("body", f"at most {max_bytes} bytes", size, "Send a shorter prompt or fewer messages.")
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -277,7 +284,7 @@ def _headers(error: BaseException) -> list[tuple[bytes, bytes]]:
     if isinstance(error, MethodNotAllowed):
         return [(b"allow", ", ".join(error.allowed).encode())]
     if isinstance(error, UnsupportedEncoding):
-        return [(b"accept-encoding", b"gzip, deflate")]
+        return [(b"accept-encoding", b"gzip, deflate, zstd")]
     if isinstance(error, Unauthorized):
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, ReadTimeout):

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
-from headrace.core.errors import HeadraceError, InvalidRequest
+from headrace.core.errors import HeadraceError
 from headrace.core.ids import RequestId
 from headrace.gateway.access.principal import ANONYMOUS, Principal
 from headrace.gateway.access.use_count import UseCount
@@ -177,7 +177,7 @@ class Exchange:
 
         hold  called with the size of each part as it arrives; may raise to refuse it
 
-        Raises: UnsupportedMediaType, InvalidRequest for damaged gzip, BodyTooLarge, ReadTimeout or ClientLeft.
+        Raises: UnsupportedMediaType, InvalidRequest for damaged compression, BodyTooLarge, ReadTimeout or ClientLeft.
         """
         media_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
         if media_type != b"application/json":
@@ -198,12 +198,12 @@ class Exchange:
 
     async def _read_body(self, max_bytes: int, hold: Callable[[int], None]) -> bytes:
         has_encoding = self.has_header(b"content-encoding")
-        decoder = decoder_of([value for name, value in self.headers if name == b"content-encoding"] if has_encoding else ())
+        decoder = decoder_of([value for name, value in self.headers if name == b"content-encoding"] if has_encoding else (), max_bytes)
         announced = self.header(b"content-length")
         if announced is not None and announced.isdigit() and int(announced[:20]) > max_bytes:
-            raise _too_large(int(announced[:20]), max_bytes)
+            raise BodyTooLarge(int(announced[:20]), max_bytes)
         chunks: list[bytes] = []
-        size = received = 0
+        received = 0
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -211,15 +211,12 @@ class Exchange:
             chunk: bytes = message.get("body", b"")
             received += len(chunk)
             if received > max_bytes:
-                raise _too_large(received, max_bytes)
+                raise BodyTooLarge(received, max_bytes)
             for part in decoder.parts(chunk):
-                size += len(part)
-                if size > max_bytes:
-                    raise _too_large(size, max_bytes)
                 hold(len(part))
                 chunks.append(part)
                 if part is not chunk:
-                    await asyncio.sleep(0)  # other requests are served between two inflated slices
+                    await asyncio.sleep(0)  # other requests are served between two decoded slices
             if not message.get("more_body", False):
                 decoder.end()
                 return b"".join(chunks)
@@ -392,7 +389,3 @@ def _repeated(headers: Headers) -> frozenset[bytes]:
     """Names that several headers have."""
     counts = Counter(name for name, _ in headers)
     return frozenset(name for name, count in counts.items() if count > 1)
-
-
-def _too_large(size: int, max_bytes: int) -> InvalidRequest:
-    return BodyTooLarge("body", f"at most {max_bytes} bytes", size, "Send a shorter prompt or fewer messages.")
