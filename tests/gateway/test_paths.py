@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
+from gateway_kit import chat_body, open_bench
 
 from headrace.gateway.http.errors import MethodNotAllowed
-from headrace.gateway.paths import MAX_LOGGED_PATH, find_path, logged_path
+from headrace.gateway.paths import MAX_LOGGED_PATH, find_path, logged_path, plain_path
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
+from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.pure
 
@@ -26,7 +30,6 @@ def test_every_row_of_the_table_is_found(row: Endpoint[Handler]) -> None:
     ("path", "shown", "values"),
     [
         ("/v1/models/org/name", "/v1/models/{model}", {"model": "org/name"}),
-        ("/v1/models/", "/v1/models/{model}", {"model": ""}),
         ("/v1/sessions/a b", "/v1/sessions/{id}", {"id": "a b"}),
     ],
 )
@@ -38,10 +41,43 @@ def test_a_name_in_a_path_is_read(path: str, shown: str, values: dict[str, str])
 
 
 @pytest.mark.parametrize(
-    "path", ["", "/v1", "/v1/models/a\n", "/v1/sessions/a/b", "/v1/sessions/", "/live/", "//live", "/v1/chat/completions/x"]
+    "path",
+    ["", "/v1", "/v1/models/", "/v1/models/a\n", "/v1/sessions/a/b", "/v1/sessions/", "/live/", "//live", "/v1/chat/completions/x"],
 )
 def test_other_paths_are_unknown(path: str) -> None:
     assert find_path(path) == (None, {})
+
+
+@pytest.mark.parametrize("row", ENDPOINTS, ids=lambda row: f"{row.method} {row.path}")
+def test_slashes_too_many_change_no_route(row: Endpoint[Handler]) -> None:
+    path = re.sub(r"{\w+(:path)?}", "name", row.path)
+    for sent in (path, f"/{path}", f"{path}/", f"{path}//", path.replace("/", "//"), f"//{path}///"):
+        plain = plain_path(sent)
+        found, values = find_path(plain)
+        assert found is not None
+        assert found.endpoint(row.method) is row
+        assert (list(values), logged_path(plain)) == (row.path_params, row.shown_path)
+
+
+def test_dots_and_other_letters_stay_what_they_are() -> None:
+    assert plain_path("/health/../v1//models/./") == "/health/../v1/models/."
+    assert plain_path("/HEALTH/ ") == "/HEALTH/ "
+    assert [plain_path(path) for path in ("", "/", "//", "/" * 100_000)] == ["/"] * 4
+
+
+@pytest.mark.loop
+@pytest.mark.parametrize("path", ["/v1/chat/completions/", "//v1/chat/completions", "/v1//chat/completions//"])
+async def test_a_body_posted_to_slashes_too_many_is_the_same_request(text: TextModel, tmp_path: Path, path: str) -> None:
+    """No redirect, in which it would be lost; and one request for limits, answers that are kept, metrics and the log."""
+    log = tmp_path / "log"
+    async with open_bench(text, request_log=str(log), limits={"max_requests": 1}) as bench:
+        for sent in ("/v1/chat/completions", path):
+            answer = await bench.client.post(f"http://localhost{sent}", json=chat_body(seed=1), headers={"idempotency-key": "one"})
+            assert answer.status_code == 200
+        assert answer.headers["idempotent-replayed"] == "true"
+        assert (await bench.client.get(f"http://localhost{path}")).headers["allow"] == "POST"
+    logged = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["path"], line["status"]) for line in logged] == [("/v1/chat/completions", status) for status in (200, 200, 405)]
 
 
 def test_an_unknown_path_is_logged_without_a_sessions_name_and_cut() -> None:

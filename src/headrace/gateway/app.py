@@ -40,7 +40,7 @@ from headrace.gateway.http.forwarded import TrustedProxies
 from headrace.gateway.http.hosts import HostCheck
 from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight
 from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
-from headrace.gateway.paths import AnsweredPath, find_path, logged_path
+from headrace.gateway.paths import AnsweredPath, find_path, logged_path, plain_path
 from headrace.gateway.stores.guard import StoreWait, one_request
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.observe.request_log import MAX_DETAIL_CHARS, Outcome, RequestLog, RequestLogRecord
@@ -90,6 +90,7 @@ class Gateway:
         if scope["type"] != "http":
             return  # no websockets; `gateway.compose` opens and closes, not ASGI's lifespan
         active = self.active
+        scope["path"] = plain_path(scope["path"])
         exchange = self._open(active, scope, receive, send)
         path, scope["path_params"] = find_path(scope["path"])
         with one_request(active.service.clock) as store_wait:

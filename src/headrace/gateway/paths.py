@@ -1,7 +1,7 @@
 """The gateway's router: which endpoints of `surfaces.routes` answer a path, and how the path is shown in the request log.
 
 A path without a name in it is found by one look-up. Then come those with names, in the table's order: {name} stands for one part of a path,
-{name:path} for the rest of it.
+{name:path} for the rest of it. All of them are looked up by their plain form (`plain_path`), and nothing else reads another one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 
 MAX_LOGGED_PATH = 200
+_SLASHES = re.compile("/{2,}")
 _NAMED = re.compile(r"\\{(\w+)(:path)?\\}")
 
 
@@ -51,7 +52,7 @@ class AnsweredPath:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        return re.compile(_NAMED.sub(lambda name: f"(?P<{name[1]}>{'.*' if name[2] else '[^/]+'})", re.escape(self.path)))
+        return re.compile(_NAMED.sub(lambda name: f"(?P<{name[1]}>{'.+' if name[2] else '[^/]+'})", re.escape(self.path)))
 
 
 def _paths() -> dict[str, AnsweredPath]:
@@ -67,8 +68,15 @@ _BEGINNINGS = {answered.shown_path.partition("{")[0]: answered.shown_path for _,
 """Beginnings of the paths that go on with a name, and these paths as they are shown: "/v1/sessions/" and "/v1/sessions/{id}"."""
 
 
+def plain_path(path: str) -> str:
+    """A decoded path with single slashes and none at its end. Clients that join a base URL badly send others, and a redirect, which most
+    of them follow with a GET, would lose the body.
+    """
+    return _SLASHES.sub("/", path).rstrip("/") or "/"
+
+
 def find_path(path: str) -> tuple[AnsweredPath | None, Mapping[str, str]]:
-    """What answers a decoded path, and the values of its names. None: nothing does."""
+    """What answers a plain path, and the values of its names. None: nothing does."""
     found = _PATHS.get(path)
     if found is not None:
         return found, {}

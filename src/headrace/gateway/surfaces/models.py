@@ -49,9 +49,6 @@ async def list_models(service: Service, exchange: Exchange) -> None:
 
 async def one_model(service: Service, exchange: Exchange) -> None:
     name: str = exchange.scope["path_params"]["model"]
-    if not name:  # /v1/models/
-        await list_models(service, exchange)
-        return
     model = service.models.usable_by(exchange.principal).get(name)
     await exchange.reply(200, _encode(_card(model, name, exchange.principal)))
 
