@@ -52,6 +52,9 @@ class Client:
     async def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
         content = b"" if body is None else json.dumps(body).encode()
         self.writer.write(head(method, path, content) + content)
+        return await self.answer()
+
+    async def answer(self) -> tuple[int, bytes]:
         answer = await self.reader.readuntil(b"\r\n\r\n")
         length = next(int(line[15:]) for line in answer.lower().split(b"\r\n") if line.startswith(b"content-length:"))
         return int(answer[9:12]), await self.reader.readexactly(length)
@@ -79,6 +82,19 @@ async def test_requests_and_streams_are_served_over_tls(text: TextModel, tmp_pat
         content = json.dumps(chat_body(stream=True)).encode()
         client.writer.write(head("POST", "/v1/chat/completions", content) + content)
         assert b"data: [DONE]" in await client.reader.readuntil(b"0\r\n\r\n")
+
+
+async def test_an_offer_of_http2_is_ignored_over_tls_too(text: TextModel, tmp_path: Path) -> None:
+    content = json.dumps(chat_body()).encode()
+    offering = head("POST", "/v1/chat/completions", content)[:-2] + b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n\r\n"
+    async with open_bench(text, tls=plain(certificate(tmp_path))) as bench, serving(bench.gateway) as port, connected(port) as client:
+        for packets in ([offering + content], [offering, content], [offering[:-1], offering[-1:] + content[:9], content[9:]]):
+            for packet in packets:
+                client.writer.write(packet)
+                await asyncio.sleep(0.01)
+            status, body = await client.answer()
+            assert (status, json.loads(body)["object"]) == (200, "chat.completion")
+        assert len(bench.replica.requests) == 3
 
 
 async def test_a_changed_certificate_is_used_by_new_connections_and_open_ones_stay(text: TextModel, tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ FLOORS: dict[str, Floor] = {
     ),
     # 4 edges
     "headrace.gateway": Floor((*GROUND, *_ours("policy")), ("uvicorn", "msgspec"), ("uvloop",)),
+    "headrace.gateway.http.connection": Floor(_ours("gateway.config", "gateway.http"), ("httptools", "msgspec", "uvicorn")),
     "headrace.gateway.http.content_encoding": Floor(_ours("core", "gateway.http.errors"), ("backports", "compression")),
     # above the seam nobody knows who answers, nor what a prompt becomes
     "headrace.gateway.surfaces": Floor(

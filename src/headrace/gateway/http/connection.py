@@ -5,6 +5,7 @@ uvicorn parses and frames. The bounds that a public server needs and uvicorn doe
     head      request line and headers: bytes, count, seconds. A TLS handshake is named in the log and closed
     body      framing overhead (floods of tiny chunks, chunk extensions). `Exchange.body` bounds the body's own size and time
     leftover  the rest of a body whose answer is out: discarded for a moment, then the connection is closed
+    upgrade   an offer of another protocol (h2c, WebSocket, TLS) is ignored, as RFC 9110, 7.8 allows. CONNECT and HTTP/2 are refused
     answer    a client that does not catch up with 64 KiB of unsent bytes is cut off; an HTTP/1.0 answer has no chunks
 
 What the application gets in `scope["extensions"]`: "headrace.abort" drops the connection with its unsent bytes, "headrace.lost" says why it
@@ -18,14 +19,15 @@ import os
 from collections.abc import Callable
 from typing import Any, cast
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.http.asgi import ABORT_EXTENSION, CONNECTION_EXTENSION, LOST_EXTENSION
+from headrace.gateway.http.asgi import ABORT_EXTENSION, CONNECTION_EXTENSION, LOST_EXTENSION, Headers
 from headrace.gateway.http.client_transport import ClientTransport, UntilClose
 from headrace.gateway.http.errors import BAD_HTTP, ErrorBody, ErrorObject
-from headrace.gateway.http.origins import Origins
+from headrace.gateway.http.origins import METHODS, Origins
 from headrace.gateway.http.tls_notice import TLS_HANDSHAKE, TlsNotice
 
 SEND_BUFFER_BYTES = 64 << 10
@@ -42,7 +44,10 @@ MAX_FRAMING_FACTOR = 2
 """Wire bytes that each byte of a body may take, beyond the slack. A chunk costs the event loop microseconds whatever its size. A chunk of
 one byte takes 6 wire bytes; chunks of usual clients take hardly more than one per byte; extensions and trailers may take any number."""
 
-REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+REASONS = {400: b"Bad Request", 405: b"Method Not Allowed", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+NO_HTTP = "Invalid HTTP request."
+NO_HTTP2 = "HTTP/2 is not served here. Send HTTP/1.1, as curl --http1.1 does."
+NO_TUNNEL = "CONNECT is not served: this is no proxy. Send the request itself, to a path."
 
 OnRefused = Callable[[str, int, str], None]
 """Called for each answer that the protocol or the listener gives instead of the application, with its x-request-id, status and message."""
@@ -131,7 +136,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._read_bytes = len(data)
         self._wire_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self.transport.is_closing():
             return
         limits = self.bounds.limits
@@ -147,6 +153,37 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._head_timer = self._after(self.bounds.timeouts.header_s, self._close)
         elif self._is_in_body and self._wire_bytes > FRAMING_SLACK_BYTES + MAX_FRAMING_FACTOR * self._body_bytes + limits.max_header_bytes:
             self._refuse(400, "The body's chunks carry too little.")
+
+    def _parse(self, data: bytes) -> None:
+        """Replaces uvicorn's parsing, which drops what follows an offer of another protocol in the same read."""
+        rest: bytes | memoryview = data
+        try:
+            while (behind := self._after_offer(rest)) is not None and not self.transport.is_closing():
+                self._ignore_offer()
+                rest = behind
+        except httptools.HttpParserError:
+            self._refuse(400, NO_HTTP2 if self.parser.get_method() == b"PRI" else NO_HTTP)
+
+    def _after_offer(self, data: bytes | memoryview) -> memoryview | None:
+        """Parse. Returns what follows a head that offers another protocol, where the parser stops; None where all was parsed."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            offset: int = stop.args[0]
+            return memoryview(data)[offset:]
+        return None
+
+    def _ignore_offer(self) -> None:
+        """Parse the same head once more, in a parser of its own and without `Upgrade`. The parser that saw the offer reads no body behind
+        it: it would take the body's bytes for the next request.
+        """
+        wire_bytes, version = self._wire_bytes, self.parser.get_http_version().encode()
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, b"".join(lines))
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn makes it
+        self.parser.feed_data(head)
+        self._wire_bytes = wire_bytes
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -176,7 +213,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"At most {limits.max_headers} headers are read.")
         elif len(self.url) + self._head_bytes > limits.max_header_bytes:
             self._refuse(431, f"Headers must be at most {limits.max_header_bytes} bytes.")
-        else:
+        elif self.parser.get_method() == b"CONNECT":
+            self._refuse(405, NO_TUNNEL, [(b"allow", METHODS)])
+        elif not self.parser.should_upgrade():  # else the head is parsed once more: `_ignore_offer`
             self._is_in_body = True
             super().on_headers_complete()
             if self.scope["http_version"] == "1.0":  # it has no chunks: an answer of unknown length ends with its connection
@@ -189,6 +228,8 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # its head alone is: `_ignore_offer`
         self._has_begun = self._is_in_body = False
         if not self.transport.is_closing():
             self._stop_timers("_linger_timer")
@@ -211,12 +252,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._time_writing()  # no write follows that would time the bytes that are left
 
-    def send_400_response(self, msg: str) -> None:
-        """Replaces uvicorn's answer to bytes that httptools cannot parse by one in OpenAI's shape."""
-        self._refuse(400, "Invalid HTTP request.")
-
-    def _refuse(self, status: int, message: str) -> None:
-        """Answer instead of the application, and close."""
+    def _refuse(self, status: int, message: str, headers: Headers = ()) -> None:
+        """Answer instead of the application, and close. headers: of this answer alone"""
         if self.transport.is_closing():
             return
         if not self._may_answer():
@@ -224,9 +261,9 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         body = msgspec.json.encode(ErrorBody(ErrorObject(message, "invalid_request_error", None, BAD_HTTP)))
         request_id = os.urandom(12).hex()
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-request-id", request_id.encode())]
+        own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-request-id", request_id.encode())]
         more = self.origins.answer_headers(self.headers if self._has_begun else ())
-        lines = [b"%b: %b\r\n" % header for header in (*headers, *more, (b"connection", b"close"))]
+        lines = [b"%b: %b\r\n" % header for header in (*own, *headers, *more, (b"connection", b"close"))]
         self.transport.write(b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, REASONS[status], b"".join(lines), body))
         self._half_close()
         self.log_refusal(request_id, status, message)
