@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.core.descriptors import num_open, raise_limit
@@ -28,12 +28,16 @@ def test_fewer_descriptors_are_fewer_connections() -> None:
     assert divide(16_384, 60, 1024) == ConnectionLimit(1024 - 60 - 64, 64)
 
 
-@given(most=st.integers(0, 3000), taken=st.integers(0, 500), wanted=st.integers(1, 5000))
+@given(most=st.integers(0, 3000), taken=st.integers(0, 500) | st.integers(0, 100_000), wanted=st.integers(1, 5000))
+@example(most=20_000, taken=19_999, wanted=16_384)
 def test_what_is_served_and_refused_fits_what_may_be_open(most: int, taken: int, wanted: int) -> None:
     free, least = most - taken, min(wanted, MIN_CONNECTIONS)
     if free < least + max(2, min(MAX_REFUSALS, free // 8)):
-        with pytest.raises(ConfigError, match=rf"a process may have {most} .ulimit -n"):
+        with pytest.raises(ConfigError, match=rf"a process may have {most} .ulimit -n") as refused:
             divide(wanted, taken, most)
+        named = int(re.findall(r"ulimit -n (\d+)", refused.value.remedy)[0])
+        assert named > most
+        assert divide(wanted, taken, named).max_connections >= least
         return
     limit = divide(wanted, taken, most)
     assert limit.max_refusals >= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from headrace.core.descriptors import num_open, raise_limit
@@ -23,6 +24,11 @@ more."""
 
 MIN_CONNECTIONS = 8
 """Connections without which the gateway refuses to start."""
+
+ULIMIT_STEP = 4096
+"""The remedy for too few descriptors names a multiple of this, with SPARE beyond what is needed."""
+
+SPARE = 1024
 
 MAX_REFUSALS = 64
 """Connections that are being answered 503 at one time; one more closes the oldest."""
@@ -62,10 +68,12 @@ def divide(max_connections: int, taken: int, most: int) -> ConnectionLimit:
     refusals = max(2, min(MAX_REFUSALS, free // 8))
     least = min(max_connections, MIN_CONNECTIONS)
     if free - refusals < least:
+        needed = taken + 2 + least
+        suffices = math.ceil((needed + SPARE) / ULIMIT_STEP) * ULIMIT_STEP
         raise ConfigError(
             "open files",
             f"a process may have {most} (ulimit -n), {taken} are in use or kept for replicas, foreign servers, text workers and logs, "
-            f"and {least} connections need {taken + 2 + least}",
-            "Raise the limit: ulimit -n 4096, or LimitNOFILE= of the service.",
+            f"and {least} connections need {needed}",
+            f"Raise the limit: ulimit -n {suffices}, or LimitNOFILE= of the service.",
         )
     return ConnectionLimit(min(max_connections, free - refusals), refusals)
