@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
+from typing import cast
 
 import pytest
+import yaml
 
 from headrace.cli.config import ServeConfig, is_fetched, load
 from headrace.cli.config_faults import faults
+from headrace.cli.config_yaml import Raw, dump_yaml, parse_yaml
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.fleet.files import ReplicaFiles, gateway_content
@@ -189,8 +193,15 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{engine: {model: M, device: cuda}}]", "models[0].engine.device", "--experimental"),
         ("models: [{engine: {model: M}}]\nmodels: []", "headrace.yaml:2", "models is given twice, first on line 1"),
         ("models:\n - engine: &a {model: M}\n - engine: *a", "headrace.yaml:3:12", "aliases"),
-        ("gateway:\n  port: 0x_", "headrace.yaml:2:9", "this is no valid int"),
+        ("models: [{engine: {model: M}}]\ngateway: {port: 0x_}", "gateway.port", "expected int, got str. Write it in digits"),
+        ("models: [{engine: {model: M}}]\ngateway: {port: 8_000}", "gateway.port", "expected int, got str. Write it in digits"),
+        ("models: [{engine: {model: M}}]\ngateway: {port: 2:13:20}", "gateway.port", "expected int, got str. Write it in digits"),
+        ("models: [{engine: {model: M}}]\nallow_open: yes", "allow_open", "expected bool, got str. Write true or false"),
+        ("models: [{name: 007, engine: {model: M}}]", "models[0].name", "expected str, got int. Write it in quotes."),
         ("gateway:\n  port: !!int ''", "headrace.yaml:2:9", "this is no valid int"),
+        ("gateway:\n  port: !!int 1_0", "headrace.yaml:2:9", "this is no valid int"),
+        ("allow_open: !!bool yes", "headrace.yaml:1:13", "this is no valid bool"),
+        (f"drain_timeout_s: {'9' * 5000}", "headrace.yaml:1:18", "this is no valid int"),
         ("run_dir: a\nlog_format: \x01", "headrace.yaml:2", "U+0001 is not allowed"),
         ("gateway:\n  port: !!timestamp 2026-11-23", "headrace.yaml:2:9", "not valid YAML"),
         ("models: !!python/object/apply:os.system [id]", "headrace.yaml:1:9", "not valid YAML"),
@@ -215,6 +226,56 @@ def test_a_date_is_a_string_as_a_name_may_be(tmp_path: Path, model_folder: Path)
     file = tmp_path / "headrace.yaml"
     file.write_text(f"models: [{{name: 2026-11-23, engine: {{model: {model_folder}}}}}]")
     assert load(file, {}).models[0].served_name == "2026-11-23"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("010000", 10000),
+        ("08080", 8080),
+        ("0x1F90", 8080),
+        ("0o17620", 8080),
+        ("-0", 0),
+        ("1e-3", 0.001),
+        ("5E+2", 500.0),
+        ("-.5", -0.5),
+        ("1.", 1.0),
+        ("-.inf", -math.inf),
+        ("True", True),
+        ("~", None),
+        ("", None),
+        *(
+            (text, text)
+            for text in ("no", "No", "off", "ON", "yes", "y", "1_000", "1:30", "0b11", "-0x1", "1.2.3", "=", "0o8", "2026-11-23")
+        ),
+        ("'no'", "no"),
+        ("!!str 010", "010"),
+        ("!!int 010", 10),
+    ],
+)
+def test_words_and_numbers_are_read_as_yaml_1_2_reads_them(text: str, value: object) -> None:
+    """PyYAML's 1.1 made 4096 of the port 010000 and false of the country Norway."""
+    read = parse_yaml(f"a: {text}", "x")
+    assert read == {"a": value}
+    assert type(cast(Raw, read)["a"]) is type(value)
+
+
+def test_a_key_is_text_whatever_it_looks_like(tmp_path: Path, model_folder: Path) -> None:
+    text = f"""
+models: [{{name: "no", engine: {{model: {model_folder}}}}}, {{name: "007", engine: {{model: {model_folder}}}}}]
+tiers: {{on: {{requests_per_minute: 5}}, 1e3: {{}}}}
+prices: {{no: {{input: 1}}, 007: {{input: 2}}}}
+"""
+    config = load_text(tmp_path, text)
+    assert sorted(config.tiers) == ["1e3", "on"]
+    assert sorted(config.prices) == ["007", "no"]
+
+
+def test_what_is_written_as_yaml_is_read_as_the_same_by_either_version() -> None:
+    words = ["1e3", "08", "0o17", "no", "1_000", "1:30", "=", "~", "", "true", "-.5", "<<", ".inf", "2026-11-23", "plain"]
+    value = {"words": words, "rest": [1, 1e-5, True, None], "no": 1, "007": 2, "null": 3}
+    written = dump_yaml(value)
+    assert parse_yaml(written, "x") == yaml.safe_load(written) == value
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,9 @@ def test_lists_nested_objects_and_integers_for_floats_become_what_the_fields_say
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"name": 5}, "name: expected str, got int."),
+        ({"name": 5}, "name: expected str, got int. Write it in quotes."),
+        ({"name": False}, "name: expected str, got bool. Write it in quotes."),
+        ({"name": "a", "parts": [{"size": "1_000"}]}, "parts[0].size: expected int, got str. Write it in digits alone, without quotes."),
         ({"name": "a", "parts": {"size": 1}}, "parts: expected array, got object."),
         ({"name": "a", "parts": [{"size": True}]}, "parts[0].size: expected int, got bool."),
         ({"name": "a", "parts": [{"size": 1.0}]}, "parts[0].size: expected int, got float."),

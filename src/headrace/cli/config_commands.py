@@ -100,12 +100,10 @@ def leave_if_faulty(file: Path) -> None:
 @config_app.command()
 def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: the bundled model.")] = None) -> None:
     """Print the whole configuration as `serve` would use it, defaults included and keys hidden."""
-    import yaml
-
     from headrace.cli.config import load
+    from headrace.cli.config_yaml import dump_yaml
 
-    config = load(file, os.environ)
-    print(yaml.safe_dump(shown(config), sort_keys=False, allow_unicode=False), end="")
+    print(dump_yaml(shown(load(file, os.environ))), end="")
 
 
 @config_app.command()

@@ -1,11 +1,16 @@
 """YAML as a configuration file may use it: plain data, without anchors and without a key given twice. Nothing is evaluated.
 
+Words and numbers are read by the core schema of YAML 1.2, and a key is always text. The 1.1 of PyYAML reads the country code no as false,
+the port 010000 as 4096, 1:30 as 90 and 1e-3 as text.
+
 `read_yaml` refuses the first thing that is wrong; `config_faults` takes the whole document, with the line of every value, and goes on.
 Values get their types in `core.strict_decode`.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,20 +36,28 @@ class YamlDocument:
     repeated: list[tuple[str, int, int]] = field(default_factory=list)
 
 
-_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_TAG = "tag:yaml.org,2002:"
+_BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
+_INT = re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z")
+_FLOAT = re.compile(r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")
+_NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
+_RESOLVERS = (  # the first that matches; what begins otherwise is text
+    ("bool", _BOOL, "tTfF"),
+    ("int", _INT, "-+0123456789"),
+    ("float", _FLOAT, "-+0123456789."),
+    ("null", _NULL, ["~", "n", "N", ""]),
+    ("merge", re.compile(r"<<\Z"), "<"),
+)
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """The safe loader without aliases and dates.
+    """The safe loader without aliases and dates, with the scalars of YAML 1.2.
 
     With aliases a file of a few lines could stand for gigabytes. No option is a date: 2026-11-23 stays a string, as a name may be.
     """
 
-    yaml_implicit_resolvers = {  # noqa: RUF012  # as the base class declares it
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    yaml_constructors = {tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag != _TIMESTAMP}  # noqa: RUF012
+    yaml_implicit_resolvers = {}  # noqa: RUF012  # as the base class declares it; filled below
+    yaml_constructors = {tag: made for tag, made in yaml.SafeLoader.yaml_constructors.items() if tag != f"{_TAG}timestamp"}  # noqa: RUF012
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -58,9 +71,47 @@ class _PlainLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, LookupError) as error:  # e.g. "0x_" looks like a number; "!!bool x" says that it is one
+        except ValueError as error:  # e.g. "!!bool x"; an integer of more digits than Python reads
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(None, None, f"this is no valid {kind}", node.start_mark) from error
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG}merge":
+                key.tag = f"{_TAG}str"
+        return super().construct_mapping(node, deep)
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Quotes text that either version of YAML would read as something else."""
+
+
+def _construct_bool(loader: _PlainLoader, node: yaml.ScalarNode) -> bool:
+    return _text(loader, node, _BOOL).lower() == "true"
+
+
+def _construct_int(loader: _PlainLoader, node: yaml.ScalarNode) -> int:
+    text = _text(loader, node, _INT)
+    return int(text, 0) if text[1:2] in ("o", "x") else int(text)
+
+
+def _construct_float(loader: _PlainLoader, node: yaml.ScalarNode) -> float:
+    return float(_text(loader, node, _FLOAT).lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _text(loader: _PlainLoader, node: yaml.ScalarNode, pattern: re.Pattern[str]) -> str:
+    """The scalar's text. Raises ValueError where a tag says that it is what it is not."""
+    text = str(loader.construct_scalar(node))
+    if pattern.match(text) is None:
+        raise ValueError
+    return text
+
+
+for _name, _pattern, _first in _RESOLVERS:
+    for _class in (_PlainLoader, _PlainDumper):
+        _class.add_implicit_resolver(_TAG + _name, _pattern, list(_first))
+for _name, _construct in (("bool", _construct_bool), ("int", _construct_int), ("float", _construct_float)):
+    _PlainLoader.add_constructor(_TAG + _name, _construct)
 
 
 def read_text(file: Path) -> str:
@@ -71,6 +122,11 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(file), f"cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})") from error
+
+
+def dump_yaml(value: object) -> str:
+    """Plain data as YAML that `parse_yaml` and other readers read as the same."""
+    return yaml.dump(value, Dumper=_PlainDumper, sort_keys=False, allow_unicode=False)
 
 
 def read_yaml(file: Path) -> Raw:

@@ -24,6 +24,14 @@ from headrace.core.errors import ConfigError
 
 Value = TypeVar("Value")
 _KINDS = {"list": "array", "tuple": "array", "dict": "object", "NoneType": "null"}
+_AS_DIGITS = "Write it in digits alone, without quotes."
+_REMEDIES: dict[tuple[object, object], str] = {
+    **{(str, given): "Write it in quotes." for given in (bool, int, float)},
+    (bool, str): "Write true or false, without quotes.",
+    (int, str): _AS_DIGITS,
+    (float, str): _AS_DIGITS,
+}
+"""By (wanted, given): a file may have 1_000, yes or "8000" where a number or a switch is wanted, and 007 or true where text is."""
 
 
 class UnknownKey(ConfigError):
@@ -131,7 +139,8 @@ def _decoded(hint: object, data: object, where: str, elsewhere: Mapping[str, str
         return float(data)
     if not any(type(data) is choice for choice in _choices(kind)):  # exactly: true is no integer
         wanted = " or ".join(_name(choice) for choice in _choices(hint))
-        raise ConfigError(where or "configuration", f"expected {wanted}, got {_name(type(data))}")
+        remedy = _REMEDIES.get((kind, type(data)), "")
+        raise ConfigError(where or "configuration", f"expected {wanted}, got {_name(type(data))}", remedy)
     return data
 
 
