@@ -1,0 +1,183 @@
+"""`headrace plan`: does it fit, how many users, which layout, how fast, and what does it cost; answered before any hardware is there."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.cli.exits import CommandExitCode, UsageRefused
+
+if TYPE_CHECKING:
+    from headrace.lab.plan.catalogue import Catalogue
+    from headrace.lab.plan.plan import CapacityPlan
+    from headrace.policy.placement.layout import Goals, Need, Traffic
+    from headrace.policy.placement.model import ModelShape
+
+SLO_NAMES = {"ttft": "ttft_s", "ttft_p95": "ttft_p95_s", "tpot": "tpot_s"}
+
+DEFAULT_CONTEXT = 4096
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A folder with config.json, a bundled model, or a name of the catalogue.", show_default=False)
+    ],
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="Device, or several with commas; default: all that have a price, to compare.")
+    ] = None,
+    count: Annotated[int | None, typer.Option("--count", min=1, help="Devices that there are; default: as many as it takes.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Weights: fp32, bf16, fp16, fp8, int8, int4; default: the model's.")] = None,
+    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="KV cache: fp32, bf16, fp16, fp8, int8.")] = "bf16",
+    context: Annotated[int | None, typer.Option("--context", min=2, help="Tokens of one sequence, prompt and answer.")] = None,
+    users: Annotated[int | None, typer.Option("--users", min=1, help="Users whose answers are generated at the same time.")] = None,
+    tokens_per_user: Annotated[float | None, typer.Option("--tokens-per-user", help="Tokens per second that each of them sees.")] = None,
+    requests_per_second: Annotated[
+        float | None, typer.Option("--requests-per-second", help="Requests that begin per second; their prompts count as load then.")
+    ] = None,
+    slo: Annotated[str | None, typer.Option("--slo", help="Goals: ttft_p95=500ms,tpot=40ms; also ttft, the mean.")] = None,
+    prices: Annotated[Path | None, typer.Option("--prices", help="TOML: [gpu] h100 = 2.5, egress_per_gb, storage_per_gb_month.")] = None,
+    catalogue: Annotated[
+        Path | None, typer.Option("--catalogue", help="TOML with more devices and models, as in docs/planning.md.")
+    ] = None,
+    memory_fraction: Annotated[float, typer.Option("--memory-fraction", help="Share of memory for weights and KV cache.")] = 1.0,
+    explain: Annotated[bool, typer.Option("--explain", help="Show the formula of every number.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write tokens/s and TPOT over the batch as SVG.")] = None,
+) -> None:
+    """Plan memory, layout, speed and cost of a model on devices that you may not have yet; exit 1 when nothing serves it."""
+    from headrace.lab.plan.catalogue import read_catalogue
+    from headrace.lab.plan.plan import make_plan
+    from headrace.lab.plan.report import as_object, comparison, lines
+    from headrace.lab.plan.shapes import find_model
+    from headrace.policy.placement.layout import Need
+
+    known = read_catalogue(catalogue, prices)
+    _check(dtype, kv_dtype, memory_fraction)
+    shape, weights_dtype = find_model(model, known.models, dtype)
+    traffic, notes = _traffic(shape, context, users, tokens_per_user, requests_per_second)
+    facts = {"kv_dtype": kv_dtype, "goals": _goals(slo), "num_devices": count, "memory_fraction": memory_fraction}
+    needs = [Need(model=shape, device=device, dtype=weights_dtype, traffic=traffic, **facts) for device in _devices(gpu, known)]  # type: ignore[arg-type]
+    plans = [make_plan(need, known.prices, [*notes, *_age_notes(need)]) for need in needs]
+    plans.sort(key=_cheapness)
+    if plot is not None:
+        from headrace.lab.plan.chart import write_chart
+
+        write_chart(plot, plans)
+    if as_json:
+        shown = (
+            as_object(plans[0])
+            if len(plans) == 1
+            else {"plans": [as_object(each) for each in plans], "cheapest": plans[0].need.device.name}
+        )
+        print(json.dumps(shown, indent=2))
+    else:
+        if len(plans) > 1:
+            print("\n".join(["Cheapest first:", *comparison(plans), ""]))
+        print("\n".join(lines(plans[0], explains=explain)))
+    if not plans[0].is_met:
+        raise typer.Exit(CommandExitCode.FAILED)
+
+
+def _devices(gpu: str | None, known: Catalogue) -> list:  # type: ignore[type-arg]
+    if gpu is None:
+        return [
+            device for device in known.devices.values() if device.price_per_hour is not None and device.is_served and device.name != "cpu"
+        ]
+    return [known.device(name.strip()) for name in gpu.split(",") if name.strip()]
+
+
+def _cheapness(plan: CapacityPlan) -> tuple[bool, float, int]:
+    """Plans that serve the traffic first, then what a token costs, or an hour where a rate is asked for."""
+    cost = plan.dollars_per_hour if plan.need.traffic.tokens_per_s else plan.cost_per_1m_tokens
+    return not plan.is_met, math.inf if cost is None else cost, plan.best.num_devices
+
+
+def _traffic(
+    shape: ModelShape, context: int | None, users: int | None, tokens_per_user: float | None, requests_per_second: float | None
+) -> tuple[Traffic, list[str]]:
+    """What is asked for, and what was assumed for it. An answer's length follows from users, their speed and the rate of requests."""
+    from headrace.lab.plan.plan import OUTPUT_SHARE
+    from headrace.policy.placement.layout import Traffic
+
+    for flag, value in (("--tokens-per-user", tokens_per_user), ("--requests-per-second", requests_per_second)):
+        if value is not None and not 0 < value < math.inf:
+            raise UsageRefused(f"{flag}: expected a number above 0, got {value:g}.")
+    if (tokens_per_user is None) is not (users is None) and requests_per_second is None:
+        missing, given = ("--tokens-per-user", "--users") if users is not None else ("--users", "--tokens-per-user")
+        if missing == "--users":
+            raise UsageRefused(f"{given} needs {missing}: how many users there are.")
+    notes: list[str] = []
+    length = context or min(DEFAULT_CONTEXT, shape.max_positions)
+    if context is None:
+        notes.append(f"No --context: {length} tokens of prompt and answer are assumed.")
+    if users is not None and tokens_per_user is None:
+        tokens_per_user = DEFAULT_USER_TOKENS_PER_S
+        notes.append(f"No --tokens-per-user: {tokens_per_user:g} per second, faster than people read, are assumed.")
+    if shape.is_encoder:
+        rate = (requests_per_second or 0.0) * length
+        return Traffic(prompt_tokens=length, output_tokens=0, tokens_per_s=rate, counts_prompts=True), notes
+    rate = users * tokens_per_user if users is not None and tokens_per_user is not None else 0.0
+    output = length // OUTPUT_SHARE
+    if requests_per_second is not None:
+        if rate:
+            output = round(rate / requests_per_second)
+            if not 1 <= output < length:
+                each = f"{rate:,.0f} tokens/s in all are {rate / requests_per_second:,.1f} tokens for each request"
+                raise UsageRefused(f"--requests-per-second: {each}; an answer must have at least 1 and fewer than the context's {length}.")
+        else:
+            rate = requests_per_second * output
+            notes.append(f"Answers of {output} tokens, a quarter of the context, are assumed: --users and --tokens-per-user would say.")
+    return (
+        Traffic(
+            prompt_tokens=length - output,
+            output_tokens=output,
+            tokens_per_s=rate,
+            user_tokens_per_s=tokens_per_user or 0.0,
+            counts_prompts=requests_per_second is not None,
+        ),
+        notes,
+    )
+
+
+DEFAULT_USER_TOKENS_PER_S = 20.0
+
+
+def _goals(slo: str | None) -> Goals:
+    from headrace.policy.placement.layout import Goals
+
+    values: dict[str, float] = {}
+    for part in (slo or "").split(","):
+        if not part.strip():
+            continue
+        found = re.fullmatch(r"\s*([a-z0-9_]+)\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", part)
+        if found is None or found[1] not in SLO_NAMES or not float(found[2]):
+            raise UsageRefused(f"--slo: {part.strip()!r} is no goal. Write {', '.join(SLO_NAMES)} as ttft_p95=500ms, with commas between.")
+        values[SLO_NAMES[found[1]]] = float(found[2]) / (1000 if found[3] == "ms" else 1)
+    return Goals(**values)
+
+
+def _check(dtype: str | None, kv_dtype: str, memory_fraction: float) -> None:
+    from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES
+
+    if dtype is not None and dtype not in WEIGHT_BYTES:
+        raise UsageRefused(f"--dtype: {dtype!r} is not known. One of {', '.join(WEIGHT_BYTES)}.")
+    if kv_dtype not in KV_BYTES:
+        raise UsageRefused(f"--kv-dtype: {kv_dtype!r} is not known. One of {', '.join(KV_BYTES)}.")
+    if not 0 < memory_fraction <= 1:
+        raise UsageRefused(f"--memory-fraction: expected a share above 0 and up to 1, got {memory_fraction:g}.")
+
+
+def _age_notes(need: Need) -> list[str]:
+    from headrace.lab.plan.catalogue import is_old
+
+    today = datetime.now(UTC).strftime("%Y-%m")
+    device = need.device
+    if not is_old(device.as_of, today):
+        return []
+    return [f"The entry of {device.name} is of {device.as_of} ({device.source}), more than a year old: look up its price."]

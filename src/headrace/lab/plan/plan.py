@@ -1,0 +1,213 @@
+"""One model on one kind of device: what fits, which layout serves the traffic, how fast, at what cost. Each number keeps its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.lab.plan.catalogue import HOURS_PER_MONTH, Prices
+from headrace.policy.placement.layout import HEADROOM, TAIL, Need, Placement, choose_layout
+from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES
+from headrace.policy.placement.roofline import Roofline
+
+EGRESS_BYTES_PER_TOKEN = 250
+"""Bytes that a client is sent for each token of a stream: one event of a chat completion, with its headers' share."""
+
+CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Contexts for which the number of sequences is shown."""
+
+OUTPUT_SHARE = 4
+"""Tokens of a context for each token of an answer, where the length of answers follows from nothing that is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """unit: empty for a plain number; formula: with the numbers filled in"""
+
+    value: float
+    unit: str
+    formula: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityPlan:
+    """
+    placements  the chosen one first; see `choose_layout`
+    figures     by name, of the first placement
+    sequences   context -> sequences that fit at once, over all replicas
+    notes       what was assumed, and what a reader should know
+    """
+
+    need: Need
+    placements: Sequence[Placement]
+    figures: dict[str, Figure]
+    sequences: dict[int, int]
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> Placement:
+        return self.placements[0]
+
+    @property
+    def is_met(self) -> bool:
+        return not self.best.reason
+
+    @property
+    def dollars_per_hour(self) -> float | None:
+        return self.best.price_per_hour
+
+    @property
+    def cost_per_1m_tokens(self) -> float | None:
+        figure = self.figures.get("cost_per_1m_tokens")
+        return None if figure is None else figure.value
+
+
+def make_plan(need: Need, prices: Prices, notes: Sequence[str] = ()) -> CapacityPlan:
+    placements = choose_layout(need)
+    best = placements[0]
+    latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
+    figures = _memory_figures(need, best, latency) | _speed_figures(need, best, latency)
+    if best.batch:
+        figures |= _cost_figures(need, best, prices)
+    return CapacityPlan(
+        need=need, placements=placements, figures=figures, sequences=_sequences(need, best, latency), notes=(*notes, *_notes(need, best))
+    )
+
+
+def _memory_figures(need: Need, best: Placement, latency: Roofline) -> dict[str, Figure]:
+    model, replicas = need.model, best.replicas
+    memory = best.num_devices * need.device.memory_bytes * need.memory_fraction
+    weights = latency.weights_bytes
+    share = f"{need.device.memory_bytes / 1e9:g} GB x {need.memory_fraction:g} (--memory-fraction)"
+    figures = {
+        "num_params": Figure(model.num_params, "", "embeddings + layers x (attention + feed-forward) + head, from config.json"),
+        "num_active_params": Figure(model.num_active_params, "", "weights that one token is multiplied with"),
+        "weights_bytes": Figure(weights, "bytes", f"{model.num_params:,} weights x {WEIGHT_BYTES[need.dtype]:g} bytes ({need.dtype})"),
+        "memory_bytes": Figure(memory, "bytes", f"{best.num_devices} device(s) x {share}"),
+        "free_bytes": Figure(memory - replicas * weights, "bytes", f"memory - {replicas} x weights"),
+    }
+    if model.is_encoder:
+        return figures
+    copies = best.layout.tp // model.kv_shards(best.layout.tp)
+    held = f"; {copies} devices hold the same heads" if copies > 1 else ""
+    return figures | {
+        "kv_bytes_per_token": Figure(model.num_kv_values * KV_BYTES[need.kv_dtype], "bytes", _kv_formula(need)),
+        "resident_tokens": Figure(
+            replicas * best.resident_tokens, "tokens", f"{replicas} replica(s) x free bytes of one / KV bytes per token{held}"
+        ),
+        "sequences": Figure(
+            replicas * best.num_sequences,
+            "",
+            f"{replicas} replica(s) x free bytes of one / KV bytes of {need.traffic.context} tokens{held}",
+        ),
+    }
+
+
+def _kv_formula(need: Need) -> str:
+    model, size = need.model, KV_BYTES[need.kv_dtype]
+    if model.latent is not None:
+        return f"{model.num_layers} layers x ({model.latent.kv_rank} + {model.latent.rope_dim}) latent values x {size:g} bytes"
+    return f"2 (key, value) x {model.num_layers} layers x {model.kv_heads} KV heads x {model.head_dim} x {size:g} bytes"
+
+
+def _speed_figures(need: Need, best: Placement, latency: Roofline) -> dict[str, Figure]:
+    traffic, batch, device = need.traffic, max(1, best.batch), need.device
+    size = WEIGHT_BYTES[need.dtype]
+    prompt_s = latency.prefill_busy_s(traffic.prompt_tokens)
+    figures = {
+        "replicas": Figure(
+            best.replicas, "", f"tokens/s that are asked for ({traffic.tokens_per_s:,.0f}) / tokens/s of one replica, rounded up"
+        ),
+        "devices": Figure(best.num_devices, "", f"{best.replicas} replicas x {best.layout}"),
+        "prefill_tokens_per_s": Figure(
+            best.prefill_tokens_per_s,
+            "tokens/s",
+            f"{traffic.prompt_tokens} tokens / {prompt_s:.3g} s; FLOPs of the prompt / ({best.layout.num_devices} x "
+            f"{device.flops_of(need.dtype) / 1e12:g} TFLOP/s x {device.compute_efficiency[size]:g}) + layers x gap + collectives",
+        ),
+    }
+    if need.model.is_encoder:
+        return figures | {"tokens_per_s": Figure(best.tokens_per_s, "tokens/s", f"replicas x {HEADROOM:.0%} of the prefill rate")}
+    step = (
+        f"weights read in {latency.read_weights_s(batch / best.layout.pp) * 1e3:.2f} ms ({device.bytes_per_s / 1e9:,.0f} GB/s x "
+        f"{device.weight_efficiency[size]:g}) + KV {latency.read_kv_s(batch / best.layout.pp, traffic.context) * 1e3:.2f} ms + "
+        f"{need.model.num_layers} layers x {device.layer_overhead_s * 1e6:g} us + collectives "
+        f"{latency.collectives_s(batch / best.layout.pp) * 1e3:.2f} ms"
+    )
+    prompts = f" + {batch} x {traffic.ratio:.3g} prompt tokens x {prompt_s / traffic.prompt_tokens * 1e6:.1f} us" if traffic.ratio else ""
+    return figures | {
+        "batch": Figure(best.batch, "sequences", f"most that keep {HEADROOM:.0%} of every goal, and that fit"),
+        "tpot_s": Figure(best.tpot_s, "s", f"of {batch} sequences: {step}{prompts}"),
+        "ttft_s": Figure(
+            best.ttft_s, "s", "prompt's own computation + half a step and one per chunk + mean wait for other prompts (M/D/1)"
+        ),
+        "ttft_p95_s": Figure(best.ttft_p95_s, "s", f"the same with {TAIL:.2f} times the mean wait (exponential tail)"),
+        "decode_tokens_per_s": Figure(best.decode_tokens_per_s, "tokens/s", "of one replica: batch / TPOT, or what its users ask for"),
+        "tokens_per_s": Figure(best.tokens_per_s, "tokens/s", f"{best.replicas} x tokens/s of one replica"),
+        "mbu": Figure(best.mbu, "", "bytes of weights and KV that a step reads / (step time x bandwidth of all devices)"),
+    }
+
+
+def _cost_figures(need: Need, best: Placement, prices: Prices) -> dict[str, Figure]:
+    """Costs at the rate that is asked for, or else at the rate of filled replicas."""
+    rate = need.traffic.tokens_per_s or best.tokens_per_s
+    egress_bytes = 0 if need.model.is_encoder else EGRESS_BYTES_PER_TOKEN
+    egress = egress_bytes * 1e6 / 1e9 * prices.egress_per_gb
+    weights_gb = need.model.num_params * WEIGHT_BYTES[need.dtype] / 1e9
+    storage = weights_gb * prices.storage_per_gb_month / (rate * 3600 * HOURS_PER_MONTH) * 1e6
+    figures = {
+        "egress_per_1m_tokens": Figure(egress, "$", f"{egress_bytes} bytes per token x 1M x ${prices.egress_per_gb:g} per GB"),
+        "storage_per_1m_tokens": Figure(
+            storage, "$", f"{weights_gb:.1f} GB x ${prices.storage_per_gb_month:g} per month / tokens of a month at {rate:,.0f}/s"
+        ),
+    }
+    if best.price_per_hour is None:
+        return figures
+    hourly = dollars_per_1m_tokens(best.price_per_hour, rate)
+    total = hourly + egress + storage
+    return figures | {
+        "price_per_hour": Figure(best.price_per_hour, "$", f"{best.num_devices} devices x ${need.device.price_per_hour:g}"),
+        "price_per_month": Figure(best.price_per_hour * HOURS_PER_MONTH, "$", f"price per hour x {HOURS_PER_MONTH}"),
+        "devices_per_1m_tokens": Figure(hourly, "$", f"${best.price_per_hour:g} per hour / 3600 / {rate:,.0f} tokens/s x 1M"),
+        "cost_per_1m_tokens": Figure(total, "$", "devices + egress + storage, per 1M tokens"),
+        "cost_per_1k_tokens": Figure(total / 1000, "$", "cost per 1M tokens / 1000"),
+    }
+
+
+def dollars_per_1m_tokens(price_per_hour: float, tokens_per_s: float) -> float:
+    return price_per_hour / 3600 / tokens_per_s * 1e6
+
+
+def _sequences(need: Need, best: Placement, latency: Roofline) -> dict[int, int]:
+    if need.model.is_encoder:
+        return {}
+    contexts = sorted({*(each for each in CONTEXTS if each <= need.model.max_positions), need.traffic.context})
+    free = best.resident_tokens * latency.kv_bytes_per_token
+    return {context: best.replicas * int(free // latency.kv_bytes(context)) for context in contexts}
+
+
+def _notes(need: Need, best: Placement) -> list[str]:
+    notes = []
+    device = need.device
+    if need.traffic.context > need.model.max_positions:
+        notes.append(
+            f"A context of {need.traffic.context} is more than the {need.model.max_positions} positions that the model was made for."
+        )
+    if not need.traffic.counts_prompts and not need.model.is_encoder:
+        notes.append("Prompts are not counted as load: --requests-per-second says how many there are.")
+    if need.memory_fraction == 1:
+        notes.append("All memory counts. An engine needs some for activations: --memory-fraction 0.9 is what engines take.")
+    if need.dtype == "int4":
+        notes.append("Scales and zero points of int4 weights, 3 to 6 % more, are not counted.")
+    if not device.is_served:
+        notes.append(f"Headrace has no backend for {device.title}: its figures are arithmetic alone.")
+    if best.batch and best.price_per_hour is None:
+        notes.append(f"{device.title} has no price here: --prices FILE gives it one.")
+    size = WEIGHT_BYTES[need.dtype]
+    notes.append(
+        f"Rates assume {device.weight_efficiency[size]:.0%} of the bandwidth for weights and {device.compute_efficiency[size]:.0%} of the "
+        f"FLOP/s, fitted on one H100; goals are used to {HEADROOM:.0%}."
+        if device.name != "cpu"
+        else f"Rates assume {device.weight_efficiency[size]:.0%} of the bandwidth and {device.compute_efficiency[size]:.0%} of the FLOP/s."
+    )
+    return notes

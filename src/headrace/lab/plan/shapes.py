@@ -1,0 +1,141 @@
+"""config.json -> `ModelShape`, for models that Headrace serves and for others: sizes alone are read, in the fields that families share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+from headrace.bundled import bundled_names, bundled_path
+from headrace.core.errors import ConfigError
+from headrace.policy.placement.model import WEIGHT_BYTES, LatentAttention, ModelShape
+from headrace.tensor.checkpoint.config import ConfigFile, read_config
+
+ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "nomic_bert", "modernbert"})
+UNGATED = ENCODERS | {"opt", "gpt_neox", "phi", "starcoder2", "gpt_bigcode"} - {"modernbert", "nomic_bert"}
+"""Families whose feed-forward blocks have two matrices."""
+
+EVERY_OTHER = frozenset({"gemma2"})
+"""Families in which every other layer has the sliding window although config.json does not say so."""
+
+DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", **{name: name for name in WEIGHT_BYTES}}
+
+MAX_WIDTH = 2**20
+MAX_LAYERS = 1024
+MAX_EXPERTS = 4096
+MAX_POSITIONS = 2**26
+
+
+def find_model(name: str, catalogue: Mapping[str, Mapping[str, object]], dtype: str | None = None) -> tuple[ModelShape, str]:
+    """The shape of a folder, a bundled model or an entry of the catalogue, and the dtype of its weights: `dtype`, or what they are kept in.
+
+    Raises ConfigError where there is none of that name, CheckpointError naming the field of config.json that is absurd.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        return read_shape(read_config(folder), folder.resolve().name, dtype)
+    if (bundled := bundled_path(name)) is not None:
+        return read_shape(read_config(bundled), name, dtype)
+    if name.lower() in catalogue:
+        return read_shape(ConfigFile(f"catalogue, {name.lower()}", catalogue[name.lower()]), name.lower(), dtype)
+    known = sorted({*catalogue, *bundled_names()})
+    near = get_close_matches(name.lower(), known, n=1)
+    remedy = f"Did you mean {near[0]}? " if near else ""
+    reason = f"{name!r} is no folder with a config.json, no bundled model and no entry of the catalogue"
+    raise ConfigError("MODEL", reason, f"{remedy}Known: {', '.join(known)}.")
+
+
+def read_shape(config: ConfigFile, name: str, dtype: str | None = None) -> tuple[ModelShape, str]:
+    """The shape, and the dtype as in `find_model`. Raises CheckpointError naming the field."""
+    outer, config = config, config.section("text_config") if config.has("text_config") else config
+    kind = config.text("model_type", "llama")
+    layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    hidden, heads = config.integer("hidden_size", 1, MAX_WIDTH), config.integer("num_attention_heads", 1, 4096)
+    kv_heads = config.integer("num_key_value_heads", 1, heads, default=heads)
+    if heads % kv_heads:
+        config.refuse("num_key_value_heads", f"must divide num_attention_heads ({heads})")
+    if not config.has("head_dim") and hidden % heads:
+        config.refuse("num_attention_heads", f"must divide hidden_size ({hidden}) when head_dim is not given")
+    window, num_window_layers = _window(config, kind, layers)
+    num_experts = next((config.integer(key, 1, MAX_EXPERTS) for key in _EXPERTS if config.has(key)), 0)
+    expert_size = config.integer("moe_intermediate_size", 1, MAX_WIDTH, default=config.integer("intermediate_size", 1, MAX_WIDTH))
+    shared = config.integer("n_shared_experts", 0, 64, default=0) * expert_size
+    shape = ModelShape(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=config.integer("head_dim", 1, 1024, default=max(1, hidden // heads)),
+        vocab_size=config.integer("vocab_size", 1, 2**24),
+        max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        mlp_size=config.integer("intermediate_size", 1, MAX_WIDTH),
+        is_gated=kind not in UNGATED,
+        is_tied=config.flag("tie_word_embeddings", False),
+        num_experts=num_experts,
+        experts_per_token=config.integer("num_experts_per_tok", 1, num_experts, default=min(2, num_experts)) if num_experts else 0,
+        expert_size=expert_size if num_experts else 0,
+        shared_size=config.integer("shared_expert_intermediate_size", 0, MAX_WIDTH, default=shared) if num_experts else 0,
+        num_dense_layers=config.integer("first_k_dense_replace", 0, layers, default=0) if num_experts else 0,
+        window=window,
+        num_window_layers=num_window_layers,
+        latent=_latent(config),
+        is_encoder=kind in ENCODERS,
+    )
+    return shape, dtype or _kept_dtype(outer, config)
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _window(config: ConfigFile, kind: str, layers: int) -> tuple[int, int]:
+    """Tokens of the window and the number of layers that have it; (0, 0) without one."""
+    if not config.has("sliding_window") or not config.flag("use_sliding_window", True):
+        return 0, 0
+    window = config.integer("sliding_window", 1, MAX_POSITIONS)
+    if config.has("layer_types"):
+        return window, sum(kind == "sliding_attention" for kind in config.items("layer_types"))
+    if config.has("sliding_window_pattern"):
+        every = config.integer("sliding_window_pattern", 1, layers)
+        return window, layers - layers // every
+    return window, layers - layers // 2 if kind in EVERY_OTHER else layers
+
+
+def _latent(config: ConfigFile) -> LatentAttention | None:
+    if not config.has("kv_lora_rank"):
+        return None
+    return LatentAttention(
+        q_rank=config.integer("q_lora_rank", 0, MAX_WIDTH, default=0),
+        kv_rank=config.integer("kv_lora_rank", 1, MAX_WIDTH),
+        nope_dim=config.integer("qk_nope_head_dim", 1, 4096),
+        rope_dim=config.integer("qk_rope_head_dim", 1, 4096),
+        value_dim=config.integer("v_head_dim", 1, 4096),
+    )
+
+
+def _kept_dtype(outer: ConfigFile, config: ConfigFile) -> str:
+    """The dtype of quantized weights where the checkpoint has them, else that of config.json, else bf16."""
+    owner = outer if outer.has("quantization_config") else config
+    if owner.has("quantization_config"):
+        return _quantized(owner.section("quantization_config"))
+    for holder in (config, outer):
+        for field in ("dtype", "torch_dtype"):
+            if holder.has(field) and (name := holder.text(field)) != "auto":
+                if name not in DTYPES:
+                    holder.refuse(field, f"only {', '.join(DTYPES)} are known")
+                return DTYPES[name]
+    return "bf16"
+
+
+def _quantized(section: ConfigFile) -> str:
+    method = section.text("quant_method")
+    if method in ("gptq", "awq"):
+        bits = section.integer("bits", 2, 8, default=4)
+        if bits not in (4, 8):
+            section.refuse("bits", "only 4 and 8 are planned for", "Give --dtype int4 or int8 to plan with another width.")
+        return "int4" if bits == 4 else "int8"
+    if method in ("fp8", "fbgemm_fp8"):
+        return "fp8"
+    if method not in ("mxfp4", "nvfp4"):
+        section.refuse("quant_method", "only gptq, awq, fp8 and mxfp4 are known", "Give --dtype, so that the weights' width is known.")
+    return "int4"

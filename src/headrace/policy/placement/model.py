@@ -1,0 +1,137 @@
+"""The sizes of a model, from which its weights, its KV cache and its arithmetic follow. Nothing here knows a file or a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+"""Bytes of one weight. Scales and zero points, which add 3 to 6 % to int4, are not counted."""
+
+KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
+"""Bytes of one key or value in the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2024): a token's keys and values are one short vector per layer, the same for all heads.
+
+    q_rank    width of the compressed query; 0: the query is not compressed
+    kv_rank   width of the compressed keys and values; nope_dim, rope_dim, value_dim: of a head
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder, or an encoder for embeddings.
+
+    mlp_size            inner width of a dense feed-forward block, which has three matrices with a gate and two without
+    num_experts         routed experts of a layer; 0: every layer is dense. `experts_per_token` of them compute a token
+    expert_size         inner width of an expert; shared_size: of the experts that compute every token, together
+    num_dense_layers    layers at the beginning that are dense although the others have experts
+    window              tokens that one of the `num_window_layers` layers sees; 0: every layer sees the whole context
+    latent              takes the place of heads' own keys and values
+    max_positions       longest context the model was made for
+    is_encoder          no tokens are generated and nothing is cached
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    mlp_size: int
+    is_gated: bool = True
+    is_tied: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    shared_size: int = 0
+    num_dense_layers: int = 0
+    window: int = 0
+    num_window_layers: int = 0
+    latent: LatentAttention | None = None
+    is_encoder: bool = False
+
+    # -- weights -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_params(self) -> int:
+        """All weights: embeddings, layers, head. Biases are left out: less than a thousandth."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.is_tied or self.is_encoder else 2)
+        positions = self.max_positions * self.hidden_size if self.is_encoder else 0
+        return embeddings + positions + self.num_layers * self._attention_params + self._mlp_params(self.num_experts) + self.hidden_size
+
+    @property
+    def num_active_params(self) -> int:
+        """Weights that one generated token is multiplied with: those of its experts, and not the table of embeddings."""
+        head = 0 if self.is_encoder else self.vocab_size * self.hidden_size
+        return head + self.num_layers * self._attention_params + self._mlp_params(self.experts_per_token) + self.hidden_size
+
+    def num_read_params(self, num_tokens: float) -> float:
+        """Weights that a step over `num_tokens` tokens reads. Tokens choose experts independently; an expert without tokens is not read."""
+        if not self.num_experts:
+            return self.num_active_params
+        chosen = self.num_experts * (1.0 - (1.0 - self.experts_per_token / self.num_experts) ** num_tokens)
+        return self.num_active_params - self._mlp_params(self.experts_per_token) + self._mlp_params(chosen)
+
+    @property
+    def _attention_params(self) -> int:
+        """Weights of one layer's attention, with its two norms."""
+        norms = 2 * self.hidden_size
+        if (latent := self.latent) is None:
+            return norms + self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        query_dim = self.heads * (latent.nope_dim + latent.rope_dim)
+        query = self.hidden_size * latent.q_rank + latent.q_rank * query_dim if latent.q_rank else self.hidden_size * query_dim
+        keys_values = self.hidden_size * (latent.kv_rank + latent.rope_dim)
+        expanded = latent.kv_rank * self.heads * (latent.nope_dim + latent.value_dim)
+        return norms + query + keys_values + expanded + self.heads * latent.value_dim * self.hidden_size
+
+    def _mlp_params(self, num_experts: float) -> int:
+        """Weights of all layers' feed-forward blocks, where each layer with experts has this many."""
+        matrices = 3 if self.is_gated else 2
+        if not self.num_experts:
+            return self.num_layers * matrices * self.hidden_size * self.mlp_size
+        routed = matrices * self.hidden_size * (num_experts * self.expert_size + self.shared_size) + self.hidden_size * self.num_experts
+        return round(
+            (self.num_layers - self.num_dense_layers) * routed + self.num_dense_layers * matrices * self.hidden_size * self.mlp_size
+        )
+
+    # -- KV cache and arithmetic -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_kv_values(self) -> int:
+        """Numbers that one token adds to the cache, over all layers; 0 for an encoder."""
+        if self.is_encoder:
+            return 0
+        if self.latent is not None:
+            return self.num_layers * (self.latent.kv_rank + self.latent.rope_dim)
+        return self.num_layers * 2 * self.kv_heads * self.head_dim
+
+    def num_resident_kv_values(self, num_tokens: float) -> float:
+        """Numbers that a sequence of `num_tokens` tokens holds: a layer with a window keeps no more tokens than it sees."""
+        if not self.window:
+            return self.num_kv_values * num_tokens
+        per_layer = self.num_kv_values / self.num_layers
+        whole = self.num_layers - self.num_window_layers
+        return per_layer * (whole * num_tokens + self.num_window_layers * min(num_tokens, self.window))
+
+    def attention_flops(self, num_tokens: float) -> float:
+        """FLOPs of one query over a context of `num_tokens` tokens: scores and weighted sum, over all layers."""
+        dims = 2 * self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim
+        per_layer = 2 * self.heads * dims
+        whole = self.num_layers - self.num_window_layers
+        seen = whole * num_tokens + self.num_window_layers * min(num_tokens, self.window)
+        return per_layer * seen
+
+    def kv_shards(self, tp: int) -> int:
+        """Parts into which `tp` devices divide the cache: a device holds whole heads, and a latent vector belongs to every head."""
+        return 1 if self.latent is not None else min(tp, self.kv_heads)

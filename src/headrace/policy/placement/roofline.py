@@ -1,0 +1,129 @@
+"""How long a step takes: the larger of what it reads over the bandwidth and what it computes over the FLOP/s, plus collectives and gaps.
+
+`StepLatency` is what the planner and the simulator ask; `Roofline` is the model of it that needs no measurement.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.policy.placement.device import KV_EFFICIENCY, Device
+from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES, ModelShape
+
+CHUNK_TOKENS = 2048
+"""Tokens of a prompt that one step computes: a step of a usual size that keeps the device busy."""
+
+ACTIVATION_BYTES = 2
+"""Bytes of one activation that devices send one another."""
+
+
+class StepLatency(Protocol):
+    """What steps cost."""
+
+    def prefill_s(self, num_tokens: int, context: int = 0) -> float:
+        """Seconds from the first to the last token of a prompt that is alone. context: its tokens that are computed already"""
+        ...
+
+    def decode_s(self, num_sequences: float, context: float) -> float:
+        """Seconds from one token to the next of `num_sequences` sequences, each with `context` tokens before it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One replica: each layer is divided over `tp` devices, the layers over `pp` groups of them."""
+
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"TP {self.tp}" + (f" x PP {self.pp}" if self.pp > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A `StepLatency` of one replica. dtype: of the weights, kv_dtype: of the cache; names of `model.WEIGHT_BYTES` and `model.KV_BYTES`
+
+    A pipeline computes `pp` batches at once, each with its part of the sequences. A sequence gets its next token when its batch has passed
+    every group, so that a pipeline gives more tokens per second in all and none earlier.
+    """
+
+    model: ModelShape
+    device: Device
+    layout: Layout
+    dtype: str
+    kv_dtype: str
+
+    @property
+    def weights_bytes(self) -> float:
+        return self.model.num_params * WEIGHT_BYTES[self.dtype]
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Over all devices. Heads that several devices hold count once for each."""
+        return self.model.num_kv_values * KV_BYTES[self.kv_dtype] * self._kv_copies
+
+    def kv_bytes(self, num_tokens: float) -> float:
+        """KV cache of one sequence, over all devices."""
+        return self.model.num_resident_kv_values(num_tokens) * KV_BYTES[self.kv_dtype] * self._kv_copies
+
+    @property
+    def _kv_copies(self) -> float:
+        return self.layout.tp / self.model.kv_shards(self.layout.tp)
+
+    def prefill_s(self, num_tokens: int, context: int = 0) -> float:
+        num_chunks = math.ceil(num_tokens / CHUNK_TOKENS)
+        return self.prefill_busy_s(num_tokens, context) * (1 + (self.layout.pp - 1) / num_chunks)
+
+    def prefill_busy_s(self, num_tokens: float, context: float = 0.0) -> float:
+        """Seconds for which a prompt keeps the replica from other work."""
+        device, tp = self.device, self.layout.tp
+        flops = num_tokens * (2 * self.model.num_active_params + self.model.attention_flops(context + num_tokens / 2))
+        compute_s = flops / (tp * self._flops)
+        num_chunks = max(1.0, num_tokens / CHUNK_TOKENS)
+        read_s = num_chunks * self.read_weights_s(num_tokens / num_chunks)
+        fixed_s = num_chunks * (self.model.num_layers * device.layer_overhead_s + self.collectives_s(num_tokens / num_chunks))
+        return (max(compute_s, read_s) + fixed_s) / self.layout.pp
+
+    def decode_s(self, num_sequences: float, context: float) -> float:
+        batch = num_sequences / self.layout.pp
+        compute_s = 2 * batch * self.model.num_active_params / (self.layout.tp * self._flops)
+        products_s = max(self.read_weights_s(batch), compute_s)
+        return (
+            products_s + self.read_kv_s(batch, context) + self.model.num_layers * self.device.layer_overhead_s + self.collectives_s(batch)
+        )
+
+    def read_weights_s(self, num_tokens: float) -> float:
+        """Seconds of one batch, over all groups of the pipeline one after the other."""
+        weight_bytes = WEIGHT_BYTES[self.dtype]
+        rate = self.device.bytes_per_s * self.device.weight_efficiency[weight_bytes]
+        return self.model.num_read_params(num_tokens) * weight_bytes / (self.layout.tp * rate)
+
+    def read_kv_s(self, num_sequences: float, context: float) -> float:
+        rate = self.device.bytes_per_s * KV_EFFICIENCY
+        return num_sequences * self.kv_bytes(context) / (self.layout.tp * rate)
+
+    def collectives_s(self, num_tokens: float) -> float:
+        """Two all-reduces per layer within a group (Shoeybi et al. 2019), and one transfer from each group to the next."""
+        message = num_tokens * self.model.hidden_size * ACTIVATION_BYTES
+        tp, link, network = self.layout.tp, self.device.link, self.device.network
+        reduce_s = 2 * self.model.num_layers * (link.latency_s + 2 * (tp - 1) / tp * message / link.bytes_per_s) if tp > 1 else 0.0
+        between = link if self.layout.num_devices <= link.num_devices else network
+        return reduce_s + (self.layout.pp - 1) * (between.latency_s + message / (tp * between.bytes_per_s))
+
+    def bandwidth_use(self, num_sequences: float, context: float) -> float:
+        """MBU: bytes of weights and KV that decoding reads, over what the memories could read in the same time."""
+        batch = num_sequences / self.layout.pp
+        weights = self.model.num_read_params(batch) * WEIGHT_BYTES[self.dtype] * self.layout.pp
+        read = weights + num_sequences * self.kv_bytes(context)
+        return read / (self.decode_s(num_sequences, context) * self.layout.num_devices * self.device.bytes_per_s)
+
+    @property
+    def _flops(self) -> float:
+        return self.device.flops_of(self.dtype) * self.device.compute_efficiency[WEIGHT_BYTES[self.dtype]]

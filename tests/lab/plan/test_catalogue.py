@@ -1,0 +1,198 @@
+"""The catalogue's files, those of users, and shapes read from config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.lab.plan.catalogue import is_old, read_catalogue
+from headrace.lab.plan.shapes import find_model
+from headrace.tensor.checkpoint.config import ConfigFile
+
+pytestmark = pytest.mark.pure
+
+PUBLISHED = {
+    "llama-2-7b": 6.74,
+    "llama-70b": 68.98,
+    "llama-3-8b": 8.03,
+    "llama-3-70b": 70.55,
+    "llama-3-405b": 405.85,
+    "mistral-7b": 7.25,
+    "mixtral-8x7b": 46.70,
+    "qwen2.5-0.5b": 0.494,
+    "qwen2.5-7b": 7.62,
+    "qwen2.5-32b": 32.76,
+    "qwen3-30b-a3b": 30.53,
+    "gemma-2-27b": 27.23,
+    "deepseek-v3": 671.0,
+    "gpt-3-175b": 174.6,
+    "bge-large": 0.335,
+    "bge-m3": 0.568,
+}
+"""Billions of weights, as the models' authors count them."""
+
+DEVICE = """
+[links.wire]
+gb_per_s = 10
+latency_us = 5
+devices = 2
+
+[devices.mine]
+title = "Mine"
+memory_gb = 10
+gb_per_s = 100
+tflops = { bf16 = 10 }
+link = "wire"
+network = "ethernet"
+price_per_hour = 0.2
+as_of = "2026-10"
+source = "measured"
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "own.toml"
+    file.write_text(text)
+    return file
+
+
+def test_weights_of_every_model_are_those_that_its_authors_count() -> None:
+    catalogue = read_catalogue()
+    counted = {name: find_model(name, catalogue.models)[0].num_params / 1e9 for name in catalogue.models}
+    assert counted == {name: pytest.approx(number, rel=0.01) for name, number in PUBLISHED.items()}
+
+
+def test_devices_of_the_hardware_page_are_there() -> None:
+    names = "a100-40 a100 h100 h200 l40s a10g rtx4090 mi300x tpu-v5e tpu-v5p groq cerebras cpu"
+    assert set(names.split()) <= set(read_catalogue().devices)
+
+
+def test_a_file_of_ones_own_adds_devices_links_and_models(tmp_path: Path) -> None:
+    model = "[models.toy]\nhidden_size = 64\nintermediate_size = 128\nnum_hidden_layers = 2\nnum_attention_heads = 4\n"
+    own = read_catalogue(written(tmp_path, DEVICE + model + "vocab_size = 100\nmax_position_embeddings = 64\n"))
+    assert own.device("mine").link.num_devices == 2
+    assert own.device("h100").memory_bytes == 80e9
+    assert find_model("toy", own.models)[0].num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("memory_gb = 10", "memry_gb = 10", "devices.mine.memry_gb: is not a known key. Did you mean memory_gb?"),
+        ("memory_gb = 10", "memory_gb = -1", "devices.mine.memory_gb: must be a number above 0"),
+        ("memory_gb = 10", 'memory_gb = "10"', "devices.mine.memory_gb: expected float, got str"),
+        ("price_per_hour = 0.2", "price_per_hour = nan", "devices.mine.price_per_hour: must be a number above 0"),
+        ("bf16 = 10", "fp8 = 10", "devices.mine.tflops: lacks bf16"),
+        ("bf16 = 10", "bf16 = inf", "devices.mine.tflops.bf16: must be a number above 0"),
+        ('link = "wire"', 'link = "wires"', "devices.mine.link: 'wires' is no link"),
+        ('as_of = "2026-10"', 'as_of = "October"', "devices.mine.as_of: 'October' is no month"),
+        ('source = "measured"', "", "devices.mine.source: is missing"),
+        ("devices = 2", "devices = 0", "links.wire.devices: must be a number above 0"),
+        ("[devices.mine]", "[devices.mine", "is not TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_catalogue_is_named(tmp_path: Path, old: str, new: str, named: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_catalogue(written(tmp_path, DEVICE.replace(old, new)))
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("price", ["0", "0.0", "nan", "-3", "inf"])
+def test_a_price_that_is_no_price_is_refused_by_name(tmp_path: Path, price: str) -> None:
+    with pytest.raises(ConfigError, match=r"gpu\.h100: must be a number above 0"):
+        read_catalogue(prices=written(tmp_path, f"[gpu]\nh100 = {price}\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[gpu]\nh101 = 1.0\n", "gpu.h101: is not in the catalogue"),
+        ("egress = 0.1\n", "egress: is not a known key. Did you mean egress_per_gb?"),
+        ("egress_per_gb = nan\n", "egress_per_gb: must be a number of dollars"),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_prices_is_named(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_catalogue(prices=written(tmp_path, text))
+    assert named in str(refused.value)
+
+
+def test_prices_of_ones_own_take_the_place_of_the_catalogues(tmp_path: Path) -> None:
+    own = read_catalogue(prices=written(tmp_path, "[gpu]\nh100 = 2.5\n"))
+    assert own.device("h100").price_per_hour == 2.5
+    assert not is_old(own.device("h100").as_of, "2026-11")
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is longer than"):
+        read_catalogue(written(tmp_path, "# " + "x" * (2 << 20)))
+
+
+def test_an_entry_is_old_after_a_year() -> None:
+    assert is_old("2025-06", "2026-07")
+    assert not is_old("2025-06", "2026-06")
+
+
+GOOD = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hidden_size": None}, "hidden_size = null: is missing"),
+        ({"hidden_size": -64}, "hidden_size = -64: must be an integer from 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: must be an integer from 1 to 1024"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0: must be an integer from 1"),
+        ({"num_attention_heads": 5}, "num_attention_heads = 5: must divide hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must divide num_attention_heads"),
+        ({"vocab_size": "many"}, 'vocab_size = "many": must be an integer'),
+        ({"num_experts": 4, "num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be an integer from 1 to 4"),
+        ({"quantization_config": {"quant_method": "magic"}}, "quant_method"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "bits = 3"),
+        ({"dtype": "float8_e5m2"}, "dtype"),
+    ],
+)
+def test_absurd_fields_of_a_config_are_refused_by_name(tmp_path: Path, fields: dict[str, object], named: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GOOD | fields))
+    with pytest.raises(CheckpointError) as refused:
+        find_model(str(tmp_path), {})
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({}, "bf16"),
+        ({"torch_dtype": "float16"}, "fp16"),
+        ({"dtype": "auto"}, "bf16"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}, "torch_dtype": "float16"}, "int4"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "int8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+    ],
+)
+def test_dtype_of_the_weights_is_the_checkpoints(tmp_path: Path, fields: dict[str, object], dtype: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GOOD | fields))
+    assert find_model(str(tmp_path), {})[1] == dtype
+
+
+def test_a_text_model_inside_a_larger_one_is_read() -> None:
+    from headrace.lab.plan.shapes import read_shape
+
+    shape, dtype = read_shape(ConfigFile("config.json", {"model_type": "gemma3", "text_config": GOOD, "dtype": "float32"}), "nested")
+    assert (shape.num_layers, dtype) == (2, "fp32")
+
+
+def test_a_name_that_is_not_there_gets_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match="Did you mean llama-70b"):
+        find_model("lama-70b", read_catalogue().models)

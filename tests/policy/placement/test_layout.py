@@ -1,0 +1,171 @@
+"""Layouts and roofline: what must hold for every model and device, and what is known of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.policy.placement.device import Device, Link
+from headrace.policy.placement.layout import HEADROOM, Goals, Need, Placement, Traffic, capacity, choose_layout, judge, ttft
+from headrace.policy.placement.model import LatentAttention, ModelShape
+from headrace.policy.placement.roofline import Layout, Roofline
+
+pytestmark = pytest.mark.pure
+
+NVLINK = Link("nvlink", 450e9, 15e-6, 8)
+NETWORK = Link("network", 50e9, 10e-6, 4096)
+CARD = Device(
+    name="card",
+    title="A card",
+    memory_bytes=80e9,
+    bytes_per_s=3350e9,
+    flops={"bf16": 989e12, "fp8": 1979e12},
+    link=NVLINK,
+    network=NETWORK,
+    price_per_hour=3.0,
+    as_of="2026-11",
+    source="test",
+)
+LARGE = ModelShape(
+    name="large",
+    num_layers=80,
+    hidden_size=8192,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    vocab_size=32000,
+    max_positions=4096,
+    mlp_size=28672,
+)
+SMALL = replace(LARGE, name="small", num_layers=32, hidden_size=4096, heads=32, mlp_size=14336, vocab_size=128256)
+EXPERTS = replace(SMALL, name="experts", num_experts=8, experts_per_token=2, expert_size=14336, vocab_size=32000)
+
+
+def need(model: ModelShape = SMALL, device: Device = CARD, *, context: int = 2048, goals: Goals = Goals(), **traffic: float) -> Need:  # noqa: B008
+    asked = Traffic(prompt_tokens=context * 3 // 4, output_tokens=context - context * 3 // 4, **traffic)  # type: ignore[arg-type]
+    return Need(model=model, device=device, dtype="bf16", kv_dtype="bf16", traffic=asked, goals=goals)
+
+
+def best(asked: Need) -> Placement:
+    return choose_layout(asked)[0]
+
+
+@given(memory_gb=st.integers(20, 400), more_gb=st.integers(0, 200), tp=st.sampled_from([1, 2, 4, 8]), context=st.integers(16, 100_000))
+def test_more_memory_never_holds_fewer_sequences(memory_gb: int, more_gb: int, tp: int, context: int) -> None:
+    asked = need(LARGE, replace(CARD, memory_bytes=memory_gb * 1e9), context=context)
+    larger = replace(asked, device=replace(CARD, memory_bytes=(memory_gb + more_gb) * 1e9))
+    before, after = capacity(asked, Layout(tp)), capacity(larger, Layout(tp))
+    assert after[0] >= before[0]
+    assert after[1] >= before[1]
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 100_000), st.sampled_from([SMALL, LARGE, EXPERTS]))
+def test_a_larger_batch_takes_longer_and_gives_more_tokens(first: int, second: int, context: int, model: ModelShape) -> None:
+    low, high = sorted((first, second))
+    latency = Roofline(model, CARD, Layout(4), "bf16", "bf16")
+    assert latency.decode_s(low, context) <= latency.decode_s(high, context)
+    assert low / latency.decode_s(low, context) <= high / latency.decode_s(high, context) * (1 + 1e-9)
+
+
+@given(st.integers(1, 300), st.floats(0.005, 0.2), st.floats(0.05, 5.0), st.booleans())
+def test_a_chosen_layout_keeps_every_goal_with_its_headroom(users: int, tpot_s: float, ttft_s: float, counts_prompts: bool) -> None:
+    asked = need(goals=Goals(tpot_s=tpot_s, ttft_p95_s=ttft_s), tokens_per_s=users * 10.0, counts_prompts=counts_prompts)
+    found = best(asked)
+    if found.reason:
+        return
+    latency = Roofline(asked.model, CARD, found.layout, "bf16", "bf16")
+    assert 1 <= found.batch <= found.num_sequences
+    assert found.tpot_s <= HEADROOM * tpot_s
+    assert found.ttft_p95_s <= HEADROOM * ttft_s
+    assert found.tokens_per_s >= users * 10.0 - 1e-6
+    assert ttft(asked, latency, found.batch) == (found.ttft_s, found.ttft_p95_s)
+
+
+@given(st.integers(1, 2000))
+def test_no_other_layout_that_keeps_the_goals_takes_fewer_devices(users: int) -> None:
+    asked = need(LARGE, goals=Goals(tpot_s=0.05), tokens_per_s=users * 20.0, user_tokens_per_s=20.0)
+    found = choose_layout(asked)
+    usable = [each for each in (judge(asked, layout.layout) for layout in found) if not each.reason]
+    assert found[0].num_devices == min(each.num_devices for each in usable)
+    assert all(each.reason for each in found[1:]), "each of the others says why it is not chosen"
+
+
+def test_weights_and_kv_of_a_70b_model() -> None:
+    assert round(LARGE.num_params / 1e9, 2) == 68.98
+    assert 2 * LARGE.num_kv_values == 320 * 1024
+
+
+def test_tensor_parallelism_over_more_devices_than_kv_heads_holds_them_twice() -> None:
+    wide = replace(CARD, link=replace(NVLINK, num_devices=16))
+    eight, sixteen = (capacity(need(LARGE, wide), Layout(tp)) for tp in (8, 16))
+    assert sixteen[0] < 2 * eight[0]
+    assert Roofline(LARGE, wide, Layout(16), "bf16", "bf16").kv_bytes(1) == 2 * Roofline(LARGE, wide, Layout(8), "bf16", "bf16").kv_bytes(1)
+
+
+def test_heads_that_tensor_parallelism_does_not_divide_are_named() -> None:
+    odd = replace(SMALL, heads=28, kv_heads=4, hidden_size=3584)
+    refused = {str(each.layout): each.reason for each in choose_layout(need(odd)) if "divisible" in each.reason}
+    assert refused["TP 8"] == "28 heads are not divisible by TP 8"
+
+
+def test_a_model_that_does_not_fit_says_how_large_it_is() -> None:
+    asked = replace(need(LARGE), num_devices=1)
+    assert best(asked).reason == "weights of 138.0 GB do not fit in 80.0 GB"
+    assert best(asked).batch == 0
+
+
+def test_a_cache_smaller_than_one_sequence_is_named() -> None:
+    tight = replace(need(LARGE, context=4096), num_devices=2, memory_fraction=0.866)
+    assert "less than one sequence of 4096" in best(tight).reason
+
+
+def test_too_few_devices_say_how_many_would_do() -> None:
+    asked = replace(need(tokens_per_s=100_000.0), num_devices=2)
+    assert "would be needed" in best(asked).reason
+
+
+def test_a_step_of_few_tokens_reads_few_experts() -> None:
+    one, many = EXPERTS.num_read_params(1), EXPERTS.num_read_params(10_000)
+    assert one == pytest.approx(EXPERTS.num_active_params, rel=1e-6)
+    assert many == pytest.approx(EXPERTS.num_params - EXPERTS.vocab_size * EXPERTS.hidden_size, rel=1e-3)
+
+
+def test_a_window_bounds_what_a_sequence_holds() -> None:
+    windowed = replace(SMALL, window=4096, num_window_layers=16)
+    assert windowed.num_resident_kv_values(4096) == SMALL.num_resident_kv_values(4096)
+    assert windowed.num_resident_kv_values(131_072) == pytest.approx(SMALL.num_resident_kv_values((131_072 + 4096) / 2))
+
+
+def test_a_latent_cache_is_held_by_every_device() -> None:
+    latent = replace(SMALL, latent=LatentAttention(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128))
+    assert latent.num_kv_values == 32 * 576
+    assert Roofline(latent, CARD, Layout(4), "bf16", "bf16").kv_bytes(10) == 4 * Roofline(latent, CARD, Layout(1), "bf16", "bf16").kv_bytes(
+        10
+    )
+
+
+def test_a_pipeline_gives_more_tokens_and_none_earlier() -> None:
+    one, two = (Roofline(LARGE, CARD, Layout(4, pp), "bf16", "bf16") for pp in (1, 2))
+    assert two.decode_s(64, 2048) > one.decode_s(32, 2048)
+    assert 64 / two.decode_s(64, 2048) > 32 / one.decode_s(32, 2048)
+
+
+def test_an_encoder_is_planned_by_the_tokens_that_it_reads() -> None:
+    encoder = replace(SMALL, is_encoder=True, kv_heads=32)
+    found = best(
+        Need(
+            model=encoder, device=CARD, dtype="bf16", kv_dtype="bf16", traffic=Traffic(prompt_tokens=512, output_tokens=0, tokens_per_s=1e6)
+        )
+    )
+    assert not found.reason
+    assert found.tokens_per_s >= 1e6
+    assert found.resident_tokens == 0
+
+
+def test_of_layouts_with_as_many_devices_the_smaller_replicas_are_chosen() -> None:
+    found = choose_layout(need(LARGE, context=2048, tokens_per_s=30_000.0, user_tokens_per_s=30.0))
+    assert (found[0].layout, found[0].replicas) == (Layout(4), 8)
+    assert any("larger replicas" in each.reason for each in found[1:])

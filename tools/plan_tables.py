@@ -1,0 +1,176 @@
+"""The tables of the planning pages, computed by the planner: `python tools/plan_tables.py` writes them where the pages mark their places.
+
+A place is `<!-- plan: NAME -->` ... `<!-- end -->`. tests/tools/test_plan_tables.py fails where a page has another table than this gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from headrace.lab.plan.catalogue import Catalogue, read_catalogue
+from headrace.lab.plan.shapes import find_model
+from headrace.lab.plan.sizings import fleet, known_sizings, levers, routing_saving, shape, standby_replicas
+from headrace.policy.placement.layout import Goals, Need, Traffic, choose_layout
+from headrace.policy.placement.roofline import Layout, Roofline
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = tuple(ROOT / "docs" / name for name in ("planning.md", "cost.md"))
+
+PLACE = re.compile(r"(<!-- plan: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+MATRIX_MODELS = ("mistral-7b", "qwen2.5-32b", "llama-3-70b", "mixtral-8x7b", "llama-3-405b")
+MATRIX_DEVICES = ("rtx4090", "l40s", "a100", "h100", "h200")
+
+MEASURED = (
+    ("bf16", 1, 164),
+    ("bf16", 8, 1252),
+    ("bf16", 32, 4450),
+    ("bf16", 128, 12_774),
+    ("bf16", 256, 17_609),
+    ("fp8", 1, 232),
+    ("fp8", 32, 5418),
+    ("fp8", 256, 20_876),
+)
+"""dtype, streams, tokens/s of decode steps: an 8B model on one H100, contexts of 512 to 640 tokens (torch 2.11, CUDA 13, 2026-11-26)."""
+
+MEASURED_PREFILL = (("bf16", 40_919), ("fp8", 63_530))
+"""dtype, tokens/s of eight prompts of 2,048 tokens on the same device."""
+
+
+def fit(catalogue: Catalogue) -> Iterator[str]:
+    yield "| weights | streams | measured tokens/s | planned | planned / measured |"
+    yield "|---|---|---|---|---|"
+    model, device = shape(catalogue, "llama-3-8b"), catalogue.device("h100")
+    for dtype, batch, measured in MEASURED:
+        planned = batch / Roofline(model, device, Layout(), dtype, "bf16").decode_s(batch, 576)
+        yield f"| {dtype} | {batch} | {measured:,} | {planned:,.0f} | {planned / measured:.2f} |"
+    for dtype, measured in MEASURED_PREFILL:
+        planned = 2048 / Roofline(model, device, Layout(), dtype, "bf16").prefill_busy_s(2048)
+        yield f"| {dtype} | prefill of 2,048 | {measured:,} | {planned:,.0f} | {planned / measured:.2f} |"
+
+
+def sizings(catalogue: Catalogue) -> Iterator[str]:
+    yield "| question | often said | the planner | from |"
+    yield "|---|---|---|---|"
+    for each in known_sizings(catalogue):
+        yield f"| {each.question} | {each.said} | {each.found} | {each.how} |"
+
+
+def matrix(catalogue: Catalogue) -> Iterator[str]:
+    yield "| bf16, 200 users at 20 tokens/s, 4K context | " + " | ".join(MATRIX_DEVICES) + " |"
+    yield "|---" * (len(MATRIX_DEVICES) + 1) + "|"
+    for name in MATRIX_MODELS:
+        cells = []
+        for device in MATRIX_DEVICES:
+            plan = fleet(catalogue, name, device, context=4096, tokens_per_s=4000, user_tokens_per_s=20, dtype="bf16")
+            best = plan.best
+            cells.append(best.reason or f"{best.replicas} x {best.layout}, ${best.price_per_hour:.2f}/h, ${plan.cost_per_1m_tokens:.2f}/1M")
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+def devices(catalogue: Catalogue) -> Iterator[str]:
+    yield "| name | device | memory GB | GB/s | TFLOP/s bf16 | fp8 or int8 | link GB/s | $/hour | $/month | as of | source | CPU or CUDA |"
+    yield "|---" * 12 + "|"
+    for name, device in catalogue.devices.items():
+        flops = device.flops
+        eight = max(flops.get("fp8", 0.0), flops.get("int8", 0.0))
+        price = device.price_per_hour
+        prices = ("-", "-") if price is None else (f"{price:g}", f"{price * 730:,.0f}")
+        numbers = f"{device.memory_bytes / 1e9:g} | {device.bytes_per_s / 1e9:,.0f} | {flops['bf16'] / 1e12:,g}"
+        rest = f"{f'{eight / 1e12:,g}' if eight else '-'} | {device.link.bytes_per_s / 1e9:g} | {prices[0]} | {prices[1]}"
+        yield f"| {name} | {device.title} | {numbers} | {rest} | {device.as_of} | {device.source} | {'yes' if device.is_served else 'no'} |"
+
+
+def bill(catalogue: Catalogue) -> Iterator[str]:
+    yield "| step | how | factor | bill per month |"
+    yield "|---|---|---|---|"
+    dollars = 500_000.0
+    yield f"| Before | 70B in fp16 on A100, 32 sequences at a time | | ${dollars:,.0f} |"
+    for lever in levers(catalogue):
+        dollars *= lever.factor
+        yield f"| {lever.name} | {lever.how} | {lever.factor:.2f} | ${dollars:,.0f} |"
+
+
+def loads(catalogue: Catalogue) -> Iterator[str]:
+    yield "| load | on | replicas | devices | TPOT | $/hour | $/1M tokens |"
+    yield "|---|---|---|---|---|---|---|"
+    for label, name, device, rate in (
+        ("1,000 requests/s of 70B", "llama-70b", "h100", 1000.0),
+        ("1,000 requests/s of 70B", "llama-70b", "h200", 1000.0),
+        ("1M requests a day of 70B, peak 3 x the mean", "llama-70b", "h100", 3e6 / 86_400),
+        ("1M requests a day of 8B, peak 3 x the mean", "llama-3-8b", "l40s", 3e6 / 86_400),
+    ):
+        plan = fleet(catalogue, name, device, context=700, tokens_per_s=rate * 200, output_tokens=200, tpot_s=0.05)
+        best = plan.best
+        replicas = f"{best.replicas} x {best.layout}"
+        costs = f"${best.price_per_hour:,.2f} | ${plan.cost_per_1m_tokens:.2f}"
+        yield f"| {label} | {device} | {replicas} | {best.num_devices} | {best.tpot_s * 1e3:.0f} ms | {costs} |"
+
+
+def up_or_out(catalogue: Catalogue) -> Iterator[str]:
+    yield "| one replica of 70B, 2K context, TPOT goal 50 ms | batch | TPOT | TTFT | tokens/s | tokens/s per device |"
+    yield "|---|---|---|---|---|---|"
+    for device in ("a100", "h100"):
+        need = Need(
+            model=find_model("llama-70b", catalogue.models)[0],
+            device=catalogue.device(device),
+            dtype="fp16",
+            kv_dtype="fp16",
+            traffic=Traffic(prompt_tokens=1536, output_tokens=512),
+            goals=Goals(tpot_s=0.05),
+            num_devices=8,
+        )
+        for each in sorted(choose_layout(need), key=lambda each: each.layout.num_devices):
+            if each.layout.pp == 1 and each.batch:
+                rate = each.decode_tokens_per_s
+                times = f"{each.tpot_s * 1e3:.1f} ms | {each.ttft_s * 1e3:.0f} ms"
+                yield f"| {device}, {each.layout} | {each.batch} | {times} | {rate:,.0f} | {rate / each.layout.num_devices:,.0f} |"
+
+
+def routing(catalogue: Catalogue) -> Iterator[str]:
+    ratios = (3, 5, 8, 10)
+    yield "| tokens by the small model | " + " | ".join(f"{ratio} times cheaper" for ratio in ratios) + " |"
+    yield "|---" * (len(ratios) + 1) + "|"
+    for share in (0.4, 0.5, 0.6, 0.7, 0.8):
+        yield f"| {share:.0%} | " + " | ".join(f"{routing_saving(share, ratio):.0%}" for ratio in ratios) + " |"
+
+
+def spike(catalogue: Catalogue) -> Iterator[str]:
+    yield "| spike to | patience 5 s | 10 s | 30 s | 60 s |"
+    yield "|---|---|---|---|---|"
+    for times in (1.5, 2, 3, 5):
+        cells = [
+            str(standby_replicas(requests_per_s=times * 50, replica_requests_per_s=10, running=6, load_s=90, patience_s=patience))
+            for patience in (5, 10, 30, 60)
+        ]
+        yield f"| {times:g} times, {times * 50:g}/s | " + " | ".join(cells) + " |"
+
+
+TABLES: Mapping[str, Callable[[Catalogue], Iterable[str]]] = {
+    "fit": fit,
+    "sizings": sizings,
+    "matrix": matrix,
+    "devices": devices,
+    "bill": bill,
+    "loads": loads,
+    "up or out": up_or_out,
+    "routing": routing,
+    "spike": spike,
+}
+
+
+def with_tables(text: str, catalogue: Catalogue) -> str:
+    """A page with its tables as they are computed now. Raises KeyError for a place without a table."""
+    return PLACE.sub(lambda found: found[1] + "\n".join(TABLES[found[2]](catalogue)) + "\n" + found[3], text)
+
+
+def main() -> None:
+    catalogue = read_catalogue()
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), catalogue), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
