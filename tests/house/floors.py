@@ -208,6 +208,10 @@ FLOORS: dict[str, Floor] = {
         ),
         ("aiohttp",),
     ),
+    "headrace.lab.simulate": Floor(
+        _ours("core", "policy", "engine.build", "engine.config", "engine.loop", "lab.datasets", "lab.metrics"), (), ("matplotlib",)
+    ),
+    "headrace.lab.plan": Floor(_ours("core", "bundled", "policy.placement", "tensor.checkpoint.config"), (), ("matplotlib",)),
     "headrace.llm": Floor(_ours("core", "text", "policy", "tensor", "engine", "bundled", "fleet.weights"), (), ()),
     "headrace.__main__": Floor(_ours("cli.main")),
     "headrace.functions": Floor(_ours("core"), ("msgspec",)),

@@ -1,4 +1,4 @@
-"""`headrace bench serve|throughput|latency`: measurements that can be repeated, with the names and formulas of vLLM's tools.
+"""`headrace bench serve|throughput|latency|steps`: measurements that can be repeated, with the names and formulas of vLLM's tools.
 
 Every JSON carries commit, machine, load average, and the read bandwidth measured before and after. How figures are computed:
 `lab.metrics`, `lab.offline`.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import typer
 
-from headrace.cli.bench_offline import latency, throughput
+from headrace.cli.bench_offline import latency, steps, throughput
 from headrace.cli.bench_serve import serve
 
 bench_app = typer.Typer(help="Measure a server, or the engine in this process.", no_args_is_help=True, rich_markup_mode=None)
 bench_app.command()(serve)
 bench_app.command()(throughput)
 bench_app.command()(latency)
+bench_app.command()(steps)

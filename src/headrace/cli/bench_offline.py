@@ -1,4 +1,4 @@
-"""`headrace bench throughput|latency`: run the engine in this process, without HTTP."""
+"""`headrace bench throughput|latency|steps`: run the engine in this process, without HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from headrace.core.model_info import ModelInfo
-    from headrace.engine.loop import Engine
+    from headrace.engine.loop import Engine, Outbox
     from headrace.lab.datasets import LoadRequest, WorkloadShape
     from headrace.lab.metrics import Distribution, LoadRecord
     from headrace.lab.offline import Collector
@@ -131,6 +131,30 @@ def latency(
     _finish(facts.result(settings={"model": model, "engine": config, "shape": shape}, values=values), records, output_json, as_json)
 
 
+@with_engine_flags(without={*NOT_HERE, "depth"})
+def steps(
+    model: ModelArgument = None,
+    output: Annotated[Path, Flag("--output", help="File that `headrace simulate --steps` reads.")] = Path("steps.json"),
+    limit: Annotated[float, Flag("--seconds", min=1.0, help="Measure for at most about this long.")] = 60.0,
+    seed: Seed = 0,
+    *,
+    engine: Given,
+) -> None:
+    """Measure what steps of all sizes take, and fit them: the times of this machine for `headrace simulate`."""
+    from headrace.lab.simulate.measure import measure_steps
+    from headrace.lab.simulate.step_times import StepFile, fit, mean_error, write_steps
+
+    config = _config(model, {**engine, "seed": seed})
+    loop = _built(config, lambda updates: None)
+    found = measure_steps(loop, limit_s=limit, seed=seed)
+    latency = fit(found)
+    error = mean_error(latency, found)
+    write_steps(
+        output, StepFile(model=config.model, latency=latency, num_blocks=loop.info.num_blocks[0], num_steps=len(found), error=error)
+    )
+    print(f"{len(found)} steps measured; the fit is off by {error:.1%} in the mean. Written: {output}")
+
+
 def _shown(samples: Distribution, quantile: str) -> object:
     from headrace.lab.metrics import NEEDED_SAMPLES
 
@@ -173,12 +197,17 @@ def _config(model: str | None, engine: Given) -> EngineConfig:
 
 
 def _engine(config: EngineConfig) -> tuple[Engine, Collector]:
-    from headrace.engine.build import build_engine
-    from headrace.fleet.weights import resolve_model
     from headrace.lab.offline import Collector
 
     collector = Collector()
-    return build_engine(replace(config, model=str(resolve_model(config.model))), collector), collector
+    return _built(config, collector), collector
+
+
+def _built(config: EngineConfig, outbox: Outbox) -> Engine:
+    from headrace.engine.build import build_engine
+    from headrace.fleet.weights import resolve_model
+
+    return build_engine(replace(config, model=str(resolve_model(config.model))), outbox)
 
 
 def _finish(result: dict[str, object], records: Sequence[LoadRecord], output_json: Path | None, as_json: bool) -> None:

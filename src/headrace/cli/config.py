@@ -334,10 +334,15 @@ def check_wants_keys(config: ServeConfig) -> None:
 
 def from_raw(raw: Raw, default_model: str | None = None) -> ServeConfig:
     """The checked configuration in plain data, which is filled up in place. Raises ConfigError with the path in it."""
+    config = decoded(raw, default_model).checked()
+    return replace(config, gateway=_with_hashed_keys(config.gateway))
+
+
+def decoded(raw: Raw, default_model: str | None = None) -> ServeConfig:
+    """As `from_raw`, where each key and type is looked at, but not what values mean: a model's folder need not be there."""
     _refuse_computed(raw)
     _fill(raw, default_model)
-    config = decode(ServeConfig, raw, elsewhere=ELSEWHERE).checked()
-    return replace(config, gateway=_with_hashed_keys(config.gateway))
+    return decode(ServeConfig, raw, elsewhere=ELSEWHERE)
 
 
 def _apply_flags(raw: Raw, flags: Mapping[str, object], names: Mapping[str, str]) -> None:

@@ -26,8 +26,10 @@ from headrace.cli.gateway import gateway
 from headrace.cli.keys import keys_app
 from headrace.cli.log import log_app
 from headrace.cli.models import models
+from headrace.cli.plan import plan
 from headrace.cli.replay import replay
 from headrace.cli.serve import serve
+from headrace.cli.simulate import simulate
 from headrace.cli.suggestions import SuggestingGroup
 from headrace.cli.tenants import tenants_app
 from headrace.cli.tls import tls_app
@@ -59,6 +61,8 @@ app.command()(drain)
 app.command()(chat)
 app.command()(agent)
 app.command()(models)
+app.command()(plan)
+app.command()(simulate)
 app.command()(usage)
 app.command()(doctor)
 app.command()(replay)

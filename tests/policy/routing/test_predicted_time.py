@@ -1,4 +1,4 @@
-"""Predicted times: each part of the sum, and what heterogeneous replicas get by them."""
+"""Predicted times: each part of the sum, and which replicas are drawn by them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.load import EngineCounters, LoadSnapshot
-from headrace.lab.routing_simulation import (
-    Route,
-    RoutingResult,
-    SimulatedReplica,
-    Workload,
-    by_oracle,
-    by_outstanding,
-    by_predicted_time,
-    simulate,
-)
 from headrace.policy.routing.choice import Candidate, ReplicaId, choose, draw_two
 from headrace.policy.routing.predicted_time import (
     NOTHING_SENT,
@@ -176,41 +166,3 @@ def test_of_many_replicas_faster_ones_are_drawn_more_often() -> None:
     assert all(first is not second for first, second in drawn)
     assert 0.05 < sum(first is slow for first, _ in drawn) / 4000 < 0.07
     assert share("slow", *fast, slow) < 0.02
-
-
-# ---------------------------------------------------------------------------------------------------------------- in virtual time
-
-FAST_1, SLOW_1 = StepSpeed(0.005, 0.0001), StepSpeed(0.020, 0.0004)
-
-
-def run(route: Route, *, load: float, num_requests: int = 400) -> RoutingResult:
-    """One fast and one slow replica, as 4 : 1."""
-    return simulate([SimulatedReplica(FAST_1), SimulatedReplica(SLOW_1)], Workload(num_requests=num_requests, load=load), route)
-
-
-def test_under_load_the_share_follows_the_speed() -> None:
-    """The fast replica has 0.8 of the capacity. At a low load it takes nearly all, since each request is done sooner there."""
-    assert 0.74 < run(by_predicted_time, load=0.9, num_requests=1500).shares[0] < 0.86
-    assert run(by_predicted_time, load=0.5).shares[0] > 0.95
-
-
-@pytest.mark.parametrize("load", [0.5, 0.8])
-def test_requests_wait_less_than_by_outstanding_count_and_not_much_longer_than_an_oracles(load: float) -> None:
-    """Measured at seed 0, load 0.8: p99 from arrival to first token 0.4 s, by outstanding count 0.9 s, by the oracle 0.4 s."""
-    ours, outstanding, oracle = (run(route, load=load) for route in (by_predicted_time, by_outstanding, by_oracle))
-    assert ours.p99_ttft_s < 0.6 * outstanding.p99_ttft_s
-    assert ours.p99_e2e_s < 0.8 * outstanding.p99_e2e_s
-    assert ours.p99_ttft_s < 1.25 * oracle.p99_ttft_s
-    assert ours.mean_e2e_s < 1.25 * oracle.mean_e2e_s
-
-
-def test_a_replica_with_a_small_cache_gets_what_it_can_hold() -> None:
-    """Two replicas of one speed, one with a KV cache for about five sequences. Measured: p99 0.5-0.7 s, by outstanding count 1.1-2.3 s."""
-
-    def of(route: Route) -> RoutingResult:
-        replicas = [SimulatedReplica(FAST_1), SimulatedReplica(FAST_1, total_blocks=60)]
-        return simulate(replicas, Workload(num_requests=600, load=0.45, prompt_tokens=128), route)
-
-    ours = of(by_predicted_time)
-    assert 0.2 < ours.shares[1] < 0.4
-    assert ours.p99_ttft_s < 0.6 * of(by_outstanding).p99_ttft_s

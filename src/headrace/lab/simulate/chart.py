@@ -1,0 +1,54 @@
+"""Simulated runs over the load, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+from headrace.lab.metrics import LoadReport
+
+
+def write_chart(file: Path, runs: Sequence[tuple[float, LoadReport]], price_per_hour: float | None, title: str) -> None:
+    """Write an SVG. runs: load in requests per second, and its report. Raises ConfigError as `lab.plan.chart` does."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ConfigError("--plot", "needs matplotlib", "pip install 'headrace[plots]'.") from None
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "headrace"
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    (ttft, tpot), (rates, cost) = panels
+    loads = [load for load, _ in runs]
+    for axes, name, measures in (
+        (ttft, "Time to first token (ms)", [report.ttft_s for _, report in runs]),
+        (tpot, "Time per token (ms)", [report.tpot_s for _, report in runs]),
+    ):
+        for quantile in ("p50", "p90", "p99"):
+            axes.plot(loads, [1e3 * measure.quantiles[quantile] for measure in measures], "o-", label=quantile)
+        axes.set_title(name)
+        axes.set_yscale("log")
+        axes.legend()
+    rates.plot(loads, [report.request_throughput for _, report in runs], "o-", label="answered")
+    if all(report.goodput is not None for _, report in runs):
+        rates.plot(loads, [report.goodput for _, report in runs], "o-", label="within the goals")
+    rates.plot(loads, loads, "--", color="grey", label="offered")
+    rates.set_title("Requests per second")
+    rates.legend()
+    if price_per_hour is None:
+        cost.set_axis_off()
+    else:
+        cost.plot(loads, [price_per_hour / 3600 / max(report.output_throughput, 1e-9) * 1e6 for _, report in runs], "o-")
+        cost.set_title("Dollars per 1M output tokens")
+    for axes in (ttft, tpot, rates, cost):
+        axes.set_xlabel("offered requests per second")
+        axes.grid(alpha=0.3, which="both")
+    figure.suptitle(title)
+    try:
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    except OSError as error:
+        raise ConfigError("--plot", f"{file} cannot be written ({error.strerror})") from None
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,79 @@
+"""Steps of a real engine, measured one by one, so that a simulation can take the times of this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from headrace.core.clock import Clock
+from headrace.core.ids import RequestId
+from headrace.core.plan import Plan
+from headrace.core.plan_codec import load_plans
+from headrace.core.request import EngineRequest
+from headrace.core.sampling import SamplingParams
+from headrace.engine.loop import Engine
+from headrace.lab.datasets import WorkloadShape, make_requests
+from headrace.lab.simulate.step_times import MeasuredStep
+
+NUM_OUTPUTS = 12
+"""Tokens that each measured sequence generates."""
+
+SHARES = (0.02, 0.1, 0.4)
+"""Lengths of measured prompts, as shares of the longest context."""
+
+MAX_BATCH_TOKENS = 16_384
+"""Most prompt tokens of one measured batch: more would take minutes, and say nothing new."""
+
+
+def measure_steps(engine: Engine, *, limit_s: float, seed: int = 0, clock: Clock = time.perf_counter) -> list[MeasuredStep]:
+    """Steps of batches of 1, 2, 4, ... sequences with prompts of several lengths, until `limit_s` are over or all were measured.
+
+    engine  of depth 1, with an outbox that takes everything: one turn is then one step
+    """
+    found: list[MeasuredStep] = []
+    until = clock() + limit_s
+    for number, shape, size in _batches(engine):
+        if clock() >= until:
+            break
+        found += _run(engine, shape, size, seed + number, clock)
+    return found
+
+
+def _batches(engine: Engine) -> Iterator[tuple[int, WorkloadShape, int]]:
+    """Small batches first, each twice: what is compiled or touched for the first time is in the first of them."""
+    info, most = engine.info, engine.scheduler.config.max_num_seqs
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size < most] + [most]
+    number = 0
+    for size in sizes:
+        for share in SHARES:
+            length = max(2, int(share * info.max_model_len))
+            if length * size <= MAX_BATCH_TOKENS and length + NUM_OUTPUTS <= info.max_model_len:
+                for _ in range(2):
+                    number += 1
+                    high = info.vocab_size
+                    yield (
+                        number,
+                        WorkloadShape(input_tokens=length, output_tokens=NUM_OUTPUTS, low_id=min(300, high // 2), high_id=high),
+                        size,
+                    )
+
+
+def _run(engine: Engine, shape: WorkloadShape, size: int, seed: int, clock: Clock) -> list[MeasuredStep]:
+    for number, request in enumerate(make_requests(size, shape, seed=seed)):
+        params = SamplingParams(seed=0, temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
+        engine.submit(EngineRequest(request_id=RequestId(f"{seed}.{number}"), prompt_ids=request.prompt_ids, params=params))
+    steps: list[MeasuredStep] = []
+    while True:
+        began = clock()
+        did_work = engine.turn()
+        seconds = clock() - began
+        if not did_work:
+            return steps
+        plan = _last_plan(engine)
+        if plan is not None and plan.num_rows:
+            steps.append(MeasuredStep.of(plan, seconds))
+
+
+def _last_plan(engine: Engine) -> Plan | None:
+    plans: Sequence[Plan] = load_plans(engine.recent_plans())
+    return plans[-1] if plans else None

@@ -1,0 +1,88 @@
+"""One replica on virtual time: the real engine loop and scheduler over a runner that computes no tokens and says how long a step takes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from headrace.core.load import LoadSnapshot
+from headrace.core.model_info import ModelInfo
+from headrace.core.plan import Plan, Result
+from headrace.core.request import EngineRequest
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.engine.build import assemble
+from headrace.engine.config import EngineConfig
+from headrace.engine.loop import Engine
+
+Update = SequenceUpdate | Rejected
+
+
+class TimedRunner:
+    """An `engine.steps.Runner`. Every sampled token is 0: answers end by their length.
+
+    seconds_of  of a step's plan
+    on_begun    called when a step begins, before its time passes
+    """
+
+    def __init__(self, seconds_of: Callable[[Plan], float], wait: Callable[[float], None], on_begun: Callable[[], None]) -> None:
+        self._seconds_of = seconds_of
+        self._wait = wait
+        self._on_begun = on_begun
+
+    def submit(self, plan: Plan) -> TimedTicket:
+        self._on_begun()
+        samples = plan.samples
+        result = Result(step_id=plan.step_id, token_counts=array("i", samples), token_ids=array("i", bytes(4 * sum(samples))))
+        return TimedTicket(result, self._seconds_of(plan), self._wait)
+
+    def close(self) -> None:
+        pass
+
+
+class TimedTicket:
+    """A step that takes `seconds` of virtual time."""
+
+    def __init__(self, result: Result, seconds: float, wait: Callable[[float], None]) -> None:
+        self._result, self._seconds, self._wait = result, seconds, wait
+
+    def result(self) -> Result:
+        self._wait(self._seconds)
+        return self._result
+
+
+class SimulatedReplica:
+    """A replica that is driven from outside: `submit` requests, and `turn` whenever it is not busy.
+
+    now     of its own clock; a turn moves it on by the step's time
+    report  the load as gateways know it: that of the beginning of a step that runs, not of its end
+    """
+
+    def __init__(self, config: EngineConfig, info: ModelInfo, seconds_of: Callable[[Plan], float], *, now: float = 0.0) -> None:
+        self.now = now
+        self._updates: list[Update] = []
+        runner = TimedRunner(seconds_of, self._pass, self._note_begun)
+        self.engine: Engine = assemble(config, runner, info, self._updates.extend, block_key="00" * 32, clock=lambda: self.now)
+        self.report: LoadSnapshot = self.engine.snapshot()
+
+    def submit(self, request: EngineRequest, at: float) -> None:
+        """Hand in a request that arrives at `at`, which may be while a step runs: it is planned after that."""
+        ends_at, self.now = self.now, at
+        self.engine.submit(request)
+        self.now = max(ends_at, at)
+
+    def turn(self, at: float) -> list[Update] | None:
+        """One step that begins at `at`, and what it gave when it ends, at `now`. None where there was nothing to do."""
+        self.now = at
+        did_work = self.engine.turn()
+        updates, self._updates[:] = list(self._updates), []
+        return updates if did_work else None
+
+    def end_step(self) -> None:
+        """The step's end is reached: what the engine published then is known from now on."""
+        self.report = self.engine.snapshot()
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+
+    def _note_begun(self) -> None:
+        self.report = self.engine.snapshot()

@@ -1,0 +1,259 @@
+"""Replicas of one model behind one gateway, on virtual time: admission, the choice of a replica, deaths and their failover.
+
+Events are handled in the order of their times. A step is computed when it begins, and what it gives is known when it ends: a request that
+arrives meanwhile finds the load of the step's beginning, as a gateway does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from headrace.core.errors import ConfigError, Overloaded
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.request import EngineRequest, PriorityClass
+from headrace.core.sampling import SamplingParams
+from headrace.core.update import Rejected
+from headrace.lab.metrics import LoadRecord
+from headrace.lab.simulate.build import SimulatedModel
+from headrace.lab.simulate.load import Arrival
+from headrace.lab.simulate.replica import SimulatedReplica, Update
+from headrace.policy.admission.config import AdmissionRules
+from headrace.policy.admission.ladder import AdmissionStep, QueueState, decide, queue_state, served_before
+from headrace.policy.routing.choice import Candidate, ReplicaId, choose
+from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
+
+MAX_REQUESTS = 1_000_000
+MAX_OUTPUT_TOKENS = 50_000_000
+"""Most requests and output tokens of one simulation: what is kept of them takes about 2 GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A replica ends at `at` and is back `back_s` later."""
+
+    at: float
+    replica: int
+    back_s: float
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is being answered. times: of its tokens; attempt: how often it was sent"""
+
+    number: int
+    arrival: Arrival
+    times: array[float] = field(default_factory=lambda: array("d"))
+    cached_tokens: int = 0
+    attempt: int = 0
+
+
+@dataclass(slots=True)
+class _Place:
+    """A replica's place in the site. replica: None while it is down; generation: how many have stood here"""
+
+    number: int
+    model: SimulatedModel
+    replica: SimulatedReplica | None
+    is_busy: bool = False
+    generation: int = 0
+    sent: SentSince = NOTHING_SENT
+    open: dict[RequestId, _Open] = field(default_factory=dict)
+
+
+class SimulatedSite:
+    """Replicas, and what the gateway knows of them."""
+
+    def __init__(
+        self,
+        models: Sequence[SimulatedModel],
+        *,
+        rules: AdmissionRules | None = None,
+        gateway_s: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """
+        models     of each replica what it is made from: they may differ in speed and memory
+        gateway_s  that the gateway takes between a request and its engine, and between a token and its client, together
+        """
+        self._places = [_Place(number, model, model.replica(0.0)) for number, model in enumerate(models)]
+        self._rules = rules or AdmissionRules()
+        self._gateway_s = gateway_s
+        self._random = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = itertools.count()
+        self._records: list[LoadRecord] = []
+        self._num_tokens = 0
+        self._waiting: list[_Open] = []
+
+    @property
+    def replicas(self) -> list[SimulatedReplica]:
+        """The replicas that run."""
+        return [place.replica for place in self._places if place.replica is not None]
+
+    def run(self, arrivals: Iterable[Arrival], deaths: Sequence[Death] = ()) -> list[LoadRecord]:
+        """Answer all arrivals, which come in the order of their times. Raises ConfigError where they are more than MAX_REQUESTS."""
+        for death in deaths:
+            self._at(death.at, lambda now, death=death: self._die(death, now))  # type: ignore[misc]
+        self._arrive_next(iter(arrivals), 0)
+        while self._events:
+            at, _, event = heapq.heappop(self._events)
+            event(at)
+        for replica in self.replicas:
+            replica.engine.scheduler.check()
+        return self._records
+
+    def _at(self, at: float, event: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (at, next(self._order), event))
+
+    # -- the gateway -------------------------------------------------------------------------------------------------------------
+
+    def _arrive_next(self, arrivals: Iterator[Arrival], number: int) -> None:
+        arrival = next(arrivals, None)
+        if arrival is None:
+            return
+        if number >= MAX_REQUESTS or self._num_tokens + arrival.output_tokens > MAX_OUTPUT_TOKENS:
+            limit = f"{MAX_REQUESTS:,} requests and {MAX_OUTPUT_TOKENS:,} output tokens"
+            raise ConfigError("load", f"one simulation takes at most {limit}", "Simulate a shorter time, or a part of the trace.")
+        self._num_tokens += arrival.output_tokens
+
+        def arrive(now: float) -> None:
+            self._admit(_Open(number, arrival), now)
+            self._arrive_next(arrivals, number + 1)
+
+        self._at(arrival.at, arrive)
+
+    def _admit(self, request: _Open, now: float) -> None:
+        verdict = decide(self._queue(), None, has_smaller=False, priority=PriorityClass.STANDARD, rules=self._rules)
+        if verdict.step is AdmissionStep.REFUSED:
+            self._end(request, now, status=429, error="refused", retry_after_s=verdict.retry_after_s)
+        else:
+            self._send(request, now)
+
+    def _queue(self) -> QueueState | None:
+        size = RequestSize(0, self._expected_output_tokens())
+        states = [
+            queue_state(served_before(place.replica.report, PriorityClass.STANDARD), place.sent, size, block_size=self._block_size)
+            for place in self._places
+            if place.replica is not None
+        ]
+        return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
+
+    @property
+    def _block_size(self) -> int:
+        return next((replica.engine.info.block_size for replica in self.replicas), 16)
+
+    def _expected_output_tokens(self) -> int:
+        counters = [replica.report.counters for replica in self.replicas]
+        return mean_output_tokens(sum(sum(each.finished.values()) for each in counters), sum(each.generation_tokens for each in counters))
+
+    def _send(self, request: _Open, now: float) -> None:
+        """To the replica that the gateway would choose; while none runs, once one is back."""
+        running = {ReplicaId(str(place.number)): place for place in self._places if place.replica is not None}
+        candidates = [Candidate(name, place.replica.report, place.sent) for name, place in running.items() if place.replica is not None]
+        size = RequestSize(len(request.arrival.prompt_ids), min(self._expected_output_tokens(), request.arrival.output_tokens))
+        chosen = choose(candidates, size=size, block_size=self._block_size, random=self._random)
+        if chosen is None:
+            self._waiting.append(request)
+            return
+        place = running[chosen.replica_id]
+        request.attempt += 1
+        name = RequestId(f"{request.number}.{request.attempt}")
+        place.open[name] = request
+        place.sent = place.sent.plus(SentSince(1, len(request.arrival.prompt_ids)))
+        assert place.replica is not None
+        place.replica.submit(_engine_request(name, request), now + self._gateway_s / 2)
+        if not place.is_busy:
+            self._turn(place, now + self._gateway_s / 2)
+
+    # -- a replica ---------------------------------------------------------------------------------------------------------------
+
+    def _turn(self, place: _Place, now: float) -> None:
+        replica = place.replica
+        assert replica is not None
+        place.sent = NOTHING_SENT  # the load that is published as the step begins knows of all that was sent
+        updates = replica.turn(now)
+        place.is_busy = updates is not None
+        if updates is not None:
+            self._at(replica.now, lambda at, generation=place.generation: self._end_step(place, generation, updates, at))  # type: ignore[misc]
+
+    def _end_step(self, place: _Place, generation: int, updates: list[Update], now: float) -> None:
+        if generation != place.generation or place.replica is None:
+            return  # it died during the step
+        place.replica.end_step()
+        for update in updates:
+            self._take(place, update, now)
+        self._turn(place, now)
+
+    def _take(self, place: _Place, update: Update, now: float) -> None:
+        request = place.open.get(update.request_id)
+        if request is None:
+            return
+        seen_at = now + self._gateway_s / 2
+        if isinstance(update, Rejected):
+            del place.open[update.request_id]
+            retry_after_s = update.error.retry_after_s if isinstance(update.error, Overloaded) else None
+            status = 429 if isinstance(update.error, Overloaded) else 400
+            self._end(request, seen_at, status=status, error="refused", detail=str(update.error), retry_after_s=retry_after_s)
+            return
+        request.times.extend([seen_at] * len(update.token_ids))
+        request.cached_tokens = update.num_cached_tokens or request.cached_tokens
+        if update.finish is not None:
+            del place.open[update.request_id]
+            is_whole = update.finish in (FinishReason.LENGTH, FinishReason.STOP)
+            self._end(request, seen_at, status=200, error=None if is_whole else update.finish.value)
+
+    def _die(self, death: Death, now: float) -> None:
+        """Its requests go on at other replicas, after the tokens that their clients have."""
+        place = self._places[death.replica]
+        if place.replica is None:
+            return
+        place.replica, place.is_busy, place.sent = None, False, NOTHING_SENT
+        place.generation += 1
+        orphans, place.open = list(place.open.values()), {}
+        self._at(now + death.back_s, lambda at: self._revive(place, at))
+        for request in orphans:
+            self._send(request, now)
+
+    def _revive(self, place: _Place, now: float) -> None:
+        place.replica = place.model.replica(now)
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            self._send(request, now)
+
+    # -- records -----------------------------------------------------------------------------------------------------------------
+
+    def _end(
+        self, request: _Open, now: float, *, status: int, error: str | None, detail: str = "", retry_after_s: float | None = None
+    ) -> None:
+        arrival = request.arrival
+        self._records.append(
+            LoadRecord(
+                intended_s=arrival.at,
+                sent_s=arrival.at,
+                chunk_s=tuple(request.times),
+                end_s=now,
+                prompt_tokens=len(arrival.prompt_ids),
+                cached_tokens=request.cached_tokens,
+                output_tokens=len(request.times),
+                status=status,
+                error=error,
+                detail=detail,
+                retry_after_s=retry_after_s,
+            )
+        )
+
+
+def _engine_request(name: RequestId, request: _Open) -> EngineRequest:
+    arrival, num_known = request.arrival, len(request.times)
+    return EngineRequest(
+        request_id=name,
+        prompt_ids=arrival.prompt_ids,
+        output_ids=(0,) * num_known,
+        params=SamplingParams(seed=0, max_tokens=arrival.output_tokens, ignore_eos=True),
+    )

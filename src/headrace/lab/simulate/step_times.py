@@ -1,0 +1,154 @@
+"""What a plan's step takes, from a `StepLatency`: the planner's roofline, or a fit to steps that were measured on this machine."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+from headrace.core.plan import Plan
+from headrace.core.strict_decode import decode, read_json_object
+from headrace.policy.placement.roofline import StepLatency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedLatency:
+    """A `StepLatency` by five numbers, in seconds.
+
+    step_s     of a step, whatever is in it
+    row_s      of each sequence that decodes; context_s: of each token before it
+    prompt_s   of each prompt token; attention_s: of each prompt token and token before it
+    """
+
+    step_s: float
+    row_s: float
+    context_s: float
+    prompt_s: float
+    attention_s: float
+
+    def prefill_s(self, num_tokens: int, context: int = 0) -> float:
+        return self.step_s + num_tokens * (self.prompt_s + self.attention_s * (context + num_tokens / 2))
+
+    def decode_s(self, num_sequences: float, context: float) -> float:
+        return self.step_s + num_sequences * (self.row_s + self.context_s * context)
+
+
+def step_s(latency: StepLatency, plan: Plan) -> float:
+    """Seconds of one step. Prompts beside decoding sequences cost what they take more than an empty step: weights are read once for all."""
+    num_rows, num_tokens = plan.num_rows, plan.num_tokens
+    if not num_rows:
+        return 0.0
+    if num_rows == num_tokens:
+        return latency.decode_s(num_rows, sum(plan.starts) / num_rows)
+    prompts = [(count, start) for count, start in zip(plan.counts, plan.starts, strict=True) if count > 1]
+    prompt_tokens = sum(count for count, _ in prompts)
+    mean_start = sum(count * start for count, start in prompts) / prompt_tokens
+    prefill_s = latency.prefill_s(prompt_tokens, int(mean_start))
+    num_decoding = num_rows - len(prompts)
+    if not num_decoding:
+        return prefill_s
+    decode_s = latency.decode_s(num_decoding, (sum(plan.starts) - sum(start for _, start in prompts)) / num_decoding)
+    return decode_s + max(0.0, prefill_s - latency.prefill_s(1))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step of a real engine.
+
+    num_decoding, context     sequences that decoded, and the tokens before all of them together
+    prompt_tokens, attention  prompt tokens, and for each of them the tokens before it, summed
+    """
+
+    num_decoding: int
+    context: int
+    prompt_tokens: int
+    attention: float
+    seconds: float
+
+    @classmethod
+    def of(cls, plan: Plan, seconds: float) -> MeasuredStep:
+        prompts = [(count, start) for count, start in zip(plan.counts, plan.starts, strict=True) if count > 1]
+        prompt_tokens = sum(count for count, _ in prompts)
+        attention = sum(count * (start + count / 2) for count, start in prompts)
+        context = sum(plan.starts) - sum(start for _, start in prompts)
+        return cls(plan.num_rows - len(prompts), context, prompt_tokens, attention, seconds)
+
+
+def fit(steps: Sequence[MeasuredStep]) -> FittedLatency:
+    """The numbers that fit the steps best, by least squares of relative errors with no negative number. Raises ValueError for too few."""
+    if len(steps) < 2 * len(fields(FittedLatency)):
+        raise ValueError(f"{len(steps)} steps are too few to fit {len(fields(FittedLatency))} numbers")
+    rows = [[1.0, each.num_decoding, each.context, each.prompt_tokens, each.attention] for each in steps]
+    values = _non_negative([[value / each.seconds for value in row] for row, each in zip(rows, steps, strict=True)])
+    return FittedLatency(step_s=values[0], row_s=values[1], context_s=values[2], prompt_s=values[3], attention_s=values[4])
+
+
+def _non_negative(rows: Sequence[Sequence[float]], rounds: int = 2000) -> list[float]:
+    """The x >= 0 that minimizes the sum over rows of (row x - 1)^2, by coordinate descent on the normal equations."""
+    size = len(rows[0])
+    scales = [max(abs(row[place]) for row in rows) or 1.0 for place in range(size)]
+    scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
+    products = [[sum(row[one] * row[other] for row in scaled) for other in range(size)] for one in range(size)]
+    goals = [sum(row[place] for row in scaled) for place in range(size)]
+    values = [0.0] * size
+    for _ in range(rounds):
+        for place in range(size):
+            if products[place][place] > 0:
+                rest = sum(products[place][other] * values[other] for other in range(size) if other != place)
+                values[place] = max(0.0, (goals[place] - rest) / products[place][place])
+    return [value / scale for value, scale in zip(values, scales, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFile:
+    """What `headrace bench steps` writes, and a simulation reads.
+
+    model       as it was named
+    num_blocks  of the KV cache that the measured engine had
+    error       mean relative error of the fit over the measured steps
+    """
+
+    model: str
+    latency: FittedLatency
+    num_blocks: int
+    num_steps: int
+    error: float
+
+
+def mean_error(latency: StepLatency, steps: Sequence[MeasuredStep]) -> float:
+    """Mean over steps of |fitted - measured| / measured."""
+    return sum(abs(_fitted(latency, each) / each.seconds - 1) for each in steps) / len(steps)
+
+
+def _fitted(latency: StepLatency, step: MeasuredStep) -> float:
+    decode_s = latency.decode_s(step.num_decoding, step.context / step.num_decoding) if step.num_decoding else 0.0
+    if not step.prompt_tokens:
+        return decode_s
+    context = step.attention / step.prompt_tokens - step.prompt_tokens / 2
+    prefill_s = latency.prefill_s(step.prompt_tokens, max(0, round(context)))
+    return prefill_s if not step.num_decoding else decode_s + prefill_s - latency.prefill_s(1)
+
+
+def write_steps(file: Path, found: StepFile) -> None:
+    file.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+
+
+def read_steps(file: Path) -> StepFile:
+    """Raises ConfigError naming the file and the field."""
+    data = read_json_object(file)
+    try:
+        found = decode(StepFile, data)
+    except ConfigError as error:
+        raise error.at(f"{file}: {error.where}") from None
+    for item in fields(found.latency):
+        value = getattr(found.latency, item.name)
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{file}: latency.{item.name}", f"must be a number of seconds, 0 or more, got {value}")
+    if found.latency.step_s + found.latency.row_s <= 0:
+        raise ConfigError(f"{file}: latency", "says that a step takes no time")
+    if found.num_blocks < 2:
+        raise ConfigError(f"{file}: num_blocks", f"must be 2 or more, got {found.num_blocks}")
+    return found

@@ -1,0 +1,75 @@
+"""Traces: shared beginnings, one line at a time, and what is wrong with a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.engine.config import EngineConfig
+from headrace.lab.simulate.build import SimulatedModel
+from headrace.lab.simulate.load import read_trace
+from headrace.lab.simulate.site import SimulatedSite
+from headrace.lab.simulate.step_times import FittedLatency
+
+pytestmark = pytest.mark.pure
+
+
+def written(folder: Path, *entries: object) -> Path:
+    file = folder / "trace.jsonl"
+    file.write_text("".join((entry if isinstance(entry, str) else json.dumps(entry)) + "\n" for entry in entries))
+    return file
+
+
+def entry(timestamp: float = 0, prompt: int = 1024, output: int = 4, **more: object) -> dict[str, object]:
+    return {"timestamp": timestamp, "input_length": prompt, "output_length": output, **more}
+
+
+def test_equal_hashes_are_found_in_the_prefix_cache(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        entry(0, 1200, hash_ids=[1, 2, 3]),
+        entry(500, 1200, hash_ids=[1, 2, 4]),
+        entry(1000, 1200, hash_ids=[9, 2, 3]),
+        entry(1500, 1200),
+    )
+    latency = FittedLatency(step_s=0.001, row_s=0, context_s=0, prompt_s=1e-5, attention_s=0)
+    model = SimulatedModel(EngineConfig(model="simulated", num_kv_blocks=1000), latency, 1000, 4096)
+    records = SimulatedSite([model]).run(read_trace(file))
+    assert [record.cached_tokens for record in records] == [0, 1024, 0, 0]
+
+
+def test_times_and_lengths_are_the_lines(tmp_path: Path) -> None:
+    arrivals = list(read_trace(written(tmp_path, entry(250, 3, 7), "", entry(250.5, 600, 1, hash_ids=[5, 6]))))
+    assert [(each.at, len(each.prompt_ids), each.output_tokens) for each in arrivals] == [(0.25, 3, 7), (0.2505, 600, 1)]
+
+
+def test_a_trace_is_read_as_far_as_it_is_asked_for(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, entry(0), "what is not read is not looked at"))
+    assert next(trace).at == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", "line 2: is not JSON"),
+        ("[1]", "line 2: is not a JSON object"),
+        (entry(-1), "line 2: timestamp: must be a number of milliseconds"),
+        (entry(0, prompt=0), "line 2: input_length: must be an integer from 1"),
+        (entry(0, output=2**30), "line 2: output_length: must be an integer from 1"),
+        (entry(0, hash_ids=["a"]), "line 2: hash_ids: must be a list of integers"),
+        (entry(0), "line 2: is earlier than the line before it"),
+        ("x" * (2 << 20), "line 2: is longer than"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_named(tmp_path: Path, line: object, named: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        list(read_trace(written(tmp_path, entry(1), line)))
+    assert named in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        list(read_trace(tmp_path / "nothing.jsonl"))
