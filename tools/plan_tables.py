@@ -16,7 +16,7 @@ from headrace.policy.placement.layout import Goals, Need, Traffic, choose_layout
 from headrace.policy.placement.roofline import Layout, Roofline
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = tuple(ROOT / "docs" / name for name in ("planning.md", "cost.md"))
+PAGES = tuple(ROOT / "docs" / name for name in ("planning.md", "cost.md", "choosing.md", "hardware.md"))
 
 PLACE = re.compile(r"(<!-- plan: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -129,6 +129,18 @@ def up_or_out(catalogue: Catalogue) -> Iterator[str]:
                 yield f"| {device}, {each.layout} | {each.batch} | {times} | {rate:,.0f} | {rate / each.layout.num_devices:,.0f} |"
 
 
+def layouts(catalogue: Catalogue) -> Iterator[str]:
+    yield "| layout on H100 | TPOT | tokens/s | per device | all-reduces of a step |"
+    yield "|---|---|---|---|---|"
+    model, device = shape(catalogue, "llama-70b"), catalogue.device("h100")
+    for layout in (Layout(2), Layout(4), Layout(8), Layout(2, 2), Layout(4, 2)):
+        latency = Roofline(model, device, layout, "fp16", "fp16")
+        seconds = latency.decode_s(64, 2048)
+        rate = 64 / seconds
+        reduces = latency.collectives_s(64 / layout.pp)
+        yield f"| {layout} | {seconds * 1e3:.1f} ms | {rate:,.0f} | {rate / layout.num_devices:,.0f} | {reduces * 1e3:.1f} ms |"
+
+
 def routing(catalogue: Catalogue) -> Iterator[str]:
     ratios = (3, 5, 8, 10)
     yield "| tokens by the small model | " + " | ".join(f"{ratio} times cheaper" for ratio in ratios) + " |"
@@ -156,6 +168,7 @@ TABLES: Mapping[str, Callable[[Catalogue], Iterable[str]]] = {
     "bill": bill,
     "loads": loads,
     "up or out": up_or_out,
+    "layouts": layouts,
     "routing": routing,
     "spike": spike,
 }
