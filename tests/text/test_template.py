@@ -52,6 +52,39 @@ def test_the_template_agrees_with_transformers(chat_model: TextModel, byte_level
         assert ours == theirs.apply_chat_template(chat, add_generation_prompt=generation, return_dict=False)
 
 
+AUTHORS = {
+    "named tokens": "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ image_token }}{{ m.content }}{{ eos_token }}{% endfor %}",
+    "a missing token": "{{ pad_token }}{% if pad_token is defined %}x{% endif %}{% if unk_token %}y{% endif %}",
+    "null fields": "{% for m in messages %}{{ m.name is defined }}{{ 'refusal' in m }}{{ m.keys() | list | join(' ') }};{% endfor %}",
+    "variables": "{{ date_string }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{{ documents }}{{ tools | tojson }}",
+    "strict roles": "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% endfor %}ok",
+    "blocks": "{% for m in messages %}\n  {% if loop.first %}\n{% continue %}\n  {% endif %}\n  {%- generation %}\n{{ m.content }}\n"
+    "  {% endgeneration %}\n{% endfor %}\n\n",
+    "calls": "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson(indent=1) }}"
+    "{% endfor %}{% endfor %}",
+}
+SENT_BACK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hello", "name": None},
+    {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None, "audio": None},
+    {"role": "user", "content": "<b> & \u00e9"},
+]
+CALLED = [{"id": "1", "type": "function", "function": {"name": "now", "arguments": {"tz": "\u00dc", "n": [1, None]}}}]
+
+
+@pytest.mark.parametrize("name", AUTHORS)
+def test_authors_get_what_transformers_gives_their_templates(tmp_path: Path, name: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    model = model_with(tmp_path, AUTHORS[name], image_token="<|im_start|>", extra_special_tokens=["<think>"])
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "m")
+    chat = [*SENT_BACK, {"role": "assistant", "content": "", "tool_calls": CALLED}] if name == "calls" else SENT_BACK
+    tools = [{"type": "function", "function": {"name": "now"}}] if "tools" in AUTHORS[name] else None
+    kwargs = {"date_string": "26 Jul 2024", "enable_thinking": False} if name == "variables" else {}
+    assert model.template.render(chat, tools=tools, kwargs=kwargs) == theirs.apply_chat_template(
+        chat, tools=tools, tokenize=False, add_generation_prompt=True, **kwargs
+    )
+
+
 @given(text=st.text(max_size=50))
 @settings(max_examples=60, deadline=None)
 def test_harmless_text_encodes_as_the_plain_render(chat_model: TextModel, text: str) -> None:
@@ -256,6 +289,39 @@ def test_a_template_file_wins_over_the_config_and_may_have_named_neighbours(tmp_
     assert template.render(USER, tools=[{"name": "f"}]) == "tools"
 
 
+def test_templates_may_be_an_object_by_name_and_beside_files(tmp_path: Path) -> None:
+    model = model_with(tmp_path, None, chat_template={"default": "plain", "tool_use": "tools"})
+    assert model.template.render(USER, tools=[{"name": "f"}]) == "tools"
+    (tmp_path / "m" / "additional_chat_templates").mkdir()
+    (tmp_path / "m" / "additional_chat_templates" / "tool_use.jinja").write_text("file of tools")
+    template = load_text(tmp_path / "m").template
+    assert (template.render(USER), template.render(USER, tools=[{"name": "f"}])) == ("plain", "file of tools")
+    (tmp_path / "m" / "chat_template.jinja").write_text("file")
+    template = load_text(tmp_path / "m").template
+    assert (template.render(USER), template.render(USER, tools=[{"name": "f"}])) == ("file", "file of tools")
+
+
+def test_a_processor_s_template_is_taken_where_there_is_no_other(tmp_path: Path) -> None:
+    model = model_with(tmp_path, None)
+    assert not model.template.exists
+    text_kit.write_json(tmp_path / "m" / "chat_template.json", {"chat_template": "processor"})
+    other = load_text(tmp_path / "m")
+    assert other.template.render(USER) == "processor"
+    assert other.digests["template"] != model.digests["template"]
+    assert model_with(tmp_path, None, chat_template="tokenizer").template.render(USER) == "tokenizer"
+    text_kit.write_json(tmp_path / "m" / "chat_template.json", {"chat_template": 5})
+    text_kit.write_json(tmp_path / "m" / "tokenizer_config.json", {})
+    with pytest.raises(CheckpointError, match=r"chat_template\.json"):
+        load_text(tmp_path / "m")
+
+
+@pytest.mark.parametrize("blank", ["", "\n"])
+def test_a_blank_template_is_none(tmp_path: Path, blank: str) -> None:
+    """Its prompts were empty, whatever was asked."""
+    assert not model_with(tmp_path, None, chat_template=blank).template.exists
+    assert model_with(tmp_path, blank, chat_template="config").template.render(USER) == "config"
+
+
 @pytest.mark.parametrize("given_template", [5, [{"name": "x"}], {"a": 1}])
 def test_templates_of_the_wrong_form_are_refused(tmp_path: Path, given_template: object) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
@@ -267,6 +333,15 @@ def test_special_tokens_reach_the_template(tmp_path: Path) -> None:
     assert model.template.render(USER) == "<|begin|>Hello<|im_end|>"
     ids = model.template.encode(model.tokenizer, [{"role": "user", "content": "<|begin|>"}])
     assert control_count(model, ids) == 2
+
+
+def test_names_of_a_folder_s_tokens_are_taken_by_no_client_and_take_no_name_of_ours(tmp_path: Path) -> None:
+    source = "{{ image_token }}{{ messages[0].content }}"
+    model = model_with(tmp_path, source, image_token="<|im_start|>", extra_special_tokens={"messages": "<think>", "range": "<think>"})
+    assert model.template.render(USER) == "<|im_start|>Hello"
+    with pytest.raises(InvalidRequest) as caught:
+        model.template.render(USER, kwargs={"image_token": "x"})
+    assert caught.value.field == "chat_template_kwargs.image_token"
 
 
 def test_template_variables_are_honoured_and_unknown_ones_refused(chat_model: TextModel) -> None:

@@ -10,7 +10,7 @@ from hashlib import sha256
 
 TEXT_FILES: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("tokenizer.json",),
-    "template": ("chat_template.jinja", "tokenizer_config.json"),
+    "template": ("chat_template.jinja", "tokenizer_config.json", "chat_template.json"),
 }
 """Kind -> the files that decide it. A file that a folder lacks is left out."""
 

@@ -1,6 +1,6 @@
 """Renders chat templates: Jinja in an immutable sandbox, with what templates on the hub are written for.
 
-Filters, globals, tags and fields of messages are those of transformers' `render_jinja_template`; tests/text/test_chat_renderer.py compares
+Filters, globals, tags and fields of messages are those of transformers' `apply_chat_template`; tests/text/test_chat_renderer.py compares
 the two. It is not used itself, since importing it takes half a second of processor time and 40 MB, at each start of a process that reads
 prompts. Imports jinja2 when it is imported, so others import it inside functions.
 
@@ -31,7 +31,7 @@ END_OF_FINAL_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def render(source: str, messages: Sequence[Mapping[str, object]], /, *, continue_final_message: bool = False, **variables: object) -> str:
-    """The text that a template writes for a conversation of JSON values.
+    """The text that a template writes for a conversation of JSON values. A field of a message that is null counts as absent.
 
     continue_final_message  end with the last message's content, which is a string
     variables               tools, documents, add_generation_prompt, and what else the template reads
@@ -39,7 +39,7 @@ def render(source: str, messages: Sequence[Mapping[str, object]], /, *, continue
     Raises: TemplateSyntaxError for what is no Jinja, TemplateError for what the template refuses, and whatever Python raises in it.
     """
     template = compiled(source)
-    chat = [_with_reasoning(_plain_object(message)) for message in messages]
+    chat = [_with_reasoning(_plain_object(_set_fields(message))) for message in messages]
     final = str(chat[-1]["content"]) if continue_final_message else ""
     if continue_final_message:
         chat[-1]["content"] = final + END_OF_FINAL_MESSAGE
@@ -66,6 +66,11 @@ def _cut_after(text: str, final: str) -> str:
     end = text.rindex(tag)
     kept = text[:end]
     return kept if text.startswith(END_OF_FINAL_MESSAGE, end) else kept.rstrip()
+
+
+def _set_fields(message: Mapping[str, object]) -> dict[str, object]:
+    """Without fields that are null: clients send back what an API gave them, and templates ask whether a field is defined."""
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -30,9 +30,9 @@ def read_bytes(path: Path, *, home: Path | None = None) -> bytes:
 
 
 def read_text(path: Path, *, home: Path | None = None) -> str:
-    """The file as UTF-8. Raises CheckpointError, see `read_bytes`."""
+    """The file as UTF-8, without a byte order mark. Raises CheckpointError, see `read_bytes`."""
     try:
-        return read_bytes(path, home=home).decode()
+        return read_bytes(path, home=home).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise CheckpointError(path.name, "is not UTF-8 text") from error
 

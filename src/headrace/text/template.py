@@ -7,7 +7,7 @@ first use: Jinja takes a tenth of a second. `encode` keeps users' text from form
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,7 +17,8 @@ from headrace.text.control import Marks, marked_objects, strings_in
 from headrace.text.files import read_optional_object, read_text
 from headrace.text.messages import Message, normal_messages, with_written_arguments
 from headrace.text.template_switch import TemplateSwitch, switched
-from headrace.text.tokenizer import SPECIAL_TOKEN_NAMES, Tokenizer, any_of
+from headrace.text.tokenizer import Tokenizer, any_of
+from headrace.text.tokenizer_config import SPECIAL_TOKEN_NAMES
 
 MAX_CHAT_CHARS = 4 * 2**20
 """Characters a rendered conversation may have: far beyond any context that is served, small enough to hold in memory many times."""
@@ -43,12 +44,15 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = dict(sources)
-        self._special_tokens = dict(special_tokens)
+        # A folder may name its tokens as it likes, but for what templates are given beside them.
+        self._special_tokens = {
+            name: token for name, token in special_tokens.items() if name in SPECIAL_TOKEN_NAMES or name not in _RESERVED
+        }
         self._tokens: dict[str, tuple[str, ...]] = {}
 
     @classmethod
     def load(cls, folder: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
-        """The folder's template: chat_template.jinja and additional_chat_templates/, else tokenizer_config.json.
+        """The folder's template: see `_sources`.
 
         A folder without one gives an object that refuses conversations. Raises CheckpointError for a damaged file.
         """
@@ -184,7 +188,7 @@ class ChatTemplate:
 
     def _render(self, chat: _Chat, *, add_generation_prompt: bool, continue_final_message: bool) -> str:
         source = self._source(bool(chat.tools))
-        _check_kwargs(chat.kwargs, source)
+        _check_kwargs(chat.kwargs, source, self._special_tokens)
         _check_tools(chat, source)
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest("continue_final_message", "add_generation_prompt = false beside continue_final_message", True)
@@ -314,10 +318,11 @@ def _objects(given: object, name: str) -> list[Mapping[str, object]]:
     return list(given)
 
 
-def _check_kwargs(kwargs: Mapping[str, object], source: str) -> None:
+def _check_kwargs(kwargs: Mapping[str, object], source: str, special_tokens: Collection[str]) -> None:
     for name, value in kwargs.items():
         field = f"chat_template_kwargs.{name[:80]}"
-        if name in _RESERVED or (name not in _names_in(source) and not _asks_for_nothing(name, value)):
+        is_ours = name in _RESERVED or name in special_tokens
+        if is_ours or (name not in _names_in(source) and not _asks_for_nothing(name, value)):
             raise InvalidRequest(field, "a variable that this model's chat template reads", value, "Leave it out for this model.")
         if isinstance(value, int | float) and abs(value) <= 2**53:
             continue
@@ -362,25 +367,42 @@ def _refused(message: str) -> InvalidRequest:
 
 
 def _sources(folder: Path) -> dict[str, str]:
-    """Template sources by name; "default" is the main one."""
+    """Template sources by name; "default" is the main one. Blank ones are none.
+
+    As in transformers, chat_template.jinja and additional_chat_templates/ win over tokenizer_config.json. Where they have no main
+    template, its templates stand beside them, and chat_template.json, which processors write, where it has none either.
+    """
     found: dict[str, str] = {}
+    for sources in _layers(folder):
+        if "default" not in found:
+            found = {**{name: source for name, source in sources.items() if source.strip()}, **found}
+    return found
+
+
+def _layers(folder: Path) -> Iterator[dict[str, str]]:
+    files: dict[str, str] = {}
     if (folder / "chat_template.jinja").is_file():
-        found["default"] = read_text(folder / "chat_template.jinja")
+        files["default"] = read_text(folder / "chat_template.jinja")
     if (folder / "additional_chat_templates").is_dir():
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            found[path.stem] = read_text(path, home=folder)
-    return found or _sources_in_config(read_optional_object(folder / "tokenizer_config.json").get("chat_template"))
+            files[path.stem] = read_text(path, home=folder)
+    yield files
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        yield _sources_in(file, read_optional_object(folder / file).get("chat_template"))
 
 
-def _sources_in_config(given: object) -> dict[str, str]:
+def _sources_in(file: str, given: object) -> dict[str, str]:
+    """The templates of a JSON file's `chat_template`: one, an object of them by name, or a list of objects with name and template."""
     if given is None:
         return {}
     if isinstance(given, str):
         return {"default": given}
+    if isinstance(given, Mapping):
+        given = [{"name": name, "template": source} for name, source in given.items()]
     found: dict[str, str] = {}
     for entry in given if isinstance(given, list) else [None]:
         name, source = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
         if not isinstance(name, str) or not isinstance(source, str):
-            raise CheckpointError("tokenizer_config.json", "chat_template must be a string or a list of {name, template}")
+            raise CheckpointError(file, "chat_template must be a string, an object of them, or a list of {name, template}")
         found[name] = source
     return found

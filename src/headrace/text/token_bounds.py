@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from headrace.text.token_bytes import BYTE_OF_CHAR, METASPACE
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
 
 NORMAL_FORM_SHRINKS = 8
 """Bytes of text per byte of its normal form (NFC, NFD, NFKC, NFKD), more than Unicode's worst: tests/text/test_token_bounds.py counts."""
@@ -36,22 +40,20 @@ class TokenBound:
         return -(-num_bytes // self.max_bytes)
 
 
-def token_bound(document: Mapping[str, object], vocab: Collection[str], added: Collection[str]) -> TokenBound | None:
+def token_bound(document: Mapping[str, object], vocab: Collection[str], added: Collection[AddedToken]) -> TokenBound | None:
     """The bound of a tokenizer; None where its rules allow none.
 
     document  tokenizer.json
     vocab     every token as it is spelled there, added ones included
-    added     spellings of the added tokens
+    added     tokens that a text is searched for before the model's own rules
     """
     shrinks = _normalizer_shrinks(document.get("normalizer"))
     if shrinks is None or not _pre_tokenizer_keeps_text(document.get("pre_tokenizer")):
         return None
-    longest = _longest(document, vocab, added)
+    longest = _longest(document, vocab, {token.content for token in added})
     if longest is None:
         return None
-    tokens = document.get("added_tokens")
-    swallows = any(token.get("lstrip") or token.get("rstrip") for token in _objects(tokens))
-    return TokenBound(longest * shrinks, counts_spaces=not swallows)
+    return TokenBound(longest * shrinks, counts_spaces=not any(token.lstrip or token.rstrip for token in added))
 
 
 def _longest(document: Mapping[str, object], vocab: Collection[str], added: Collection[str]) -> int | None:
@@ -111,9 +113,3 @@ def _parts(section: object, inner: str) -> Iterator[Mapping[str, object]]:
         steps = section.get(inner)
         for part in steps if isinstance(steps, list) else [{}]:
             yield from _parts(part if part is not None else {}, inner)
-
-
-def _objects(value: object) -> Iterator[Mapping[str, object]]:
-    for item in value if isinstance(value, list) else []:
-        if isinstance(item, Mapping):
-            yield item

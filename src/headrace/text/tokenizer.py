@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a local folder's tokenizer.json.
+"""Text to token ids and back, from a local folder's tokenizer.json and what `tokenizer_config` reads beside it.
 
 Two things differ from calling the `tokenizers` library directly. User text cannot smuggle in control tokens: `<|im_end|>` written by a
 user becomes ordinary tokens unless the caller says otherwise. And decoding joins exact bytes (`token_bytes`), so that a stream of
@@ -8,6 +8,7 @@ tokens always adds up to the whole text. Incremental decoding is in `detokenize`
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from hashlib import sha256
@@ -15,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import CheckpointError, InvalidRequest
-from headrace.text.files import parse_object, read_bytes, read_optional_object, token_content
+from headrace.text.files import parse_object, read_bytes
 from headrace.text.token_bounds import TokenBound, token_bound
 from headrace.text.token_bytes import Spelling, spelling_of
+from headrace.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
 if TYPE_CHECKING:
     import tokenizers
 
-SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PIPED = re.compile(r"<[|\uff5c].*[|\uff5c]>\Z", re.DOTALL)
 """`<|...|>` (and DeepSeek's full-width form): treated as control tokens even where a folder does not mark them special."""
 
@@ -39,10 +40,11 @@ class Tokenizer:
     whole_texts     token id -> its text, for tokens that are whole characters by themselves
     """
 
-    def __init__(self, folder: Path, data: bytes) -> None:
+    def __init__(self, config: TokenizerConfig, data: bytes) -> None:
         """Use `Tokenizer.load`. data is the content of tokenizer.json."""
         document = parse_object("tokenizer.json", data)
         self._inner = _build(data)
+        config.extend(self._inner)
         self._spelling: Spelling = spelling_of(document.get("decoder"))
         self._added = dict(self._inner.get_added_tokens_decoder())
         self.special_ids: frozenset[int] = frozenset(i for i, token in self._added.items() if token.special)
@@ -50,11 +52,11 @@ class Tokenizer:
         if not vocab:
             raise CheckpointError("tokenizer.json", "the vocabulary is empty")
         self.vocab_size: int = max(vocab.values()) + 1
-        self.bound: TokenBound | None = token_bound(document, vocab.keys(), [token.content for token in self._added.values()])
+        self.bound: TokenBound | None = token_bound(document, vocab.keys(), list(self._added.values()))
         self._bytes: list[bytes | None] = [None] * self.vocab_size
         self.whole_texts = WholeTexts(self)
         self.digest: str = sha256(data).hexdigest()
-        self.special_tokens: dict[str, str] = _special_tokens(folder)
+        self.special_tokens: dict[str, str] = config.special_tokens
         self.bos_token_id: int | None = self.token_to_id(self.special_tokens.get("bos_token", ""))
         self._prefix, self._suffix = self._added_around()
         self._newline = self._ids("\n")
@@ -74,7 +76,7 @@ class Tokenizer:
                         name, "a folder without tokenizer.json is not supported", "Convert it: AutoTokenizer(...).save_pretrained(...)."
                     )
             raise CheckpointError("tokenizer.json", "is missing from the model folder")
-        return cls(path, read_bytes(path / "tokenizer.json"))
+        return cls(read_tokenizer_config(path), read_bytes(path / "tokenizer.json").removeprefix(BOM_UTF8))
 
     def first_id_beyond(self, limit: int) -> tuple[str, int] | None:
         """(token, id): the least id from `limit` on that a text can be given, or that opens one; None when there is none.
@@ -311,15 +313,3 @@ def _build(data: bytes) -> tokenizers.Tokenizer:
     inner.no_truncation()
     inner.no_padding()
     return inner
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """Named special tokens: tokenizer_config.json, and special_tokens_map.json where that has none."""
-    found: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        given = read_optional_object(folder / file)
-        for name in SPECIAL_TOKEN_NAMES:
-            token = token_content(given.get(name))
-            if token is not None:
-                found[name] = token
-    return found
