@@ -16,7 +16,7 @@ class ModelInfo:
 
     architecture      `architectures[0]` of config.json
     max_model_len     resolved: never more than the KV pool can hold for one sequence
-    eos_token_ids     from generation_config.json, else config.json
+    eos_token_ids     all that some file of the model's folder names
     num_blocks        per KV group, pad block included
     weight_bytes      read by one decode step (for MBU)
     costly_context    tokens before a prompt token from which its attention takes longer than its matrix products, about; 0: it never does.
@@ -52,8 +52,9 @@ class ModelInfo:
 
     @property
     def version(self) -> str:
-        """Hex; changes with the content digests and with the numerics."""
+        """Hex; changes with the content digests, the numerics and the end tokens."""
         facts = [f"{name}={value}" for part in (self.digests, self.numerics) for name, value in sorted(part.items())]
+        facts.append(f"eos_token_ids={sorted(self.eos_token_ids)}")
         return blake2b("\n".join(facts).encode(), digest_size=16, person=b"headrace-version").hexdigest()
 
     def with_weights_digest(self, digest: str) -> ModelInfo:

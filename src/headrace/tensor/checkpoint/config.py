@@ -1,7 +1,7 @@
 """config.json and generation_config.json: `ConfigFile` hands out checked fields, so that nothing absurd reaches a tensor.
 
-End tokens and sampling defaults come from generation_config.json, else from config.json. Which fields an architecture has is in
-`tensor.models`; weights are read in `tensor.checkpoint.folder`.
+Sampling defaults come from generation_config.json, in a folder without it from config.json. End tokens are collected in
+`tensor.checkpoint.end_tokens`. Which fields an architecture has is in `tensor.models`; weights are read in `tensor.checkpoint.folder`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from headrace.core.errors import CheckpointError, InvalidRequest, shorten
 from headrace.core.sampling import params_from_mapping
 from headrace.tensor.checkpoint.files import read_json
 
-MAX_EOS_TOKEN_IDS = 64
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -109,35 +108,20 @@ def read_config(folder: Path) -> ConfigFile:
     return ConfigFile(str(folder / "config.json"), read_json(folder, "config.json"))
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """eos_token_ids: tokens that end a sequence. sampling: SamplingParams fields that the checkpoint's author chose."""
-
-    eos_token_ids: tuple[int, ...]
-    sampling: dict[str, Any]
-
-
-def read_generation_defaults(folder: Path, config: ConfigFile, vocab_size: int) -> GenerationDefaults:
-    """From generation_config.json; a field missing there is looked for in config.json. Raises CheckpointError."""
+def read_generation_config(folder: Path, config: ConfigFile) -> ConfigFile:
+    """generation_config.json; `config` in a folder without it. Raises CheckpointError."""
     path = folder / "generation_config.json"
-    generation = ConfigFile(str(path), read_json(folder, path.name)) if os.path.lexists(path) else config
-    eos_owner = generation if generation.has("eos_token_id") else config
+    return ConfigFile(str(path), read_json(folder, path.name)) if os.path.lexists(path) else config
+
+
+def read_sampling_defaults(folder: Path, config: ConfigFile, vocab_size: int) -> dict[str, Any]:
+    """SamplingParams fields that the checkpoint's author chose. Raises CheckpointError for one that breaks a sampling rule."""
+    generation = read_generation_config(folder, config)
     sampling = {target: generation.values[name] for name, target in SAMPLING_DEFAULTS.items() if generation.has(name)}
     if generation.values.get("do_sample") is False:
         sampling["temperature"] = 0.0  # do_sample: false means greedy decoding
     try:
         params_from_mapping(sampling).checked(vocab_size=vocab_size)
     except InvalidRequest as error:
-        raise CheckpointError(generation.file, str(error)) from error
-    return GenerationDefaults(_eos_token_ids(eos_owner, vocab_size), sampling)
-
-
-def _eos_token_ids(config: ConfigFile, vocab_size: int) -> tuple[int, ...]:
-    value = config.values.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if len(ids) > MAX_EOS_TOKEN_IDS:
-        config.refuse("eos_token_id", f"more than {MAX_EOS_TOKEN_IDS} ids")
-    for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            config.refuse("eos_token_id", f"must be token ids from 0 to {vocab_size - 1}")
-    return tuple(dict.fromkeys(ids))
+        raise CheckpointError(generation.file, str(error).removesuffix(".")) from error
+    return sampling

@@ -16,7 +16,8 @@ import torch
 
 from headrace.core.errors import CheckpointError, ConfigError, shorten
 from headrace.core.kvgroup import KvGroup
-from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_generation_defaults
+from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_sampling_defaults
+from headrace.tensor.checkpoint.end_tokens import read_end_tokens
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.random_weights import RandomWeights, WeightShapes
 from headrace.tensor.checkpoint.weights_digest import WeightsDigest
@@ -50,7 +51,7 @@ class LoadedModel:
     """A model with its weights in memory.
 
     max_model_len      longest context its tables were made for
-    eos_token_ids      end tokens; empty when the checkpoint names none
+    eos_token_ids      end tokens; empty when the folder names none
     sampling_defaults  SamplingParams fields the checkpoint's author chose
     model_digest       hex; see `Checkpoint.digest`. For random weights: a digest of config.json and the seed
     weights            digest of all weight bytes, known now or later; None for random weights, which `model_digest` identifies
@@ -125,7 +126,8 @@ def load_model(
     config, precision = read_config(folder), Precision(quantization)
     architecture, spec = _read_spec(config)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
-    defaults = read_generation_defaults(folder, config, spec.vocab_size)
+    sampling = read_sampling_defaults(folder, config, spec.vocab_size)
+    end_tokens = read_end_tokens(folder, config, spec.vocab_size)
     dtype = dtype or _named_dtype(config)
     if load_format == "dummy":
         weights = _random_weights(config, spec, dtype or torch.float32, seed)
@@ -140,8 +142,8 @@ def load_model(
         architecture=architecture,
         vocab_size=spec.vocab_size,
         max_model_len=spec.max_positions,
-        eos_token_ids=defaults.eos_token_ids,
-        sampling_defaults=defaults.sampling,
+        eos_token_ids=end_tokens,
+        sampling_defaults=sampling,
         model_digest=weights.rounded_digest(precision),
         weights=weights.content,
         weight_bytes=model.weight_bytes,
