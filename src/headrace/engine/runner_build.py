@@ -98,6 +98,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     decided = (
         f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(config)}",
         *choices.lines(config),
+        *(f"LongRoPE: {choice}" for choice in _longrope(loaded).values()),
         f"KV dtype: {_name(kv_dtype)}, {why_kv}",
         *sizing.lines,
         f"warm-up: {seconds:.1f} s",
@@ -184,7 +185,18 @@ def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_d
         "threads": "any" if config.deterministic else str(choices.threads.num_threads),
         "deterministic": str(config.deterministic),
         "versions": _versions(choices.kernels),
+        **_longrope(loaded),
     }
+
+
+def _longrope(loaded: LoadedModel) -> dict[str, str]:
+    """Which of LongRoPE's factors turn the keys, by the name of the fact; empty for a model without it."""
+    spec = loaded.model.spec
+    if spec.longrope is None:
+        return {}
+    is_long = spec.longrope.is_long(spec.max_positions)
+    choice = "long factors, max_model_len is above" if is_long else "short factors, max_model_len is at most"
+    return {"LongRoPE": f"{choice} {spec.longrope.original_positions}"}
 
 
 def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features: CpuFeatures) -> tuple[torch.dtype, str]:

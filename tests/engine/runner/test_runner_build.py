@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from dataclasses import replace
@@ -193,6 +194,21 @@ def test_a_small_machine_shortens_the_context_and_says_so(tiny_folder: Path) -> 
     assert any("reduced from 96 to 32" in line for line in info.decided)
     with pytest.raises(ConfigError, match="num_kv_blocks"):
         build_runner(config(tiny_folder, num_kv_blocks=3, max_model_len=64))
+
+
+def test_the_factors_of_longrope_are_said_and_are_part_of_the_numerics(tiny_folder: Path, tmp_path: Path) -> None:
+    """Engines that differ in them compute other keys: no stream of one goes on at the other."""
+    fields = json.loads((tiny_folder / "config.json").read_text())
+    pairs = fields.get("head_dim", fields["hidden_size"] // fields["num_attention_heads"]) // 2
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * pairs, "long_factor": [2.0] * pairs}
+    fields = {**fields, "rope_parameters": None, "rope_scaling": {**scaling, "original_max_position_embeddings": 40}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    long, short = (build_runner(config(tmp_path, load_format="dummy", max_model_len=length))[1] for length in (None, 40))
+    assert long.numerics["LongRoPE"] == "long factors, max_model_len is above 40"
+    assert f"LongRoPE: {short.numerics['LongRoPE']}" in short.decided
+    assert short.numerics["LongRoPE"] == "short factors, max_model_len is at most 40"
+    assert long.digests["model"] != short.digests["model"]
+    assert "LongRoPE" not in build_runner(config(tiny_folder))[1].numerics
 
 
 def test_a_gpu_that_is_not_there_is_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import Gemma3TextConfig, MistralConfig, Qwen3Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.tensor.layers.rope import LinearScaling, RopeSpec
-from headrace.tensor.models import describe
+from headrace.tensor.models import ARCHITECTURES, MODEL_TYPES, describe
 
 pytestmark = pytest.mark.pure
 
@@ -58,7 +59,6 @@ def refusal(folder: Any) -> CheckpointError:
         ("tie_word_embeddings", "no"),
         ("dtype", "float8_e4m3fn"),
         ("dtype", 16),
-        ("auto_map", {"AutoModelForCausalLM": "modeling.Evil"}),
         ("quantization_config", {"quant_method": "gptq"}),
         ("compression_config", {"format": "int-quantized"}),
         ("is_encoder_decoder", True),
@@ -97,12 +97,19 @@ def test_an_unknown_architecture_names_the_supported_ones(folder: Any, name: obj
     [
         {"type": "dynamic", "factor": 2.0},
         {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+        {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 0.0]},
+        {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": "[2.0, 2.0]"},
+        {"rope_type": "longrope", "long_factor": [2.0, 2.0]},
+        {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0], "short_mscale": 1.1},
         {"type": "su"},
         {"type": "mrope", "mrope_section": [1, 1]},
+        {"rope_type": "default", "mrope_section": [1, 1]},
+        {"factor": 4.0},
         {"rope_type": 3},
         {"rope_type": "linear"},
         {"rope_type": "linear", "factor": 0.5},
         {"rope_type": "linear", "factor": -2.0},
+        {"rope_type": "linear", "factor": 1e6, "original_max_position_embeddings": 2**20},
         {"rope_type": "linear", "factor": 2.0, "beta_fast": 32},
         {"rope_type": "llama3", "factor": 8.0},
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
@@ -117,7 +124,7 @@ def test_rope_scaling_that_is_not_done_is_refused(folder: Any, field: str, scali
 
 
 def test_both_spellings_of_rope_parameters_mean_the_same(folder: Any) -> None:
-    expected = RopeSpec(theta=777.0, rotary_dim=4, scaling=LinearScaling(factor=2.0))
+    expected = RopeSpec(theta=777.0, rotary_dim=4, scaling=LinearScaling(factor=2.0, original_positions=32))
     change(folder, rope_theta=777.0, rope_scaling={"type": "linear", "factor": 2.0})
     older = folder.load(load_format="dummy").model.spec.layers[0].attention.rope
     change(folder, rope_theta=DELETED, rope_scaling=None, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 777})
@@ -125,6 +132,110 @@ def test_both_spellings_of_rope_parameters_mean_the_same(folder: Any) -> None:
     assert older == newer == expected
     change(folder, rope_scaling={"type": "linear", "factor": 2.0})
     assert "beside rope_parameters" in refusal(folder).reason
+
+
+LONG = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "context"),
+    [
+        ({}, 32),
+        ({"rope_scaling": None}, 32),
+        ({"rope_scaling": {}}, 32),
+        ({"rope_scaling": {"type": "default"}}, 32),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 128),
+        ({"rope_scaling": {"type": "linear", "factor": 4, "original_max_position_embeddings": 8}}, 32),
+        ({"rope_scaling": {"type": "linear", "factor": 1.0}}, 32),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, 128),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}}, 96),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 128),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16}, 64),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}, 32),
+        ({"rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 8}}, 32),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}}, 32),
+        ({"rope_scaling": {"type": "yarn", "factor": 1.3, "original_max_position_embeddings": 30}}, 39),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": None, "attention_factor": None, "finetuned": True}}, 64),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}}, 128),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4,
+                           "original_max_position_embeddings": 4}}, 32),
+        ({"rope_scaling": {"rope_type": "longrope", **LONG, "original_max_position_embeddings": 8}}, 32),
+        ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "head_dim": 4,
+          "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 32),
+    ],
+)  # fmt: skip
+def test_scaling_that_is_added_to_a_model_gives_its_context(folder: Any, fields: dict[str, object], context: int) -> None:
+    """The cards of Qwen 2.5 and 3 say to add YaRN, and max_position_embeddings stays what it was; other kinds come with a model."""
+    change(folder, **fields)
+    assert describe(folder.path).max_model_len == context
+    loaded = folder.load(load_format="dummy")
+    assert loaded.max_model_len == context
+    assert loaded.model.blocks[0].attention.cos_sin.shape[0] == context
+    with pytest.raises(ConfigError, match="more need rope_scaling"):
+        folder.load(load_format="dummy", max_model_len=context + 1)
+
+
+def test_dynamic_scaling_is_refused_with_what_to_write_instead(folder: Any) -> None:
+    change(folder, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert '"yarn"' in refusal(folder).remedy
+
+
+def test_longrope_takes_its_long_factors_where_contexts_may_be_long(folder: Any) -> None:
+    """One table serves all positions; engines whose tables differ compute other keys, so that their digests differ."""
+    change(folder, rope_scaling={"type": "longrope", **LONG}, original_max_position_embeddings=8)
+    long, short = folder.load(load_format="dummy"), folder.load(load_format="dummy", max_model_len=8)
+    assert long.model_digest != short.model_digest
+    assert folder.load(load_format="dummy", max_model_len=9).model_digest == long.model_digest
+    table, short_table = long.model.blocks[0].attention.cos_sin, short.model.blocks[0].attention.cos_sin
+    assert torch.allclose(table[4, [0, 2]], short_table[2, [0, 2]])  # the first pair turns half as fast
+    assert torch.allclose(table[6, [1, 3]], short_table[2, [1, 3]])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [("Qwen3ForCausalLM", {}), ("Gemma3ForCausalLM", {"hidden_activation": "gelu_pytorch_tanh"})],
+)
+def test_a_family_s_head_size_where_the_file_has_none(folder: Any, architecture: str, fields: dict[str, object]) -> None:
+    config = {"Qwen3ForCausalLM": Qwen3Config, "Gemma3ForCausalLM": Gemma3TextConfig}[architecture]
+    change(folder, architectures=[architecture], **fields)
+    assert describe(folder.path).kv_groups[0].head_dim == config().head_dim
+    change(folder, head_dim=None)
+    assert describe(folder.path).kv_groups[0].head_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("architectures", "model_type", "served"),
+    [
+        (None, "llama", "LlamaForCausalLM"),
+        ([], "mistral", "MistralForCausalLM"),
+        (None, "gemma3_text", "Gemma3ForCausalLM"),
+        (["LlamaForCausalLM", "OtherForCausalLM"], "llama", "LlamaForCausalLM"),
+        (["OwnForCausalLM", "MistralForCausalLM"], "own", "MistralForCausalLM"),
+    ],
+)
+def test_an_architecture_is_found_by_either_of_its_names(folder: Any, architectures: object, model_type: str, served: str) -> None:
+    change(folder, architectures=architectures, model_type=model_type, hidden_activation="gelu_pytorch_tanh")
+    assert describe(folder.path).architecture == served
+
+
+def test_every_model_type_is_that_of_its_architecture_in_transformers() -> None:
+    assert set(MODEL_TYPES.values()) == set(ARCHITECTURES)
+    for model_type, architecture in MODEL_TYPES.items():
+        assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == architecture
+
+
+def test_code_that_a_checkpoint_brings_is_left_alone(folder: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Every Phi-3 names code of its own in auto_map, and needs none."""
+    change(folder, auto_map={"AutoModelForCausalLM": "modeling_own.LlamaForCausalLM"})
+    (folder.path / "modeling_own.py").write_text("raise SystemExit('it was run')")
+    with caplog.at_level("INFO"):
+        assert folder.load(load_format="dummy").architecture == "LlamaForCausalLM"
+    (line,) = [record.message for record in caplog.records if "auto_map" in record.message]
+    assert "is ignored" in line
+    change(folder, architectures=["OwnForCausalLM"])
+    error = refusal(folder)
+    assert "OwnForCausalLM" in error.reason
+    assert "the code that auto_map names for it is never run" in error.reason
 
 
 @pytest.mark.parametrize(
@@ -236,6 +347,21 @@ def test_describe_reads_the_configuration_alone(folder: Any) -> None:
     assert (described.resident_bytes, described.weight_bytes) == (loaded.resident_bytes, loaded.weight_bytes)
     assert described.dtype_name == "float32"
     assert describe(folder.path, dtype=torch.bfloat16).resident_bytes * 2 == described.resident_bytes
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_byte_order_mark_is_no_part_of_a_file(folder: Any, name: str) -> None:
+    """Editors of Windows write one."""
+    path = folder.path / name
+    text = path.read_text() if path.exists() else json.dumps({"eos_token_id": 5})
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode() + b"\n")
+    assert folder.load().architecture == "LlamaForCausalLM"
+
+
+def test_a_key_that_stands_twice_is_named(folder: Any) -> None:
+    text = (folder.path / "config.json").read_text()
+    (folder.path / "config.json").write_text(text[:-1] + ', "vocab_size": 13}')
+    assert 'the key "vocab_size" appears twice' in refusal(folder).reason
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])

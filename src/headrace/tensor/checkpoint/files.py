@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.core.errors import CheckpointError
+from headrace.core.errors import CheckpointError, shorten
 from headrace.core.folders import inside
 
 MAX_JSON_BYTES = 4 * 2**20
@@ -15,11 +16,11 @@ MAX_CONTAINERS = 2**17
 
 
 def decode_json(file: str, text: bytes) -> dict[str, object]:
-    """A JSON object without duplicate keys, NaN or infinities. Raises CheckpointError naming `file`."""
+    """A JSON object without duplicate keys, NaN or infinities, after a byte order mark or without. Raises CheckpointError naming `file`."""
     if text.count(b"[") + text.count(b"{") > MAX_CONTAINERS:
         raise CheckpointError(file, f"more than {MAX_CONTAINERS} objects and lists in one JSON document")
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
         raise CheckpointError(file, "JSON nested too deeply") from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
@@ -32,7 +33,8 @@ def decode_json(file: str, text: bytes) -> dict[str, object]:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a key appears twice in one object")
+        repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {shorten(repeated)} appears twice in one object")
     return made
 
 

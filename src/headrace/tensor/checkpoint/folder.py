@@ -151,7 +151,8 @@ class Checkpoint:
 
     def _file(self, name: str) -> str:
         if name not in self._file_of:
-            raise CheckpointError(str(self.folder), f"tensor {name} is missing")
+            others = ", ".join(shorten(other) for other in sorted(self._file_of)[:3])
+            raise CheckpointError(str(self.folder), f"tensor {name} is missing", f"There are {len(self._file_of)} others, e.g. {others}.")
         return self._file_of[name]
 
     def _refuse(self, file: str, reason: str, remedy: str = "") -> NoReturn:
@@ -182,7 +183,9 @@ def _list_shards(folder: Path) -> dict[str, str]:
             raise CheckpointError(
                 str(folder / pickles[0]), "a pickle format, which can run code when loaded", "Convert the weights to safetensors."
             )
-        raise CheckpointError(str(folder), f"neither {SINGLE} nor {INDEX}", "Save the model as safetensors.")
+        others = sorted(f.name for f in folder.iterdir() if f.suffix == ".safetensors")
+        held = f", but {shorten(others[0])}, which is of another layout" if others else ""
+        raise CheckpointError(str(folder), f"neither {SINGLE} nor {INDEX}{held}", f"Save the model as safetensors, shards with {INDEX}.")
     listed = ConfigFile(str(path), read_json(folder, INDEX)).section("weight_map").values
     if not listed:
         raise CheckpointError(str(path), "weight_map names no tensor")

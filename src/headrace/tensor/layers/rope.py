@@ -1,7 +1,7 @@
 """Rotary position tables, and how context extension changes their frequencies.
 
 Sources: RoFormer (Su et al. 2021); linear interpolation (kaiokendev, Chen et al. 2023); YaRN (Peng et al. 2023); Llama 3.1's smoothed
-interpolation. Formulas follow transformers' `modeling_rope_utils`, the oracle.
+interpolation; LongRoPE (Ding et al. 2024). Formulas follow transformers' `modeling_rope_utils`, the oracle.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ _CHUNK = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Positions divided by `factor`."""
+    """Positions divided by `factor`.
+
+    original_positions  context of the first training
+    """
 
     factor: float
+    original_positions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +57,42 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """Each frequency divided by a factor of its own: a short one, or a long one where contexts may exceed the first training's.
+
+    One set serves all positions, whatever a sequence's length: cached keys were rotated by it.
+
+    short_factors, long_factors  one per rotated pair
+    magnitude                    multiplies cos and sin
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_positions: int
+    magnitude: float
+
+    def is_long(self, num_positions: int) -> bool:
+        """Whether contexts of up to `num_positions` take the long factors."""
+        return num_positions > self.original_positions
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """rotary_dim: leading elements of a head that are rotated, even."""
 
     theta: float
     rotary_dim: int
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: Scaling | None = None
 
 
 def rope_table(spec: RopeSpec, num_positions: int, device: str) -> Tensor:
     """cos | sin of every position, [num_positions, rotary_dim] float32, as `Kernels.rotary` takes it."""
     half = spec.rotary_dim // 2
-    frequencies = inverse_frequencies(spec).to(device)
-    magnitude = spec.scaling.magnitude if isinstance(spec.scaling, YarnScaling) else 1.0
+    frequencies = _inverse_frequencies(spec, num_positions).to(device)
+    magnitude = spec.scaling.magnitude if isinstance(spec.scaling, YarnScaling | LongRopeScaling) else 1.0
     table = torch.empty((num_positions, spec.rotary_dim), dtype=torch.float32, device=device)
     for start in range(0, num_positions, _CHUNK):  # chunked: the temporaries of 131,072 positions would be twice the table
         rows = table[start : start + _CHUNK]
@@ -75,7 +102,7 @@ def rope_table(spec: RopeSpec, num_positions: int, device: str) -> Tensor:
     return table
 
 
-def inverse_frequencies(spec: RopeSpec) -> Tensor:
+def _inverse_frequencies(spec: RopeSpec, num_positions: int) -> Tensor:
     """Radians per position of each rotated pair, [rotary_dim / 2] float32."""
     plain = 1.0 / (spec.theta ** (torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim))
     match spec.scaling:
@@ -87,6 +114,8 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
             return _llama3(plain, scaling)
         case YarnScaling() as scaling:
             return _yarn(plain, spec, scaling)
+        case LongRopeScaling() as scaling:
+            return plain / torch.tensor(scaling.long_factors if scaling.is_long(num_positions) else scaling.short_factors)
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -112,8 +141,13 @@ def _yarn(plain: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
     return plain / scaling.factor * ramp + plain * (1 - ramp)
 
 
+def longrope_magnitude(factor: float, original_positions: int) -> float:
+    """Factor of cos and sin where the configuration has no attention_factor. original_positions: at least 2."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_positions))
+
+
 def yarn_magnitude(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Factor of cos and sin when the configuration has no attention_factor."""
+    """Factor of cos and sin where the configuration has no attention_factor."""
 
     def grown(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -1,11 +1,12 @@
 """Decoder models by architecture name, loaded from a checkpoint folder.
 
 `load_model` reads weights, `describe` reads only config.json. A new architecture is one file with a `decoder_spec` and one line in
-ARCHITECTURES; see docs/models.md.
+ARCHITECTURES and in MODEL_TYPES; see docs/models.md.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -31,6 +32,8 @@ from headrace.tensor.models.spec import DecoderSpec
 from headrace.tensor.packed.file import PackedFolder
 from headrace.tensor.packed.store import PackedStore, store_name
 
+log = logging.getLogger(__name__)
+
 ARCHITECTURES: dict[str, Callable[[ConfigFile], DecoderSpec]] = {
     "LlamaForCausalLM": llama.decoder_spec,
     "MistralForCausalLM": mistral.decoder_spec,
@@ -41,6 +44,17 @@ ARCHITECTURES: dict[str, Callable[[ConfigFile], DecoderSpec]] = {
     "Gemma3ForCausalLM": gemma3.decoder_spec,
     "Phi3ForCausalLM": phi3.decoder_spec,
 }
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+"""`model_type` -> architecture, for a config.json that names no architecture."""
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -53,7 +67,7 @@ class LoadedModel:
     max_model_len      longest context its tables were made for
     eos_token_ids      end tokens; empty when the folder names none
     sampling_defaults  SamplingParams fields the checkpoint's author chose
-    model_digest       hex; see `Checkpoint.digest`. For random weights: a digest of config.json and the seed
+    model_digest       hex; see `_Weights.served_digest`
     weights            digest of all weight bytes, known now or later; None for random weights, which `model_digest` identifies
     weight_bytes       read by one decode step of one sequence
     resident_bytes     held in memory
@@ -125,6 +139,8 @@ def load_model(
         raise ConfigError("tensor_parallel_size", f"{world}: one model on several ranks is not supported yet", "Use 1.")
     config, precision = read_config(folder), Precision(quantization)
     architecture, spec = _read_spec(config)
+    if config.has("auto_map"):
+        log.info("%s: auto_map is ignored: %s is served by our own code, and code in the folder is never run", config.file, architecture)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
     sampling = read_sampling_defaults(folder, config, spec.vocab_size)
     end_tokens = read_end_tokens(folder, config, spec.vocab_size)
@@ -144,7 +160,7 @@ def load_model(
         max_model_len=spec.max_positions,
         eos_token_ids=end_tokens,
         sampling_defaults=sampling,
-        model_digest=weights.rounded_digest(precision),
+        model_digest=weights.served_digest(precision, spec),
         weights=weights.content,
         weight_bytes=model.weight_bytes,
         resident_bytes=model.resident_bytes,
@@ -184,11 +200,12 @@ class _Weights:
         if self.store is not None and self.content is not None and (made_from := self.store.made_from) is not None:
             self.content.packed_from(made_from)
 
-    def rounded_digest(self, precision: Precision) -> str:
-        """`digest`, and how the linears were rounded."""
-        if precision is Precision.NONE:
-            return self.digest
-        return blake2b(f"{self.digest} {precision.value}".encode(), digest_size=16).hexdigest()
+    def served_digest(self, precision: Precision, spec: DecoderSpec) -> str:
+        """`digest`, and what else decides the keys and values: how the linears were rounded, and LongRoPE's long factors."""
+        choices = [] if precision is Precision.NONE else [precision.value]
+        if spec.longrope is not None and spec.longrope.is_long(spec.max_positions):
+            choices.append("long factors")
+        return blake2b(" ".join([self.digest, *choices]).encode(), digest_size=16).hexdigest() if choices else self.digest
 
 
 def _random_weights(config: ConfigFile, spec: DecoderSpec, dtype: torch.dtype, seed: int) -> _Weights:
@@ -233,26 +250,37 @@ def describe(
 
 def _read_spec(config: ConfigFile) -> tuple[str, DecoderSpec]:
     """The architecture's name and spec. Raises CheckpointError for features that no architecture here has."""
-    if config.has("auto_map"):
-        config.refuse("auto_map", "asks for code from the checkpoint, which is never run", "Use a checkpoint without auto_map.")
     for name in ("quantization_config", "compression_config"):
         if config.has(name):
             config.refuse(name, "quantized checkpoints are not supported", "Use float32, bfloat16 or float16 weights.")
     refuse_set(config, "is_encoder_decoder", "add_cross_attention")
-    names = config.items("architectures")
+    architecture = _architecture(config)
+    return architecture, ARCHITECTURES[architecture](config)
+
+
+def _architecture(config: ConfigFile) -> str:
+    """The first supported entry of `architectures`; what `model_type` stands for where there is no entry."""
+    names, model_type = config.items("architectures"), config.text("model_type", "")
+    if not names and model_type in MODEL_TYPES:
+        return MODEL_TYPES[model_type]
     if not names:
-        config.refuse("architectures", "names no architecture")
-    wanted = names[0]
-    if not isinstance(wanted, str) or wanted not in ARCHITECTURES:
-        raise CheckpointError(config.file, f"architecture {shorten(wanted)} is not supported", f"Supported: {', '.join(ARCHITECTURES)}.")
-    return wanted, ARCHITECTURES[wanted](config)
+        reason = f"names no architecture, nor does model_type ({shorten(model_type)})"
+        config.refuse("architectures", reason, f"Supported: {', '.join(ARCHITECTURES)}.")
+    for name in names:
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return name
+    reason = f"architecture {shorten(names[0])} is not supported"
+    if config.has("auto_map"):
+        reason += ", and the code that auto_map names for it is never run"
+    raise CheckpointError(config.file, reason, f"Supported: {', '.join(ARCHITECTURES)}.")
 
 
 def _resolve_max_model_len(wanted: int | None, trained: int) -> int:
     if wanted is None:
         return trained
     if not 1 <= wanted <= trained:
-        raise ConfigError("max_model_len", f"{wanted} is outside 1..{trained}", f"The checkpoint was made for {trained} positions.")
+        remedy = f"The checkpoint was made for {trained} positions; more need rope_scaling in its config.json, as its model card says."
+        raise ConfigError("max_model_len", f"{wanted} is outside 1..{trained}", remedy)
     return wanted
 
 

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.layers.attention import AttentionSpec
 from headrace.tensor.layers.mlp import MlpSpec
-from headrace.tensor.layers.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling, yarn_magnitude
+from headrace.tensor.layers.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeSpec,
+    Scaling,
+    YarnScaling,
+    longrope_magnitude,
+    yarn_magnitude,
+)
 from headrace.tensor.models.spec import DecoderSpec, LayerSpec, TensorNames
 
 MAX_LAYERS = 1024
@@ -21,17 +30,23 @@ MAX_POSITIONS = 2**26
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ROPE_FIELDS = {
     "default": set(),
-    "linear": {"factor"},
+    "linear": {"factor", "original_max_position_embeddings"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-             "truncate"},
+             "truncate", "finetuned"},
+    "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }  # fmt: skip
+"""Fields of each kind. "finetuned" is its authors' note that the model was trained on with the scaling; nothing is computed from it."""
 _ROPE_COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+_DYNAMIC_REMEDY = (
+    'Its frequencies change while a sequence grows, and cached keys cannot change with them. Write "yarn" with factor and '
+    "original_max_position_embeddings instead, or leave the scaling out and serve max_position_embeddings."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """The sizes that every decoder's config.json has."""
+    """The sizes that every decoder's config.json has. max_positions: `max_position_embeddings`; rotary scaling may serve more."""
 
     vocab_size: int
     hidden_size: int
@@ -43,16 +58,19 @@ class DecoderShape:
     norm_eps: float
 
 
-def read_shape(config: ConfigFile, *, norm_eps: float = 1e-6) -> DecoderShape:
-    """Raises CheckpointError naming the field. norm_eps: where the file names none."""
+def read_shape(config: ConfigFile, *, norm_eps: float = 1e-6, head_dim: int | None = None) -> DecoderShape:
+    """Raises CheckpointError naming the field.
+
+    norm_eps  where the file names none
+    head_dim  where the file has no such field; None, or a field that is null: hidden_size / num_attention_heads
+    """
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     heads = config.integer("num_attention_heads", 1, 4096)
     kv_heads = config.integer("num_key_value_heads", 1, heads, default=heads)
     if heads % kv_heads:
         config.refuse("num_key_value_heads", f"must divide num_attention_heads ({heads})")
-    if not config.has("head_dim") and hidden_size % heads:
-        config.refuse("num_attention_heads", f"must divide hidden_size ({hidden_size}) when head_dim is not given")
-    head_dim = config.integer("head_dim", 2, 1024, default=max(hidden_size // heads, 2))
+    if head_dim is None or "head_dim" in config.values:
+        head_dim = _read_head_dim(config, hidden_size, heads)
     return DecoderShape(
         vocab_size=config.integer("vocab_size", 1, 2**24),
         hidden_size=hidden_size,
@@ -63,6 +81,12 @@ def read_shape(config: ConfigFile, *, norm_eps: float = 1e-6) -> DecoderShape:
         max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
         norm_eps=config.number("rms_norm_eps", 0.0, 1.0, default=norm_eps),
     )
+
+
+def _read_head_dim(config: ConfigFile, hidden_size: int, heads: int) -> int:
+    if not config.has("head_dim") and hidden_size % heads:
+        config.refuse("num_attention_heads", f"must divide hidden_size ({hidden_size}) when head_dim is not given")
+    return config.integer("head_dim", 2, 1024, default=max(hidden_size // heads, 2))
 
 
 def attention_spec(
@@ -135,6 +159,11 @@ def refuse_set(config: ConfigFile, *names: str) -> None:
             config.refuse(name, "is not supported")
 
 
+def rope_field(config: ConfigFile) -> str:
+    """The field that holds the rotary parameters: the older name where it is there, else today's."""
+    return "rope_scaling" if config.has("rope_scaling") else "rope_parameters"
+
+
 def read_rope(config: ConfigFile, shape: DecoderShape, *, theta: float = 10_000.0, layer_type: str | None = None,
               theta_field: str = "rope_theta", has_partial: bool = False) -> RopeSpec:  # fmt: skip
     """Rotary parameters: `rope_parameters` (flat, or below the layer type), or the older `rope_theta` beside `rope_scaling`.
@@ -145,20 +174,22 @@ def read_rope(config: ConfigFile, shape: DecoderShape, *, theta: float = 10_000.
     """
     if config.has("rope_scaling") and config.has("rope_parameters"):
         config.refuse("rope_scaling", "stands beside rope_parameters", "Keep one of the two.")
-    params = config.section("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
+    params = config.section(rope_field(config))
     if layer_type is not None and config.has("rope_parameters"):
         params = params.section(layer_type)
     base = params if params.has("rope_theta") else ConfigFile(config.file, {"rope_theta": config.values.get(theta_field)})
     kind = params.text("rope_type", params.text("type", "default"))
     if kind not in _ROPE_FIELDS:
-        params.refuse("rope_type" if params.has("rope_type") else "type", f"rope scaling is one of {', '.join(_ROPE_FIELDS)}")
+        field = "rope_type" if params.has("rope_type") else "type"
+        params.refuse(field, f"rope scaling is one of {', '.join(_ROPE_FIELDS)}", _DYNAMIC_REMEDY if kind == "dynamic" else "")
     for name in params.values:
         if name not in _ROPE_FIELDS[kind] | _ROPE_COMMON and params.has(name):
             params.refuse(name, f"is not a field of rope scaling {kind!r}")
+    rotary_dim = _rotary_dim(config, params, shape.head_dim, has_partial)
     return RopeSpec(
         theta=base.number("rope_theta", 1.0, 1e12, default=theta),
-        rotary_dim=_rotary_dim(config, params, shape.head_dim, has_partial),
-        scaling=_read_scaling(params, kind, shape.max_positions),
+        rotary_dim=rotary_dim,
+        scaling=_read_scaling(config, params, kind, shape.max_positions, rotary_dim // 2),
     )
 
 
@@ -173,14 +204,19 @@ def _rotary_dim(config: ConfigFile, params: ConfigFile, head_dim: int, has_parti
     return rotary_dim
 
 
-def _read_scaling(params: ConfigFile, kind: str, max_positions: int) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+def _read_scaling(config: ConfigFile, params: ConfigFile, kind: str, max_positions: int, num_pairs: int) -> Scaling | None:
+    """The scaling that `params` describe. num_pairs: rotated pairs of a head."""
     if kind == "default":
         return None
-    if kind == "linear":
-        return LinearScaling(factor=_factor(params))
-    original = params.integer("original_max_position_embeddings", 1, MAX_POSITIONS, default=max_positions)
-    if kind == "yarn":
-        return _read_yarn(params, original, max_positions)
+    owner = config if config.has("original_max_position_embeddings") else params
+    original = owner.integer("original_max_position_embeddings", 2, MAX_POSITIONS, default=max_positions)
+    match kind:
+        case "linear":
+            return LinearScaling(factor=_factor(params), original_positions=original)
+        case "yarn":
+            return _read_yarn(params, original, max_positions)
+        case "longrope":
+            return _read_longrope(params, original, max_positions, num_pairs)
     low, high = params.number("low_freq_factor", 0.0, 1e6), params.number("high_freq_factor", 0.0, 1e6)
     if high <= low:
         params.refuse("high_freq_factor", f"must be above low_freq_factor ({low:g})")
@@ -201,6 +237,24 @@ def _read_yarn(params: ConfigFile, original: int, max_positions: int) -> YarnSca
     )
 
 
+def _read_longrope(params: ConfigFile, original: int, max_positions: int, num_pairs: int) -> LongRopeScaling:
+    factor = params.number("factor", 0.0, 1e6, default=max_positions / original)
+    return LongRopeScaling(
+        short_factors=_factor_per_pair(params, "short_factor", num_pairs),
+        long_factors=_factor_per_pair(params, "long_factor", num_pairs),
+        original_positions=original,
+        magnitude=params.number("attention_factor", 0.0, 1e6, default=longrope_magnitude(factor, original)),
+    )
+
+
+def _factor_per_pair(params: ConfigFile, name: str, num_pairs: int) -> tuple[float, ...]:
+    values = params.items(name)
+    numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e6]
+    if len(numbers) != len(values) or len(numbers) != num_pairs:
+        params.refuse(name, f"must be {num_pairs} numbers above 0, one per rotated pair")
+    return tuple(numbers)
+
+
 def _factor(params: ConfigFile, default: float | None = None) -> float:
     factor = params.number("factor", 0.0, 1e6, default=default)
     if factor < 1.0:
@@ -209,13 +263,28 @@ def _factor(params: ConfigFile, default: float | None = None) -> float:
 
 
 def decoder(config: ConfigFile, shape: DecoderShape, layers: Iterable[LayerSpec], names: TensorNames | None = None) -> DecoderSpec:
-    """The spec of a decoder whose head is its own unless `tie_word_embeddings`."""
+    """The spec of a decoder whose head is its own unless `tie_word_embeddings`, for the contexts that its rotary scaling was made for."""
+    layers = tuple(layers)
     return DecoderSpec(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        max_positions=shape.max_positions,
+        max_positions=max(_scaled_positions(config, layer.attention.rope.scaling, shape.max_positions) for layer in layers),
         norm_eps=shape.norm_eps,
-        layers=tuple(layers),
+        layers=layers,
         is_tied=config.flag("tie_word_embeddings", False),
         names=names or TensorNames(),
     )
+
+
+def _scaled_positions(config: ConfigFile, scaling: Scaling | None, max_positions: int) -> int:
+    """The longest context with this scaling.
+
+    Linear scaling and YaRN are added to a finished model by hand, as its card says: max_position_embeddings may be the first training's
+    still. Llama 3 and LongRoPE come with their models, whose max_position_embeddings is the long one.
+    """
+    if not isinstance(scaling, LinearScaling | YarnScaling):
+        return max_positions
+    scaled = round(scaling.original_positions * scaling.factor)
+    if scaled > MAX_POSITIONS:
+        config.refuse(rope_field(config), f"gives {scaled} positions, more than {MAX_POSITIONS}")
+    return max(max_positions, scaled)

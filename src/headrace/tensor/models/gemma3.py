@@ -34,7 +34,7 @@ NAMES = TensorNames(
 
 def decoder_spec(config: ConfigFile) -> DecoderSpec:
     refuse_set(config, "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "mlp_bias")
-    shape, has_bias = read_shape(config), config.flag("attention_bias", False)
+    shape, has_bias = read_shape(config, head_dim=256), config.flag("attention_bias", False)
     scale = config.number("query_pre_attn_scalar", 0.0, 1e9, default=256.0) ** -0.5
     mlp = MlpSpec(
         size=config.integer("intermediate_size", 1, MAX_WIDTH),
@@ -48,6 +48,7 @@ def decoder_spec(config: ConfigFile) -> DecoderSpec:
         layers.append(LayerSpec(attention=replace(attention, scale=scale), mlp=mlp))
     return replace(
         decoder(config, shape, layers, NAMES),
+        max_positions=shape.max_positions,  # what linear scaling gives is counted in it
         norm_plus=1.0,
         embedding_scale=shape.hidden_size**0.5,
         is_tied=config.flag("tie_word_embeddings", True),

@@ -12,7 +12,7 @@ NAMES = TensorNames(attention=AttentionNames(q_norm="self_attn.q_norm", k_norm="
 
 def decoder_spec(config: ConfigFile) -> DecoderSpec:
     refuse_set(config, "mlp_bias")
-    shape, mlp = read_shape(config), read_mlp(config)
+    shape, mlp = read_shape(config, head_dim=128), read_mlp(config)
     rope, has_bias = read_rope(config, shape), config.flag("attention_bias", False)
     layers = [
         LayerSpec(attention=attention_spec(shape, rope, window=window, qkv_bias=has_bias, output_bias=has_bias), mlp=mlp)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from headrace.tensor.layers.attention import AttentionNames, AttentionSpec
 from headrace.tensor.layers.mlp import MlpNames, MlpSpec
 from headrace.tensor.layers.moe import MoeNames, MoeSpec
+from headrace.tensor.layers.rope import LongRopeScaling
 
 ATTENTION_SHARE = 0.75
 """Speed of prefill attention as a share of that of matrix products, in multiplications per second (docs/experiments.md)."""
@@ -42,7 +43,7 @@ class TensorNames:
 class DecoderSpec:
     """A decoder-only transformer.
 
-    max_positions    longest context the checkpoint was made for
+    max_positions    longest context the checkpoint was made for, its rotary scaling included; after `within`, the longest served
     norm_plus        added to stored norm weights (Gemma stores w - 1)
     embedding_scale  multiplies the embeddings
     is_tied          the head is the embedding table, unless the checkpoint stores a head of its own
@@ -67,6 +68,12 @@ class DecoderSpec:
             products += self.hidden_size * (2 * (own.heads + own.kv_heads) * own.head_dim + 3 * features)
             attention += 0 if own.window else 2 * own.heads * own.head_dim
         return int(ATTENTION_SHARE * products / attention) if attention else 0
+
+    @property
+    def longrope(self) -> LongRopeScaling | None:
+        """The scaling whose factors follow from `max_positions`; None in a model without it."""
+        scalings = (layer.attention.rope.scaling for layer in self.layers)
+        return next((scaling for scaling in scalings if isinstance(scaling, LongRopeScaling)), None)
 
     def within(self, max_model_len: int) -> DecoderSpec:
         """The same model for contexts up to max_model_len. A window of at least that length is left out: it never hides a token."""
