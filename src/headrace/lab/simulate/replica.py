@@ -75,11 +75,10 @@ class SimulatedReplica:
         self.now = at
         did_work = self.engine.turn()
         updates, self._updates[:] = list(self._updates), []
-        return updates if did_work else None
-
-    def end_step(self) -> None:
-        """The step's end is reached: what the engine published then is known from now on."""
-        self.report = self.engine.snapshot()
+        if not did_work:
+            self.report = self.engine.snapshot()
+            return None
+        return updates
 
     def _pass(self, seconds: float) -> None:
         self.now += seconds

@@ -185,28 +185,32 @@ class SimulatedSite:
     def _end_step(self, place: _Place, generation: int, updates: list[Update], now: float) -> None:
         if generation != place.generation or place.replica is None:
             return  # it died during the step
-        place.replica.end_step()
+        seen_at = now + self._gateway_s / 2
         for update in updates:
-            self._take(place, update, now)
+            request = place.open.get(update.request_id)
+            if request is None:
+                continue
+            if isinstance(update, Rejected):
+                self._refuse(place, request, update, seen_at)
+                continue
+            if len(update.token_ids) == 1:
+                request.times.append(seen_at)
+            else:
+                request.times.extend([seen_at] * len(update.token_ids))
+            if update.num_cached_tokens is not None:
+                request.cached_tokens = update.num_cached_tokens
+            if update.finish is not None:
+                del place.open[update.request_id]
+                is_whole = update.finish in (FinishReason.LENGTH, FinishReason.STOP)
+                self._end(request, seen_at, status=200, error=None if is_whole else update.finish.value)
         self._turn(place, now)
 
-    def _take(self, place: _Place, update: Update, now: float) -> None:
-        request = place.open.get(update.request_id)
-        if request is None:
-            return
-        seen_at = now + self._gateway_s / 2
-        if isinstance(update, Rejected):
-            del place.open[update.request_id]
-            retry_after_s = update.error.retry_after_s if isinstance(update.error, Overloaded) else None
-            status = 429 if isinstance(update.error, Overloaded) else 400
-            self._end(request, seen_at, status=status, error="refused", detail=str(update.error), retry_after_s=retry_after_s)
-            return
-        request.times.extend([seen_at] * len(update.token_ids))
-        request.cached_tokens = update.num_cached_tokens or request.cached_tokens
-        if update.finish is not None:
-            del place.open[update.request_id]
-            is_whole = update.finish in (FinishReason.LENGTH, FinishReason.STOP)
-            self._end(request, seen_at, status=200, error=None if is_whole else update.finish.value)
+    def _refuse(self, place: _Place, request: _Open, refused: Rejected, seen_at: float) -> None:
+        del place.open[refused.request_id]
+        is_busy = isinstance(refused.error, Overloaded)
+        retry_after_s = refused.error.retry_after_s if isinstance(refused.error, Overloaded) else None
+        status = 429 if is_busy else 400
+        self._end(request, seen_at, status=status, error="refused", detail=str(refused.error), retry_after_s=retry_after_s)
 
     def _die(self, death: Death, now: float) -> None:
         """Its requests go on at other replicas, after the tokens that their clients have."""
