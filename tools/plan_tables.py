@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
 from headrace.lab.plan.shapes import find_model
-from headrace.lab.plan.sizings import fleet, known_sizings, levers, routing_saving, shape, standby_replicas
+from headrace.lab.plan.sizings import fleet, known_sizings, levers, resident, routing_saving, shape, standby_replicas
 from headrace.policy.placement.layout import Goals, Need, Traffic, choose_layout
 from headrace.policy.placement.roofline import Layout, Roofline
 
@@ -37,6 +37,18 @@ MEASURED = (
 
 MEASURED_PREFILL = (("bf16", 40_919), ("fp8", 63_530))
 """dtype, tokens/s of eight prompts of 2,048 tokens on the same device."""
+
+
+BESIDE = (("llama-70b", "h100", 4, 2048, 238), ("llama-3-8b", "l40s", 1, 4096, 52), ("mixtral-8x7b", "a100", 2, 8192, 51))
+"""model, device, TP, context, and the sequences that llm-d-planner 0.3.3 gives (`max_concurrent_requests`, utilization 0.9, bf16)."""
+
+
+def beside(catalogue: Catalogue) -> Iterator[str]:
+    yield "| sequences at once, bf16, memory fraction 0.9 | llm-d-planner | headrace plan |"
+    yield "|---|---|---|"
+    for name, device, tp, context, theirs in BESIDE:
+        ours = resident(catalogue, name, device, tp, context, memory_fraction=0.9)[1]
+        yield f"| {name} on {tp} x {device}, {context} tokens each | {theirs} | {ours} |"
 
 
 def fit(catalogue: Catalogue) -> Iterator[str]:
@@ -162,6 +174,7 @@ def spike(catalogue: Catalogue) -> Iterator[str]:
 
 TABLES: Mapping[str, Callable[[Catalogue], Iterable[str]]] = {
     "fit": fit,
+    "beside": beside,
     "sizings": sizings,
     "matrix": matrix,
     "devices": devices,

@@ -37,7 +37,7 @@ def weights_bytes(model: ModelShape, dtype: str) -> float:
     return model.num_params * WEIGHT_BYTES[dtype]
 
 
-def resident(catalogue: Catalogue, name: str, device: str, tp: int, context: int) -> tuple[int, int]:
+def resident(catalogue: Catalogue, name: str, device: str, tp: int, context: int, *, memory_fraction: float = 1.0) -> tuple[int, int]:
     """Tokens and sequences of `context` tokens that one replica over `tp` devices holds, fp16."""
     need = Need(
         model=shape(catalogue, name),
@@ -45,6 +45,7 @@ def resident(catalogue: Catalogue, name: str, device: str, tp: int, context: int
         dtype="fp16",
         kv_dtype="fp16",
         traffic=Traffic(prompt_tokens=context - 1, output_tokens=1),
+        memory_fraction=memory_fraction,
     )
     return capacity(need, Layout(tp))
 
