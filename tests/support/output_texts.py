@@ -31,6 +31,19 @@ PARTS = (
     *"{}[]()\"\\',:;=<> \n",
     *("name", '"name"', '"arguments"', '"parameters"', "f", "g", '"f"', "1", "-2.5e3", "true", "None", "a=", "e\u0301\U0001f600"),
     *('{"name": "f", "arguments": {', '{"name": "g"', "[f(a=1", 'f{"a": 1}', "\\ud83d", "data: [DONE]\n\n"),
+    *(
+        '"{',
+        '}"',
+        '\\"a\\": ',
+        '"{\\"a\\": 1}"',
+        "\\n",
+        "\\u00",
+        '"function": {',
+        '"name": "f", ',
+        '"arguments": ',
+        "{'name': 'f', ",
+        "null",
+    ),
 )
 
 

@@ -16,6 +16,7 @@ from output_texts import Case, Parsed
 
 from headrace.text.output import calls, json_calls, named_calls, python_calls, reading
 from headrace.text.output import reasoning as splitting
+from headrace.text.output.format_types import CallSyntax, ToolFormat
 from headrace.text.output.formats import TOOL_FORMATS
 
 pytestmark = pytest.mark.pure
@@ -50,7 +51,34 @@ EXAMPLES: list[tuple[str, str, Parsed]] = [
         Parsed('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
     ),
     ("hermes", '<tool_call>{"name": "", "arguments": {}}', Parsed('<tool_call>{"name": "", "arguments": {}}')),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}', Parsed('<tool_call>{"name": "f", "arguments": "{}"}')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}', Parsed(calls=[("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "Oslo"}', Parsed('<tool_call>{"name": "f", "arguments": "Oslo"}')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{a: 1}"}', Parsed('<tool_call>{"name": "f", "arguments": "{a: 1}"}')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{"a": 1}"}', Parsed('<tool_call>{"name": "f", "arguments": "{"a": 1}"}')),
+    ("hermes", r'<tool_call>{"name": "f", "arguments": "\"{}\""}', Parsed(r'<tool_call>{"name": "f", "arguments": "\"{}\""}')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [{}]}', Parsed('<tool_call>{"name": "f", "arguments": [{}]}')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": nul}', Parsed('<tool_call>{"name": "f", "arguments": nul}')),
+    ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": [1"}', Parsed(calls=[("f", '{"a": [1')])),
+    ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \u2', Parsed(calls=[("f", '{"a": ')])),
+    ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": 1}\n, 2"}', Parsed(', 2"}', calls=[("f", '{"a": 1}')])),
+    ("hermes", r'<tool_call>{"arguments": "{\"a\": 1}", "name": "f"}', Parsed(calls=[("f", '{"a": 1}')])),
+    ("hermes", r"""<tool_call>{'name': 'f', 'arguments': {'a': True, "b": "it's"}}""", Parsed(calls=[("f", '{"a": true, "b": "it\'s"}')])),
+    ("hermes", "<tool_call>{'name': 'f', 'arguments': {1, 2}}", Parsed("<tool_call>{'name': 'f', 'arguments': {1, 2}}")),
+    ("hermes", """<tool_call>{"name": "f", "arguments": {'a': None}}""", Parsed(calls=[("f", '{"a": null}')])),
+    ("hermes", """<tool_call>{"name": "f", "arguments": "{'a': [False]}"}""", Parsed(calls=[("f", '{"a": [false]}')])),
+    ("hermes", """<tool_call>{"name": "f", "arguments": {'a': f()}}""", Parsed("""<tool_call>{"name": "f", "arguments": {'a': f()}}""")),
+    ("hermes", f"<tool_call>[{F}, {F}]</tool_call>", Parsed(calls=[("f", '{"a": 1}')] * 2)),
+    (
+        "hermes",
+        r'<tool_call>{"type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}, "id": 7}</tool_call>',
+        Parsed(calls=[("f", '{"a": 1}')]),
+    ),
+    ("hermes", '<tool_call>{"function": {"strict": true}, "name": "f", "arguments": {}}', Parsed(calls=[("f", "{}")])),
+    ("hermes", '<tool_call>{"function": {"strict": true}}', Parsed('<tool_call>{"function": {"strict": true}}')),
+    ("hermes", '<tool_call>{"tool_name": "f", "parameters": {}}', Parsed(calls=[("f", "{}")])),
+    ("hermes", '<tool_call>{"tool_name": "x", "parameters": {}}', Parsed('<tool_call>{"tool_name": "x", "parameters": {}}')),
+    ("hermes", '<tool_call>{"name": " functions.f", "arguments": {}}', Parsed(calls=[("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "functions.x", "arguments": {}}', Parsed(calls=[("functions.x", "{}")])),
     ("hermes", f"Look: <tool_call>{F}\n</tool_ca", Parsed("Look: ", calls=[("f", '{"a": 1}')])),
     ("hermes", f"<tool_call>{F[:-1]}\n</tool_call>\nDone", Parsed("Done", calls=[("f", '{"a": 1}')])),
     ("hermes", f"<tool_call>{F}</tool_call> a <", Parsed("a <", calls=[("f", '{"a": 1}')])),
@@ -60,9 +88,19 @@ EXAMPLES: list[tuple[str, str, Parsed]] = [
     ("llama3_json", ' {"name": "Bob", "parameters": {}}', Parsed(' {"name": "Bob", "parameters": {}}')),
     ("llama3_json", '{"name": "f"}', Parsed('{"name": "f"}')),
     ("llama3_json", f"See: {F}", Parsed(f"See: {F}")),
+    ("llama3_json", '{"type": "function", "function": "f", "parameters": {}}', Parsed(calls=[("f", "{}")])),
+    ("llama3_json", '{"type": "function", "function": {"name": "f", "parameters": {"a": 1}}}', Parsed(calls=[("f", '{"a": 1}')])),
+    (
+        "llama3_json",
+        '{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}',
+        Parsed('{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}'),
+    ),
+    ("llama3_json", '{"name": "f", "parameters": "{city}"}', Parsed('{"name": "f", "parameters": "{city}"}')),
+    ("llama3_json", f"[{F}]", Parsed(calls=[("f", '{"a": 1}')])),
     ("llama3_json", '<|python_tag|>{"name": "other", "parameters": {}}', Parsed(calls=[("other", "{}")])),
     ("mistral", f"Hm.[TOOL_CALLS] [{F}, {F}]", Parsed("Hm.", calls=[("f", '{"a": 1}')] * 2)),
     ("mistral", "[TOOL_CALLS] []", Parsed("[TOOL_CALLS] []")),
+    ("mistral", f"[TOOL_CALLS] {F}", Parsed(calls=[("f", '{"a": 1}')])),
     ("mistral_named", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]x[CALL_ID]123abc[ARGS]{}', Parsed(calls=[("f", '{"a": 1}'), ("x", "{}")])),
     ("mistral_named", '[TOOL_CALLS]f{"a": 1}', Parsed(calls=[("f", '{"a": 1}')])),
     ("mistral_named", f"[TOOL_CALLS] [{F}]", Parsed(calls=[("f", '{"a": 1}')])),
@@ -74,6 +112,9 @@ EXAMPLES: list[tuple[str, str, Parsed]] = [
     ("pythonic", "[f(a=__import__('os'))]", Parsed("[f(a=__import__('os'))]")),
     ("pythonic", "[f(a=1, a=2)]", Parsed(", a=2)]", calls=[("f", '{"a": 1')])),
     ("pythonic", "Say [f(a=1)]", Parsed("Say [f(a=1)]")),
+    ("pythonic", "[functions.f(a=1)]", Parsed(calls=[("f", '{"a": 1}')])),
+    ("pythonic", '{"type": "function", "name": "f", "parameters": {"a": 1}}', Parsed(calls=[("f", '{"a": 1}')])),
+    ("llama4_pythonic", f"<|python_start|>{F}<|python_end|>", Parsed(calls=[("f", '{"a": 1}')])),
     ("llama4_pythonic", "ok <|python_start|>[x(y='z')]<|python_end|>", Parsed("ok ", calls=[("x", '{"y": "z"}')])),
     ("granite", f"<|tool_call|>[{F}]", Parsed(calls=[("f", '{"a": 1}')])),
     ("jamba", f"<tool_calls>[{F}]</tool_calls>", Parsed(calls=[("f", '{"a": 1}')])),
@@ -104,6 +145,7 @@ EXAMPLES: list[tuple[str, str, Parsed]] = [
         "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a\n</arg_value>\n<arg_key>o</arg_key>\n<arg_value>null</arg_value>\n</tool_call>",
         Parsed(calls=[("f", '{"s": "a\\n", "o": null}')]),
     ),
+    ("qwen3_coder", f"<tool_call>\n{F}\n</tool_call>", Parsed(calls=[("f", '{"a": 1}')])),
     ("glm45", "<tool_call>find</tool_call><tool_call>it is", Parsed("<tool_call>it is", calls=[("find", "{}")])),
     (
         "minimax_m2",
@@ -123,6 +165,8 @@ EXAMPLES: list[tuple[str, str, Parsed]] = [
         Parsed(calls=[("f", '{"a": 1}'), ("g", "{}")]),
     ),
     ("deepseek_v31", f'{DS_START}{DS_CALL}f{DS_SEP}{{"a": 1}}{DS_CALL_END}', Parsed(calls=[("f", '{"a": 1}')])),
+    ("deepseek_v31", f"{DS_START}{DS_CALL}f{DS_SEP}{DS_CALL_END}{DS_END}", Parsed(calls=[("f", "{}")])),
+    ("deepseek_v31", f"{DS_START}{DS_CALL}f{DS_SEP} and", Parsed(f"{DS_START}{DS_CALL}f{DS_SEP} and")),
 ]
 
 
@@ -214,13 +258,73 @@ def test_random_texts_at_every_limit_are_the_same_in_every_split(seed: int, monk
         output_texts.check_case(output_texts.random_case(rng), rng)
 
 
-def test_arguments_stream_as_they_come() -> None:
+ARGUMENTS = '{"a": "long"}'
+
+
+@pytest.mark.parametrize("written", [ARGUMENTS, json.dumps(ARGUMENTS)], ids=["plain", "in a string"])
+def test_arguments_stream_as_they_come(written: str) -> None:
+    """The call begins with the first character after the brace, which shows an object. From then on each character is a piece."""
     parser = Case("hermes", None, "").parser()
-    text = '<tool_call>{"name": "f", "arguments": {"a": "long"}}</tool_call>'
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
     pieces = [call for char in text for call in parser.push(char).tool_calls]
 
-    assert [piece.name for piece in pieces] == ["f"] + [None] * len('{"a": "long"}')
-    assert "".join([piece.arguments for piece in pieces]) == '{"a": "long"}'
+    assert [(piece.name, piece.arguments) for piece in pieces] == [("f", ""), (None, '{"'), *[(None, char) for char in ARGUMENTS[2:]]]
+
+
+def call_of(row: ToolFormat, name: str, arguments: str) -> str:
+    """A call as models of the row's family write it, with arguments as text."""
+    match row.syntax:
+        case CallSyntax.NAMED:
+            return f"{row.start}{name}[ARGS]{arguments}{row.end}"
+        case CallSyntax.TAGGED:
+            assert row.tags is not None
+            return f"{row.start}{row.tags.call_start}{name}{row.tags.name_end}{arguments}{row.tags.call_end}{row.end}"
+    call = f'{{"name": "{name}", "{row.arguments_key}": {arguments}}}'
+    return row.start + row.padding + (f"[{call}]" if row.syntax is CallSyntax.JSON_LIST else call) + row.padding + row.end
+
+
+WITH_JSON_ARGUMENTS = [
+    row for row in TOOL_FORMATS.values() if row.syntax is not CallSyntax.PYTHON and (row.tags is None or not row.tags.key_start)
+]
+OBJECTS = [
+    "{}",
+    ' { "city" : "Oslo" }\n',
+    '{"s": "\\u00e9 \\\\ \\" \\/ \\ud83d\\ude00 \\ud800 \u00e9\U0001f600 }] </tool_call>", "n": [-1.5e3, true, null, {"k": {}}]}',
+    '{"code": "if a < b:\\n\\tprint(\\"\\\\n\\")\\n"}',
+]
+"""JSON of arguments."""
+
+
+@pytest.mark.parametrize("row", WITH_JSON_ARGUMENTS, ids=lambda row: row.name)
+def test_arguments_within_a_string_are_those_of_the_plain_form(row: ToolFormat) -> None:
+    """The string's escapes are undone, whichever way they are written, and wherever the text is split."""
+    for arguments in OBJECTS:
+        plain = Case(row.name, None, call_of(row, "f", arguments)).whole()
+        assert plain.text == ""
+        assert [(name, json.loads(text)) for name, text in plain.calls] == [("f", json.loads(arguments))]
+        for written in (json.dumps(arguments), json.dumps(arguments, ensure_ascii=False), json.dumps(f"\n{arguments} ")):
+            case = Case(row.name, None, call_of(row, "f", written))
+            whole = case.whole()
+            assert whole.text == ""
+            assert [(name, json.loads(text)) for name, text in whole.calls] == [("f", json.loads(arguments))]
+            assert case.split(lambda: 1) == whole
+            assert all(output_texts.parsed(case.parser(), [case.text[:cut], case.text[cut:]]) == whole for cut in range(len(case.text)))
+
+
+@pytest.mark.parametrize("row", WITH_JSON_ARGUMENTS, ids=lambda row: row.name)
+def test_arguments_without_a_value_are_an_empty_object(row: ToolFormat) -> None:
+    for written in ('""', '" \\n"', *([] if row.syntax is CallSyntax.NAMED else ["null", "None"])):
+        case = Case(row.name, None, call_of(row, "f", written))
+        assert case.whole() == case.split(lambda: 1) == Parsed(calls=[("f", "{}")])
+
+
+def test_control_characters_that_the_string_escapes_once_stay_escapes_in_the_strings_within() -> None:
+    """Models forget the second backslash. A line break in a string of JSON can only be meant as one."""
+    text = r'<tool_call>{"name": "f", "arguments": "{\n \"code\": \"a\nb\u0009c\"\n}"}</tool_call>'
+    (call,) = Case("hermes", None, text).whole().calls
+
+    assert call == ("f", '{\n "code": "a\\nb\\u0009c"\n}')
+    assert json.loads(call[1]) == {"code": "a\nb\tc"}
 
 
 def test_no_piece_of_a_call_is_empty() -> None:
@@ -257,6 +361,9 @@ HOSTILE = {
     "open keys": ("hermes", '<tool_call>{"' * (ONE // 13)),
     "one long argument": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * ONE),
     "arguments of backslashes": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "' + "\\" * ONE),
+    "one long argument in a string": ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"' + "x\\n\\u00e9" * (ONE // 9)),
+    "white space in a string": ("hermes", '<tool_call>{"name": "f", "arguments": "{' + " " * ONE),
+    "python": ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': '" + "x\\'" * (ONE // 3)),
     "deep arguments": ("hermes", '<tool_call>{"name": "f", "arguments": {' + "[" * ONE),
     "arguments before the name": ("hermes", ('<tool_call>{"arguments": {' + "[" * 1000 + "]" * 1000 + "}, ") * (ONE // 2000)),
     "white space": ("hermes", "<tool_call>" + " " * ONE),
@@ -313,7 +420,20 @@ def test_long_outputs_take_linear_time(piece: int, figure: Figure) -> None:
 SLOWLY_TRACED = [pytest.param(name, marks=pytest.mark.slow) for name in ("arguments before the name", "open keys")]
 
 
-@pytest.mark.parametrize("name", ["white space", "a huge name", "a header", "a literal", "a raw value", "a text value", *SLOWLY_TRACED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "white space",
+        "white space in a string",
+        "python",
+        "a huge name",
+        "a header",
+        "a literal",
+        "a raw value",
+        "a text value",
+        *SLOWLY_TRACED,
+    ],
+)
 def test_memory_stays_bounded_while_nothing_is_decided(name: str) -> None:
     tools, text = HOSTILE[name]
     parser = Case(tools, "qwen3", "").parser()

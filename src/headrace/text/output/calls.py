@@ -1,4 +1,8 @@
-"""Takes tool calls out of an answer: finds a format's markers and hands what follows to the reader of its syntax."""
+"""Takes tool calls out of an answer: finds a format's markers and hands what follows to the reader of its syntax.
+
+Models of every family write JSON calls now and then, between the markers of their own. So where a section begins with a brace, or with the
+bracket of a list that is none of Python's calls, it is read as JSON.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,16 @@ class CallParser:
         self._row = row
         self._function_types = FunctionTypes(functions)
         self._log = CallLog(frozenset([function.name for function in functions]))
-        self._reader: CallReader | None = self._new_reader(is_bare=True) if row.is_bare else None
+        self._is_bare = row.is_bare
+        self._reader: CallReader | None = None
+        self._is_in_section = row.is_bare
         self._held = ""
         self._is_after_calls = False
 
     @property
     def is_passed(self) -> bool:
         """All further text is content."""
-        return self._reader is None and not self._held and (not self._row.start or self._log.num_calls >= MAX_CALLS)
+        return not self._is_in_section and not self._held and (not self._row.start or self._log.num_calls >= MAX_CALLS)
 
     @property
     def is_call_open(self) -> bool:
@@ -44,7 +50,12 @@ class CallParser:
         text, self._held = self._held + text, ""
         at = 0
         while at < len(text):
-            at = self._search(text, at, content) if self._reader is None else self._read(self._reader, text, at, content)
+            if not self._is_in_section:
+                at = self._search(text, at, content)
+            elif self._reader is None:
+                at = self._begin_section(text, at, content)
+            else:
+                at = self._read(self._reader, text, at, content)
         return "".join(content), self._log.take_pieces()
 
     def finish(self) -> str:
@@ -68,30 +79,45 @@ class CallParser:
         if found >= 0:
             content.append(text[at:found])
             self._log.hold(start)
-            self._reader = self._new_reader()
+            self._is_in_section, self._is_bare = True, False
             return found + len(start)
         shown = len(text) - num_held(text, start, at)
         content.append(text[at:shown])
         self._held = text[shown:]
         return len(text)
 
+    def _begin_section(self, text: str, at: int, content: list[str]) -> int:
+        """Choose the section's reader by its first character."""
+        end = min(len(text), at + self._log.room)
+        first = first_non_space(text, at, end)
+        self._log.hold(text[at:first])
+        if first < end:
+            self._reader = self._new_reader(text[first])
+        elif self._log.room <= 0:
+            self._end_section(Reading.FAILED, content)
+        return first
+
     def _read(self, reader: CallReader, text: str, at: int, content: list[str]) -> int:
         at = reader.feed(text, at)
         if reader.reading is not Reading.GOES_ON:
-            content.append(self._log.take_held())
-            self._log.is_open = False
-            self._reader = None
-            self._is_after_calls = reader.reading is Reading.DONE
+            self._end_section(reader.reading, content)
         return at
 
-    def _new_reader(self, *, is_bare: bool = False) -> CallReader:
+    def _end_section(self, reading: Reading, content: list[str]) -> None:
+        content.append(self._log.take_held())
+        self._log.is_open = False
+        self._reader, self._is_in_section = None, False
+        self._is_after_calls = reading is Reading.DONE
+
+    def _new_reader(self, char: str) -> CallReader:
+        """char: the section's first character"""
         row = self._row
         match row.syntax:
-            case CallSyntax.PYTHON:
-                return PythonCalls(row, self._log, is_bare=is_bare)
-            case CallSyntax.NAMED:
-                return NamedCalls(row, self._log)
-            case CallSyntax.TAGGED:
+            case CallSyntax.PYTHON if char != "{":
+                return PythonCalls(row, self._log, is_bare=self._is_bare)
+            case CallSyntax.NAMED if char not in "{[":
+                return NamedCalls(self._log)
+            case CallSyntax.TAGGED if char not in "{[":
                 return TaggedCalls(row, self._log, self._function_types)
             case _:
-                return JsonCalls(row, self._log, is_list=row.syntax is CallSyntax.JSON_LIST, is_bare=is_bare)
+                return JsonCalls(row, self._log, is_bare=self._is_bare)

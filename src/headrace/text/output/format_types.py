@@ -20,14 +20,14 @@ _TAG = re.compile(r"<[^<>=\s]+>")
 
 
 class CallSyntax(StrEnum):
-    """How calls are written between a format's markers."""
+    """How calls are written between a format's markers. What is read beside it: `calls`."""
 
     JSON_OBJECT = "json_object"
     """{"name": "f", "arguments": {...}}; further objects may follow after the row's separator."""
     JSON_LIST = "json_list"
     """A list of such objects."""
     NAMED = "named"
-    """f[ARGS]{...}, each call after a marker of its own. A list after the marker is read as JSON_LIST."""
+    """f[ARGS]{...}, each call after a marker of its own."""
     PYTHON = "python"
     """[f(a=1), g()]: calls as Python writes them, with literals for arguments."""
     TAGGED = "tagged"

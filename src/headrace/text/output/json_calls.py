@@ -1,7 +1,8 @@
 """Reads tool calls written as JSON objects. Linear in the text, whatever its splits.
 
 Only as much of JSON is understood as finds a call's name and where its arguments end. What the arguments hold is the client's to check: if
-the model writes no valid JSON there, the client gets what it wrote. Text that is no call at all is given back as text.
+the model writes no valid JSON there, the client gets what it wrote. Text that is no call at all is given back as text. How arguments may be
+written: `call_arguments`.
 """
 
 from __future__ import annotations
@@ -9,21 +10,29 @@ from __future__ import annotations
 import json
 from enum import Enum
 
+from headrace.text.output.call_arguments import ARGUMENTS_OPENINGS, NO_ARGUMENTS, ArgumentsSpan, CallArguments
 from headrace.text.output.format_types import ToolFormat
 from headrace.text.output.json_span import JsonSpan
 from headrace.text.output.markers import first_non_space
+from headrace.text.output.python_literals import json_of_literal
 from headrace.text.output.reading import CallLog, Reading, TagChoice
 
 MAX_KEY_CHARS = 256
 """Characters of a name or a key as written, quotes and escapes included. Text with a longer one is no call."""
 
 _ARGUMENTS = ("arguments", "parameters")
+_FUNCTION = "function"
+"""Key of an object that holds name and arguments, as OpenAI's interface writes a call; or of the name."""
+_NAMES = (_FUNCTION, "tool_name")
+"""Keys of the name beside "name" itself. Their value counts where it names a function that the request offers."""
+_DESCRIPTION = "description"
+"""Key that a function's definition has, and no call. Where no marker says that a call follows, the model recites a definition."""
 
 
 class _State(Enum):
     """What is read next. White space may come before all but a SPAN."""
 
-    LIST = 1
+    START = 1
     OBJECT = 2
     KEY = 3
     COLON = 4
@@ -39,27 +48,31 @@ class _Use(Enum):
 
     KEY = 1
     NAME = 2
-    ARGUMENTS = 3
-    EARLY_ARGUMENTS = 4
+    EARLY_ARGUMENTS = 3
     """Arguments before the name: they wait for it."""
+    PYTHON = 4
+    """The whole object in Python's spelling."""
     OTHER = 5
 
 
 class JsonCalls:
-    """What follows a start marker: one object or several, by the format's row, and its end marker. A `CallReader`.
+    """What follows a start marker: a list of objects, or objects with the row's separator between, and its end marker. A `CallReader`.
 
-    An object has a name and arguments, themselves an object, in any order; other keys are skipped. A call without arguments has "{}".
+    An object has a name and arguments, themselves an object, in any order; other keys are skipped. A call without arguments has "{}". Both
+    may stand one object deeper, behind the key "function".
     """
 
-    def __init__(self, row: ToolFormat, log: CallLog, *, is_list: bool, is_bare: bool = False) -> None:
+    def __init__(self, row: ToolFormat, log: CallLog, *, is_bare: bool = False) -> None:
         """is_bare: no marker says that this is a call, so the name must be one that the request offers, and the arguments be written"""
-        self._log = log
-        self._is_list, self._is_bare = is_list, is_bare
-        self._separator = "," if is_list else row.separator.strip()
+        self._row, self._log = row, log
+        self._is_list, self._is_bare = False, is_bare
+        self._separator = row.separator.strip()
         self._has_spaces_between = row.separator.isspace()
         self._end_marker = TagChoice(row.end)
-        self._state = _State.LIST if is_list else _State.OBJECT
+        self._state = _State.START
         self._use, self._span = _Use.OTHER, JsonSpan("")
+        self._arguments: CallArguments | None = None
+        self._early_span = ArgumentsSpan("{")
         self._raw: list[str] = []
         self._num_raw = 0
         self._begin_object()
@@ -67,8 +80,8 @@ class JsonCalls:
 
     def feed(self, text: str, at: int) -> int:
         while at < len(text) and self.reading is Reading.GOES_ON:
-            if self._use is _Use.ARGUMENTS:
-                at = self._pass_arguments(text, at)
+            if self._arguments is not None:
+                at = self._pass_arguments(self._arguments, text, at)
             elif self._log.room <= 0:
                 self.reading = Reading.FAILED
             else:
@@ -78,7 +91,7 @@ class JsonCalls:
     def _begin_object(self) -> None:
         self._key = self._name = ""
         self._early: str | None = None
-        self._is_begun = False
+        self._is_begun = self._is_nested = False
 
     def _read_form(self, text: str, at: int, end: int) -> int:
         """Read the next piece of what stands around arguments, up to `end` at most. It is held until a call is known to be one."""
@@ -102,8 +115,11 @@ class JsonCalls:
     def _take(self, char: str) -> int:
         """Go on by one character of the form: 1 if it was read, 0 if it was only looked at."""
         match self._state, char:
-            case (_State.LIST, "["):
+            case (_State.START, "["):
+                self._is_list, self._state = True, _State.OBJECT
+            case (_State.START, _):
                 self._state = _State.OBJECT
+                return 0
             case (_State.OBJECT, "{"):
                 self._begin_object()
                 self._state = _State.KEY
@@ -116,17 +132,24 @@ class JsonCalls:
             case (_State.KEY, '"'):
                 self._begin_span(char, _Use.KEY)
                 return 0
+            case (_State.KEY, "'") if not self._key:
+                self._begin_span("{", _Use.PYTHON)
+                self._raw.append("{")
+                self._span.feed("{", 0, 1)  # it was read before the first key showed how the object is spelled
+                return 0
+            case (_State.VALUE, "{") if self._key == _FUNCTION and not (self._name or self._early or self._is_begun or self._is_nested):
+                self._is_nested, self._state = True, _State.KEY
             case (_State.VALUE, _):
                 self._begin_value(char)
                 return 0
-            case (_State.AFTER_OBJECT, _) if char == self._separator:
+            case (_State.AFTER_OBJECT, _) if char == ("," if self._is_list else self._separator):
                 self._state = _State.OBJECT
             case (_State.AFTER_OBJECT, "]") if self._is_list:
                 self._state = _State.END_MARKER
             case (_State.AFTER_VALUE, _) if self._is_begun and self._end_marker.may_begin_with(char):
                 self._state = _State.END_MARKER  # the model forgot the object's own brace
                 return 0
-            case (_State.AFTER_OBJECT, "{") if self._has_spaces_between:
+            case (_State.AFTER_OBJECT, "{") if self._has_spaces_between and not self._is_list:
                 self._state = _State.OBJECT
                 return 0
             case (_State.AFTER_OBJECT, _) if not self._is_list:
@@ -138,49 +161,59 @@ class JsonCalls:
         return 1
 
     def _end_object(self) -> None:
-        """A call that has begun is complete; one with a name alone has no arguments, one with early arguments has these."""
-        may_begin = self._early is not None or not self._is_bare
-        if self._is_begun or (self._name and may_begin and self._log.begin(self._name, self._early or "{}", is_whole=True)):
+        """A call that has begun is complete; one with a name alone has no arguments."""
+        if self._is_nested:
+            self._is_nested, self._state = False, _State.AFTER_VALUE
+        elif self._is_begun or (self._name and not self._is_bare and self._log.begin(self._name, NO_ARGUMENTS, is_whole=True)):
             self._is_begun = True
             self._state = _State.AFTER_OBJECT
         else:
             self.reading = Reading.FAILED
 
     def _begin_value(self, char: str) -> None:
-        if self._is_begun or self._key not in ("name", *_ARGUMENTS):
-            if char in ",:}]":
+        is_name = self._key == "name" or (self._key in _NAMES and char == '"' and not self._name)
+        if self._is_begun or not (is_name or self._key in _ARGUMENTS):
+            if char in ",:}]" or (self._is_bare and self._key == _DESCRIPTION and not self._is_begun):
                 self.reading = Reading.FAILED
             self._begin_span(char, _Use.OTHER)
-        elif self._key == "name":
+        elif is_name:
             self._begin_span(char, _Use.NAME)
-            if char != '"' or self._name:
+            if char != '"':
                 self.reading = Reading.FAILED
-        elif char != "{" or self._early is not None:
+        elif char not in ARGUMENTS_OPENINGS or self._early is not None:
             self.reading = Reading.FAILED
-        elif not self._name:
-            self._begin_span(char, _Use.EARLY_ARGUMENTS)
-        elif self._log.begin(self._name):
-            self._is_begun = True
-            self._begin_span(char, _Use.ARGUMENTS)
+        elif self._name:
+            self._arguments = CallArguments(self._log, self._name, char)
         else:
-            self.reading = Reading.FAILED
+            self._begin_span(char, _Use.EARLY_ARGUMENTS)
+            self._early_span = ArgumentsSpan(char)
 
     def _begin_span(self, char: str, use: _Use) -> None:
-        self._state, self._use, self._span = _State.SPAN, use, JsonSpan(char)
+        self._state, self._use, self._span = _State.SPAN, use, JsonSpan(char, is_python=use is _Use.PYTHON)
         self._raw.clear()
         self._num_raw = 0
 
-    def _pass_arguments(self, text: str, at: int) -> int:
-        after = self._span.feed(text, at, len(text))
-        if after > at:
-            self._log.add(text[at:after], is_last=self._span.is_over)
-        if self._span.is_over:
-            self._state, self._use = _State.AFTER_VALUE, _Use.OTHER
-        elif self._span.is_broken:
+    def _pass_arguments(self, arguments: CallArguments, text: str, at: int) -> int:
+        at = arguments.feed(text, at)
+        self.reading = arguments.reading
+        if self.reading is Reading.DONE:
+            self.reading, self._arguments, self._is_begun = Reading.GOES_ON, None, True
+            self._state = _State.AFTER_VALUE
+        return at
+
+    def _read_early_arguments(self, text: str, at: int, end: int) -> int:
+        after, piece = self._early_span.feed(text, at, end)
+        self._log.hold(text[at:after])
+        self._raw.append(piece)
+        if self._early_span.is_broken:
             self.reading = Reading.FAILED
+        elif self._early_span.is_over:
+            self._early, self._state = "".join(self._raw), _State.AFTER_VALUE
         return after
 
     def _read_span(self, text: str, at: int, end: int) -> int:
+        if self._use is _Use.EARLY_ARGUMENTS:
+            return self._read_early_arguments(text, at, end)
         if self._use in (_Use.KEY, _Use.NAME):
             end = min(end, at + MAX_KEY_CHARS - self._num_raw)
         after = self._span.feed(text, at, end)
@@ -196,22 +229,34 @@ class JsonCalls:
 
     def _end_span(self, raw: str) -> None:
         self._state = _State.COLON if self._use is _Use.KEY else _State.AFTER_VALUE
-        if self._use is _Use.EARLY_ARGUMENTS:
-            self._early = raw
+        if self._use is _Use.PYTHON:
+            self._read_python(raw)
         elif self._use is not _Use.OTHER:
             text = _decoded(raw)
-            if not text and self._use is _Use.NAME:
-                self.reading = Reading.FAILED
-            elif self._use is _Use.KEY:
+            if self._use is _Use.KEY:
                 self._key = text
             else:
                 self._take_name(text)
 
-    def _take_name(self, name: str) -> None:
-        self._name = name
-        if self._is_bare and name not in self._log.names:
+    def _read_python(self, raw: str) -> None:
+        """Read an object in Python's spelling as the JSON that it means."""
+        found = CallLog(self._log.names)
+        JsonCalls(self._row, found, is_bare=self._is_bare).feed(json_of_literal(raw) or "", 0)
+        arguments = "".join([piece.arguments for piece in found.pieces])
+        if found.pieces and self._log.begin(found.pieces[0].name or "", arguments, is_whole=True):
+            self._is_begun, self._state = True, _State.AFTER_OBJECT
+        else:
             self.reading = Reading.FAILED
-        elif self._early is not None:
+
+    def _take_name(self, written: str) -> None:
+        name = self._log.meant(written)
+        if self._key in _NAMES and name not in self._log.names:
+            return
+        if not name or (self._is_bare and name not in self._log.names) or self._name not in ("", name):
+            self.reading = Reading.FAILED
+            return
+        self._name = name
+        if self._early is not None:
             self._is_begun = self._log.begin(name, self._early, is_whole=True)
             if not self._is_begun:
                 self.reading = Reading.FAILED

@@ -10,6 +10,7 @@ import re
 from enum import Enum
 
 from headrace.text.output.format_types import ToolFormat
+from headrace.text.output.json_span import IN_STRING
 from headrace.text.output.markers import first_non_space
 from headrace.text.output.python_literals import json_of_literal
 from headrace.text.output.reading import CallLog, Reading, TagChoice
@@ -25,7 +26,6 @@ MAX_LITERAL_DEPTH = 64
 
 _NO_WORD = re.compile(r"[^\w.-]")
 _STRUCTURE = re.compile(r"""['"()\[\]{},]""")
-_IN_STRING = {"'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
 
 
 class _State(Enum):
@@ -103,9 +103,9 @@ class PythonCalls:
     def _end_word(self) -> None:
         word, self._word = self._word, ""
         if self._state is _State.NAME:
-            self._name, self._state, self._is_begun = word, _State.PARENTHESIS, False
+            self._name, self._state, self._is_begun = self._log.meant(word), _State.PARENTHESIS, False
             self._arguments.clear()
-            if self._is_bare and word not in self._log.names:
+            if self._is_bare and self._name not in self._log.names:
                 self.reading = Reading.FAILED
         else:
             self._state = _State.EQUALS
@@ -183,7 +183,7 @@ class LiteralSpan:
         if self._is_escaped:
             self._is_escaped = False
             return at + 1
-        found = _IN_STRING[self._quote].search(text, at, end)
+        found = IN_STRING[self._quote].search(text, at, end)
         if found is None:
             return end
         if found[0] == "\\":

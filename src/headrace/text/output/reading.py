@@ -12,6 +12,9 @@ from headrace.text.output.markers import first_non_space
 MAX_CALLS = 128
 """Tool calls of one output. What looks like a call after them is text."""
 
+NAMESPACE = "functions."
+"""What OpenAI's own models write before a function's name, and models that learned from their transcripts do."""
+
 MAX_HELD_CHARS = 64 << 10
 """Characters held back until it is known whether they are a call. Text that stays undecided for longer is no call."""
 
@@ -38,6 +41,11 @@ class CallLog:
         self.is_open = False
         self._held: list[str] = []
         self.room = MAX_HELD_CHARS
+
+    def meant(self, written: str) -> str:
+        """The offered function that a written name means, without the white space and the namespace around it; else the name as written."""
+        name = written.strip().removeprefix(NAMESPACE)
+        return name if name in self.names else written
 
     def hold(self, text: str) -> None:
         """Keep text that was read and is not known to be a call's. At most `room` characters."""
@@ -66,7 +74,8 @@ class CallLog:
 
     def add(self, arguments: str, *, is_last: bool = False) -> None:
         """More arguments of the last call."""
-        self.pieces.append(CallPiece(self.num_calls - 1, None, arguments))
+        if arguments:
+            self.pieces.append(CallPiece(self.num_calls - 1, None, arguments))
         self.is_open = not is_last
 
     def take_pieces(self) -> list[CallPiece]:

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 
+from headrace.text.output.call_arguments import ARGUMENTS_OPENINGS, NO_ARGUMENTS, CallArguments
 from headrace.text.output.format_types import ToolFormat
-from headrace.text.output.json_span import JsonSpan
-from headrace.text.output.markers import num_held
+from headrace.text.output.markers import first_non_space, num_held
 from headrace.text.output.reading import CallLog, Reading, TagChoice, TextUntil
 from headrace.text.output.value_types import TEXT, TYPES, FunctionTypes, written_value
 
@@ -53,7 +53,7 @@ class TaggedCalls:
         self._word = self._name = self._key = ""
         self._tail = ""
         self._is_padded = False
-        self._span = JsonSpan("{")
+        self._arguments: CallArguments | None = None
         self._until = TextUntil(self._tags.key_end)
         self.reading = Reading.GOES_ON
         self._choice = TagChoice()
@@ -64,8 +64,8 @@ class TaggedCalls:
         while at < len(text) and self.reading is Reading.GOES_ON:
             if self._state is _State.TEXT_VALUE:
                 at = self._pass_text(text, at)
-            elif self._state is _State.JSON and self._is_begun:
-                at = self._pass_json(text, at)
+            elif self._arguments is not None:
+                at = self._pass_arguments(self._arguments, text, at)
             elif self._log.room <= 0:
                 self.reading = Reading.FAILED
             else:
@@ -133,8 +133,7 @@ class TaggedCalls:
             case _State.VALUE_START:
                 self._begin_value()
             case _State.CALL_END:
-                self._log.forget_held()
-                self._enter(_State.AFTER_CALL)
+                self._end_json_call()
             case _State.AFTER_CALL if tag == self._row.end:
                 self._end_section()
             case _State.AFTER_CALL:
@@ -157,7 +156,7 @@ class TaggedCalls:
         if len(self._word) > MAX_TAG_CHARS or (found and not self._word):
             self.reading = Reading.FAILED
         elif found:
-            self._name, self._word = self._word, ""
+            self._name, self._word = self._log.meant(self._word), ""
             self._types = self._function_types.of(self._name)
             self._enter(_State.NAME_END)
         return after
@@ -172,33 +171,36 @@ class TaggedCalls:
             self._log.add("}", is_last=True)
             self._log.forget_held()
         else:
-            self._begin_call("{}", is_whole=True)
+            self._begin_call(NO_ARGUMENTS, is_whole=True)
         if self.reading is Reading.GOES_ON:
             self._enter(_State.AFTER_CALL)
 
     # -- JSON behind a header ------------------------------------------------------------------------------------------------------
 
     def _begin_json(self, text: str, at: int, end: int) -> int:
-        begin = at
-        while at < end and text[at].isspace():
-            at += 1
-        self._log.hold(text[begin:at])
-        if at < end and text[at] == "{":
-            self._span = JsonSpan("{")
-            self._begin_call("")
-        elif at < end:
-            self.reading = Reading.FAILED
+        first = first_non_space(text, at, end)
+        self._log.hold(text[at:first])
+        if first < end and text[first] in ARGUMENTS_OPENINGS:
+            self._arguments = CallArguments(self._log, self._name, text[first])
+        elif first < end:
+            self._enter(_State.CALL_END)
+        return first
+
+    def _pass_arguments(self, arguments: CallArguments, text: str, at: int) -> int:
+        at = arguments.feed(text, at)
+        self.reading = arguments.reading
+        if self.reading is Reading.DONE:
+            self.reading, self._arguments, self._is_begun = Reading.GOES_ON, None, True
+            self._enter(_State.CALL_END)
         return at
 
-    def _pass_json(self, text: str, at: int) -> int:
-        after = self._span.feed(text, at, len(text))
-        if after > at:
-            self._log.add(text[at:after], is_last=self._span.is_over)
-        if self._span.is_over:
-            self._enter(_State.CALL_END)
-        elif self._span.is_broken:
-            self.reading = Reading.FAILED
-        return after
+    def _end_json_call(self) -> None:
+        """A call that has not begun is one without arguments."""
+        if not self._is_begun:
+            self._begin_call(NO_ARGUMENTS, is_whole=True)
+        if self.reading is Reading.GOES_ON:
+            self._log.forget_held()
+            self._enter(_State.AFTER_CALL)
 
     # -- parameters between tags ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,213 @@
+"""Reads the arguments of one call that is written as JSON, in text that arrives in pieces, and gives the text of one JSON object.
+
+The object stands plainly, or as JSON text within a JSON string: so does OpenAI's interface write arguments, and so do models that learned
+from its transcripts. Python's spelling ({'a': True}) becomes JSON. `null` and a string without text are no arguments, which is "{}".
+"""
+
+from __future__ import annotations
+
+import json
+from string import hexdigits
+
+from headrace.text.output.json_span import IN_STRING, JsonSpan
+from headrace.text.output.markers import first_non_space
+from headrace.text.output.python_literals import json_of_literal
+from headrace.text.output.reading import CallLog, Reading
+
+NO_ARGUMENTS = "{}"
+_NULLS = {"n": "null", "N": "None"}
+ARGUMENTS_OPENINGS = frozenset({"{", '"', *_NULLS})
+"""Characters that a call's arguments may begin with."""
+
+
+class CallArguments:
+    """Arguments of a call whose name is known: passed on to the log as they come. The call begins once they are known to be an object."""
+
+    def __init__(self, log: CallLog, name: str, opening: str) -> None:
+        """opening: as `ArgumentsSpan`"""
+        self._log, self._name = log, name
+        self._span = ArgumentsSpan(opening)
+        self._is_begun = False
+        self.reading = Reading.GOES_ON
+
+    def feed(self, text: str, at: int) -> int:
+        """As `CallReader.feed`."""
+        log, span = self._log, self._span
+        after, piece = span.feed(text, at, len(text) if self._is_begun else min(len(text), at + log.room))
+        if not self._is_begun:
+            log.hold(text[at:after])
+            self._is_begun = bool(piece) and log.begin(self._name)
+        if self._is_begun:
+            log.add(piece, is_last=span.is_over)
+        if span.is_broken or (not self._is_begun and (piece or log.room <= 0)):
+            self.reading = Reading.FAILED
+        elif span.is_over:
+            self.reading = Reading.DONE
+        return after
+
+
+class ArgumentsSpan:
+    """Finds the end of arguments, and their text.
+
+    is_over    they are complete
+    is_broken  what was fed last is none: its place is the position that `feed` returned
+    """
+
+    def __init__(self, opening: str) -> None:
+        """opening: the first character, one of ARGUMENTS_OPENINGS, which `feed` is given as well"""
+        self._null = _NULLS.get(opening, "")
+        self._is_string = opening == '"'
+        self._is_open = False
+        self._escape = self._word = ""
+        self._object = _ObjectText(is_quoted=self._is_string)
+        self.is_over = False
+        self.is_broken = False
+
+    def feed(self, text: str, at: int, end: int) -> tuple[int, str]:
+        """(position after the last character of `text` from `at` to `end` that belongs to the arguments, what it adds to their text)"""
+        if self._null:
+            return self._feed_null(text, at, end)
+        if self._is_string:
+            return self._feed_string(text, at, end)
+        after, piece = self._object.feed(text, at, end)
+        self.is_over, self.is_broken = self._object.is_over, self._object.is_broken
+        return after, piece
+
+    def _feed_null(self, text: str, at: int, end: int) -> tuple[int, str]:
+        while at < end and not (self.is_over or self.is_broken):
+            if self._null.startswith(self._word + text[at]):
+                self._word += text[at]
+                self.is_over = self._word == self._null
+                at += 1
+            else:
+                self.is_broken = True
+        return at, NO_ARGUMENTS if self.is_over else ""
+
+    def _feed_string(self, text: str, at: int, end: int) -> tuple[int, str]:
+        pieces: list[str] = []
+        if at < end and not self._is_open:
+            self._is_open = True
+            at += 1
+        while at < end and not (self.is_over or self.is_broken):
+            if self._escape or text[at] == "\\":
+                at = self._pass_escape(text, at, pieces)
+            elif text[at] == '"':
+                at += 1
+                self._end_string(pieces)
+            else:
+                found = IN_STRING['"'].search(text, at, end)
+                at = self._pass_text(text, at, found.start() if found else end, pieces)
+        return at, "".join(pieces)
+
+    def _pass_escape(self, text: str, at: int, pieces: list[str]) -> int:
+        """Read one more character of an escape, which is passed on once it is whole. One that breaks off is left as it is."""
+        is_cut = len(self._escape) > 1 and text[at] not in hexdigits
+        if not is_cut:
+            self._escape += text[at]
+            at += 1
+        if is_cut or len(self._escape) == (6 if self._escape[1:].startswith("u") else 2):
+            piece = _unescaped(self._escape, is_in_string=self._object.is_in_string)
+            self._escape = ""
+            if self._pass_text(piece, 0, len(piece), pieces) < len(piece) and self._object.is_begun:
+                pieces.append(piece)  # it was read already, so it cannot be given back
+        return at
+
+    def _pass_text(self, text: str, at: int, end: int, pieces: list[str]) -> int:
+        """Pass text of the string on to the object. After the object only white space is left of the string."""
+        if not self._object.is_over:
+            at, piece = self._object.feed(text, at, end)
+            pieces.append(piece)
+            self.is_broken = self._object.is_broken
+        if self._object.is_over and not self.is_broken:
+            at = first_non_space(text, at, end)
+            self.is_broken = at < end
+        return at
+
+    def _end_string(self, pieces: list[str]) -> None:
+        """An object that has begun ends here, as the model wrote it."""
+        self.is_over = self._object.is_begun or self._object.is_empty
+        self.is_broken = not self.is_over
+        if self._object.is_empty:
+            pieces.append(NO_ARGUMENTS)
+
+
+class _ObjectText:
+    """An object's text. It is given as written, from its first key on; in Python's spelling, as JSON once it is complete.
+
+    is_begun  some of it was given
+    """
+
+    def __init__(self, *, is_quoted: bool) -> None:
+        """is_quoted: it stands within a string, which may be another text: an object's has a key or an end after the brace"""
+        self._is_quoted = is_quoted
+        self._held: list[str] = []
+        self._span: JsonSpan | None = None
+        self._is_python = False
+        self.is_begun = self.is_over = self.is_broken = False
+
+    @property
+    def is_empty(self) -> bool:
+        """There was nothing but white space."""
+        return not self._held and self._span is None
+
+    @property
+    def is_in_string(self) -> bool:
+        return self._span is not None and self._span.is_in_string
+
+    def feed(self, text: str, at: int, end: int) -> tuple[int, str]:
+        """As `ArgumentsSpan.feed`."""
+        if self._span is None:
+            at = self._find_key(text, at, end)
+        if self._span is None or at == end:
+            return at, ""
+        after = self._span.feed(text, at, end)
+        self._held.append(text[at:after])
+        self.is_over, self.is_broken = self._span.is_over, self._span.is_broken
+        return after, self._take_piece() if self.is_over or not self._is_python else ""
+
+    def _find_key(self, text: str, at: int, end: int) -> int:
+        """Read the brace, and white space on both sides of it. Then it is known how the object is spelled."""
+        if not self._held:
+            at = first_non_space(text, at, end)
+            if at < end and text[at] == "{":
+                self._held.append("{")
+                at += 1
+            elif at < end:
+                self.is_broken = True
+        if self._held:
+            first = first_non_space(text, at, end)
+            self._held.append(text[at:first])
+            at = first
+            if at < end:
+                self._begin(text[at])
+        return at
+
+    def _begin(self, char: str) -> None:
+        """char: the first one in the object that is no white space"""
+        self.is_broken = char == "<" or (self._is_quoted and char not in "\"'}")
+        if not self.is_broken:
+            self._is_python = char == "'"
+            self._span = JsonSpan("{", is_python=self._is_python)
+            self._span.feed("{", 0, 1)
+
+    def _take_piece(self) -> str:
+        piece = "".join(self._held)
+        self._held.clear()
+        if self._is_python:
+            piece = json_of_literal(piece) or ""
+            self.is_broken = not piece
+        self.is_begun = self.is_begun or bool(piece)
+        return piece
+
+
+def _unescaped(escape: str, *, is_in_string: bool) -> str:
+    """What an escape of a string stands for where that string holds JSON.
+
+    What may stand in a string of that JSON as an escape alone keeps it: control characters, and halves of a pair, whose other half may be
+    still to come. An escape that JSON does not know is left as the model wrote it.
+    """
+    try:
+        char = str(json.loads(f'"{escape}"'))
+    except ValueError:
+        return escape
+    return escape if is_in_string and (char < " " or "\ud800" <= char <= "\udfff") else char
