@@ -10,15 +10,14 @@ from virtual_engine import VirtualEngine, asked, quantile
 
 from headrace.core.errors import Overloaded
 from headrace.core.request import EngineRequest, PriorityClass, TierTerms
+from headrace.core.waiting_bytes import submitted_bytes
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.admission.ladder import AdmissionStep, decide, queue_state, served_before
-from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize
+from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, mean_output_tokens
 
 pytestmark = pytest.mark.pure
-
-UNKNOWN_OUTPUT_TOKENS = 128
 
 
 class AdmittingEngine(VirtualEngine):
@@ -28,8 +27,7 @@ class AdmittingEngine(VirtualEngine):
 
     def submit(self, request: EngineRequest) -> None:
         load = self.engine.snapshot()
-        num_finished = sum(load.counters.finished.values())
-        size = RequestSize(0, load.counters.generation_tokens // num_finished if num_finished else UNKNOWN_OUTPUT_TOKENS)
+        size = RequestSize(0, mean_output_tokens(sum(load.counters.finished.values()), load.counters.generation_tokens))
         queue = queue_state(served_before(load, request.priority), NOTHING_SENT, size, block_size=16)
         goal_s = None if request.tier.ttft_ms is None else request.tier.ttft_ms / 1000
         verdict = decide(queue, None, has_smaller=False, priority=request.priority, rules=AdmissionRules(), ttft_goal_s=goal_s)
@@ -125,3 +123,44 @@ def test_a_flood_of_batch_requests_refuses_no_premium_request() -> None:
     assert not [name for name in engine.refused if name.startswith("premium")]
     assert engine.num_good("premium") >= 0.9 * len(premium)
     assert len(engine.refused) > 100, "the flood is refused"
+
+
+NUM_SLOTS, NUM_WAITING = 8, 64
+
+
+def short(name: str, **terms: Any) -> EngineRequest:
+    return asked(name, prompt_tokens=20, output_tokens=50, **terms)
+
+
+HELD_BYTES = NUM_WAITING * submitted_bytes(short("w-00"))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "pause_s", "newcomer", "refused"),
+    [
+        ({"max_waiting": NUM_WAITING}, 0.0, "same", "late"),
+        ({"max_waiting_bytes": HELD_BYTES}, 0.0, "same", "late"),
+        ({"max_waiting_bytes": HELD_BYTES}, 0.05, "same", "late"),
+        ({"max_waiting_per_tenant": NUM_WAITING}, 0.0, "same", "late"),
+        ({"max_waiting": NUM_WAITING}, 0.05, "other", "w-63"),
+    ],
+    ids=["count", "bytes handed in during a step", "bytes", "a tenant's part", "for another tenant"],
+)
+def test_whoever_a_full_queue_refuses_reads_how_long_the_queue_takes(
+    bounds: dict[str, int], pause_s: float, newcomer: str, refused: str
+) -> None:
+    """Eight slots, each taken for 50 steps of 20 ms: what waits begins within eight seconds, and nobody is asked to come back sooner."""
+    options = FakeOptions(step_seconds=0.02, token_seconds=0.00002, num_blocks=20_000, verify=False)
+    engine = VirtualEngine(EngineConfig(model="fake", max_num_seqs=NUM_SLOTS, **bounds), options)  # type: ignore[arg-type]
+    engine.run([(0.0, short(f"first-{n}", tenant="same")) for n in range(NUM_SLOTS)])
+    began = engine.now
+    running = [(began, short(f"r-{n}", tenant="same")) for n in range(NUM_SLOTS)]
+    waiting = [(began + 0.01, short(f"w-{n:02}", tenant="same")) for n in range(NUM_WAITING)]
+    engine.run([*running, *waiting, (began + 0.01 + pause_s, short("x-late" if newcomer == "same" else "x-other", tenant=newcomer))])
+
+    (name,) = engine.refused
+    assert name.endswith(refused)
+    error = engine.refused[name]
+    assert isinstance(error, Overloaded)
+    last_began = max(engine.token_times[f"w-{n:02}"][0] for n in range(NUM_WAITING - 1))
+    assert error.retry_after_s == pytest.approx(last_began - began, rel=0.15)

@@ -23,6 +23,7 @@
     |- UnsupportedMediaType        the body is not JSON in UTF-8 -> 415
     |  `- UnsupportedEncoding      a Content-Encoding that is not undone here -> 415
     |- Overloaded                  a bounded queue is full; says when to retry -> 429
+    |  |- QueueFull                an engine's waiting queue has no room; its loop adds when to retry -> 429
     |  |- ModelBusy                the model's queue is longer than the request may wait -> 429
     |  `- RateLimitExceeded        a limit of the caller has no room now -> 429
     |     `- QuotaExhausted        the tokens or the money of a day or a month do not suffice -> 429
@@ -130,6 +131,10 @@ class Overloaded(HeadraceError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(message)
+
+
+class QueueFull(Overloaded):
+    """An engine's waiting queue has no room. Its loop sends the refusal as Overloaded, with the time that the queue's length makes."""
 
 
 class Unavailable(HeadraceError):

@@ -6,7 +6,7 @@ Estimates by constants that were measured on CPython 3.11; a test compares them 
 
 from __future__ import annotations
 
-from headrace.core.errors import Overloaded, RequestTooLarge
+from headrace.core.errors import QueueFull, RequestTooLarge
 from headrace.core.request import EngineRequest
 
 REQUEST_BYTES = 1024
@@ -23,9 +23,6 @@ SEQUENCE_TOKEN_BYTES = 8
 
 ENTRY_BYTES = 88
 """Memory in bytes of one entry of `logit_bias`: its place in the dict, the token id and the number. A stop token is counted as one, too."""
-
-RETRY_S = 1.0
-"""Seconds after which a request that a full queue refused may be sent again."""
 
 
 def request_bytes(request: EngineRequest) -> int:
@@ -51,11 +48,11 @@ def sequence_bytes(num_tokens: int) -> int:
 def check_bytes(num_waiting: int, num_bytes: int, most: int) -> None:
     """Whether a request of `num_bytes` may join requests of `num_waiting` bytes where `most` may wait.
 
-    Raises: RequestTooLarge for one that may not wait even alone, Overloaded for one that has to come back.
+    Raises: RequestTooLarge for one that may not wait even alone, QueueFull for one that has to come back.
     """
     if num_bytes > most:
         limit = f"a request that holds at most {most} bytes while it waits (max_waiting_bytes)"
         raise RequestTooLarge("prompt", limit, num_bytes, "Shorten the prompt or the grammar, or lower n.")
     if num_waiting + num_bytes > most:
         held = f"waiting requests hold {num_waiting} bytes of max_waiting_bytes {most}, and this one would add {num_bytes}"
-        raise Overloaded(f"the engine's waiting queue is full ({held}); send it again later", retry_after_s=RETRY_S)
+        raise QueueFull(f"the engine's waiting queue is full ({held}); send it again later")

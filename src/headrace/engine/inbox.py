@@ -15,7 +15,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.load import NO_CLASS_LOADS, ClassLoad, ClassLoads, minus, plus
-from headrace.core.request import EngineRequest
+from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.waiting_bytes import check_bytes, submitted_bytes
 
 
@@ -36,6 +36,7 @@ class Refuse:
 
     request_id: RequestId
     epoch: int
+    priority: PriorityClass
     error: HeadraceError
 
 
@@ -122,7 +123,7 @@ class Inbox:
             try:
                 check_bytes(self._put.since(self.taken).num_bytes, work.num_bytes, self.max_bytes)
             except HeadraceError as error:
-                return Refuse(request.request_id, request.epoch, error)
+                return Refuse(request.request_id, request.epoch, request.priority, error)
             self._put = self._put.plus(work)
         return submit
 

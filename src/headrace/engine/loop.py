@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from headrace.core.clock import Clock
-from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, SequenceFailed
+from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, QueueFull, SequenceFailed
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.load import FailureKind, LoadSnapshot
@@ -31,6 +31,7 @@ from headrace.engine.load_board import LoadBoard
 from headrace.engine.preparation import NothingToPrepare, Preparations, Preparer
 from headrace.engine.recovery import Recovery
 from headrace.engine.steps import Runner, StepQueue, UncommittedStep
+from headrace.policy.admission.ladder import full_queue_retry_s
 from headrace.policy.schedule.prerequisites import check_prerequisite
 from headrace.policy.schedule.scheduler import Scheduler
 
@@ -199,8 +200,8 @@ class Engine:
         match message:
             case Submit(request, arrived):
                 self._admit(request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len), arrived)
-            case Refuse(request_id, epoch, error):
-                self._emit([Rejected(request_id=request_id, epoch=epoch, error=error)])
+            case Refuse():
+                self._reject(message, message.error)
             case Cancel(request_id):
                 self.scheduler.cancel(request_id, self._clock())
             case Finish(request_id, index, keep_tokens, reason):
@@ -226,19 +227,27 @@ class Engine:
         """A request whose prerequisite shows that it is invalid, or that there is no room for it, is refused as if it had just arrived."""
         if isinstance(error, InvalidRequest | Overloaded):
             if (request := self.scheduler.withdraw(admission, self._clock())) is not None:
-                self._emit([Rejected(request_id=request.request_id, epoch=request.epoch, error=error)])
+                self._reject(request, error)
             return
         if not isinstance(error, HeadraceError):
             self._failures.note(FailureKind.PREREQUISITE, f"a prerequisite failed ({what})", error)
         message = str(error) if isinstance(error, HeadraceError) else "the engine's log says why"
         self.scheduler.failed(admission, what, f"prerequisite failed: {what}: {message}", self._clock())
 
+    def _reject(self, refused: EngineRequest | Refuse, error: Exception) -> None:
+        """Send a refusal. That of a full queue says when to come back, by what waits at this moment."""
+        if isinstance(error, QueueFull):
+            queue_policy, block_size = self.scheduler.config.queue_policy, self.info.block_size
+            wait_s = full_queue_retry_s(self.snapshot(), refused.priority, queue_policy=queue_policy, block_size=block_size)
+            error = Overloaded(str(error), retry_after_s=wait_s)
+        self._emit([Rejected(request_id=refused.request_id, epoch=refused.epoch, error=error)])
+
     def _refuse(self, message: Message, error: Exception) -> None:
         if not isinstance(error, HeadraceError):
             self._failures.note(FailureKind.MESSAGE, f"a message could not be handled ({type(message).__name__.lower()})", error)
         if isinstance(message, Submit):
             known = error if isinstance(error, HeadraceError) else SequenceFailed("the engine could not add the request; its log says why")
-            self._emit([Rejected(request_id=message.request.request_id, epoch=message.request.epoch, error=known)])
+            self._reject(message.request, known)
         elif isinstance(message, Cancel | Finish):
             self.scheduler.cancel(message.request_id, self._clock())
         elif isinstance(message, Wake | Refuse):
@@ -260,7 +269,7 @@ class Engine:
             return None
         self._plan_failures = 0
         for request, refusal in self.scheduler.take_refused():
-            self._emit([Rejected(request_id=request.request_id, epoch=request.epoch, error=refusal)])
+            self._reject(request, refusal)
         return plan
 
     def _commit_oldest(self) -> None:

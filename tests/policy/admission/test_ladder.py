@@ -18,7 +18,9 @@ from headrace.policy.admission.ladder import (
     QueueState,
     TenantTurn,
     decide,
+    full_queue_retry_s,
     queue_state,
+    retry_after_s,
     served_before,
 )
 from headrace.policy.routing.predicted_time import RequestSize, SentSince
@@ -163,3 +165,40 @@ def test_a_higher_class_is_never_refused_where_a_lower_one_is_not(classes: list[
 def test_a_load_without_classes_is_taken_whole() -> None:
     seen = load(num_waiting=7, num_queued_tokens=9000)
     assert served_before(seen, PREMIUM) is seen
+
+
+def test_a_full_queue_and_the_ladder_make_one_retry_time_of_one_wait() -> None:
+    seen = load(num_running=8, num_waiting=64, num_queued_tokens=1000)
+    queue = queue_state(seen, SentSince(), RequestSize(0, 128), block_size=16)
+    assert (
+        full_queue_retry_s(seen, STANDARD, queue_policy="fcfs", block_size=16) == retry_after_s(queue, 0.0) == pytest.approx(queue.wait_s)
+    )
+    assert MIN_RETRY_S < queue.wait_s < MAX_RETRY_S
+    refused = decide(queue, None, has_smaller=False, priority=STANDARD, rules=RULES)
+    assert refused.retry_after_s == retry_after_s(queue, RULES.max_wait_s)
+
+
+def test_the_retry_time_of_a_full_queue_is_bounded() -> None:
+    def retry_s(**changes: float) -> float:
+        return full_queue_retry_s(load(**changes), STANDARD, queue_policy="priority", block_size=16)
+
+    assert retry_s(step_fixed_s=0.0, step_token_s=0.0, num_waiting=1000) == MIN_RETRY_S, "of an engine that has computed nothing yet"
+    assert retry_s(num_queued_tokens=10) == MIN_RETRY_S
+    assert retry_s(num_queued_tokens=10**9) == MAX_RETRY_S
+
+
+def test_the_answers_that_ended_say_how_long_a_slot_is_taken() -> None:
+    full = load(num_running=8, num_waiting=64)
+    short, long = (
+        replace(full, counters=EngineCounters(generation_tokens=10 * mean, finished={"stop": 6, "length": 4})) for mean in (50, 150)
+    )
+    first, second = (full_queue_retry_s(each, STANDARD, queue_policy="priority", block_size=16) for each in (short, long))
+    assert second == pytest.approx(3 * first, rel=0.01)
+
+
+def test_a_full_queue_asks_a_premium_request_to_stay_away_for_no_batch_request() -> None:
+    classes = (ClassLoad(), ClassLoad(), ClassLoad(8, 64, 30_000))
+    seen = replace(load(num_running=8, num_waiting=64, num_queued_tokens=30_000), classes=classes)
+    assert full_queue_retry_s(seen, PREMIUM, queue_policy="priority", block_size=16) == MIN_RETRY_S
+    assert full_queue_retry_s(seen, BATCH, queue_policy="priority", block_size=16) > 30.0
+    assert full_queue_retry_s(seen, PREMIUM, queue_policy="fair", block_size=16) > 30.0, "a policy that knows no classes"

@@ -29,7 +29,7 @@ from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState, queue_state, served_before
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
 from headrace.policy.routing.ejection import ejected
-from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince
+from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 from headrace.policy.routing.retry_budget import RetryBudget
 from headrace.policy.routing.slow_start import started, started_share
 from headrace.wire.client import ConnectionState, ReplicaInfo
@@ -51,9 +51,6 @@ CLOSE_CHECK_S = 0.05
 
 UNKNOWN_PROMPT_TOKENS = 128
 """Length expected of a prompt before any of the model's replicas has finished a request."""
-
-UNKNOWN_OUTPUT_TOKENS = 128
-"""Length expected of an answer before any of the model's replicas has finished one."""
 
 
 class UpdateStream(Protocol):
@@ -308,8 +305,8 @@ class ReplicaPool:
     def _expected_output_tokens(self, max_output_tokens: int | None) -> int:
         """Mean length of the answers that this model's replicas gave, as far as `max_output_tokens` allows it."""
         num_finished, _, num_tokens = self._counted()
-        mean = num_tokens // num_finished if num_finished else UNKNOWN_OUTPUT_TOKENS
-        return max(1, mean if max_output_tokens is None else min(mean, max_output_tokens))
+        mean = mean_output_tokens(num_finished, num_tokens)
+        return mean if max_output_tokens is None else max(1, min(mean, max_output_tokens))
 
     def _counted(self) -> tuple[int, int, int]:
         """Requests that this model's replicas finished, and the tokens of their prompts and outputs."""

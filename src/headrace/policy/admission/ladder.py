@@ -18,7 +18,7 @@ from typing import NamedTuple
 from headrace.core.load import LoadSnapshot, summed
 from headrace.core.request import PriorityClass
 from headrace.policy.admission.config import AdmissionRules
-from headrace.policy.routing.predicted_time import RequestSize, SentSince, speed_of, wait_s
+from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens, speed_of, wait_s
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
@@ -109,7 +109,22 @@ def decide(
         return AdmissionVerdict(AdmissionStep.SMALLER_MODEL)
     if may_wait:
         return AdmissionVerdict(AdmissionStep.QUEUED)
-    return AdmissionVerdict(AdmissionStep.REFUSED, min(MAX_RETRY_S, max(MIN_RETRY_S, queue.wait_s - bound_s)))
+    return AdmissionVerdict(AdmissionStep.REFUSED, retry_after_s(queue, bound_s))
+
+
+def retry_after_s(queue: QueueState, bound_s: float) -> float:
+    """The retry time of a refusal: seconds until the wait in this queue is `bound_s`, if nothing more joins it."""
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, queue.wait_s - bound_s))
+
+
+def full_queue_retry_s(load: LoadSnapshot, priority: PriorityClass, *, queue_policy: str, block_size: int) -> float:
+    """The retry time of a request that an engine's full queue refuses: until a request that comes now would begin.
+
+    The queue has room for one request earlier than that. All that it refuses would come back then, though, and all but one in vain.
+    """
+    lowest = priority if queue_policy == "priority" else PriorityClass.BATCH
+    size = RequestSize(0, mean_output_tokens(sum(load.counters.finished.values()), load.counters.generation_tokens))
+    return retry_after_s(queue_state(served_before(load, lowest), NOTHING_SENT, size, block_size=block_size), 0.0)
 
 
 def served_before(load: LoadSnapshot, lowest: PriorityClass) -> LoadSnapshot:

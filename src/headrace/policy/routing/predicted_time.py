@@ -21,6 +21,14 @@ OUTPUT_SHARE = 0.1
 """Part of the output's time that counts beside the time to the first token. With 0 a slow replica gets more answers than it finishes in the
 same time; with 1 it stays idle while requests queue at a fast one (docs/experiments.md, Routing by predicted time)."""
 
+UNKNOWN_OUTPUT_TOKENS = 128
+"""Length expected of an answer before any has ended."""
+
+
+def mean_output_tokens(num_finished: int, num_tokens: int) -> int:
+    """Length expected of an answer, as that of those that ended: `num_tokens` is the sum over their outputs."""
+    return max(1, num_tokens // num_finished) if num_finished else UNKNOWN_OUTPUT_TOKENS
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:

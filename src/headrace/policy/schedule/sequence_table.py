@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from headrace.core.errors import HeadraceError, Overloaded, Unavailable
+from headrace.core.errors import HeadraceError, QueueFull, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId, SeqId
 from headrace.core.load import EngineCounters
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import SequenceUpdate
-from headrace.core.waiting_bytes import RETRY_S, submitted_bytes
+from headrace.core.waiting_bytes import submitted_bytes
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
@@ -89,7 +89,7 @@ class SequenceTable:
         """Whether `add` may be called with a checked request now; changes nothing. Returns the waiting requests that it takes the place
         of where the queue is full (`displacement`): they are for `add`.
 
-        Raises: Overloaded when the waiting queue is full, RequestTooLarge for what never fits, ValueError for a request id still in use.
+        Raises: QueueFull when the waiting queue is full, RequestTooLarge for what never fits, ValueError for a request id still in use.
         """
         num_bytes = submitted_bytes(request)
         self.waiting.refuse_too_large(request, num_bytes)
@@ -119,7 +119,7 @@ class SequenceTable:
         """
         assert request.request_id not in self._families, "check_admission was not asked"
         for family in leaving:
-            self._refuse(family, Overloaded(DISPLACED, retry_after_s=RETRY_S), now)
+            self._refuse(family, QueueFull(DISPLACED), now)
         family = [self._arrivals.make_sequence(request, index, now, prerequisites) for index in request.indices]
         self._families[request.request_id] = family
         if request.priority is PriorityClass.PREMIUM:

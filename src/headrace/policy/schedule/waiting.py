@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.core.errors import Overloaded, RequestTooLarge
+from headrace.core.errors import QueueFull, RequestTooLarge
 from headrace.core.request import EngineRequest, PriorityClass
-from headrace.core.waiting_bytes import RETRY_S, check_bytes, request_bytes, sequence_bytes
+from headrace.core.waiting_bytes import check_bytes, request_bytes, sequence_bytes
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.schedule.sequence import Sequence
 
@@ -74,17 +74,17 @@ class WaitingWork:
         check_bytes(0, num_bytes, config.max_waiting_bytes)
 
     def refuse_beyond_part(self, request: EngineRequest) -> None:
-        """Raises Overloaded for a request that would take what waits of its tenant beyond `max_waiting_per_tenant`."""
+        """Raises QueueFull for a request that would take what waits of its tenant beyond `max_waiting_per_tenant`."""
         of_tenant, per_tenant = self._tenants[request.tenant], self._config.max_waiting_per_tenant
         if per_tenant is not None and of_tenant + request.params.n > per_tenant:
             part = f"{of_tenant} of max_waiting_per_tenant {per_tenant}"
-            raise Overloaded(f"this tenant's part of the waiting queue is full ({part})", retry_after_s=RETRY_S)
+            raise QueueFull(f"this tenant's part of the waiting queue is full ({part})")
 
     def refuse_while_full(self, request: EngineRequest, num_bytes: int) -> None:
-        """Raises Overloaded for a request that would take what waits beyond a bound. num_bytes: `submitted_bytes` of it"""
+        """Raises QueueFull for a request that would take what waits beyond a bound. num_bytes: `submitted_bytes` of it"""
         (num_sequences, bytes_waiting), most = self.counted_with(request), self._config.max_waiting
         if num_sequences + request.params.n > most:
-            raise Overloaded(f"the engine's waiting queue is full ({num_sequences} of {most})", retry_after_s=RETRY_S)
+            raise QueueFull(f"the engine's waiting queue is full ({num_sequences} of {most})")
         check_bytes(bytes_waiting, num_bytes, self._config.max_waiting_bytes)
 
     def counted_with(self, request: EngineRequest) -> tuple[int, int]:
