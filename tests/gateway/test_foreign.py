@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
@@ -25,9 +27,10 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.config import config_from
 from headrace.gateway.foreign_config import ForeignConfig
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
-from headrace.gateway.upstream import foreign, foreign_events, foreign_server
+from headrace.gateway.upstream import foreign, foreign_events, foreign_framing, foreign_server
 from headrace.gateway.upstream.foreign import HttpStream
-from headrace.gateway.upstream.foreign_events import BrokenStream, EventReader, EventSink
+from headrace.gateway.upstream.foreign_errors import BrokenStream
+from headrace.gateway.upstream.foreign_events import EventReader, EventSink
 from headrace.gateway.upstream.foreign_route import MAX_ATTEMPTS
 from headrace.gateway.upstream.foreign_session import read_key
 from headrace.gateway.upstream.generation_request import GenerationRequest, PlainPrompts, PrincipalFacts
@@ -228,11 +231,10 @@ REFUSED = {
     "no event stream": (head("200 OK", "application/json") + json.dumps({"choices": [], "x": SECRET}).encode(), 503, "unavailable"),
     "packed": (head("200 OK", "text/event-stream", "content-encoding: gzip") + b"\x1f\x8b" + SECRET.encode(), 503, "unavailable"),
     "garbage": (head() + b"data: {" + SECRET.encode() + b"\n\n", 503, "unavailable"),
-    "not UTF-8": (head() + b'data: {"choices": [{"delta": {"content": "\xff"}}]}\n\n', 503, "unavailable"),
     "deep": (head() + b'data: {"x": ' + b"[" * 100_000 + b"\n\n", 503, "unavailable"),
     "wrong types": (head() + event(choices=[{"index": "0", "delta": SECRET}]), 503, "unavailable"),
     "a choice too many": (head() + said("x", index=1) + DONE, 503, "unavailable"),
-    "negative usage": (head() + event(choices=[], usage={"prompt_tokens": -1}), 503, "unavailable"),
+    "a content that is no text": (head() + said("") + event(choices=[{"index": 0, "delta": {"content": 5}}]) + DONE, 503, "unavailable"),
     "an error": (head() + event(error={"message": SECRET, "code": 500}), 503, "unavailable"),
     "nothing": (head() + DONE, 503, "unavailable"),
 }
@@ -289,17 +291,19 @@ async def test_a_silent_server_is_given_up(text: TextModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit", "begin", "repeat"),
+    ("limited", "limit", "begin", "repeat"),
     [
-        ("MAX_LINE_BYTES", 200_000, b"data: ", b"x" * 10_000),
-        ("MAX_ANSWER_BYTES", 300_000, b"", said("x" * 1000)),
-        ("MAX_ANSWER_BYTES", 300_000, b"", b": " + b"x" * 1000 + b"\n"),
+        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"data: ", b"x" * 10_000),
+        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"", b"data: " + b"x" * 1000 + b"\n"),
+        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"{", b"x" * 1000 + b"\n"),
+        ((foreign_events, "MAX_ANSWER_BYTES"), 300_000, b"", said("x" * 1000)),
+        ((foreign_events, "MAX_ANSWER_BYTES"), 300_000, b"", b": " + b"x" * 1000 + b"\n"),
     ],
 )
 async def test_an_endless_answer_is_cut_off(
-    text: TextModel, monkeypatch: pytest.MonkeyPatch, name: str, limit: int, begin: bytes, repeat: bytes
+    text: TextModel, monkeypatch: pytest.MonkeyPatch, limited: tuple[object, str], limit: int, begin: bytes, repeat: bytes
 ) -> None:
-    monkeypatch.setattr(foreign_events, name, limit)
+    monkeypatch.setattr(*limited, limit)
     server = ScriptedServer(head() + begin, repeat=repeat)
     async with scripted(text, server) as near:
         response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
@@ -330,7 +334,7 @@ LARGE_EVENTS: dict[str, dict[str, Any]] = {
     "reasoning": {"delta": {"reasoning": BIG}},
     "arguments": {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": BIG}}]}},
     "id": {"delta": {"tool_calls": [{"index": 0, "id": BIG}]}},
-    "calls": {"delta": {"tool_calls": [{"index": number} for number in range(3000)]}},
+    "calls": {"delta": {"tool_calls": [{"index": number, "id": f"c{number}"} for number in range(3000)]}},
     "token": {"delta": {"content": "x"}, "logprobs": {"content": [{"token": BIG, "logprob": -1}]}},
     "alternatives": {
         "delta": {"content": "x"},
@@ -342,7 +346,8 @@ LARGE_EVENTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", LARGE_EVENTS)
 async def test_everything_of_an_unread_event_counts(text: TextModel, name: str) -> None:
-    async with scripted(text, ScriptedServer(head() + event(choices=[{"index": 0, **LARGE_EVENTS[name]}]), hangs=True)) as near:
+    sent = event(choices=[{"index": 0, **LARGE_EVENTS[name]}]) + event(choices=[], usage={"prompt_tokens": 1})
+    async with scripted(text, ScriptedServer(head() + sent, hangs=True)) as near:
         upstream = near.gateway.service.models.get(FAR).upstream
         request = GenerationRequest(request_id=RequestId("r"), prompt=PlainPrompts(prompts=["a"]), sampling={})
         stream = (await upstream.prepare(request, PrincipalFacts())).stream()
@@ -467,7 +472,7 @@ async def test_a_server_is_listened_to_for_a_moment_only_after_its_last_sequence
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-@pytest.mark.parametrize("reason", ["abort", "error", "cancelled", "no-such-reason", ""])
+@pytest.mark.parametrize("reason", ["abort", "error", "cancelled", "Network_Error", "MALFORMED_FUNCTION_CALL", ""])
 async def test_a_sequence_that_ended_for_no_good_reason_is_not_complete(text: TextModel, reason: str, is_streaming: bool) -> None:
     async with scripted(text, ScriptedServer(head(), said("one "), said("two", reason), DONE)) as near:
         response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=is_streaming))
@@ -478,12 +483,32 @@ async def test_a_sequence_that_ended_for_no_good_reason_is_not_complete(text: Te
 
 @pytest.mark.parametrize(
     ("reason", "shown"),
-    [*((word, "stop") for word in ("stop", "eos", "eos_token")), ("length", "length"), ("content_filter", "stop")],
+    [
+        *((word, "stop") for word in ("stop", "eos", "eos_token")),
+        ("length", "length"),
+        ("content_filter", "content_filter"),
+        ("SAFETY", "content_filter"),
+    ],
 )
 async def test_the_reasons_that_servers_give_for_an_end(text: TextModel, reason: str, shown: str) -> None:
     async with scripted(text, ScriptedServer(head() + said("one", reason) + DONE)) as near:
         (choice,) = (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).json()["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == ("one", shown)
+        streamed = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=True))
+        assert events_of(streamed.text)[-1]["choices"][0]["finish_reason"] == shown
+        whole = (await near.client.post("/v1/completions", json={"model": FAR, "prompt": "x"})).json()
+        assert whole["choices"][0]["finish_reason"] == shown
+
+
+async def test_a_retry_gets_calls_with_the_same_ids_and_the_same_end(text: TextModel) -> None:
+    calls = event(choices=[{"index": 0, "delta": {"tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}}])
+    async with scripted(text, ScriptedServer(head(), calls, said("", "SAFETY"), DONE)) as near:
+        answers = [
+            await near.client.post("/v1/chat/completions", json=chat_body(model=FAR), headers={"idempotency-key": "a"}) for _ in range(2)
+        ]
+        assert answers[1].headers["idempotent-replayed"] == "true"
+        assert answers[0].json()["choices"] == answers[1].json()["choices"]
+        assert answers[1].json()["choices"][0]["finish_reason"] == "content_filter"
 
 
 async def test_what_the_server_counts_is_not_counted_again(text: TextModel) -> None:
@@ -534,11 +559,117 @@ async def test_an_error_before_the_first_token_means_what_its_code_means_as_a_st
         assert "secret" not in response.text
 
 
+BOTH = event(choices=[{"index": 0, "delta": {"content": "one two"}}]) + event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
+WHOLE = {
+    "object": "chat.completion",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "one two"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+}
+STREAM, PLAIN = "text/event-stream", "application/json"
+BODIES_READ: dict[str, tuple[bytes, ...]] = {
+    "another type": (head("200 OK", "application/octet-stream"), BOTH + DONE),
+    "no type": (b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", BOTH + DONE),
+    "a type in upper case": (head("200 OK", "TEXT/EVENT-STREAM; CHARSET=UTF-8"), BOTH + DONE),
+    "created": (head("201 Created"), BOTH + DONE),
+    "a chunk in each line": (head("200 OK", "application/x-ndjson"), BOTH.replace(b"data: ", b"").replace(b"\n\n", b"\n")),
+    "a whole answer": (head("200 OK", PLAIN), json.dumps(WHOLE).encode()),
+    "a whole answer over lines": (head("200 OK", PLAIN), json.dumps(WHOLE, indent=2).encode()),
+    "a whole answer as an event": (head(), event(**WHOLE) + DONE),
+    "a whole answer in a stream's type": (head(), json.dumps(WHOLE).encode()),
+    "gzip": (head("200 OK", STREAM, "content-encoding: gzip"), gzip.compress(BOTH + DONE)),
+    "deflate": (head("200 OK", STREAM, "content-encoding: Deflate"), zlib.compress(BOTH + DONE)),
+    "a whole answer in gzip": (head("200 OK", PLAIN, "content-encoding: gzip"), gzip.compress(json.dumps(WHOLE).encode())),
+    "no last line end": (head(), (BOTH + DONE).rstrip()),
+    "cut off behind the end": (head("200 OK", STREAM, "transfer-encoding: chunked"), b"%x\r\n%b\r\n" % (len(BOTH), BOTH)),
+}
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize("name", BODIES_READ)
+async def test_an_answer_in_another_kind_of_body_is_an_answer(text: TextModel, name: str, is_streaming: bool) -> None:
+    async with scripted(text, ScriptedServer(*BODIES_READ[name], pause_s=0.01)) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=is_streaming))
+        assert response.status_code == 200
+        choices, _ = comparable(response)
+        if is_streaming:
+            assert (choices[0]["text"], choices[0]["finish"]) == ("one two", ("stop", None))
+            assert response.text.count("[DONE]") == 1
+        else:
+            assert (choices[0]["message"]["content"], choices[0]["finish_reason"]) == ("one two", "stop")
+        assert metric(near.gateway, "headrace_upstream_attempts_total", model=FAR, replica="foreign-0", result="ok") == 1
+
+
+async def test_a_packed_answer_is_as_bounded_as_a_plain_one(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(foreign_events, "MAX_ANSWER_BYTES", 300_000)
+    packed = gzip.compress(b": ping\n" * 100_000)
+    async with scripted(text, ScriptedServer(head("200 OK", STREAM, "content-encoding: gzip"), packed)) as near:
+        assert (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).status_code == 503
+        assert "longer than 300000 bytes" in caplog.text
+
+
+ODD = (
+    event(
+        choices=[{"index": "0", "delta": {"content": [{"type": "text", "text": "one "}, {"type": "image"}], "reasoning": 5}}], usage="none"
+    ),
+    event(choices=[{"delta": {"content": "two"}, "finish_reason": "END", "logprobs": [5]}], error={}),
+    event(choices=[], usage={"prompt_tokens": 7.0, "completion_tokens": -1}),
+)
+
+
+async def test_a_server_with_odd_answers_stays_healthy_and_what_was_left_out_is_counted(text: TextModel) -> None:
+    async with scripted(text, ScriptedServer(head(), *ODD, DONE)) as near:
+        for _ in range(6):
+            answer = (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).json()
+            assert answer["choices"][0]["message"]["content"] == "one two"
+            assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (7, 2)
+        labels = {"model": FAR, "replica": "foreign-0"}
+        for field, count in {"content_part": 1, "reasoning": 1, "usage": 2, "logprobs": 1, "call_id": 0}.items():
+            assert metric(near.gateway, "headrace_upstream_fields_left_out_total", **labels, field=field) == 6 * count
+        assert metric(near.gateway, "headrace_upstream_circuit_open", **labels) == 0
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_an_unknown_word_for_the_end_is_shown_beside_stop(text: TextModel, is_streaming: bool) -> None:
+    async with scripted(text, ScriptedServer(head(), said("one "), said("two", "no-such-reason"), DONE)) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=is_streaming))
+        (choice,) = events_of(response.text)[-1]["choices"] if is_streaming else response.json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "no-such-reason")
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize("word", ["stop", "tool_calls", "tool_use", "STOP"])
+async def test_calls_without_ids_reach_the_client_with_one_each(text: TextModel, word: str, is_streaming: bool) -> None:
+    calls = [{"function": {"name": "look", "arguments": {"at": place}}} for place in ("me", "you")]
+    end = event(choices=[{"index": 0, "delta": {}, "finish_reason": word}])
+    pieces = [event(choices=[{"index": 0, "delta": {"tool_calls": [call]}}]) for call in calls]
+    async with scripted(text, ScriptedServer(head(), *pieces, end, DONE, pause_s=0.01)) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=is_streaming))
+        if is_streaming:
+            choices = [each["choices"][0] for each in events_of(response.text)]
+            found = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+            assert [call["index"] for call in found] == [0, 1]
+            assert choices[-1]["finish_reason"] == "tool_calls"
+        else:
+            (choice,) = response.json()["choices"]
+            found = choice["message"]["tool_calls"]
+            assert choice["finish_reason"] == "tool_calls"
+        assert [(call["type"], call["function"]["name"], call["function"]["arguments"]) for call in found] == [
+            ("function", "look", '{"at": "me"}'),
+            ("function", "look", '{"at": "you"}'),
+        ]
+        assert len({call["id"] for call in found}) == 2
+        assert all(call["id"].startswith("call_") for call in found)
+
+
 TOLERATED = {
     "a byte order mark": (b"\xef\xbb\xbf", said("one ")),
     "an empty finish reason": (event(choices=[{"index": 0, "delta": {"content": "one "}, "finish_reason": ""}]),),
     "no choices": (event(choices=None), said("one "), event(choices=[], usage={})),
     "usage without counts": (said("one "), event(choices=[], usage={"prompt_tokens": None, "completion_tokens": None})),
+    "usage that is none": (event(choices=[], usage={"prompt_tokens": -1, "completion_tokens": "many"}), said("one ")),
+    "a character that is none": (b'data: {"id": "\xff", "created": NaN, "choices": [{"delta": {"content": "one "}}]}\n\n',),
     "a refusal": (event(choices=[{"index": 0, "delta": {"content": None, "refusal": "one "}}]),),
 }
 
@@ -567,8 +698,9 @@ async def test_what_nobody_foresaw_is_logged_and_a_retryable_error(
     text: TextModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_streaming: bool
 ) -> None:
     async def read(self: EventReader, response: aiohttp.ClientResponse, sink: EventSink, **limits: Any) -> None:
-        self.usage = TokenUsage(0, 1, 0)
-        sink.put([OutputEvent(0, text="one", num_tokens=1)])
+        events: list[OutputEvent] = []
+        self.answer.read(b'{"choices": [{"delta": {"content": "one"}}]}', events)
+        sink.put(events)
         raise ZeroDivisionError(SECRET)
 
     monkeypatch.setattr(EventReader, "read", read)
@@ -651,7 +783,7 @@ ANSWER = b"".join(
 @pytest.mark.pure
 def test_an_answer_reads_the_same_wherever_it_is_cut(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(ANSWER)]
-    whole, cut = EventReader(2), EventReader(2)
+    whole, cut = EventReader(2, "key"), EventReader(2, "key")
     expected = asyncio.run(read_events(whole, [ANSWER]))
     assert asyncio.run(read_events(cut, [ANSWER[a:b] for a, b in pairwise(places)])) == expected
     assert cut.usage == whole.usage == TokenUsage(3, 5, 0)
@@ -666,7 +798,7 @@ def test_an_answer_reads_the_same_wherever_it_is_cut(cuts: list[int]) -> None:
 @pytest.mark.pure
 def test_a_damaged_answer_is_an_answer_or_a_broken_stream(noise: bytes, place: int, is_inserted: bool) -> None:
     damaged = ANSWER[:place] + noise + ANSWER[place if is_inserted else place + len(noise) :]
-    reader = EventReader(2)
+    reader = EventReader(2, "key")
     try:
         found = asyncio.run(read_events(reader, [damaged]))
     except BrokenStream:

@@ -72,13 +72,23 @@ def test_when_a_providers_counters_are_reset(headers: dict[str, str], seconds: f
         ([{"id": "m", "object": "model", "owned_by": "x", "max_model_len": None}], ListedModel(True, None)),
         ([{"id": "other", "max_model_len": 1}], ListedModel(False)),
         ([], ListedModel(False)),
-        ([{"id": "m", "max_model_len": -1}], None),
-        ([{"id": "m", "max_model_len": "4096"}], None),
+        ([{"id": "m", "max_model_len": -1, "context_length": 4096.0}], ListedModel(True, 4096)),
+        ([{"id": "m", "max_model_len": "4096"}], ListedModel(True, 4096)),
+        ([{"id": "m", "max_model_len": "long", "meta": None}], ListedModel(True, None)),
+        ([{"id": 7}, None, {"id": "m", "meta": {"n_ctx": 0}}], ListedModel(True, None)),
+        (["other", "m"], ListedModel(True, None)),
+        ([{"name": "m", "context_length": 2048}], ListedModel(True, 2048)),
+        (None, ListedModel(False)),
         ("m", None),
     ],
 )
 def test_lists_of_models(models: Any, expected: ListedModel | None) -> None:
-    assert listed_model(json.dumps({"object": "list", "data": models}).encode(), "m") == expected
+    for body in ({"object": "list", "data": models}, {"models": models}, models if isinstance(models, list) else {"data": models}):
+        assert listed_model(json.dumps(body).encode(), "m") == expected
+
+
+def test_a_list_of_models_that_python_printed_is_read() -> None:
+    assert listed_model(b'\xef\xbb\xbf{"data": [{"id": "m", "price": NaN, "max_model_len": 4096}]}', "m") == ListedModel(True, 4096)
 
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -116,7 +126,7 @@ def test_metrics_pages(text: str, expected: ReportedLoad | None) -> None:
 
 @given(page=st.binary(max_size=300))
 def test_bytes_that_mean_nothing_are_not_known(page: bytes) -> None:
-    assert listed_model(page, "m") is None
+    assert listed_model(page, "m") in (None, ListedModel(False))
     assert reported_load(page, "m") is None
 
 

@@ -177,6 +177,7 @@ FLOORS: dict[str, Floor] = {
         _ours(
             "core",
             "gateway.foreign_config",
+            "gateway.http.content_encoding",
             "gateway.http.errors",
             "gateway.upstream.foreign*",
             *SEAM,

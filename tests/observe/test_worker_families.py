@@ -21,7 +21,15 @@ LOAD = LoadSnapshot(
     counters=EngineCounters(generation_tokens=50),
 )
 FAR = UpstreamReading(
-    model="far", replica="f0", attempts={"ok": 3}, num_open=1, is_circuit_open=False, held_s=0.0, num_running=7, num_waiting=None
+    model="far",
+    replica="f0",
+    attempts={"ok": 3},
+    left_out={"usage": 2},
+    num_open=1,
+    is_circuit_open=False,
+    held_s=0.0,
+    num_running=7,
+    num_waiting=None,
 )
 
 

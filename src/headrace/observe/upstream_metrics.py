@@ -16,6 +16,7 @@ class UpstreamReading:
     """One foreign server when the page is asked for.
 
     attempts         by result, every result included
+    left_out         malformed fields of its answers that could not be used, every field included
     is_circuit_open  open, or half open
     held_s           seconds for which its rate limit allows nothing new
     num_running, num_waiting  as its own metrics page says; None where it has none that is known
@@ -24,6 +25,7 @@ class UpstreamReading:
     model: str
     replica: str
     attempts: Mapping[str, int]
+    left_out: Mapping[str, int]
     num_open: int
     is_circuit_open: bool
     held_s: float
@@ -45,6 +47,11 @@ class UpstreamCollector(Collector):
         attempts = CounterMetricFamily(
             "headrace_upstream_attempts", "Requests sent to a foreign server by result.", labels=(*LABELS, "result")
         )
+        left_out = CounterMetricFamily(
+            "headrace_upstream_fields_left_out",
+            "Malformed fields beside text, calls and ends of a foreign server's answers, by name.",
+            labels=(*LABELS, "field"),
+        )
         num_open = GaugeMetricFamily("headrace_upstream_requests_open", "Requests under way at a foreign server from here.", labels=LABELS)
         circuit = GaugeMetricFamily("headrace_upstream_circuit_open", "1 while a foreign server gets at most a probe.", labels=LABELS)
         held = GaugeMetricFamily(
@@ -54,10 +61,12 @@ class UpstreamCollector(Collector):
             labels = (reading.model, reading.replica)
             for result, count in reading.attempts.items():
                 attempts.add_metric((*labels, result), count)
+            for field, count in reading.left_out.items():
+                left_out.add_metric((*labels, field), count)
             num_open.add_metric(labels, reading.num_open)
             circuit.add_metric(labels, float(reading.is_circuit_open))
             held.add_metric(labels, reading.held_s)
-        yield from (attempts, num_open, circuit, held)
+        yield from (attempts, left_out, num_open, circuit, held)
 
     def describe(self) -> Iterable[Metric]:
         return ()

@@ -47,6 +47,7 @@ class RecordedEvent(Struct, array_like=True, frozen=True):
     reasoning: str = ""
     tool_calls: list[tuple[int, str | None, str | None, str]] = []
     is_call_cut: bool = False
+    is_filtered: bool = False
 
 
 class WholeAnswer(Struct, array_like=True, frozen=True):
@@ -87,6 +88,7 @@ class WholeAnswer(Struct, array_like=True, frozen=True):
                 reasoning=event.reasoning,
                 tool_calls=[ToolCall(*call) for call in event.tool_calls],
                 is_call_cut=event.is_call_cut,
+                is_filtered=event.is_filtered,
             )
 
 
@@ -123,6 +125,7 @@ class EventRecording:
             event.reasoning,
             [(call.number, call.call_id, call.name, call.arguments) for call in event.tool_calls],
             event.is_call_cut,
+            event.is_filtered,
         )
         self.events.append(recorded)
         return EVENT_BYTES + event.num_bytes

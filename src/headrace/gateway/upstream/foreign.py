@@ -28,6 +28,7 @@ from headrace.gateway.foreign_config import ForeignConfig, named
 from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.upstream.foreign_body import foreign_body
 from headrace.gateway.upstream.foreign_bound import most_prompt_tokens
+from headrace.gateway.upstream.foreign_chunk import SideField
 from headrace.gateway.upstream.foreign_events import EventReader
 from headrace.gateway.upstream.foreign_route import ForeignRoute
 from headrace.gateway.upstream.foreign_server import BROKE, NOT_NOW, AttemptFailed, AttemptResult, ForeignRequest, ForeignServer
@@ -105,6 +106,7 @@ class HttpUpstream:
                 model=self.name,
                 replica=server.name,
                 attempts={result.value: server.results[result] for result in AttemptResult},
+                left_out={field.value: server.left_out[field] for field in SideField},
                 num_open=server.num_open,
                 is_circuit_open=server.breaker.state is not CircuitState.CLOSED,
                 held_s=server.held_s(now),
@@ -301,7 +303,7 @@ class HttpStream:
         route = self._upstream.route(self._request.max_tokens)
         while True:
             server = self._server = route.pick()
-            self._reader = EventReader(self._request.num_sequences)
+            self._reader = EventReader(self._request.num_sequences, self._request.request_id)
             try:
                 await server.attempt(self._request, self._reader, self, counts=server not in route.tried)
                 return

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import Annotated
 
-import msgspec
-from msgspec import Meta, Struct
+from headrace.gateway.upstream.foreign_json import count_of, read_json
 
 MAX_WAIT_S = 3600.0
 """A server that asks for a longer wait is asked again after this many seconds."""
@@ -35,28 +33,14 @@ _MODEL_LABEL = re.compile(r'(?:^|,)\s*(?:model|model_name)="((?:\\.|[^"\\])*)"')
 _PARTS = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
-Limit = Annotated[int, Meta(ge=1, le=2**40)]
-
-
-class _ModelMeta(Struct):
-    n_ctx: Limit | None = None
-
-
-class _ListedModel(Struct):
-    id: str
-    max_model_len: Limit | None = None
-    context_length: Limit | None = None
-    meta: _ModelMeta | None = None
-
-
-class _ModelList(Struct):
-    data: list[_ListedModel]
+MAX_CONTEXT_TOKENS = 2**40
+"""A context that is said to be longer is not believed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
     """A model in a server's list. max_model_len: prompt and output together; None where the list does not say (vLLM, SGLang and Headrace
-    say it as `max_model_len`, OpenRouter as `context_length`, llama.cpp as `meta.n_ctx`)."""
+    say it as `max_model_len`, OpenRouter as `context_length`, llama.cpp as `n_ctx` of `meta`)."""
 
     is_listed: bool
     max_model_len: int | None = None
@@ -71,15 +55,32 @@ class ReportedLoad:
 
 
 def listed_model(body: bytes, name: str) -> ListedModel | None:
-    """What a `GET /v1/models` says of one model; None for a body that is no list of models."""
+    """What a `GET /v1/models` says of one model; None for a body that is no list of models.
+
+    The list stands in `data` or `models`, or is the body; it is null at a server without models. An entry may be a name alone.
+    """
     try:
-        models = msgspec.json.decode(body, type=_ModelList).data
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        models = read_json(body)
+    except ValueError:
+        return None
+    if isinstance(models, dict):
+        place = next((place for place in ("data", "models") if place in models), None)
+        models = (models[place] or []) if place else None
+    if not isinstance(models, list):
         return None
     for model in models:
-        if model.id == name:
-            return ListedModel(True, model.max_model_len or model.context_length or (model.meta.n_ctx if model.meta else None))
+        if model == name:
+            return ListedModel(True)
+        if isinstance(model, dict) and name in (model.get("id"), model.get("name") if "id" not in model else None):
+            return ListedModel(True, _context_tokens(model))
     return ListedModel(False)
+
+
+def _context_tokens(model: Mapping[str, object]) -> int | None:
+    meta = model.get("meta")
+    limits = [model.get("max_model_len"), model.get("context_length"), meta.get("n_ctx") if isinstance(meta, dict) else None]
+    counts = [count for count in map(count_of, limits) if count is not None and 1 <= count <= MAX_CONTEXT_TOKENS]
+    return counts[0] if counts else None
 
 
 def reported_load(page: bytes, name: str) -> ReportedLoad | None:

@@ -21,7 +21,9 @@ from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unav
 from headrace.core.ids import RequestId
 from headrace.gateway.foreign_config import MAX_FOREIGN_CONNECTIONS, ForeignConfig
 from headrace.gateway.http.errors import foreign_overflow
-from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, EventSink, is_context_overflow
+from headrace.gateway.upstream.foreign_chunk import SideField
+from headrace.gateway.upstream.foreign_errors import MAX_ERROR_BYTES, BrokenStream, is_context_overflow
+from headrace.gateway.upstream.foreign_events import EventReader, EventSink
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad, exhausted_s, retry_after_s
 from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
 from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
@@ -110,6 +112,7 @@ class ForeignServer:
     is_reachable  False while the last attempt to connect failed
     listed        what its list of models says; None before it was read
     results       attempts by result
+    left_out      what was malformed in its answers beside text, calls and ends, and could not be used, counted
     """
 
     def __init__(self, model: str, name: str, config: ForeignConfig, session: ForeignSession, *, clock: Clock, unix_time: Clock) -> None:
@@ -124,6 +127,7 @@ class ForeignServer:
         self.is_reachable = True
         self.listed: ListedModel | None = None
         self.results: Counter[AttemptResult] = Counter()
+        self.left_out: Counter[SideField] = Counter()
         self._model = model
         self._clock = clock
         self._unix_time = unix_time
@@ -205,7 +209,7 @@ class ForeignServer:
 
         try:
             async with asyncio.timeout(self.config.first_token_s) as deadline, await self._respond(request) as response:
-                if response.status != 200:
+                if not 200 <= response.status < 300:  # some frameworks answer a POST with 201
                     deadline.reschedule(None)  # the body of an error has a time of its own
                     raise await self._refusal(response, request.request_id)
                 await reader.read(response, sink, deadline=deadline, inter_chunk_s=self.config.inter_chunk_s, on_begun=begin)
@@ -224,6 +228,7 @@ class ForeignServer:
         finally:
             self.num_open -= 1
             self.results[result] += 1
+            self.left_out.update(reader.answer.left_out)
             if result in ANSWERS:
                 self.breaker.succeed(ticket)
             elif result is AttemptResult.ABANDONED or not counts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 from headrace.core.finish import FinishReason
@@ -12,6 +13,15 @@ from headrace.text.logprobs import DecodedLogprobs
 
 TOOL_CALL_BYTES = 256
 """Memory of one piece of a tool call, without its strings."""
+
+CALL_ID_CHARS = 24
+"""Characters of a call's id after "call_", where its format demands no length."""
+
+
+def made_call_id(call_key: str, number: int, num_chars: int | None = None) -> str:
+    """The id of a sequence's call. call_key: what distinguishes its calls from all others;  num_chars: length that the format demands"""
+    digest = blake2b(f"{call_key}/{number}".encode()).hexdigest()
+    return digest[:num_chars] if num_chars else f"call_{digest[:CALL_ID_CHARS]}"
 
 
 class ToolCall(NamedTuple):
@@ -46,6 +56,7 @@ class OutputEvent(NamedTuple):
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     error            beside FinishReason.ERROR: for the operator
     is_call_cut      beside FinishReason.STOP: the client's stop string or stop token ended the output inside a call's arguments
+    is_filtered      beside FinishReason.STOP: the moderation of a foreign server's provider ended the output
     reasoning, tool_calls  what was separated from the text, here (`upstream.output_stage`) or by a foreign server
     """
 
@@ -61,6 +72,7 @@ class OutputEvent(NamedTuple):
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
     is_call_cut: bool = False
+    is_filtered: bool = False
 
     @property
     def text_bytes(self) -> int:
@@ -107,6 +119,7 @@ class OutputEvent(NamedTuple):
             "".join([event.reasoning for event in events]),
             tuple([call for event in events for call in event.tool_calls]),
             last.is_call_cut,
+            last.is_filtered,
         )
 
 

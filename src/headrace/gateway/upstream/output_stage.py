@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from headrace.core.tools import FunctionTool
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
-from headrace.gateway.upstream.output_events import OutputEvent, ToolCall
+from headrace.gateway.upstream.output_events import OutputEvent, ToolCall, made_call_id
 from headrace.text.messages import begun_answer
 from headrace.text.output.delta import CallPiece, ParsedDelta
 from headrace.text.output.format_types import ReasoningFormat, ToolFormat
@@ -19,9 +18,6 @@ from headrace.text.output.model_formats import ModelFormats
 from headrace.text.output.parser import OutputParser
 from headrace.text.output.reasoning_count import ReasoningCount
 from headrace.text.tokenizer import Tokenizer
-
-CALL_ID_CHARS = 24
-"""Characters of a call's id after "call_", where the format demands no length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +99,5 @@ class OutputStage:
         return event._replace(text=delta.text, reasoning=delta.reasoning, tool_calls=calls, is_call_cut=is_cut)
 
     def _tool_call(self, piece: CallPiece) -> ToolCall:
-        call_id = None if piece.name is None else self._call_id(piece.number)
+        call_id = None if piece.name is None else made_call_id(self._call_key, piece.number, self._id_chars)
         return ToolCall(piece.number, call_id, piece.name, piece.arguments)
-
-    def _call_id(self, number: int) -> str:
-        digest = blake2b(f"{self._call_key}/{number}".encode()).hexdigest()
-        return digest[: self._id_chars] if self._id_chars else f"call_{digest[:CALL_ID_CHARS]}"

@@ -59,7 +59,7 @@ class ChoiceOutput:
     logprobs        log-probabilities; a new part begins where the vocabulary of the token ids changes
     tool_pieces     pieces of tool calls, by the call's number
     has_tool_calls  set in a stream too, where tool calls are not collected
-    is_call_cut     as in `OutputEvent`
+    is_call_cut, is_filtered  as in `OutputEvent`
     """
 
     logprobs: list[DecodedLogprobs] = field(default_factory=list)
@@ -70,10 +70,12 @@ class ChoiceOutput:
     tool_pieces: dict[int, list[ToolCall]] = field(default_factory=dict)
     has_tool_calls: bool = False
     is_call_cut: bool = False
+    is_filtered: bool = False
 
     @property
     def finish_word(self) -> str:
-        return finish_word(self.finish or FinishReason.STOP, is_tool_turn=self.has_tool_calls and not self.is_call_cut)
+        is_tool_turn = self.has_tool_calls and not self.is_call_cut
+        return finish_word(self.finish or FinishReason.STOP, is_tool_turn=is_tool_turn, is_filtered=self.is_filtered)
 
     def add(self, event: OutputEvent) -> None:
         self.texts.append(event.text)
@@ -87,7 +89,8 @@ class ChoiceOutput:
             self.has_tool_calls = True
             self.tool_pieces.setdefault(piece.number, []).append(piece)
         if event.finish is not None:
-            self.finish, self.stop_reason, self.is_call_cut = event.finish, event.stop_reason, event.is_call_cut
+            self.finish, self.stop_reason = event.finish, event.stop_reason
+            self.is_call_cut, self.is_filtered = event.is_call_cut, event.is_filtered
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -195,7 +198,7 @@ def context_usage(fitted: Fitted) -> schemas.ContextUsage:
 def finish_part(event: OutputEvent, *, is_tool_turn: bool = False) -> bytes:
     if event.finish is None:
         return b',"finish_reason":null}'
-    word = finish_word(event.finish, is_tool_turn=is_tool_turn)
+    word = finish_word(event.finish, is_tool_turn=is_tool_turn, is_filtered=event.is_filtered)
     return b',"finish_reason":"%s","stop_reason":%s}' % (word.encode(), _encode(event.stop_reason))
 
 
@@ -204,9 +207,11 @@ def whole_finish_part(output: ChoiceOutput) -> bytes:
     return b',"finish_reason":"%b","stop_reason":%b}' % (output.finish_word.encode(), _encode(output.stop_reason))
 
 
-def finish_word(finish: FinishReason, *, is_tool_turn: bool) -> str:
+def finish_word(finish: FinishReason, *, is_tool_turn: bool, is_filtered: bool) -> str:
     """OpenAI's finish_reason. A sequence that stopped after complete tool calls waits for the tools' answers: tool_calls."""
-    return "tool_calls" if is_tool_turn and finish is FinishReason.STOP else FINISH_WORDS[finish]
+    if finish is not FinishReason.STOP:
+        return FINISH_WORDS[finish]
+    return "content_filter" if is_filtered else "tool_calls" if is_tool_turn else FINISH_WORDS[finish]
 
 
 def around_choices(answer: Struct) -> tuple[bytes, bytes]:

@@ -1,0 +1,220 @@
+"""Pieces of calls as a foreign server sends them -> pieces of distinct calls, each with a number, one id and one name.
+
+Servers tell parallel calls apart in their own ways: by index, by id, by both, or by nothing but a further name. Some give all calls the
+index 0, some an id to every piece or to none, some repeat name and id in every piece. What decides where these do not is the arguments:
+nothing can follow a JSON text that is complete, so a name that follows begins another call. Clients get id and name of a call once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from headrace.gateway.upstream.foreign_chunk import SentCall
+from headrace.gateway.upstream.foreign_errors import BrokenStream
+from headrace.gateway.upstream.foreign_json import SplitText
+from headrace.gateway.upstream.output_events import ToolCall, made_call_id
+
+MAX_CALLS = 4096
+"""Most calls of one sequence, and most indices that a server may give them."""
+
+NO_ARGUMENTS = "{}"
+
+_MARKS = re.compile(r'[{}\[\]"\\]')
+
+
+class JsonEnd:
+    """Whether a JSON text that comes in pieces is complete. Brackets and quotes alone are read: the text may be no JSON."""
+
+    __slots__ = ("_depth", "_is_escaped", "_is_in_string", "has_text")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_escaped = self._is_in_string = self.has_text = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.has_text and self._depth <= 0 and not self._is_in_string
+
+    def add(self, piece: str) -> None:
+        if not piece:
+            return
+        begin = 1 if self._is_escaped else 0
+        self._is_escaped = False
+        self.has_text = self.has_text or not piece.isspace()
+        for match in _MARKS.finditer(piece):
+            if match.start() < begin:
+                continue  # behind a backslash
+            if match[0] == "\\":
+                begin = match.end() + 1
+                self._is_escaped = match.end() == len(piece)
+            elif match[0] == '"':
+                self._is_in_string = not self._is_in_string
+            elif not self._is_in_string:
+                self._depth += 1 if match[0] in "{[" else -1
+
+
+class _Piece(NamedTuple):
+    sent_index: int | None
+    sent_id: str | None
+    name: str | None
+    arguments: str
+
+    @classmethod
+    def of(cls, sent: SentCall) -> _Piece:
+        """The piece, with None for an index that is none, and for an empty id or name."""
+        index = sent.index if sent.index is not None and sent.index >= 0 else None
+        function = sent.function
+        if function is None:
+            return cls(index, sent.id or None, sent.name or None, sent.arguments or "")
+        return cls(index, sent.id or None, function.name or sent.name or None, function.arguments or sent.arguments or "")
+
+    @property
+    def has_arguments(self) -> bool:
+        return self.arguments != "" and not self.arguments.isspace()
+
+
+class _Call:
+    """One call so far.
+
+    call_id      what the client gets;  sent_id  what the server says, if anything
+    is_begun, is_named  the client has its id, and its name
+    end          of the arguments;  only_piece  hash of arguments that came in one piece
+    is_held      the arguments are NO_ARGUMENTS so far, and not given yet: some servers send them in place of the real ones, which follow
+    is_repeated  its name came again after complete arguments, without any: arguments that follow are another call's
+    """
+
+    __slots__ = ("call_id", "end", "is_begun", "is_held", "is_named", "is_repeated", "name", "number", "only_piece", "sent_id", "text")
+
+    def __init__(self, number: int, call_id: str, piece: _Piece, name: str | None) -> None:
+        self.number, self.call_id, self.sent_id, self.name = number, call_id, piece.sent_id, name
+        self.text, self.end = SplitText(), JsonEnd()
+        self.is_begun = self.is_named = self.is_held = self.is_repeated = False
+        self.only_piece: int | None = None
+
+    def is_same(self, piece: _Piece) -> bool:
+        """Whether the server gives the piece this call's id."""
+        return piece.sent_id is not None and piece.sent_id == self.sent_id
+
+    def is_followed_by(self, piece: _Piece, *, is_listed: bool) -> bool:
+        """Whether a piece in this call's place begins another call. is_listed: a piece with a name in the same list is of this call"""
+        is_named = piece.name is not None
+        if self.end.is_complete and piece.has_arguments:
+            if self.is_held and (self.is_same(piece) or not (is_named or self.is_repeated)):
+                return False
+            return (is_named or self.is_repeated) and not self.is_again(piece)
+        if not is_named or self.name is None or self.is_same(piece):
+            return False
+        return is_listed or self._has_other_id(piece) or piece.name != self.name
+
+    def is_again(self, piece: _Piece) -> bool:
+        """Whether the piece is the whole call once more."""
+        return self.is_same(piece) and hash(piece.arguments) == self.only_piece
+
+    def _has_other_id(self, piece: _Piece) -> bool:
+        return None not in (piece.sent_id, self.sent_id) and piece.sent_id != self.sent_id
+
+    def add(self, piece: _Piece) -> ToolCall | None:
+        """What the piece adds; None for nothing."""
+        self.sent_id = self.sent_id or piece.sent_id
+        self.name = self.name or piece.name
+        call_id, name = None if self.is_begun else self.call_id, None if self.is_named else self.name
+        self.is_begun, self.is_named = True, self.name is not None
+        text = self._added_text(piece)
+        return ToolCall(self.number, call_id, name, text) if call_id or name or text else None
+
+    def _added_text(self, piece: _Piece) -> str:
+        if self.end.is_complete and not piece.has_arguments:
+            self.is_repeated = self.is_repeated or piece.name is not None
+        elif self.end.is_complete and self.is_again(piece):
+            return ""
+        elif not self.end.has_text and piece.arguments.strip() == NO_ARGUMENTS:
+            self.is_held = True
+        elif self.is_held:
+            self.is_held, self.end = False, JsonEnd()
+        is_first = not self.end.has_text
+        self.end.add(piece.arguments)
+        if is_first and self.end.is_complete:
+            self.only_piece = hash(piece.arguments)
+        return "" if self.is_held else self.text.push(piece.arguments)
+
+    def rest(self, *, is_whole: bool) -> str:
+        """The arguments that were not given yet. is_whole: the output was not cut off, so that a call without arguments has none"""
+        if self.is_held or (is_whole and not self.end.has_text):
+            return NO_ARGUMENTS
+        return self.text.rest()
+
+
+class CallPieces:
+    """The calls of one sequence."""
+
+    def __init__(self, key: str) -> None:
+        """key: what distinguishes this sequence's calls from all others: ids are made of it where the server gives none"""
+        self._key = key
+        self._calls: list[_Call] = []
+        self._call_ids: set[str] = set()
+        self._index_to_call: dict[int, _Call] = {}
+        self._id_to_call: dict[str, _Call] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the arguments of a call are not complete."""
+        return not all(call.end.is_complete for call in self._calls)
+
+    def read(self, sent: Iterable[SentCall]) -> list[ToolCall]:
+        """What the pieces of one list add. Raises BrokenStream for too many calls."""
+        listed: set[int] = set()
+        found = []
+        for piece in map(_Piece.of, sent):
+            if not (piece.sent_id or piece.name or piece.arguments):
+                continue  # some servers end with an empty piece
+            call = self._call_of(piece, listed)
+            if piece.name:
+                listed.add(call.number)
+            if (added := call.add(piece)) is not None:
+                found.append(added)
+        return found
+
+    def finish(self, *, is_whole: bool) -> list[ToolCall]:
+        """What is left to give at the end, see `_Call.rest`. Raises BrokenStream for a call without a name."""
+        if not all(call.name for call in self._calls):
+            raise BrokenStream("a call has no name")
+        return [ToolCall(call.number, None, None, rest) for call in self._calls if (rest := call.rest(is_whole=is_whole))]
+
+    def _call_of(self, piece: _Piece, listed: set[int]) -> _Call:
+        """The call to which the piece belongs, which it may begin. listed: numbers of calls that have a name in the same list"""
+        call = self._known_call(piece)
+        if call is None or call.is_followed_by(piece, is_listed=call.number in listed):
+            call = self._begin(piece, piece.name or (call.name if call is not None else None))
+        if piece.sent_index is not None:
+            self._index_to_call[piece.sent_index] = call
+        if piece.sent_id is not None and call.sent_id in (None, piece.sent_id):
+            self._id_to_call.setdefault(piece.sent_id, call)
+        if len(self._calls) > MAX_CALLS or len(self._index_to_call) > MAX_CALLS:
+            raise BrokenStream(f"it has more than {MAX_CALLS} calls")
+        return call
+
+    def _known_call(self, piece: _Piece) -> _Call | None:
+        """The call in whose place the piece stands: that of its index, or of its id where the index says nothing, or the last one."""
+        last = self._calls[-1] if self._calls else None
+        by_id = None if piece.sent_id is None else self._id_to_call.get(piece.sent_id)
+        if piece.sent_index is None:
+            return by_id or last
+        by_index = self._index_to_call.get(piece.sent_index)
+        if by_index is None and piece.name is None and by_id is not None:
+            return by_id
+        if by_index is None:
+            is_new = piece.name is not None or piece.sent_id is not None or last is None or last.end.is_complete
+            return None if is_new else last
+        is_shared = by_id is not None and piece.name is None and not by_index.is_same(piece)
+        return by_id if is_shared else by_index
+
+    def _begin(self, piece: _Piece, name: str | None) -> _Call:
+        number, call_id = len(self._calls), piece.sent_id
+        if call_id is None or call_id in self._call_ids:
+            call_id = made_call_id(self._key, number)
+        call = _Call(number, call_id, piece, name)
+        self._calls.append(call)
+        self._call_ids.add(call_id)
+        return call

@@ -1,0 +1,61 @@
+"""What a foreign server's errors say, as far as it is in a known form. None of their words reaches a client or the log."""
+
+from __future__ import annotations
+
+from headrace.gateway.upstream.foreign_json import integer_of, read_json
+
+MAX_ERROR_BYTES = 64 << 10
+"""Most bytes read of an error's body. Only its code is used."""
+
+CONTEXT_OVERFLOW = ("maximum context length", "maximum model length", "longer than the model's context length")
+"""Words in the messages of vLLM and SGLang, which have no code of their own for it, that say that a prompt is too long."""
+
+LLAMA_CPP_OVERFLOW = "exceed_context_size_error"
+"""The type of llama.cpp's error for a prompt that is too long."""
+
+
+class BrokenStream(Exception):
+    """The server's bytes are not a complete answer. The message says what was wrong and never quotes them.
+
+    code         the HTTP status that an error event names: vLLM and SGLang refuse some requests only so, behind a status of 200
+    is_overflow  an error event says that the prompt is too long
+    """
+
+    def __init__(self, message: str, *, code: int | None = None, is_overflow: bool = False) -> None:
+        super().__init__(message)
+        self.code, self.is_overflow = code, is_overflow
+
+
+def says_something(value: object) -> bool:
+    """Whether an `error` field says that there is one: some servers send it empty, or with empty fields, beside each piece of an answer."""
+    return any(value.values()) if isinstance(value, dict) else bool(value)
+
+
+def is_context_overflow(body: bytes) -> bool:
+    """Whether an error's body says that the prompt is too long. Its message is compared and not shown."""
+    return sent_error(body).is_overflow
+
+
+def sent_error(body: bytes) -> BrokenStream:
+    """What an error's JSON says, as far as it is in a known form."""
+    message = "it ended with an error"
+    try:
+        error = _error_fields(read_json(body))
+    except ValueError:
+        return BrokenStream(message)
+    code, words = error.get("code"), error.get("message")
+    is_known = code == "context_length_exceeded" or error.get("type") == LLAMA_CPP_OVERFLOW
+    is_overflow = is_known or (isinstance(words, str) and any(known in words for known in CONTEXT_OVERFLOW))
+    return BrokenStream(message, code=integer_of(code), is_overflow=is_overflow)
+
+
+def _error_fields(value: object) -> dict[str, object]:
+    """The fields of an error in OpenAI's form, with a text in place of its object, in vLLM's older form without `error`, or in a list."""
+    if isinstance(value, list) and value:
+        value = value[0]
+    if not isinstance(value, dict):
+        return {}
+    error = value.get("error")
+    if isinstance(error, dict):
+        return error
+    return {**value, "message": error} if isinstance(error, str) else value

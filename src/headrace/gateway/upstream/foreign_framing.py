@@ -1,0 +1,119 @@
+"""Bytes of a foreign server's answer, in pieces of any size -> the data of its events. What the data says is not looked at.
+
+Read are event streams as their standard has them, and as servers write them: without the space, without blank lines between events, with
+any line ends, in upper case. A body of bare JSON is read too: a whole answer in one document, or a chunk in each line.
+"""
+
+from __future__ import annotations
+
+from headrace.gateway.upstream.foreign_json import BYTE_ORDER_MARK
+
+MAX_EVENT_BYTES = 1 << 20
+"""Most bytes of one event, and of a whole answer in one document."""
+
+DONE = b"[DONE]"
+
+NOTHING = (b"ping", b"heartbeat", b"keepalive", b"keep-alive", b"keep_alive")
+"""Names of events that only keep a connection open."""
+
+Frame = tuple[bytes, bytes]
+"""An event: its name, in lower case and empty for most, and its data: DONE, or anything."""
+
+
+class EventFraming:
+    """One body. fault: why no more of it can be read; empty: it can"""
+
+    def __init__(self, *, is_event_stream: bool) -> None:
+        """is_event_stream: the server says so; else a line that is neither a field of an event nor JSON is a fault"""
+        self.fault = ""
+        self._is_event_stream = is_event_stream
+        self._line = bytearray()
+        self._data = bytearray()
+        self._name = b""
+        self._has_begun = self._is_document = self._ends_in_brace = self._ends_in_return = False
+
+    def push(self, piece: bytes) -> list[Frame]:
+        """The events that end in `piece`."""
+        found: list[Frame] = []
+        if b"\r" in piece or self._ends_in_return:
+            piece = self._with_line_feeds(piece)
+        complete, mark, rest = piece.rpartition(b"\n")
+        if mark:
+            if self._line:
+                complete = bytes(self._line) + complete
+                self._line.clear()
+            for line in complete.split(b"\n"):
+                self._read_line(line, found)
+        self._line += rest
+        if len(self._line) + len(self._data) > MAX_EVENT_BYTES:
+            self.fault = self.fault or f"an event is longer than {MAX_EVENT_BYTES} bytes"
+        return found
+
+    def end(self) -> list[Frame]:
+        """The last event, behind which some servers write no line end."""
+        found: list[Frame] = []
+        self._read_line(bytes(self._line), found)
+        self._end_event(found)
+        return found
+
+    def _with_line_feeds(self, piece: bytes) -> bytes:
+        """The piece with line feeds for all line ends. A pair of return and feed may be cut in two."""
+        if self._ends_in_return:
+            piece = piece.removeprefix(b"\n")
+        self._ends_in_return = piece.endswith(b"\r")
+        return piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+    def _read_line(self, line: bytes, found: list[Frame]) -> None:
+        if self.fault:
+            return
+        if not self._has_begun:
+            self._has_begun, line = True, line.removeprefix(BYTE_ORDER_MARK)
+        if line.startswith(b"data:"):
+            self._read_data(line[5:], found)
+        elif not line or line.isspace():
+            if not self._is_document:
+                self._end_event(found)
+        else:
+            self._read_field(line, found)
+
+    def _read_field(self, line: bytes, found: list[Frame]) -> None:
+        field, _, value = line.partition(b":")
+        field = field.strip().lower()
+        if field == b"data":
+            self._read_data(value, found)
+        elif self._is_document or (not self._data and line.lstrip()[:1] in (b"{", b"[")):
+            self._add(line, found, is_document=True)
+        elif field == b"event":
+            self._name = value.strip().lower()
+        elif field not in (b"", b"id", b"retry") and not self._is_event_stream:
+            self.fault = "it is no event stream"
+
+    def _read_data(self, value: bytes, found: list[Frame]) -> None:
+        value = value.removeprefix(b" ")
+        if value.startswith(b"data:"):  # wrapped twice
+            value = value[5:].lstrip()
+        if self._is_document:
+            self._end_event(found)
+        self._add(value, found, is_document=False)
+
+    def _add(self, value: bytes, found: list[Frame], *, is_document: bool) -> None:
+        """Add a line of data. Between `}` and `{` of one JSON text there is a comma: where none is, a further event begins."""
+        if value[:1] != b"{" and value.strip(b" \t\"'").upper() == DONE:
+            self._end_event(found)
+            found.append((b"", DONE))
+            return
+        if self._data:
+            if self._ends_in_brace and value.lstrip()[:1] == b"{":
+                self._end_event(found)
+            self._data += b"\n"
+        self._is_document, self._ends_in_brace = is_document, value.rstrip()[-1:] == b"}"
+        self._data += value
+        if len(self._data) > MAX_EVENT_BYTES:
+            self.fault = f"an event is longer than {MAX_EVENT_BYTES} bytes"
+
+    def _end_event(self, found: list[Frame]) -> None:
+        data, name = bytes(self._data).strip(), self._name
+        self._data.clear()
+        self._name, self._is_document = b"", False
+        if data and name not in NOTHING:
+            found.append((name, data))

@@ -1,0 +1,277 @@
+"""Pieces of an answer in other forms than the usual one -> the types of `foreign_chunk`.
+
+Strict is what the answer needs: its text, its calls, how it ended. A form of these that has one reading is read; any other one breaks the
+answer, by name. Everything beside them is used where it is well formed, and left out and counted where it is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from headrace.gateway.upstream.foreign_chunk import (
+    AnswerPiece,
+    ChosenToken,
+    CompletionDetails,
+    GroqFields,
+    PromptDetails,
+    SentCall,
+    SentChoice,
+    SentDelta,
+    SentFunction,
+    SentLogprobs,
+    SentToken,
+    SideField,
+    UsageCounts,
+    decode_chunk,
+    text_in,
+)
+from headrace.gateway.upstream.foreign_errors import BrokenStream
+from headrace.gateway.upstream.foreign_finish import MAX_WORD_CHARS
+from headrace.gateway.upstream.foreign_json import count_of, integer_of, number_of, read_json, whole_text
+
+Fields = dict[str, object]
+
+TEXT_PARTS = ("text", "output_text", "text_delta", "refusal", None)
+"""Types of the parts of a content that are text of the answer. Some servers name no type."""
+
+REASONING_PARTS = ("thinking", "reasoning", "reasoning_text", "reasoning_content", "summary_text", "thinking_delta", "thought")
+"""Types of those that are reasoning."""
+
+_Read = TypeVar("_Read")
+
+
+class PieceReader:
+    """Reads the pieces of one answer. left_out: what was malformed beside the answer and could not be used, counted"""
+
+    def __init__(self) -> None:
+        self.left_out: Counter[SideField] = Counter()
+
+    def read(self, data: bytes) -> AnswerPiece:
+        """Raises BrokenStream where text, calls or choices cannot be read, and for what is no JSON object."""
+        try:
+            return decode_chunk(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass
+        try:
+            value = read_json(data)
+            if isinstance(value, list) and len(value) == 1:
+                value = value[0]
+            if value is not None and not isinstance(value, dict):
+                raise BrokenStream("an event is no chunk of an answer")
+            return self._piece(value or {})
+        except (ValueError, RecursionError):
+            raise BrokenStream("an event is no JSON") from None
+
+    def _piece(self, value: Fields) -> AnswerPiece:
+        groq = value.get("x_groq")
+        kind = value.get("object")
+        return AnswerPiece(
+            choices=[self._choice(each) for each in _objects(value.get("choices"), "choice")],
+            usage=self._usage(value.get("usage")),
+            x_groq=GroqFields(self._usage(groq.get("usage"))) if isinstance(groq, dict) else None,
+            prompt_eval_count=count_of(value.get("prompt_eval_count")),
+            eval_count=count_of(value.get("eval_count")),
+            error=value.get("error"),
+            object=kind if isinstance(kind, str) else None,
+        )
+
+    def _choice(self, value: Fields) -> SentChoice:
+        delta = self._delta(value.get("delta"), "delta")
+        return SentChoice(
+            index=self._side(SideField.INDEX, value.get("index"), integer_of),
+            delta=delta,
+            message=self._message(value.get("message"), is_beside=delta is not None),
+            text=None if delta is not None and delta.content else self._content(value.get("text"))[0],
+            finish_reason=_finish_word(value.get("finish_reason")),
+            stop_reason=self._side(SideField.STOP_REASON, value.get("stop_reason"), _stop_reason),
+            logprobs=self._side(SideField.LOGPROBS, value.get("logprobs") or None, _logprobs),
+            usage=self._usage(value.get("usage")),
+        )
+
+    def _message(self, value: object, *, is_beside: bool) -> SentDelta | None:
+        """is_beside: a delta is there too, so that the answer does not need it"""
+        try:
+            return self._delta(value, "message")
+        except BrokenStream:
+            if not is_beside:
+                raise
+        self.left_out[SideField.CONTENT_PART] += 1
+        return None
+
+    def _delta(self, value: object, name: str) -> SentDelta | None:
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise BrokenStream(f"a {name} is no object")
+        text, thought = self._content(value.get("content"))
+        names = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
+        reasoning = next((found for name in names if (found := self._side(SideField.REASONING, value.get(name) or None, text_in))), None)
+        calls = [self._call(each) for each in _objects(value.get("tool_calls"), "call")]
+        function = _function(value.get("function_call"))
+        refusal = value.get("refusal") or None  # some servers have false where there is none
+        return SentDelta(
+            content=text,
+            refusal=self._side(SideField.REFUSAL, refusal, text_in),
+            reasoning_content=reasoning or thought,
+            tool_calls=calls,
+            function_call=function,
+        )
+
+    def _side(self, field: SideField, value: object, read: Callable[[object], _Read]) -> _Read | None:
+        """What `read` makes of a value beside the answer. None, and counted, where it makes nothing of it."""
+        if value is None:
+            return None
+        found = read(value)
+        if found is None:
+            self.left_out[field] += 1
+        return found
+
+    def _content(self, value: object) -> tuple[str | None, str | None]:
+        """Text and reasoning of a content: a string, or parts, of which unknown ones are left out. Raises BrokenStream for other forms."""
+        if value is None or isinstance(value, str):
+            return value, None
+        text, reasoning = "", ""
+        for part in _parts(value):
+            kind = part.get("type")
+            found = text_in(part if kind != "refusal" else part.get("refusal"))
+            if kind in TEXT_PARTS and (found is not None or kind is not None):
+                text += _needed_text(part, found)
+            elif kind in REASONING_PARTS and found is not None:
+                reasoning += found
+            else:
+                self.left_out[SideField.REASONING if kind in REASONING_PARTS else SideField.CONTENT_PART] += 1
+        return text or None, reasoning or None
+
+    def _call(self, value: Fields) -> SentCall:
+        function = _function(value.get("function")) or _function(value) or SentFunction()
+        return SentCall(
+            name=function.name,
+            arguments=function.arguments,
+            index=self._side(SideField.INDEX, value.get("index"), integer_of),
+            id=self._side(SideField.CALL_ID, value.get("id"), lambda sent: whole_text(sent) if isinstance(sent, str) else None),
+        )
+
+    def _usage(self, value: object) -> UsageCounts | None:
+        if not value:
+            return None
+        if not isinstance(value, dict):
+            self.left_out[SideField.USAGE] += 1
+            return None
+        return UsageCounts(
+            prompt_tokens=self._count(value, "prompt_tokens"),
+            completion_tokens=self._count(value, "completion_tokens"),
+            input_tokens=self._count(value, "input_tokens"),
+            output_tokens=self._count(value, "output_tokens"),
+            prompt_tokens_details=PromptDetails(self._count(value.get("prompt_tokens_details"), "cached_tokens")),
+            completion_tokens_details=CompletionDetails(self._count(value.get("completion_tokens_details"), "reasoning_tokens")),
+        )
+
+    def _count(self, value: object, name: str) -> int | None:
+        counts = self._side(SideField.USAGE, value, lambda each: each if isinstance(each, dict) else None)
+        return None if counts is None else self._side(SideField.USAGE, counts.get(name), count_of)
+
+
+def _objects(value: object, name: str) -> list[Fields]:
+    """The objects of a list. Some servers write a single one without the list; PHP has numbered ones in an object. Raises BrokenStream."""
+    if not value:
+        return []
+    listed = value
+    if isinstance(value, dict):
+        listed = list(value.values()) if all(key.isdecimal() for key in value) else [value]
+    if not isinstance(listed, list):
+        raise BrokenStream(f"the {name}s are no list")
+    given = [each for each in listed if each is not None]
+    found = [each for each in given if isinstance(each, dict)]
+    if len(found) < len(given):
+        raise BrokenStream(f"a {name} is no object")
+    return found
+
+
+def _parts(value: object) -> list[Fields]:
+    """The parts of a content. Raises BrokenStream."""
+    listed = [value] if isinstance(value, dict) else value
+    if not isinstance(listed, list):
+        raise BrokenStream("a content is no text")
+    return _objects([{"text": each} if isinstance(each, str) else each for each in listed], "part of a content")
+
+
+def _needed_text(part: Fields, found: str | None) -> str:
+    """The text of a part that must have one, where it has anything. Raises BrokenStream."""
+    if found is None and part.get("text") is not None:
+        raise BrokenStream("a content is no text")
+    return found or ""
+
+
+def _function(value: object) -> SentFunction | None:
+    """Raises BrokenStream for a name that is no text, and for arguments that are neither text nor a JSON value that can be."""
+    if not value:
+        return None
+    if not isinstance(value, dict):
+        raise BrokenStream("a function is no object")
+    name = value.get("name")
+    if not isinstance(name, str | None):
+        raise BrokenStream("a function's name is no text")
+    return SentFunction(None if name is None else whole_text(name), _arguments(value.get("arguments")))
+
+
+def _arguments(value: object) -> str | None:
+    """Arguments as JSON text, which some servers send as the object itself. PHP writes an empty object as an empty list."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, dict | list):
+        return json.dumps(value or {}, ensure_ascii=False)
+    raise BrokenStream("a call's arguments are no object")
+
+
+def _finish_word(value: object) -> str | None:
+    """A finish reason, which SGLang writes as an object in one of its interfaces; what is no word stands for itself."""
+    if isinstance(value, dict):
+        value = value.get("type")
+    if value is None or value is False or isinstance(value, str):
+        return whole_text(value) if value else None
+    return json.dumps(value)[:MAX_WORD_CHARS]
+
+
+def _stop_reason(value: object) -> int | str | None:
+    if isinstance(value, str):
+        return whole_text(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63 else None
+
+
+def _logprobs(value: object) -> SentLogprobs | None:
+    """All entries of a piece, or none: tokens without their neighbours have no place in the text."""
+    if not isinstance(value, dict):
+        return None
+    content = value.get("content")
+    if content is None:
+        return SentLogprobs()
+    if not isinstance(content, list):
+        return None
+    entries = [_chosen(each) for each in content]
+    found = [each for each in entries if each is not None]
+    return SentLogprobs(found) if len(found) == len(entries) else None
+
+
+def _chosen(value: object) -> ChosenToken | None:
+    token = _token(value)
+    if token is None or not isinstance(value, dict):
+        return None
+    top = value.get("top_logprobs")
+    tops = [each for each in map(_token, top) if each is not None] if isinstance(top, list) else []
+    return ChosenToken(token.token, token.logprob, token.bytes, tops)
+
+
+def _token(value: object) -> SentToken | None:
+    """A token with its log-probability, which may be minus infinity. Its bytes are left out where they are none."""
+    if not isinstance(value, dict):
+        return None
+    token, logprob, raw = value.get("token"), number_of(value.get("logprob")), value.get("bytes")
+    if not isinstance(token, str) or logprob is None:
+        return None
+    is_bytes = isinstance(raw, list) and all(type(each) is int and 0 <= each <= 255 for each in raw)
+    return SentToken(whole_text(token), logprob, raw if is_bytes else None)
