@@ -40,6 +40,12 @@ def test_what_is_fine_comes_through_unchanged(value: dict[str, Any], ascii_only:
         assert found == value
 
 
+def test_a_byte_order_mark_at_the_beginning_alone_is_left_out() -> None:
+    assert decode_object(b'\xef\xbb\xbf{"a": 1}', Caps()) == {"a": 1}
+    with pytest.raises(InvalidRequest, match="valid JSON"):
+        decode_object(b'\xef\xbb\xbf\xef\xbb\xbf{"a": 1}', Caps())
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_or_an_object(body: bytes) -> None:
     with suppress(HeadraceError):

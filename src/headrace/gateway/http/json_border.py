@@ -22,6 +22,9 @@ from headrace.gateway.http.errors import UnsupportedMediaType
 # A string is skipped as a whole; no alternation per character keeps it linear.
 _STRING_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{},:]', re.DOTALL)
 _ESCAPED = b"\\u"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Left out where a body begins with it, as RFC 8259 (8.1) allows: .NET and PowerShell write one."""
+
 MAX_KEY_CHARS = 80
 """Characters of a client's key that an error shows."""
 
@@ -43,6 +46,7 @@ def decode_object(body: bytes, caps: Caps) -> dict[str, object]:
 
     The parser holds the GIL from its first byte to its last. A body that would take it long is refused before, by a scan that does not.
     """
+    body = body.removeprefix(BYTE_ORDER_MARK)
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
