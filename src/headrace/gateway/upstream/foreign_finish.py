@@ -29,7 +29,7 @@ RUNNING = _words("null none unspecified not_finished in_progress running generat
 
 STOPPED = _words(
     "stop stopped eos eos_token end_of_sequence end_of_turn end_of_text end_turn eot eom end ended",
-    "stop_sequence stop_string stop_str stop_word stop_token stop_criteria_met",
+    "stop_sequence stop_sequences stop_string stop_str stop_word stop_words stop_token stop_tokens stop_criteria_met",
     "normal natural complete completed done finish finished final success succeeded",
 )
 CALLED = _words("tool_calls tool_call tool_use tool_uses function_call function_calls")
