@@ -414,6 +414,15 @@ def test_an_end_that_is_never_named_is_one_after_usage_and_done(word: Any) -> No
         read(counted(), DONE)
 
 
+def test_an_end_that_a_whole_answer_does_not_name_is_one_with_usage() -> None:
+    whole = {"choices": [{"message": {"content": "Hel"}}], "usage": {"prompt_tokens": 7}}
+    assert read(whole).whole.finish is FinishReason.STOP
+    with pytest.raises(BrokenStream):
+        read({"choices": whole["choices"]})
+    with pytest.raises(BrokenStream):
+        read(whole, whole)  # these are pieces, and more of them may be missing
+
+
 def test_a_server_that_names_an_end_in_every_piece_has_ended_where_it_says_so_otherwise() -> None:
     chunks = [delta("stop", content=part) | {"usage": {"prompt_tokens": 7}} for part in ("one ", "two ", "three")]
     assert read(*chunks, DONE).whole.text == "one two three"

@@ -27,7 +27,7 @@ class _Output:
 
     has_tokens  any output was given
     has_text, has_reasoning, has_calls  deltas gave it: a message that comes too says it again
-    is_whole    it came as a message, which a server writes at the end
+    is_whole    all of it came as one message, which a server writes at the end
     ending      the end that the server named last
     is_sure     nothing else has to say that this is the end;  is_revoked: output followed an end;  is_over: the end was given
     """
@@ -53,7 +53,7 @@ class _Output:
         self.has_calls = self.has_calls or bool(calls)
         if message is None:
             return text, reasoning, calls
-        self.is_whole = choice.delta is None
+        self.is_whole = choice.delta is None and not self.has_tokens
         return (
             text if self.has_text else message.content or message.refusal or "",
             reasoning if self.has_reasoning else message.any_reasoning,
