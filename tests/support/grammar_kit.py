@@ -15,7 +15,6 @@ from headrace.bundled import bundled_path
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.engine.grammar import vetting_host
 from headrace.engine.grammar.compiling import compile_grammar
-from headrace.engine.grammar.sources import check_source
 from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
 from headrace.text.tokenizer import Tokenizer
 
@@ -63,8 +62,7 @@ def lark(source: str) -> Grammar:
 
 
 def compiled(grammar: Grammar) -> LLMatcher:
-    """Checked and compiled, as vetting does. Raises InvalidRequest."""
-    check_source(grammar)
+    """Compiled. Raises InvalidRequest."""
     return compile_grammar(trie(), grammar)
 
 

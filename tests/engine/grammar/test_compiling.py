@@ -176,7 +176,7 @@ REFUSED = [
     (schema('{"items":' * 3000 + "{}" + "}" * 3000), f"at most {MAX_JSON_DEPTH} levels"),
     (schema('{"items":' * MAX_JSON_DEPTH + "{}" + "}" * MAX_JSON_DEPTH), f"at most {MAX_JSON_DEPTH} levels"),
     (schema('{"x-guidance":{"lenient":true}}'), 'the keywords of JSON Schema, got "x-guidance"'),
-    (schema('{"type":"object","unevaluatedProperties":false}'), 'that are supported, got "unevaluatedProperties"'),
+    (schema('{"type":"object","dependentRequired":{"a":["b"]}}'), 'that are supported, got "dependentRequired"'),
     (schema('{"type":"string","format":"idn-email"}'), 'a format of JSON Schema that is supported, got "idn-email"'),
     (schema('{"oneOf":[{"type":"object"},{"type":"object","required":["a"]}]}'), "Use anyOf"),
     (schema('{"$ref":"https://example.com/a.json"}'), 'a part of the same schema, got "https://example.com/a.json". Put what'),

@@ -10,7 +10,7 @@ from grammar_kit import lark, regex, schema
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar
-from headrace.engine.grammar.sources import check_source
+from headrace.engine.grammar.sources import llguidance_source
 
 pytestmark = pytest.mark.pure
 
@@ -35,7 +35,7 @@ def nested(leaf: dict[str, Any]) -> Grammar:
 )
 def test_a_count_beyond_the_lexers_states_is_refused_with_its_limit_and_its_value(grammar: Grammar, said: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        check_source(grammar)
+        llguidance_source(grammar, {})
     assert said in str(refused.value)
 
 
@@ -51,4 +51,4 @@ def test_a_count_beyond_the_lexers_states_is_refused_with_its_limit_and_its_valu
     ],
 )
 def test_what_only_looks_like_a_count_is_let_pass(grammar: Grammar) -> None:
-    check_source(grammar)
+    llguidance_source(grammar, {})

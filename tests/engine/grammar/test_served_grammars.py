@@ -89,13 +89,13 @@ def test_an_end_token_that_alone_is_allowed_ends_the_output_before_min_tokens(en
 def test_a_grammar_that_vetting_refuses_is_a_rejected_request_and_neighbours_go_on(engine: RealEngine) -> None:
     answered(
         engine,
-        asked("bad", schema('{"type":"object","unevaluatedProperties":false}'), n=4),
+        asked("bad", schema('{"type":"object","dependentRequired":{"a":["b"]}}'), n=4),
         asked("huge", lark("start: " + " | ".join(f"/[a-z]*{i}/" for i in range(2000)))),
         asked("good", BOUNDED),
     )
     assert isinstance(engine.refused["bad"], InvalidRequest)
     assert engine.refused["bad"].field == "grammar"
-    assert "unevaluatedProperties" in str(engine.refused["bad"])
+    assert "dependentRequired" in str(engine.refused["bad"])
     assert "masks stay within their limits" in str(engine.refused["huge"])
     assert not [key for key in engine.finish if key[0] in ("bad", "huge")], "nothing is said of their sequences"
     assert engine.finish["good", 0] is FinishReason.STOP

@@ -38,16 +38,7 @@ def compile_grammar(trie: TokenTrie, grammar: Grammar) -> LLMatcher:
 
 
 def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
-    """Why llguidance does not compile a grammar, by the name of what is not supported where it says that."""
-    if keywords := re.search(r"Unimplemented keys: \[(.*?)\]", reason):
-        names = keywords[1].replace('"', "")
-        return InvalidRequest("grammar", "keywords of JSON Schema that are supported", names, "Leave them out.")
-    if unknown := re.search(r"Unknown format: (\S+)", reason):
-        return InvalidRequest("grammar", "a format of JSON Schema that is supported", unknown[1], "Leave it out, or use pattern.")
-    if elsewhere := re.search(r"Resource '(.*?)' is not present in a registry", reason):
-        return InvalidRequest("grammar", "a $ref to a part of the same schema", elsewhere[1], "Put what it refers to under $defs.")
-    if "oneOf constraints are not supported" in reason:
-        return InvalidRequest("grammar", "a oneOf whose branches visibly exclude each other", remedy="Use anyOf.")
+    """Why llguidance does not compile a grammar."""
     if grammar.kind is GrammarKind.REGEX:
         reason = _regex_reason(reason)
     elif embedded := re.search(r"failed to compile JSON schema: (.*?)(?=\n *\d+ \||\Z)", reason, re.DOTALL):

@@ -17,18 +17,14 @@ _LARK_EXPRESSION = re.compile(r'"(?:\\.|[^"\\\n])*"|/((?:\\.|[^/\\\n])+)/')
 _NUM_DIGITS = len(str(MAX_COUNT))
 
 
-def check_schema_counts(node: Mapping[str, object]) -> None:
-    """Raises InvalidRequest for one object of a schema that counts too far. Objects inside it are not looked at."""
+def check_string_counts(node: Mapping[str, object]) -> None:
+    """Raises InvalidRequest for a schema of strings that counts too far."""
     for keyword in ("minLength", "maxLength"):
         count = node.get(keyword)
         if isinstance(count, int | float) and count > MAX_COUNT:
             raise InvalidRequest("grammar", f"{keyword} of at most {MAX_COUNT}", count, "Lower it, or leave it out.")
-    expressions = [node.get("pattern")]
-    if isinstance(named := node.get("patternProperties"), dict):
-        expressions += named
-    for expression in expressions:
-        if isinstance(expression, str):
-            check_regex_counts(expression)
+    if isinstance(expression := node.get("pattern"), str):
+        check_regex_counts(expression)
 
 
 def check_regex_counts(expression: str) -> None:

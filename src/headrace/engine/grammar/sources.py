@@ -10,65 +10,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import JSON_OPTIONS, Grammar, GrammarKind, ReasoningSpan
-from headrace.engine.grammar.counted import check_lark_counts, check_regex_counts, check_schema_counts
-from headrace.engine.grammar.limits import MAX_JSON_DEPTH
+from headrace.engine.grammar.counted import check_lark_counts, check_regex_counts
+from headrace.engine.grammar.normalize import normalized
+from headrace.engine.grammar.schema_text import read_embedded, read_schema
 
 _BEGIN = '%llguidance {"no_forcing": true}\n'
 _ANY_TEXT = "/(?s:.*)/"
 _NEWLINES_BEFORE_JSON = "/\\n{0,2}/"
 """Models write an empty line between their reasoning and a document. White space before a document does not change it."""
 
-_EMBEDDED = re.compile(r"%json\s*(?=\{)")
+_OPTIONS = "x-guidance"
+"""llguidance's options of a schema. It takes them out and moves the last keyword to where they stood: anywhere but at the end, that would
+change the order of the keywords."""
 
-_DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
-"""Keywords of JSON Schema whose values are data, not schemas."""
-
-
-def check_source(grammar: Grammar) -> None:
-    """Raises InvalidRequest for what llguidance would not refuse itself. Everything else is refused when it is compiled."""
-    match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            _check_schema(grammar)
-        case GrammarKind.REGEX:
-            check_regex_counts(grammar.source)
-        case GrammarKind.LARK:
-            check_lark_counts(grammar.source)
-            for schema in _embedded_schemas(grammar.source):
-                _check_keywords(schema)
-
-
-def _check_schema(grammar: Grammar) -> None:
-    try:
-        schema = json.loads(grammar.source, parse_constant=_refuse_constant)
-    except RecursionError:
-        schema = None
-    except ValueError as error:
-        raise InvalidRequest("grammar", "a JSON schema as JSON text", remedy=f"It is not JSON: {error}") from error
-    levels = list(_levels(schema))
-    if schema is None or len(levels) > MAX_JSON_DEPTH:
-        raise InvalidRequest("grammar", f"a JSON schema of at most {MAX_JSON_DEPTH} levels", remedy="Move parts of it to $defs.")
-    if not isinstance(schema, dict) and schema is not True:
-        raise InvalidRequest("grammar", "a JSON schema that a value can satisfy: an object, or true", schema)
-    if isinstance(schema, dict) and "x-guidance" in schema:
-        raise InvalidRequest("grammar", "the keywords of JSON Schema", "x-guidance", "Leave it out.")
-    _check_keywords(schema)
-
-
-def _check_keywords(schema: Any) -> None:
-    for node in _schemas(schema):
-        check_schema_counts(node)
-        if "additionalItems" in node and "allOf" in node:  # llguidance enforces the first by the place of the second among the keywords
-            raise InvalidRequest("grammar", "additionalItems in a schema without allOf", remedy="Move it into one of allOf's schemas.")
+_EMBEDDED = re.compile(r"""//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(%json\s*)(?=\{)""")
+"""A schema in a Lark source, or a comment, a text or an expression, in which no schema begins."""
 
 
 def llguidance_source(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
-    """The grammar as llguidance reads it, in linear time. `check_source` has let it pass.
+    """The grammar as llguidance reads it. Raises InvalidRequest for what it would not refuse itself, and for schemas as `normalize` does.
 
     control_ids  id of each control token, by its text: a marker of reasoning may be one
     """
@@ -79,21 +44,39 @@ def llguidance_source(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
 def _answer(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return f'"json_schema":{_with_options(grammar.source.strip())}'
+            return f'"json_schema":{_schema(grammar.source)}'
         case GrammarKind.REGEX:
+            check_regex_counts(grammar.source)
             return f'"lark_grammar":{json.dumps("start: " + _regex_literal(grammar.source))}'
         case GrammarKind.LARK:
-            return f'"lark_grammar":{json.dumps(grammar.source)}'
+            check_lark_counts(grammar.source)
+            return f'"lark_grammar":{json.dumps(_with_normalized_schemas(grammar.source))}'
 
 
-def _with_options(schema: str) -> str:
-    """The schema's text with the options at its end. They are spliced in, so that no number is read and written again.
+def _schema(source: str) -> str:
+    schema = read_schema(source)
+    if not isinstance(schema, dict) and schema is not True:
+        raise InvalidRequest("grammar", "a JSON schema that a value can satisfy: an object, or true", schema)
+    if isinstance(schema, dict) and _OPTIONS in schema:
+        raise InvalidRequest("grammar", "the keywords of JSON Schema", _OPTIONS, "Leave it out.")
+    return json.dumps({**normalized(schema), _OPTIONS: dict(JSON_OPTIONS)})
 
-    llguidance takes them out and moves the last keyword to where they stood: anywhere else, that would change the order of the keywords.
+
+def _with_normalized_schemas(source: str) -> str:
+    """A Lark source with the schemas after `%json`, which the grammars of function calls have, normalized. llguidance refuses what is no
+    JSON.
     """
-    options = f'"x-guidance":{json.dumps(dict(JSON_OPTIONS))}'
-    keywords = "" if schema == "true" else schema[1:-1].strip()
-    return f"{{{keywords}{',' if keywords else ''}{options}}}"
+    written: list[str] = []
+    end = begin = 0
+    while (found := _EMBEDDED.search(source, begin)) is not None:
+        begin = found.end()
+        read = read_embedded(source, begin) if found[1] else None
+        if read is not None:
+            schema: dict[str, Any] = read[0]
+            options = {_OPTIONS: schema[_OPTIONS]} if _OPTIONS in schema else {}
+            written += [source[end:begin], json.dumps({**normalized(schema), **options})]
+            end = begin = read[1]
+    return "".join([*written, source[end:]])
 
 
 def _regex_literal(expression: str) -> str:
@@ -126,35 +109,3 @@ def _thought(span: ReasoningSpan, control_ids: Mapping[str, int]) -> str:
 
 def _marker(text: str, control_ids: Mapping[str, int]) -> str:
     return f"<[{control_ids[text]}]>" if text in control_ids else json.dumps(text)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _embedded_schemas(source: str) -> Iterator[Any]:
-    """The schemas after `%json` in a Lark source, which the grammars of function calls have. llguidance refuses what is no JSON."""
-    decoder = json.JSONDecoder()
-    for found in _EMBEDDED.finditer(source):
-        with suppress(ValueError, RecursionError):
-            yield decoder.raw_decode(source, found.end())[0]
-
-
-def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """The objects of a schema, without what its keywords give as data."""
-    unseen = [schema]
-    while unseen:
-        node = unseen.pop()
-        if isinstance(node, dict):
-            yield node
-            unseen += [child for keyword, child in node.items() if keyword not in _DATA_KEYWORDS]
-        elif isinstance(node, list):
-            unseen += node
-
-
-def _levels(value: Any) -> Iterator[list[dict[str, Any] | list[Any]]]:
-    """The objects and arrays of each level, outermost first."""
-    level = [value]
-    while level := [item for item in level if isinstance(item, dict | list)]:
-        yield level
-        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]

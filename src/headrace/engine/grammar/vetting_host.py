@@ -33,7 +33,6 @@ from headrace.core.grammar import Grammar
 from headrace.engine.grammar.compiling import NAMES, compile_grammar, one_line
 from headrace.engine.grammar.frames import OtherEndGone, receive_frame, send_frame
 from headrace.engine.grammar.limits import MAX_COMPILED_BYTES, NUM_VETTED_STEPS, VET_CPU_S, VET_MEMORY_BYTES, VET_STACK_BYTES, VET_WALL_S
-from headrace.engine.grammar.sources import check_source
 from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
 
 if TYPE_CHECKING:
@@ -127,7 +126,6 @@ def _limit(kind: int, num_bytes: int) -> None:
 
 def vet(trie: TokenTrie, grammar: Grammar) -> int:
     """Bytes that the compiled grammar holds after some use; 0 where the system does not say. Raises InvalidRequest."""
-    check_source(grammar)
     before = _memory_bytes()[1]
     matcher = compile_grammar(trie, grammar)
     _try_masks(matcher, grammar)

@@ -1,0 +1,209 @@
+"""Whether the branches of a `oneOf` exclude each other, so that it says the same as `anyOf`.
+
+A schema is judged by its conjuncts: the simplified keywords of itself and of what its `allOf` and `$ref` name, all of which a value has to
+satisfy. What is not proved within MAX_COMPARISONS is not exclusive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+from headrace.engine.grammar.json_values import TYPES, refutes, value_key, values_of
+
+Conjuncts = Sequence[dict[str, Any]]
+ConjunctsOf = Callable[[Any], Conjuncts | None]
+"""The conjuncts of a schema; None for one that no value satisfies."""
+
+MAX_COMPARISONS = 4_000
+"""Pairs of schemas that are compared for one document's `oneOf`: about 40 ms."""
+
+MAX_DEPTH = 8
+"""Properties and branches within each other that are compared."""
+
+MAX_TAGS = 16
+"""Properties of the first branch that are tried as the one that tells the branches apart."""
+
+
+class Exclusion:
+    """Compares the schemas of one document."""
+
+    def __init__(self, conjuncts_of: ConjunctsOf) -> None:
+        self._conjuncts_of = conjuncts_of
+        self._num_left = MAX_COMPARISONS
+
+    def is_exclusive(self, branches: Sequence[Any], context: Conjuncts) -> bool:
+        """Whether no value satisfies two of the branches. context: what holds for the value besides"""
+        found = [[*conjuncts, *context] for conjuncts in map(self._conjuncts_of, branches) if conjuncts is not None]
+        return self._are_told_apart(found) or all(self._disjoint(one, other, 0) for one, other in combinations(found, 2))
+
+    def _are_told_apart(self, branches: Sequence[Conjuncts]) -> bool:
+        """Whether all branches list values, of their own or of a required property, none twice. Linear, for long lists of branches."""
+        if _are_distinct([_listed(branch) for branch in branches]):
+            return True
+        names = [name for node in branches[0] for name in node.get("required", ())] if branches else []
+        return any(self._is_tag(name, branches) for name in dict.fromkeys(names[:MAX_TAGS]))
+
+    def _is_tag(self, name: str, branches: Sequence[Conjuncts]) -> bool:
+        listed: list[Sequence[Any] | None] = []
+        for branch in branches:
+            if _types(branch) != {"object"} or not any(name in node.get("required", ()) for node in branch):
+                return False
+            conjuncts = self._of_property(name, branch)
+            listed.append([] if conjuncts is None else _listed(conjuncts))
+            if listed[-1] is None:
+                return False
+        return _are_distinct(listed)
+
+    def _of_property(self, name: str, branch: Conjuncts) -> Conjuncts | None:
+        """The conjuncts of a property's value; None where the branch allows none."""
+        found: list[dict[str, Any]] = []
+        for node in branch:
+            schema = _property(name, node)
+            conjuncts = () if schema is True else self._conjuncts_of(schema)
+            if conjuncts is None:
+                return None
+            found += conjuncts
+        return found
+
+    def _disjoint(self, one: Conjuncts, other: Conjuncts, depth: int) -> bool:
+        """Whether no value satisfies both."""
+        self._num_left -= 1
+        both = [*one, *other]
+        if self._num_left < 0 or depth > MAX_DEPTH or not both:
+            return False
+        for few, rest in ((one, other), (other, one)):
+            listed = _listed(few)
+            if listed is not None:
+                return all(_refuted(value, rest) for value in listed)
+        if all(self._no_value_of(name, one, other, both, depth) for name in _types(both)):
+            return True
+        return self._no_branch_meets(one, other, depth) or self._no_branch_meets(other, one, depth)
+
+    def _no_value_of(self, name: str, one: Conjuncts, other: Conjuncts, both: Conjuncts, depth: int) -> bool:
+        """Whether no value of a type satisfies both."""
+        match name:
+            case "integer" | "number":
+                return _is_empty_range(both)
+            case "string":
+                return _exceeds(both, "minLength", "maxLength")
+            case "array":
+                return _exceeds(both, "minItems", "maxItems") or any(
+                    self._of_pair(one_item, other_item, depth) for one_item, other_item in _items(one, other)
+                )
+            case "object":
+                required = dict.fromkeys(name for node in both for name in node.get("required", ()))
+                return len(required) > min([node.get("maxProperties", len(required)) for node in both]) or any(
+                    self._property_differs(name, one, other, depth) for name in required
+                )
+        return False
+
+    def _property_differs(self, name: str, one: Conjuncts, other: Conjuncts, depth: int) -> bool:
+        first, second = self._of_property(name, one), self._of_property(name, other)
+        return first is None or second is None or (bool(first and second) and self._disjoint(first, second, depth + 1))
+
+    def _of_pair(self, one: Sequence[Any], other: Sequence[Any], depth: int) -> bool:
+        """Whether no value satisfies the schemas of both lists."""
+        found: list[list[dict[str, Any]]] = []
+        for schemas in (one, other):
+            conjuncts = [self._conjuncts_of(schema) for schema in schemas]
+            if None in conjuncts:
+                return True
+            found.append([node for nodes in conjuncts if nodes for node in nodes])
+        return bool(found[0] and found[1]) and self._disjoint(found[0], found[1], depth + 1)
+
+    def _no_branch_meets(self, one: Conjuncts, other: Conjuncts, depth: int) -> bool:
+        """Whether each branch of some `anyOf` or `oneOf` of the one schema excludes the other schema."""
+        for node in one:
+            for keyword in ("anyOf", "oneOf"):
+                if keyword not in node:
+                    continue
+                rest = [each for each in one if each is not node]
+                found = [self._conjuncts_of(branch) for branch in node[keyword]]
+                if all(branch is None or self._disjoint([*branch, *rest], other, depth + 1) for branch in found):
+                    return True
+        return False
+
+
+def _listed(conjuncts: Conjuncts) -> list[Any] | None:
+    """The values that the first `const` or `enum` lists and the other conjuncts allow; None where none is given."""
+    for node in conjuncts:
+        values = values_of(node)
+        if values is not None:
+            return [value for value in values if not any(_excludes(other, value) for other in conjuncts if other is not node)]
+    return None
+
+
+def _refuted(value: object, conjuncts: Conjuncts) -> bool:
+    return any(_excludes(node, value) for node in conjuncts)
+
+
+def _excludes(node: dict[str, Any], value: object) -> bool:
+    values = values_of(node)
+    if values is not None and value_key(value) not in {value_key(each) for each in values}:
+        return True
+    return refutes(node, value)
+
+
+def _are_distinct(listed: Sequence[Sequence[Any] | None]) -> bool:
+    seen: set[object] = set()
+    for values in listed:
+        if values is None:
+            return False
+        keys = {value_key(value) for value in values}
+        if not seen.isdisjoint(keys):
+            return False
+        seen |= keys
+    return True
+
+
+def _types(conjuncts: Conjuncts) -> set[str]:
+    """The types that all conjuncts allow. Of numbers, integers are a part."""
+    found = set(TYPES)
+    for node in conjuncts:
+        given = node.get("type")
+        if given is not None:
+            names = {given} if isinstance(given, str) else set(given)
+            found &= names | ({"integer"} if "number" in names else set())
+    return found
+
+
+def _property(name: str, node: dict[str, Any]) -> Any:
+    """The schema that a conjunct has for a property, as far as that is sure."""
+    properties = node.get("properties", {})
+    if name in properties:
+        return properties[name]
+    return True if "patternProperties" in node else node.get("additionalProperties", True)
+
+
+def _items(one: Conjuncts, other: Conjuncts) -> Iterator[tuple[list[Any], list[Any]]]:
+    """The schemas that both have for each item that there must be."""
+    num_items = max([node.get("minItems", 0) for node in (*one, *other)])
+    longest = max([len(node.get("prefixItems", ())) for node in (*one, *other)])
+    for index in range(min(num_items, longest + 1)):
+        yield _item(index, one), _item(index, other)
+
+
+def _item(index: int, conjuncts: Conjuncts) -> list[Any]:
+    found = []
+    for node in conjuncts:
+        prefix = node.get("prefixItems", ())
+        found.append(prefix[index] if index < len(prefix) else node.get("items", True))
+    return found
+
+
+def _exceeds(conjuncts: Conjuncts, least: str, most: str) -> bool:
+    """Whether the smallest size is above the largest one."""
+    limits = [node[most] for node in conjuncts if most in node]
+    return bool(limits) and max([node.get(least, 0) for node in conjuncts]) > min(limits)
+
+
+def _is_empty_range(conjuncts: Conjuncts) -> bool:
+    """Whether the bounds of all conjuncts leave no number, fractions included."""
+    lower = [(node[key], key == "exclusiveMinimum") for node in conjuncts for key in ("minimum", "exclusiveMinimum") if key in node]
+    upper = [(node[key], key == "maximum") for node in conjuncts for key in ("maximum", "exclusiveMaximum") if key in node]
+    if not lower or not upper:
+        return False
+    (least, is_above), (most, is_included) = max(lower), min(upper)
+    return bool(least > most or (least == most and (is_above or not is_included)))

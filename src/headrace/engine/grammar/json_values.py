@@ -1,0 +1,59 @@
+"""JSON values, and what the plain keywords of a schema say of one: its type, its size, the values that are listed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
+
+SIZES = {str: ("minLength", "maxLength"), list: ("minItems", "maxItems"), dict: ("minProperties", "maxProperties")}
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+DECIDED = frozenset({"type", "required", *BOUNDS, *(keyword for keywords in SIZES.values() for keyword in keywords)})
+"""Keywords of which `refutes` says all that there is to say, `const` and `enum` beside them."""
+
+
+def type_names(value: object) -> tuple[str, ...]:
+    """The types of a value: an integer has two."""
+    match value:
+        case None:
+            return ("null",)
+        case bool():
+            return ("boolean",)
+        case int():
+            return ("integer", "number")
+        case float():
+            return ("number",)
+        case str():
+            return ("string",)
+    return ("array",) if isinstance(value, list) else ("object",)
+
+
+def value_key(value: object) -> object:
+    """Equal for equal JSON values alone: 1 and true are two."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else (isinstance(value, bool), value)
+
+
+def values_of(node: Mapping[str, Any]) -> list[Any] | None:
+    """The values that `const` or `enum` lists; None where neither is given."""
+    if "const" in node:
+        return [node["const"]]
+    values: list[Any] | None = node.get("enum")
+    return values
+
+
+def refutes(node: Mapping[str, Any], value: object) -> bool:
+    """Whether the DECIDED keywords of a schema exclude a value."""
+    given = node.get("type")
+    if given is not None and set([given] if isinstance(given, str) else given).isdisjoint(type_names(value)):
+        return True
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        is_below = value < node.get("minimum", value) or value <= node.get("exclusiveMinimum", value - 1)
+        return bool(is_below or value > node.get("maximum", value) or value >= node.get("exclusiveMaximum", value + 1))
+    if not isinstance(value, str | list | dict):
+        return False
+    least, most = (node.get(keyword) for keyword in SIZES[type(value)])
+    if (least is not None and len(value) < least) or (most is not None and len(value) > most):
+        return True
+    return isinstance(value, dict) and not value.keys() >= set(node.get("required", ()))

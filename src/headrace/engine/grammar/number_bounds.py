@@ -1,0 +1,129 @@
+"""Numbers of a JSON schema as llguidance can hold them: 64-bit floats, and 64-bit integers within an integer's bounds.
+
+Integers up to EXACT are exact. A bound beyond it is moved inwards to the next number that is: every answer within the moved bound is within
+the given one. Values that would be another number are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.engine.grammar.places import Place, refused
+
+EXACT = 1 << 53
+"""Up to here a 64-bit float holds every integer."""
+
+MAX_INTEGER = (1 << 63) - 1
+"""The largest bound of an integer: llguidance rounds it to 2^63, and cuts that off here."""
+
+MAX_FLOAT = (1 << 63) - 1024
+"""The largest float below 2^63; its negative is the least bound."""
+
+OPEN_LIMIT = 10**18
+"""llguidance cannot write a range that begins here or further out and is open towards infinity."""
+
+NUM_DIGITS = 15
+"""A bound of a number that may be a fraction is written with as many digits as a 64-bit float has: further ones would be others."""
+
+MAX_MULTIPLE = (1 << 32) - 1
+
+SIDES = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+
+SEND_TEXT = "Send such a number as a string."
+
+
+def check_values(values: Sequence[object], keyword: str, place: Place) -> None:
+    """Raises InvalidRequest for an integer among the values, or within them, that would be written as another one."""
+    unseen = list(values)
+    while unseen:
+        value = unseen.pop()
+        if isinstance(value, dict):
+            unseen += value.values()
+        elif isinstance(value, list):
+            unseen += value
+        elif isinstance(value, int) and abs(value) > EXACT and (abs(value) > MAX_FLOAT or int(float(value)) != value):
+            raise refused((place, keyword), f"integers of at most 2^53 ({EXACT}) in {keyword}", value, SEND_TEXT)
+
+
+def check_multiple(node: dict[str, Any], place: Place) -> None:
+    """Raises InvalidRequest for a `multipleOf` that llguidance does not hold: a number of 32 bits over a power of ten."""
+    if "multipleOf" not in node:
+        return
+    given = node["multipleOf"]
+    if not is_number(given) or given <= 0:
+        raise refused((place, "multipleOf"), "a number above 0 in multipleOf", given)
+    if multiple_parts(given) is None:
+        raise refused((place, "multipleOf"), f"multipleOf of at most {MAX_MULTIPLE}, its decimal point left out", given, "Leave it out.")
+
+
+def multiple_parts(given: float) -> tuple[int, int] | None:
+    """(coefficient, digits after the point) of a `multipleOf`, found as llguidance finds them; None where it finds none."""
+    num_decimals = 0
+    while given <= MAX_MULTIPLE and given != int(given):
+        given *= 10.0
+        num_decimals += 1
+    return (int(given), num_decimals) if given <= MAX_MULTIPLE else None
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def read_bounds(node: dict[str, Any], place: Place) -> None:
+    """Check the bounds of a schema, and write draft 4's booleans as bounds. Raises InvalidRequest."""
+    for inclusive, exclusive in SIDES:
+        _without_boolean(node, inclusive, exclusive)
+        for keyword in (inclusive, exclusive):
+            if keyword in node and not is_number(node[keyword]):
+                raise refused((place, keyword), f"a number in {keyword}", node[keyword])
+
+
+def move_bounds(node: dict[str, Any], place: Place, *, is_integer: bool) -> None:
+    """Write bounds that `read_bounds` has read as llguidance holds them.
+
+    is_integer: whether no fraction is allowed. Raises InvalidRequest where no number is left between the bounds.
+    """
+    given = {keyword: node[keyword] for side in SIDES for keyword in side if keyword in node}
+    least, most = (_moved_bound(node, side, sign, is_integer=is_integer) for side, sign in zip(SIDES, (1, -1), strict=True))
+    if least is not None and least >= OPEN_LIMIT and most is None:
+        most = node["maximum"] = _inwards(MAX_INTEGER, -1, is_integer=is_integer)
+    if most is not None and most <= -OPEN_LIMIT and least is None:
+        least = node["minimum"] = _inwards(-MAX_INTEGER, 1, is_integer=is_integer)
+    if least is not None and most is not None and least > most and max(abs(least), abs(most)) >= EXACT:
+        limit = "bounds with an integer between them that a 64-bit float holds, as it holds all up to 2^53"
+        raise refused(place, limit, given, SEND_TEXT)
+
+
+def _without_boolean(node: dict[str, Any], inclusive: str, exclusive: str) -> None:
+    """Draft 4 and OpenAPI 3.0: `exclusiveMinimum: true` says that `minimum` itself is not allowed."""
+    if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and inclusive in node:
+        node[exclusive] = node.pop(inclusive)
+
+
+def _moved_bound(node: dict[str, Any], side: tuple[str, str], sign: int, *, is_integer: bool) -> float | None:
+    """One side's bound, moved inwards in `node` where it is large. sign: 1 for the lower side, -1 for the upper one"""
+    given = [(node[keyword], keyword == side[1]) for keyword in side if keyword in node]
+    if not given:
+        return None
+    value: float
+    value, is_exclusive = max(given, key=lambda bound: (sign * bound[0], bound[1]))
+    if abs(value) < EXACT:
+        return value
+    node.pop(side[1], None)
+    moved = _inwards(int(value) + sign * is_exclusive, sign, is_integer=is_integer)
+    node[side[0]] = moved
+    return moved
+
+
+def _inwards(bound: int, sign: int, *, is_integer: bool) -> int:
+    """The first integer at or within a bound that llguidance writes as it is. sign: 1 for a lower bound, -1 for an upper one"""
+    if is_integer and sign < 0 and bound >= MAX_INTEGER:
+        return MAX_INTEGER
+    lower = min(max(sign * bound, -MAX_FLOAT), 1 << 1000)  # an upper bound is a lower one of the negated numbers
+    if not is_integer:
+        step: int = 10 ** max(0, len(str(abs(lower))) - NUM_DIGITS)
+        return sign * -(-lower // step) * step
+    held = float(lower)
+    return sign * int(held if held >= lower else math.nextafter(held, math.inf))

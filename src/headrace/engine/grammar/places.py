@@ -1,0 +1,38 @@
+"""Where in a JSON schema a keyword stands, and refusals that name it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from headrace.core.errors import InvalidRequest
+
+Place = str | tuple["Place", str | int]
+"""The text of a reference ("#" is the root), or a place and the key or index below it. Linked, so that long keys are not copied."""
+
+ROOT: Place = "#"
+MAX_POINTER_CHARS = 120
+
+
+def refused(place: Place, limit: str, given: object = None, remedy: str = "") -> InvalidRequest:
+    """A rule that the schema at this place breaks, or one that cannot be enforced."""
+    return InvalidRequest("grammar", limit, given, f"{remedy} See {pointer(place)}.".lstrip())
+
+
+def unsupported(place: Place, keywords: Iterable[str]) -> InvalidRequest:
+    """Keywords of the schema at this place that bind the answer and cannot be enforced."""
+    return refused(place, "keywords of JSON Schema that are supported", ", ".join(keywords), "Leave them out.")
+
+
+def pointer(place: Place) -> str:
+    """The place as a JSON pointer in ASCII, its beginning left out where it is long."""
+    keys: list[str] = []
+    num_chars = 0
+    while isinstance(place, tuple) and num_chars <= MAX_POINTER_CHARS:
+        place, key = place
+        text = json.dumps(str(key)[-MAX_POINTER_CHARS:])[1:-1]
+        keys.append(text.replace("~", "~0").replace("/", "~1"))
+        num_chars += 1 + len(keys[-1])
+    start = "..." if isinstance(place, tuple) else json.dumps(place)[1:-1]
+    whole = "/".join([start, *reversed(keys)])
+    return whole if len(whole) <= MAX_POINTER_CHARS else "..." + whole[3 - MAX_POINTER_CHARS :]

@@ -1,0 +1,231 @@
+"""What the references of a JSON schema point to. Nothing is fetched: they stay within the document.
+
+A document may be several resources, each begun by an `$id`; `$anchor` and `$dynamicAnchor` name places within one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote, urljoin
+
+from headrace.engine.grammar.places import ROOT, Place, refused
+
+DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
+"""Keywords whose values are data, not schemas."""
+
+NAMES_TO_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+"""Keywords whose values are objects with a schema for each name."""
+
+IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
+"""Keywords whose schemas judge the same value as the schema that has them."""
+
+
+_LEADING_ON = frozenset({*IN_PLACE, "$ref", "$dynamicRef", "$recursiveRef"})
+_NAMING = frozenset({"$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"})
+
+Step = tuple[str, Any]
+"""The text of a reference, or a keyword, and the schema that it leads to."""
+
+OLD_DRAFTS = frozenset({f"http://json-schema.org/draft-0{number}/schema" for number in (4, 6, 7)})
+"""Drafts in which nothing beside a `$ref` counts; of that, an `$id` could change what it points to."""
+
+
+@dataclass(slots=True, eq=False)
+class Resource:
+    """A schema with an address of its own. anchors: the schemas within it that have a name"""
+
+    uri: str
+    root: Any
+    anchors: dict[str, Any] = field(default_factory=dict)
+
+
+class References:
+    """The references of one document. Time and memory are linear in it."""
+
+    def __init__(self, document: Any) -> None:
+        self._document = Resource("", document)
+        self._is_old = isinstance(document, dict) and str(document.get("$schema")).rstrip("#") in OLD_DRAFTS
+        self._resources = {"": self._document}
+        self._resource_of: dict[int, Resource] = {}
+        self._places: dict[int, Place] = {}
+        self._dynamic: dict[str, list[Any]] = {}
+        self._recursive: list[Any] = []
+        self._links: dict[int, Any] = {}
+        self._kept: list[dict[str, str]] = []
+        self._ended: set[int] = set()
+        self._index(document)
+        self._is_recursive: bool | None = None
+
+    def link(self, schema: Any, name: str) -> dict[str, str]:
+        """A reference to a schema of this document, to be written into a rewritten one. name: what its definition may be called"""
+        made = {"$ref": f"#/{name}"}
+        self._kept.append(made)  # an id belongs to one object as long as it lives
+        self._links[id(made)] = schema
+        return made
+
+    def target(self, node: dict[str, Any], keyword: str, place: Place) -> Any:
+        """The schema that one reference of a schema points to. Raises InvalidRequest where there is none in the document."""
+        if id(node) in self._links:
+            return self._links[id(node)]
+        text = node[keyword]
+        if not isinstance(text, str):
+            raise refused((place, keyword), f"a text in {keyword}", text)
+        found = self._found(text, self._resource_of.get(id(node), self._document))
+        if keyword != "$ref":
+            self._check_dynamic(found, text, keyword, place)
+        if not isinstance(found, dict | bool):
+            raise refused((place, keyword), f"a {keyword} to a part of the same schema", text, "Put what it refers to under $defs.")
+        return found
+
+    def place(self, schema: Any) -> Place:
+        """Where a schema stands in the document, as far as it is an object and was not made here."""
+        return self._places.get(id(schema), ROOT)
+
+    def check_ends(self, schema: Any) -> None:
+        """Raise InvalidRequest where judging a value by a schema would lead back to judging the same value by it."""
+        if isinstance(schema, dict) and not _LEADING_ON.isdisjoint(schema):
+            found = _circle(schema, self._in_place, self._ended)
+            if found is not None:
+                limit = "references that end at a schema with other keywords"
+                raise refused(found, limit, found, "They lead in a circle, so that no value is described.")
+
+    def is_recursive(self) -> bool:
+        """Whether some schema of the document leads to itself."""
+        if self._is_recursive is None:
+            self._is_recursive = _circle(self._document.root, self._below, set()) is not None
+        return self._is_recursive
+
+    def _in_place(self, node: Any) -> Iterator[Step]:
+        """The schemas that judge the same value."""
+        for keyword in IN_PLACE:
+            given = node.get(keyword)
+            for schema in given if isinstance(given, list) else [given]:
+                yield keyword, schema
+        yield from self._targets(node)
+
+    def _below(self, node: Any) -> Iterator[Step]:
+        """All that a schema consists of."""
+        if isinstance(node, list):
+            yield from (("", child) for child in node)
+        else:
+            yield from node.items()
+            yield from self._targets(node)
+
+    def _targets(self, node: dict[str, Any]) -> Iterator[Step]:
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if isinstance(text := node.get(keyword), str):
+                yield text, self._links.get(id(node)) or self._found(text, self._resource_of.get(id(node), self._document))
+
+    def _check_dynamic(self, found: Any, text: str, keyword: str, place: Place) -> None:
+        """Raise InvalidRequest where what a reference means depends on the way of evaluation: where several schemas have its name."""
+        named = self._recursive if keyword == "$recursiveRef" else self._dynamic.get(text.rpartition("#")[2], [])
+        if len(named) > 1 and any(found is each for each in named):
+            raise refused((place, keyword), f"a {keyword} that means one schema alone", text, "Use $ref.")
+
+    def _found(self, text: str, resource: Resource) -> Any:
+        """What a reference within a resource points to. One without an address may mean the document too, as some generators write it."""
+        uri, _, fragment = text.partition("#")
+        try:
+            begun = self._resources.get(urljoin(resource.uri, uri)) if uri else resource
+        except ValueError:
+            return None
+        if begun is None:
+            return None
+        found = _part(begun, fragment)
+        return _part(self._document, fragment) if found is None and not uri else found
+
+    def _index(self, document: Any) -> None:
+        """Note the place of each schema, resources, anchors, and which schemas are not in the document's own resource."""
+        unseen: list[tuple[Any, Resource, Place]] = [(document, self._document, ROOT)]
+        while unseen:
+            node, resource, place = unseen.pop()
+            if isinstance(node, list):
+                unseen += [(child, resource, (place, index)) for index, child in enumerate(node)]
+            if not isinstance(node, dict):
+                continue
+            self._places[id(node)] = place
+            if not _NAMING.isdisjoint(node):
+                resource = self._begun(node, resource)
+            if resource is not self._document:
+                self._resource_of[id(node)] = resource
+            for keyword, child in node.items():
+                below = (place, keyword)
+                if keyword in NAMES_TO_SCHEMAS and isinstance(child, dict):
+                    unseen += [(schema, resource, (below, name)) for name, schema in child.items()]
+                elif keyword not in DATA_KEYWORDS and isinstance(child, dict | list):
+                    unseen.append((child, resource, below))
+
+    def _begun(self, node: dict[str, Any], resource: Resource) -> Resource:
+        """The resource of a schema: a new one where it has an address. Its names are noted."""
+        for keyword in ("$id", "id"):
+            if not isinstance(text := node.get(keyword), str) or ("$ref" in node and self._is_old):
+                continue
+            uri, _, anchor = text.partition("#")
+            if uri and (joined := _joined(resource.uri, uri)) is not None:
+                if node is self._document.root:
+                    self._document.uri = joined
+                    self._resources[joined] = self._document
+                else:
+                    resource = self._resources.setdefault(joined, Resource(joined, node))
+            if anchor:  # drafts 4 to 7
+                resource.anchors[anchor] = node
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(text := node.get(keyword), str):
+                resource.anchors[text] = node
+        if isinstance(text := node.get("$dynamicAnchor"), str):
+            self._dynamic.setdefault(text, []).append(node)
+        if node.get("$recursiveAnchor") is True:
+            self._recursive.append(node)
+        return resource
+
+
+def _circle(start: Any, steps_of: Callable[[Any], Iterator[Step]], ended: set[int]) -> str | None:
+    """The text of a step that leads back to where it came from; None where there is none. What ends is added to `ended`, once for all."""
+    under_way: set[int] = set()
+    path: list[tuple[Any, Iterator[Step]]] = []
+    step: Step | None = ("#", start)
+    while step is not None or path:
+        if step is None:
+            node, _ = path.pop()
+            under_way.discard(id(node))
+            ended.add(id(node))
+        elif isinstance(step[1], dict | list) and id(step[1]) not in ended:
+            text, node = step
+            if id(node) in under_way:
+                return text
+            under_way.add(id(node))
+            path.append((node, steps_of(node)))
+        step = next(path[-1][1], None) if path else None
+    return None
+
+
+def _joined(base: str, uri: str) -> str | None:
+    try:
+        return urljoin(base, uri)
+    except ValueError:
+        return None
+
+
+def _part(resource: Resource, fragment: str) -> Any:
+    """A part of a resource, by pointer or by name; None where there is none."""
+    if not fragment:
+        return resource.root
+    for text in (unquote(fragment), fragment):
+        found = _at(resource.root, text) if text.startswith("/") else resource.anchors.get(text)
+        if found is not None:
+            return found
+    return None
+
+
+def _at(node: Any, pointer: str) -> Any:
+    for token in pointer.split("/")[1:]:
+        key = token.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict) and key in node:
+            node = node[key]
+        elif isinstance(node, list) and key.isascii() and key.isdigit() and len(key) < 9 and int(key) < len(node):
+            node = node[int(key)]
+        else:
+            return None
+    return node
