@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ from typing import Any
 import pytest
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.engine import idle_work
 from headrace.engine import read_ahead as module
-from headrace.engine.build import build_engine
+from headrace.engine.build import WRITER, build_engine, build_served_engine
 from headrace.engine.config import EngineConfig
+from headrace.engine.loop import Engine, Outbox
 from headrace.engine.memory import Available
 from headrace.engine.read_ahead import read_ahead
+from headrace.tensor.host.unfinished import UNFINISHED
 from headrace.tensor.packed import store as packed_store
 from headrace.tensor.packed.file import NOTE_SUFFIX, PackedFile
-from headrace.tensor.packed.store import WRITER
 
 pytestmark = pytest.mark.socket
 
@@ -30,6 +33,7 @@ CONFIG = EngineConfig(model=str(bundled_path(DEFAULT_MODEL)), quantization="int8
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(module, "packed_directory", lambda: tmp_path)
     monkeypatch.setattr(packed_store, "MIN_BYTES", 0)
+    monkeypatch.setattr(idle_work, "REST_S", 0.0)
     monkeypatch.setattr("headrace.engine.runner_build.apply_threads", lambda plan: None)  # of the whole process
     return tmp_path
 
@@ -61,6 +65,21 @@ def started(config: EngineConfig) -> None:
     for thread in threading.enumerate():
         if thread.name == WRITER:
             thread.join()
+
+
+@pytest.mark.parametrize("build", [build_engine, build_served_engine])
+def test_an_engine_that_had_no_idle_time_writes_at_its_end_where_a_program_waits_for_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[EngineConfig, Outbox], Engine]
+) -> None:
+    monkeypatch.setattr(idle_work, "REST_S", 1e9)
+    engine = build(CONFIG, lambda updates: None)
+    writer = next(thread for thread in threading.enumerate() if thread.name == WRITER)
+    assert writer.daemon == (build is build_served_engine), "a process is not held up"
+    engine.stop()
+    engine.run()
+    writer.join()
+    assert len(list(cache.glob("*.safetensors"))) == (build is build_engine)
+    assert not list(cache.glob("*" + UNFINISHED))
 
 
 def test_the_second_start_opens_the_file_once_and_ahead(cache: Path, opened: list[int]) -> None:

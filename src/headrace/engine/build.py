@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
-from threading import Thread
 
 from headrace.core.clock import Clock
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
+from headrace.engine.idle_work import do_while_idle
 from headrace.engine.loop import Engine, Outbox
 from headrace.engine.preparation import Preparer
 from headrace.engine.read_ahead import reading_ahead
@@ -18,6 +19,15 @@ from headrace.engine.steps import Runner
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.scheduler import Scheduler
+
+WRITER = "headrace-pack"
+"""Name of the thread that writes packed weights."""
+
+Pieces = Generator[None, None, None]
+"""As `tensor.packed.store` has it, whose import would be that of torch."""
+
+JOIN_S = 2.0
+"""An engine process that ends waits at most this long for that thread."""
 
 
 def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = "") -> Scheduler:
@@ -74,25 +84,49 @@ def assemble(
 def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
     """Load weights, size the KV pools, warm up. The returned engine's `run` has not been started.
 
+    What this start keeps for the next one is written while the engine is idle, and what is left of it when the engine or the program ends:
+    the program waits for that.
+
     Raises: ConfigError, CheckpointError.
     """
-    return _build(config, outbox)[0]
+    engine, _, unwritten = _build(config, outbox)
+    if unwritten is not None:
+        threading.Thread(target=_write_all, args=(engine, unwritten), name=WRITER).start()
+    return engine
 
 
 def build_served_engine(config: EngineConfig, outbox: Outbox, block_key: str = "") -> Engine:
     """`build_engine` for gateways, which must know whether a stream of another replica may go on here: where no record has the digest of
-    all weight bytes, a thread begins to hash them now, and changes the engine's `info` when it has it."""
-    engine, weights = _build(config, outbox, block_key)
-    if weights is not None:
-        Thread(target=_learn_weights, args=(engine, weights), name="headrace-digest", daemon=True).start()
+    all weight bytes, a thread begins to hash them now, and changes the engine's `info` when it has it.
+
+    The same thread then writes what this start keeps, while the engine is idle. An engine that ends first gives that up.
+    """
+    engine, weights, unwritten = _build(config, outbox, block_key)
+    if weights is not None or unwritten is not None:
+        thread = threading.Thread(target=_end_start, args=(engine, weights, unwritten), name=WRITER, daemon=True)
+        thread.start()
+        engine.closing.callback(thread.join, JOIN_S)
     return engine
 
 
-def _learn_weights(engine: Engine, weights: Callable[[], str]) -> None:
-    engine.info = engine.info.with_weights_digest(weights())
+def _write_all(engine: Engine, unwritten: Pieces) -> None:
+    """A program may also end, or lose its engine, with requests open."""
+    program = threading.main_thread()
+    do_while_idle(unwritten, is_idle=lambda: engine.is_idle, is_over=lambda: engine.is_stopping or not program.is_alive())
+    for _ in unwritten:
+        pass
 
 
-def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[Engine, Callable[[], str] | None]:
+def _end_start(engine: Engine, weights: Callable[[], str] | None, unwritten: Pieces | None) -> None:
+    if weights is not None:
+        engine.info = engine.info.with_weights_digest(weights())
+    if unwritten is not None:
+        do_while_idle(unwritten, is_idle=lambda: engine.is_idle, is_over=lambda: engine.is_stopping)
+        unwritten.close()
+
+
+def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[Engine, Callable[[], str] | None, Pieces | None]:
+    """The engine; what gives the digest of its weights, where it is not known; and what this start has to write."""
     config = config.checked()
     with reading_ahead(config) as packed:
         from headrace.engine.runner_build import build
@@ -100,4 +134,4 @@ def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[E
         built = build(config, packed)
     engine = assemble(config, built.runner, built.info, outbox, block_key=block_key, preparer=built.preparer)
     built.preparer.attach(engine)
-    return engine, built.weights
+    return engine, built.weights, built.unwritten

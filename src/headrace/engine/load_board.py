@@ -60,7 +60,7 @@ class LoadBoard:
         self._published = _Published(load, self._inbox.taken, self._clock())
 
     def snapshot(self) -> LoadSnapshot:
-        """The published load with the ages of now; sequences submitted since it was published count as waiting. From one other thread."""
+        """The published load with the ages of now; sequences submitted since it was published count as waiting. From any thread."""
         now = self._clock()
         published, step = self._published, self._steps.running
         submitted = self._inbox.put_since(published.taken).classes

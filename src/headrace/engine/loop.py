@@ -14,6 +14,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from headrace.core.clock import Clock
 from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, QueueFull, SequenceFailed
@@ -52,6 +53,7 @@ class Engine:
 
     outbox    called on the loop's thread with what happened; must not block
     preparer  names what a request waits for before it takes a step's budget, and is called when the request is over
+    closing   what is given back when the loop has ended, the last entered first
     """
 
     def __init__(
@@ -77,6 +79,9 @@ class Engine:
         self._failures = Failures(lambda: scheduler.counters, clock)
         self._preparations = Preparations(preparer or NothingToPrepare(), self._failures)
         self._recovery = Recovery(scheduler, self._compute, self._failures, clock)
+        self.closing = ExitStack()
+        self.closing.callback(lambda: self._steps.runner.close())
+        self.closing.callback(self._preparations.close)
         self._stopping = False
         self._is_checked = False
         self._next_check = -math.inf
@@ -115,8 +120,19 @@ class Engine:
         self._inbox.put(Wake())
 
     def snapshot(self) -> LoadSnapshot:
-        """The replica's load as the loop published it last, with every plan and every step's result; for one other thread."""
+        """The replica's load as the loop published it last, with every plan and every step's result."""
         return self._load.snapshot()
+
+    @property
+    def is_stopping(self) -> bool:
+        """`stop` was called."""
+        return self._stopping
+
+    @property
+    def is_idle(self) -> bool:
+        """No request runs, waits, or was handed in."""
+        load = self.snapshot()
+        return load.num_running == 0 and load.num_waiting == 0 and load.step_age_s is None
 
     def recent_plans(self) -> bytes:
         """The last plans, in the file format of `headrace replay`. They hold prompts: a caller that writes them down keeps them private."""
@@ -126,17 +142,12 @@ class Engine:
 
     def run(self) -> None:
         """Turn until `stop`. Raises EngineFatal when going on could give wrong answers."""
-        try:
+        with self.closing:
             while not self._stopping:
                 if self.turn():
                     self._is_checked = False
                 else:
                     self.idle()
-        finally:
-            try:
-                self._preparations.close()
-            finally:
-                self._steps.runner.close()
 
     def turn(self) -> bool:
         """One iteration: handle messages, plan, submit, commit the oldest step. False when there was nothing to do."""

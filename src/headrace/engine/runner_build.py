@@ -43,20 +43,23 @@ from headrace.tensor.kernels.filters import draw as plain_draw
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
 from headrace.tensor.packed.file import PackedFolder
+from headrace.tensor.packed.store import Pieces
 
 log = logging.getLogger(__name__)
 
 
 class Built(NamedTuple):
     """
-    weights   gives the digest of all weight bytes, hashing them first; None: `info` already holds it
-    preparer  of the grammars that the runner follows
+    weights    gives the digest of all weight bytes, hashing them first; None: `info` already holds it
+    preparer   of the grammars that the runner follows
+    unwritten  packed weights that are to be written for the next start, and hold this one's; None: there are none
     """
 
     runner: ModelRunner | OverlappedRunner
     info: ModelInfo
     weights: Callable[[], str] | None
     preparer: GrammarPreparer
+    unwritten: Pieces | None
 
 
 def build_runner(
@@ -93,8 +96,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
             runner.close()
             raise
     kv.clear_pad_block()
-    if loaded.store is not None:  # only now: the thread that writes holds the weights, which a failed start must release
-        loaded.store.save()
+    unwritten = None if loaded.store is None else loaded.store.save()  # only now: it holds the weights, which a failed start must release
     decided = (
         f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(config)}",
         *choices.lines(config),
@@ -106,7 +108,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     numerics = _numerics(config, choices, loaded, _name(kv_dtype))
     weights = None if numerics[WEIGHTS] or loaded.weights is None else loaded.weights.compute
     info = _model_info(config, loaded, groups, sizing, _name(kv_dtype), decided, numerics)
-    return Built(runner, info, weights, GrammarPreparer(compiler, grammars))
+    return Built(runner, info, weights, GrammarPreparer(compiler, grammars), unwritten)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -539,3 +539,30 @@ def test_the_cost_per_token_is_kept_while_all_steps_are_of_one_size() -> None:
     for _ in range(300):
         timer.observe(8, 0.080)
     assert [*timer.costs] == pytest.approx([0.072, 0.001], rel=0.01), "what all steps have in common is learned all the same"
+
+
+def test_an_engine_is_idle_while_no_request_is_in_it() -> None:
+    driven = DrivenEngine()
+    assert driven.engine.is_idle
+    driven.submit(request("a", [1, 2], max_tokens=4))
+    assert not driven.engine.is_idle, "from the moment in which it is handed in"
+    while ("a", 0) not in driven.finish:
+        assert not driven.engine.is_idle
+        driven.turn()
+    driven.run()
+    assert driven.engine.is_idle
+    driven.submit(request("b", [1]), needs=frozenset({"grammar"}))
+    driven.turn(3)
+    assert not driven.engine.is_idle, "it waits for what it needs"
+
+
+def test_what_a_builder_adds_is_given_back_when_the_loop_has_ended_and_the_rest_after_it() -> None:
+    driven = DrivenEngine()
+    closed: list[str] = []
+    driven.runner.close = lambda: closed.append("runner")  # type: ignore[method-assign]
+    driven.preparer.close = lambda: closed.append("preparer")  # type: ignore[method-assign]
+    driven.engine.closing.callback(closed.append, "added")
+    driven.engine.stop()
+    assert driven.engine.is_stopping
+    driven.engine.run()
+    assert closed == ["added", "preparer", "runner"]

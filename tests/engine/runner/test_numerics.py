@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("HEADRACE_KEEP_PACKED", raising=False)
     hashed = weights_digest._hashed
 
-    def hashed_later(files: Sequence[Path]) -> str:
+    def hashed_later(files: Sequence[Path]) -> Generator[None, None, str]:
         assert IS_STARTED.wait(60.0)
         return hashed(files)
 

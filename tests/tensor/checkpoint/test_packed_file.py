@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def stored(file: PackedFile, shape: tuple[int, int] = SHAPE) -> StoredTable:
 
 def written(path: Path, *what: Mapping[str, Any]) -> None:
     with path.open("wb") as stream:
-        write_tensors(stream.fileno(), *what)
+        deque(write_tensors(stream.fileno(), *what), maxlen=0)
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ import logging
 import os
 import shutil
 import weakref
+from collections import deque
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from cpu_families import AVX2
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import CheckpointError
+from headrace.tensor.checkpoint import weights_digest
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.host import cache_folder
 from headrace.tensor.host.unfinished import UNFINISHED, locked
@@ -27,6 +30,7 @@ from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.models import LoadedModel, load_model
 from headrace.tensor.packed import store as packed_store
 from headrace.tensor.packed.file import SUFFIX, PackedFolder
+from headrace.tensor.packed.store import Pieces
 
 pytestmark = pytest.mark.socket
 
@@ -67,8 +71,8 @@ def loaded_only(folder: Path, packed: Path | PackedFolder | None, quantization: 
 def loaded(folder: Path, packed: Path | PackedFolder | None, quantization: str = "int8") -> LoadedModel:
     """The model, once everything that a start keeps is on disk."""
     found = loaded_only(folder, packed, quantization)
-    if found.store is not None and (writer := found.store.save()) is not None:
-        writer.join()
+    if found.store is not None:
+        deque(found.store.save() or (), maxlen=0)
     return found
 
 
@@ -291,6 +295,72 @@ def test_a_process_that_is_ended_while_it_writes_is_in_nobodys_way(folder: Path,
     file.with_suffix(UNFINISHED).write_bytes(b"x" * 10_000_000)  # what it leaves: bytes, and nobody's lock
     loaded(folder, kept)
     assert file.read_bytes() == whole
+    assert not list(kept.glob("*" + UNFINISHED))
+
+
+def unwritten(folder: Path, kept: Path) -> Pieces:
+    """What a first start has to write."""
+    store = loaded_only(folder, kept).store
+    assert store is not None
+    pieces = store.save()
+    assert pieces is not None
+    return pieces
+
+
+def test_a_file_written_in_pieces_is_the_file_written_at_once_and_appears_when_it_is_whole(
+    folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded(folder, kept)
+    [file] = files(kept)
+    whole = file.read_bytes()
+    for path in kept.iterdir():
+        path.unlink()
+    monkeypatch.setattr(packed_store, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(weights_digest, "PIECE_BYTES", 10_000)
+    sizes = []
+    for _ in unwritten(folder, kept):
+        assert files(kept) == []
+        sizes.append(sum(path.stat().st_size for path in kept.glob("*" + UNFINISHED)))
+    header_bytes = 8 + int.from_bytes(whole[:8], "little")
+    assert max(after - before for before, after in pairwise(sizes)) < header_bytes + 2 * 10_000
+    assert len(sizes) > len(whole) // 20_000, "and the checkpoint is hashed in pieces before"
+    assert file.read_bytes() == whole
+    assert_equal(loaded(folder, None), loaded(folder, kept))
+
+
+def test_a_writing_that_is_given_up_leaves_nothing_and_the_next_start_writes(
+    folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packed_store, "PIECE_BYTES", 10_000)
+    loaded(folder, kept)
+    [file] = files(kept)
+    whole = file.read_bytes()
+    file.unlink()
+    num_pieces = len(list(unwritten(folder, kept)))
+    file.unlink()
+    for num_done in (0, 1, num_pieces // 2, num_pieces - 1):
+        pieces = unwritten(folder, kept)
+        for _ in range(num_done):
+            next(pieces)
+        with caplog.at_level(logging.INFO):
+            pieces.close()
+        assert files(kept) == []
+        assert not list(kept.glob("*" + UNFINISHED))
+    assert "the next start packs them again" in caplog.text
+    loaded(folder, kept)
+    assert file.read_bytes() == whole
+
+
+def test_a_file_that_another_process_wrote_meanwhile_is_left_alone(folder: Path, kept: Path) -> None:
+    """Several replicas start at once, and find idle time one after another."""
+    first, second, third = (unwritten(folder, kept) for _ in range(3))
+    next(first)
+    assert list(second) == [], "while the first is writing"
+    deque(first, maxlen=0)
+    [file] = files(kept)
+    before = file.stat()
+    assert list(third) == []
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert not list(kept.glob("*" + UNFINISHED))
 
 

@@ -1,8 +1,8 @@
 """The digest of all of a model's weight bytes and its config.json. It is no sample: equal digests mean equal weights.
 
-Hashing takes about half a second per gigabyte. It is done once, and the digest is kept in a record beside the packed weights together
-with each file's stamp: size, times of change, inode. A file whose stamp differs is hashed again. The stamp includes the time of the
-inode's change, which a copy that preserves modification times does not preserve.
+Hashing takes about half a second per gigabyte. It is done once, in pieces between which it can pause, and the digest is kept in a record
+beside the packed weights together with each file's stamp: size, times of change, inode. A file whose stamp differs is hashed again. The
+stamp includes the time of the inode's change, which a copy that preserves modification times does not preserve.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
-from hashlib import blake2b, file_digest, sha256
+from collections import deque
+from collections.abc import Generator, Sequence
+from hashlib import blake2b, sha256
 from pathlib import Path
-from threading import Lock
 
 from headrace.tensor.host.unfinished import UNFINISHED, locked, remove_oldest, remove_unfinished
 
@@ -26,12 +26,15 @@ MAX_RECORD_BYTES = 1 << 20
 """A larger record is not written. A record has some hundred bytes per weight file."""
 MAX_RECORDS_BYTES = 4 << 20
 """All records together have at most this many bytes."""
+PIECE_BYTES = 4 << 20
+"""Hashed between two pauses: some milliseconds of one processor."""
 
 Stamps = list[list[object]]
 
 
 class WeightsDigest:
-    """The digest of one checkpoint's files. Make it before the weights are read: files that change later are then found out.
+    """The digest of one checkpoint's files. Make it before the weights are read: files that change later are then found out. Used by one
+    thread at a time.
 
     known  hex; "" until `compute`, unless an earlier start has left a record
     """
@@ -47,7 +50,6 @@ class WeightsDigest:
         self._stamps = _stamps(self._files)
         self._record = None if directory is None else directory / f"{_key(self._files)}{SUFFIX}"
         self._packed_from: str | None = None
-        self._lock = Lock()
         self._content = self._recorded()
 
     @property
@@ -61,27 +63,24 @@ class WeightsDigest:
         """Note that some weights were read in a packed form, made from files whose digest was `content` then."""
         self._packed_from = content
 
-    def content(self) -> str:
-        """The digest of the files, hashed now unless it is known; "" if they cannot be read or have changed since they were read.
-
-        Several threads may call it; one of them hashes.
-        """
-        with self._lock:
-            if not self._content:
-                try:
-                    found = _hashed(self._files)
-                    if _stamps(self._files) == self._stamps:
-                        self._content = found
-                        self._write_record()
-                    else:
-                        log.warning("weight files have changed since they were read: no stream will be resumed here")
-                except OSError as error:
-                    log.warning("weight files cannot be hashed (%s): no stream will be resumed here", error)
-            return self._content
+    def content(self) -> Generator[None, None, str]:
+        """The digest of the files, hashed now unless it is known; "" if they cannot be read or have changed since they were read. Yields
+        between its pieces."""
+        if not self._content:
+            try:
+                found = yield from _hashed(self._files)
+                if _stamps(self._files) == self._stamps:
+                    self._content = found
+                    self._write_record()
+                else:
+                    log.warning("weight files have changed since they were read: no stream will be resumed here")
+            except OSError as error:
+                log.warning("weight files cannot be hashed (%s): no stream will be resumed here", error)
+        return self._content
 
     def compute(self) -> str:
         """Hash the files unless that is done, then return `known`."""
-        self.content()
+        deque(self.content(), maxlen=0)
         return self.known
 
     def _recorded(self) -> str:
@@ -119,11 +118,15 @@ def _stamps(files: Sequence[Path]) -> Stamps:
     return [[name, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino, info.st_dev] for name, info in found]
 
 
-def _hashed(files: Sequence[Path]) -> str:
-    state = sha256()
+def _hashed(files: Sequence[Path]) -> Generator[None, None, str]:
+    state, buffer = sha256(), memoryview(bytearray(PIECE_BYTES))
     for path in files:
-        with path.open("rb") as stream:
-            state.update(f"{path.name}\0{file_digest(stream, 'sha256').hexdigest()}\0".encode())
+        of_file = sha256()
+        with path.open("rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                of_file.update(buffer[:count])
+                yield
+        state.update(f"{path.name}\0{of_file.hexdigest()}\0".encode())
     return state.hexdigest()
 
 

@@ -1,9 +1,9 @@
 """Packed weights kept on disk: a start reads them instead of joining, rounding and packing the checkpoint's weights again.
 
-One file per (checkpoint, precision, layout), written whole or not at all. The file's name is a hash of the checkpoint's digest and of
-every weight file's size and modification time, so a changed checkpoint is packed again, and so is one whose packed file is damaged. The
-file holds numbers only: nothing in it can run. Norms are not kept: they are read from the checkpoint at every start. How a file is read:
-`packed.file`.
+One file per (checkpoint, precision, layout), written in pieces, and whole or not at all. The file's name is a hash of the checkpoint's
+digest and of every weight file's size and modification time, so a changed checkpoint is packed again, and so is one whose packed file is
+damaged. The file holds numbers only: nothing in it can run. Norms are not kept: they are read from the checkpoint at every start. How a
+file is read: `packed.file`; when it is written: `engine.idle_work`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from threading import Thread
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -39,8 +39,11 @@ MAX_DISK_SHARE = 0.5
 """A new file may take at most this share of the disk's free space."""
 MIN_BYTES = 4 << 20
 """Smaller models are not kept: packing them takes no longer than looking for the file."""
-WRITER = "headrace-pack"
-"""Name of the thread that writes a packed file."""
+PIECE_BYTES = 8 << 20
+"""Written and synced between two pauses: some milliseconds of one processor, and what the disk takes for them."""
+
+Pieces = Generator[None, None, None]
+"""Work that pauses at each `yield`. Closing it undoes what it has begun."""
 
 
 def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: str) -> str:
@@ -84,11 +87,14 @@ class StoredTable:
 class PackedStore:
     """One model's packed linears and its tables, by name: found in its packed file, or made in this start and written there by `save`."""
 
-    def __init__(self, folder: PackedFolder, name: str, packing: WeightPacking, content: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, folder: PackedFolder, name: str, packing: WeightPacking, content: Callable[[], Generator[None, None, str]] | None = None
+    ) -> None:
         """
         name     the model's packed file, from `store_name`
         packing  how linears are packed and loaded
-        content  gives the digest of the checkpoint's bytes, hashing them if it must; "" if they changed. Written into the packed file
+        content  gives the digest of the checkpoint's bytes, hashing them in pieces if it must; "" if they changed. Written into the packed
+                 file
         """
         self._folder, self._path = folder, folder.directory / name
         self._packing, self._content = packing, content
@@ -96,6 +102,7 @@ class PackedStore:
         self._made_tables: dict[str, Tensor] = {}
         self._num_found = 0
         self._damaged: PackedFile | None = None
+        self._first_inode = _inode(self._path)
         self._found = self._open()
 
     @property
@@ -142,57 +149,63 @@ class PackedStore:
         self._made_tables[name] = table
         prepare()  # compiled now, with everything else that a first start compiles
 
-    def save(self) -> Thread | None:
-        """Write what was made in this start, in a thread of its own; None if there is nothing to write. Call it once.
+    def save(self) -> Pieces | None:
+        """The writing of what was made in this start, for a thread that goes on with it when there is time; None if there is nothing to
+        write. Call it once.
 
-        The thread logs why a file was not written. A Python program that ends waits for the thread. An engine process does not: a later
-        start removes the unfinished file. A file of which only some weights could be loaded is removed: the weights that were found are
-        not here to be written again.
+        The writing logs why a file was not written. It holds the weights, which is safe beside an engine that answers: no weight changes
+        after it was packed. If it is closed before its end, there is no file, and the next start packs the weights again. A process that
+        is killed leaves an unfinished file, which a later start removes.
+        A file of which only some weights could be loaded is removed: the weights that were found are not here to be written again.
         """
         if self._damaged is not None:
             with suppress(OSError):
                 if is_named(self._damaged.descriptor, self._path):
                     self._path.unlink()
-        elif self._found is not None:
+            return None
+        if self._found is not None:
             self._folder.remember(self._path.name)
-        elif self._made:
-            thread = Thread(target=self._write, name=WRITER, daemon=False)
-            thread.start()
-            return thread
-        return None
-
-    def _write(self) -> None:
-        """Runs beside an engine that already answers, which is safe because no weight changes after it was packed."""
-        tensors = {f"{name}/{part}": tensor for name, packed in self._made.items() for part, tensor in packed.tensors.items()}
+            return None
+        linears = {f"{name}/{part}": tensor for name, packed in self._made.items() for part, tensor in packed.tensors.items()}
         facts = {name: _facts(packed) for name, packed in self._made.items()} | {_MADE_FOR: self._path.name}
         tables = {TABLE + name: table for name, table in self._made_tables.items()}
         self._made, self._made_tables = {}, {}
-        size = sum(tensor.nbytes for tensor in (*tensors.values(), *tables.values()))
-        if size < MIN_BYTES:
-            return
+        size = sum(tensor.nbytes for tensor in (*linears.values(), *tables.values()))
+        return self._write(linears, tables, facts, size) if linears and size >= MIN_BYTES else None
+
+    def _write(self, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: dict[str, str], size: int) -> Pieces:
         try:
             if size > MAX_DISK_SHARE * shutil.disk_usage(self._path.parent).free:
                 raise OSError(f"{size >> 20} MiB is more than half of the free space")
-            if self._write_file(tensors, tables, facts, size):
+            if (yield from self._write_file(linears, tables, facts, size)):
                 self._folder.remember(self._path.name)
                 self._remove_old()
         except (OSError, CheckpointError) as error:
             log.warning("packed weights are not kept (%s); the next start packs them again", error)
+        except GeneratorExit:
+            log.info("packed weights are not written before the end; the next start packs them again")
+            raise
 
-    def _write_file(self, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: dict[str, str], size: int) -> bool:
+    def _write_file(
+        self, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: dict[str, str], size: int
+    ) -> Generator[None, None, bool]:
         """Write the file under another name, then rename it. False if another process is writing it. Raises OSError, CheckpointError."""
         new = self._path.with_suffix(UNFINISHED)
         with locked(new) as descriptor:
             if descriptor is None:
                 log.info("packed weights are being written by another process")
                 return False
-            if self._content is not None:
-                facts[_MADE_FROM] = self._content()
-                if not facts[_MADE_FROM]:
-                    raise OSError("the checkpoint has changed since it was read")
-            log.info("writing %d MiB of packed weights to %s", size >> 20, self._path)
             try:
-                write_tensors(descriptor, linears, tables, facts)
+                if _inode(self._path) not in (None, self._first_inode):
+                    log.info("packed weights were written by another process")
+                    new.unlink()
+                    return True
+                if self._content is not None:
+                    facts[_MADE_FROM] = yield from self._content()
+                    if not facts[_MADE_FROM]:
+                        raise OSError("the checkpoint has changed since it was read")
+                log.info("writing %d MiB of packed weights to %s", size >> 20, self._path)
+                yield from write_tensors(descriptor, linears, tables, facts)
                 os.replace(new, self._path)
             except BaseException:
                 new.unlink(missing_ok=True)
@@ -237,11 +250,12 @@ class PackedStore:
                     note.unlink()
 
 
-def write_tensors(descriptor: int, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
+def write_tensors(descriptor: int, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: Mapping[str, str]) -> Pieces:
     """Write a safetensors file straight from the tensors' memory: the safetensors library would copy all of them first.
 
     Linears' tensors of larger elements come first, so that each is aligned to its element size; tables come last. `facts` become the
-    file's metadata.
+    file's metadata. Each piece is synced: the system has nothing left to write while the writer pauses, and the rename that follows makes
+    no file visible whose bytes a power loss could still take.
 
     Raises: OSError; CheckpointError, before anything is written, for more tensors than `read_header` accepts.
     """
@@ -256,12 +270,39 @@ def write_tensors(descriptor: int, linears: Mapping[str, Tensor], tables: Mappin
     if len(header) > MAX_JSON_BYTES:
         raise CheckpointError("packed weights", f"a header of {len(header)} bytes is more than {MAX_JSON_BYTES}")
     decode_json("packed weights", header)
+    num_unsynced = 0
     with os.fdopen(descriptor, "wb", closefd=False) as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
-        for tensor in tensors.values():
-            stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        stream.flush()
-        os.fsync(stream.fileno())  # the rename must never make a file visible whose bytes a power loss could still take
+        for part in _parts(tensors.values()):
+            stream.write(part)
+            num_unsynced += len(part)
+            if num_unsynced >= PIECE_BYTES:
+                _sync(stream)
+                num_unsynced = 0
+                yield
+        _sync(stream)
+
+
+def _parts(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    """The tensors' bytes, at most PIECE_BYTES at a time."""
+    for tensor in tensors:
+        whole: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for begin in range(0, len(whole), PIECE_BYTES):
+            yield whole[begin : begin + PIECE_BYTES]
+
+
+def _sync(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """Which file is at the path; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 _MADE_FOR = "made for"

@@ -1,0 +1,37 @@
+"""Work of an engine that can wait: done in pieces, on a thread of its own, while no request is there.
+
+What takes the processors or the memory's bandwidth for seconds would make the first answers slow (packed weights, `tensor.packed.store`).
+An engine that always has a request does none of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+POLL_S = 0.05
+"""A thread that waits for idle time looks this often whether it has come."""
+
+REST_S = 0.5
+"""Idle time begins this long after the last request: a client that sends its next request at once leaves none."""
+
+
+def do_while_idle(
+    pieces: Iterator[None], *, is_idle: Callable[[], bool], is_over: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Take the pieces one by one while the engine is idle. Returns after the last, or once the engine is over.
+
+    pieces   what happens between two of them takes some milliseconds: so long does a request that comes share the machine with it
+    is_idle  no request is in the engine
+    is_over  it takes no requests any more
+    """
+    rested_s = 0.0
+    while not is_over():
+        rested_s = rested_s + POLL_S if is_idle() else 0.0
+        if rested_s <= REST_S:
+            sleep(POLL_S)
+        elif next(pieces, _DONE) is _DONE:
+            return
+
+
+_DONE = object()

@@ -1,0 +1,116 @@
+"""What an engine does while it is idle: nothing of it beside a request, and all of it in the end."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_kit import DrivenEngine, request
+
+from headrace.engine.idle_work import POLL_S, REST_S, do_while_idle
+from headrace.tensor.packed import store
+from headrace.tensor.packed.store import write_tensors
+
+pytestmark = pytest.mark.pure
+
+PIECE_S = 0.02
+"""What a piece takes here."""
+
+
+class ScriptedEngine:
+    """Busy at certain times of a clock that sleeps and pieces advance.
+
+    busy   (first, last) moments between which a request is in the engine
+    taken  when each piece began
+    """
+
+    def __init__(self, *busy: tuple[float, float], ends_at: float = 1e9) -> None:
+        self.now, self.busy, self.ends_at = 0.0, busy, ends_at
+        self.taken: list[float] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(first <= self.now <= last for first, last in self.busy)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def pieces(self, count: int) -> Iterator[None]:
+        for _ in range(count):
+            self.taken.append(self.now)
+            self.now += PIECE_S
+            yield
+
+    def run(self, count: int) -> None:
+        do_while_idle(self.pieces(count), is_idle=lambda: self.is_idle, is_over=lambda: self.now >= self.ends_at, sleep=self.sleep)
+
+
+def test_pieces_are_taken_one_after_another_while_no_request_comes() -> None:
+    engine = ScriptedEngine()
+    engine.run(100)
+    assert len(engine.taken) == 100
+    assert engine.now == pytest.approx(REST_S + 100 * PIECE_S, abs=2 * POLL_S)
+
+
+def test_no_piece_begins_beside_a_request_nor_soon_after_it() -> None:
+    busy = ((0.0, 3.0), (4.2, 4.3), (4.6, 4.7), (5.5, 9.0))
+    engine = ScriptedEngine(*busy)
+    engine.run(200)
+    assert len(engine.taken) == 200
+    for first, last in busy:
+        assert not [at for at in engine.taken if first <= at <= last + REST_S - POLL_S]
+    assert [at for at in engine.taken if 3.0 < at < 4.2], "the time between two requests is used"
+
+
+def test_a_client_that_sends_its_next_request_at_once_leaves_no_idle_time() -> None:
+    engine = ScriptedEngine(*((at, at + 0.8) for at in range(100)), ends_at=100.0)
+    engine.run(10)
+    assert engine.taken == []
+
+
+def test_an_engine_that_is_over_takes_no_further_piece() -> None:
+    engine = ScriptedEngine(ends_at=1.0)
+    engine.run(1000)
+    assert 0 < len(engine.taken) <= (1.0 - REST_S) / PIECE_S + 1
+
+
+def test_a_file_written_beside_requests_is_the_file_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own loop, with a request every second: no piece while one is in it, and every byte in the end."""
+    monkeypatch.setattr(store, "PIECE_BYTES", 1000)
+    linears = {f"{name}/words": torch.randint(0, 1 << 20, (50, 40), dtype=torch.int32) for name in "abc"}
+    linears |= {"a/scales": torch.randn(77).bfloat16(), "empty": torch.zeros(0)}
+    given = (linears, {"table:rows": torch.randn(300, 16).bfloat16()}, {"made for": "a test"})
+    paths = [tmp_path / name for name in ("at once", "beside")]
+    descriptors = [os.open(path, os.O_RDWR | os.O_CREAT) for path in paths]
+    deque(write_tensors(descriptors[0], *given), maxlen=0)
+
+    driven = DrivenEngine()
+    arrivals = [(float(second), request(f"r{second}", [1, 2, 3], max_tokens=6)) for second in range(1, 9)]
+    began = driven.clock.now
+    num_taken = 0
+
+    def pieces() -> Iterator[None]:
+        nonlocal num_taken
+        for _ in write_tensors(descriptors[1], *given):
+            assert driven.engine.is_idle
+            num_taken += 1
+            sleep(0.1)
+            yield
+
+    def sleep(seconds: float) -> None:
+        """Time in which the loop turns, and requests come."""
+        driven.clock.now += seconds
+        while arrivals and arrivals[0][0] <= driven.clock.now - began:
+            driven.submit(arrivals.pop(0)[1])
+        driven.turn()
+
+    do_while_idle(pieces(), is_idle=lambda: driven.engine.is_idle, is_over=lambda: False, sleep=sleep)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    assert num_taken > 20
+    assert len(driven.finish) >= 5, "requests were answered meanwhile"
+    assert paths[1].read_bytes() == paths[0].read_bytes()
