@@ -91,7 +91,7 @@ def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
     """
     engine, _, unwritten = _build(config, outbox)
     if unwritten is not None:
-        threading.Thread(target=_write_all, args=(engine, unwritten), name=WRITER).start()
+        threading.Thread(target=_write_all, args=(engine, unwritten), name=WRITER, daemon=False).start()
     return engine
 
 
