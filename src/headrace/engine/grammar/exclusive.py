@@ -75,8 +75,8 @@ class Exclusion:
             return False
         for few, rest in ((one, other), (other, one)):
             listed = _listed(few)
-            if listed is not None:
-                return all(_refuted(value, rest) for value in listed)
+            if listed is not None and all(_refuted(value, rest) for value in listed):
+                return True
         if all(self._no_value_of(name, one, other, both, depth) for name in _types(both)):
             return True
         return self._no_branch_meets(one, other, depth) or self._no_branch_meets(other, one, depth)

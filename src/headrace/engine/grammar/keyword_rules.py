@@ -62,6 +62,7 @@ def simplified(schema: Any, place: Place) -> Keywords | bool:
     if not isinstance(schema, dict):
         raise refused(place, "a schema: an object, true or false", schema)
     node = {keyword: value for keyword, value in schema.items() if is_keyword(keyword)}
+    _check_branches(node, place)
     _read_draft_3_required(node, place)
     types = _not_excluded(node, _types(node, place), place)
     _drop_other_types(node, types)
@@ -108,7 +109,7 @@ def _types(node: Keywords, place: Place) -> Types | None:
     given = node["type"]
     names = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) and name in TYPES for name in names):
-        raise refused((place, "type"), "a type of JSON Schema, or a list of them: " + ", ".join(TYPES), given)
+        raise refused((place, "type"), "a type of JSON Schema, or a list of them: " + ", ".join(TYPES), given, "Leave it out for any type.")
     _set_types(node, [*names, *(["null"] if is_nullable else [])])
     return _names(node)
 
@@ -311,6 +312,8 @@ def _check_objects(node: Keywords, place: Place) -> None:
             raise refused((place, keyword), f"an object in {keyword}", node[keyword])
     for expression in node.get("patternProperties", ()):
         check_regex_counts(expression)
+        if without_look_around(expression) != [expression]:
+            raise refused((place, "patternProperties"), "expressions without look-around and word boundaries", expression, "Leave it out.")
 
 
 def _is_idle(rule: object, place: Place) -> bool:
@@ -318,11 +321,14 @@ def _is_idle(rule: object, place: Place) -> bool:
     return isinstance(rule, dict | bool) and allows_all(rule, place)
 
 
-def _logic_rules(node: Keywords, place: Place) -> None:
+def _check_branches(node: Keywords, place: Place) -> None:
     for keyword in ("allOf", "anyOf", "oneOf"):
         branches = node.get(keyword, [True])
         if not isinstance(branches, list) or (not branches and keyword != "allOf"):
             raise refused((place, keyword), f"a list of at least one schema in {keyword}", branches)
+
+
+def _logic_rules(node: Keywords, place: Place) -> None:
     _read_condition(node, place)
     if node.get("allOf") == []:
         del node["allOf"]

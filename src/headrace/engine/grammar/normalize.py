@@ -238,7 +238,7 @@ class _Document:
         for part in dict.fromkeys(parts):
             product *= part[0] * 10 ** (most_decimals - part[1]) if part else 1
         if len(parts) > 1 and product > MAX_MULTIPLE:
-            raise refused(place, f"values of multipleOf whose product is at most {MAX_MULTIPLE}", None, "Leave one out.")
+            raise refused(place, f"values of multipleOf whose product is at most {MAX_MULTIPLE}", remedy="Leave one out.")
 
     # writing
 
@@ -271,9 +271,13 @@ class _Document:
         return written or True
 
     def _write_branches(
-        self, written: dict[str, Any], keyword: str, value: list[Any], place: Place, around: Around, is_combined: bool
+        self, written: dict[str, Any], keyword: str, value: list[Any], place: Place, around: tuple[Around, Any], is_combined: bool
     ) -> bool:
         """Add the schemas of a keyword that judge the same value. False: no value satisfies them."""
+        tag = self._tag(value, place, around) if keyword == "oneOf" else None
+        if tag is not None:
+            written["allOf"] = [*written.get("allOf", ()), {"required": [tag]}]
+            is_combined = True
         if keyword == "$ref":
             found = [self._referred(target, around, is_combined) for target in value]
         else:
@@ -284,8 +288,6 @@ class _Document:
             elif kept := [branch for branch in found if branch is not True]:
                 written["allOf"] = [*written.get("allOf", ()), *kept]
             return False not in found
-        if keyword == "oneOf" and not self._exclusion.is_exclusive(value, self._context(around)):
-            raise refused(place, "a oneOf whose branches visibly exclude each other", remedy="Use anyOf.")
         if True in found:
             return True
         possible = [branch for branch in found if branch is not False]
@@ -294,6 +296,19 @@ class _Document:
         else:
             written["anyOf"] = possible
         return bool(possible)
+
+    def _tag(self, branches: list[Any], place: Place, around: tuple[Around, Any]) -> str | None:
+        """The property that has to be there for the branches of a `oneOf` to exclude each other: that of OpenAPI's `discriminator`, which
+        pydantic does not list in `required` where it has a default. None where they do without it. Raises InvalidRequest where they do not.
+        """
+        context = self._context(around)
+        if self._exclusion.is_exclusive(branches, context):
+            return None
+        discriminator = around[1].get("discriminator")
+        name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+        if isinstance(name, str) and self._exclusion.is_exclusive(branches, [*context, {"required": [name]}]):
+            return name
+        raise refused(place, "a oneOf whose branches visibly exclude each other", remedy="Use anyOf.")
 
     def _context(self, around: Around) -> list[Keywords]:
         """What schemas say of a value besides their branches."""
@@ -310,7 +325,7 @@ class _Document:
         node = self._simplified(schema, place)
         if isinstance(node, dict):
             num_combined = max(len(node), len(node.get("allOf", ())), len(node.get("$ref", ())))
-            if num_combined > 1 and not BRANCHES.isdisjoint(node):
+            if num_combined > 1 and not BRANCHES.isdisjoint(node) and self._references.is_recursive():
                 return {"$ref": self._pointer(schema, str(place[1]) if isinstance(place, tuple) else "")}
         return self._written(schema, place)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, ShownValue
 
 Place = str | tuple["Place", str | int]
 """The text of a reference ("#" is the root), or a place and the key or index below it. Linked, so that long keys are not copied."""
@@ -14,9 +14,13 @@ ROOT: Place = "#"
 MAX_POINTER_CHARS = 120
 
 
-def refused(place: Place, limit: str, given: object = None, remedy: str = "") -> InvalidRequest:
-    """A rule that the schema at this place breaks, or one that cannot be enforced."""
-    return InvalidRequest("grammar", limit, given, f"{remedy} See {pointer(place)}.".lstrip())
+_NOTHING = object()
+
+
+def refused(place: Place, limit: str, given: object = _NOTHING, remedy: str = "") -> InvalidRequest:
+    """A rule that the schema at this place breaks, or one that cannot be enforced. given: what breaks it; null is shown, too"""
+    shown = None if given is _NOTHING else ShownValue("null") if given is None else given
+    return InvalidRequest("grammar", limit, shown, f"{remedy} See {pointer(place)}.".lstrip())
 
 
 def unsupported(place: Place, keywords: Iterable[str]) -> InvalidRequest:

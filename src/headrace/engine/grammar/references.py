@@ -89,7 +89,7 @@ class References:
             found = _circle(schema, self._in_place, self._ended)
             if found is not None:
                 limit = "references that end at a schema with other keywords"
-                raise refused(found, limit, found, "They lead in a circle, so that no value is described.")
+                raise refused(self.place(schema), limit, found, "They lead in a circle, so that no value is described.")
 
     def is_recursive(self) -> bool:
         """Whether some schema of the document leads to itself."""
@@ -99,6 +99,8 @@ class References:
 
     def _in_place(self, node: Any) -> Iterator[Step]:
         """The schemas that judge the same value."""
+        if isinstance(node, list):
+            return  # no schema, which is said elsewhere
         for keyword in IN_PLACE:
             given = node.get(keyword)
             for schema in given if isinstance(given, list) else [given]:
