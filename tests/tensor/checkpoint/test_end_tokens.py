@@ -31,7 +31,7 @@ def change(folder: Any, **fields: object) -> None:
 
 
 def test_all_files_are_asked_and_each_id_counts_once(folder: Any) -> None:
-    write_tokenizer(folder, added={"<|im_end|>": 7, "<|endoftext|>": 3})
+    write_tokenizer(folder, added={"<|im_end|>": 7, "<|endoftext|>": 3, "</s>": 2})
     write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>"})
     assert folder.load().eos_token_ids == (2, 7)
     write(folder, "generation_config.json", {"eos_token_id": [3, 5, 3]})
@@ -105,6 +105,59 @@ def test_a_folder_without_a_tokenizer_has_the_ids_of_its_configuration(folder: A
     change(folder, eos_token_id=None)
     (folder.path / "tokenizer_config.json").unlink()
     assert folder.load().eos_token_ids == ()
+
+
+@pytest.mark.parametrize("config", [{}, {"added_tokens_decoder": None}], ids=["without", "null"])
+def test_an_end_token_may_stand_in_the_added_tokens_of_an_older_folder(folder: Any, config: dict[str, object]) -> None:
+    """The tokenizer takes the id from there; an engine that did not would go on behind the end of the turn."""
+    write_tokenizer(folder)
+    write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>", **config})
+    write(folder, "added_tokens.json", {"<|im_end|>": 7})
+    assert folder.load().eos_token_ids == (2, 7)
+    write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>", "added_tokens_decoder": {}})
+    assert folder.load().eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("stale", "logged"),
+    [(2, "2"), (50256, "50256"), (-1, "-1"), ("7", '"7"'), (True, "true"), ([3, [7]], "[3, [7]]"), (3.5, "3.5"), ([7, 2], "[2]")],
+    ids=str,
+)
+@pytest.mark.parametrize("section", [None, "text_config"])
+def test_a_stale_id_of_config_json_ends_no_answer(
+    folder: Any, section: str | None, stale: object, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Llama's class has 2 as its default. In a byte-level vocabulary that is "#", and answers ended at their first heading."""
+    write_tokenizer(folder, added={"<|endoftext|>": 5, "<|im_end|>": 7}, model={"vocab": {"!": 0, '"': 1, "#": 2, "$": 3}})
+    write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    write(folder, "generation_config.json", {"eos_token_id": [7, 5]})
+    change(folder, **({"eos_token_id": stale} if section is None else {"eos_token_id": 7, section: {"eos_token_id": stale}}))
+    assert folder.load().eos_token_ids == (7, 5)
+    (line,) = [record.message for record in caplog.records if "eos_token_id" in record.message]
+    assert logged in line.replace("'", '"').lower()
+    assert "generation_config.json names" in line
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json"])
+def test_an_added_token_that_config_json_alone_names_ends_answers(folder: Any, file: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Llama 3's generation_config.json once had the end of text alone."""
+    write_tokenizer(folder, added={"<|eot_id|>": 9} if file == "tokenizer.json" else {})
+    if file == "tokenizer_config.json":
+        write(folder, file, {"added_tokens_decoder": {"9": {"content": "<|eot_id|>"}, "9" * 5000: {"content": "a"}}})
+    elif file == "added_tokens.json":
+        write(folder, file, {"<|eot_id|>": 9})
+    write(folder, "generation_config.json", {"eos_token_id": 7})
+    change(folder, eos_token_id=[7, 9])
+    assert folder.load().eos_token_ids == (7, 9)
+    assert not caplog.records
+
+
+def test_a_word_is_no_id(folder: Any, caplog: pytest.LogCaptureFixture) -> None:
+    write_tokenizer(folder, model={"vocab": {"</s>": True}})
+    write(folder, "tokenizer_config.json", {"eos_token": "</s>"})
+    write(folder, "added_tokens.json", {"</s>": True})
+    assert folder.load().eos_token_ids == (2,)
+    assert "is not in the vocabulary" in caplog.text
 
 
 def test_the_vocabulary_is_not_decoded_for_a_token_that_stands_before_it(folder: Any) -> None:

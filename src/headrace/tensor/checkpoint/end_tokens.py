@@ -1,8 +1,9 @@
-"""Which tokens end a sequence: all that some file of the folder names.
+"""Which tokens end a sequence: those that the author chose, and those that the tokenizer knows by name.
 
 They are ids in generation_config.json and config.json, and the tokenizer's `eos_token`, a text. A fine-tune often changes one of these
-files alone: its tokenizer gets the end of a turn as eos_token, and the ids beside it stay the base model's. One token too many is a token
-that the model does not write; one that is left out is an answer that does not end.
+files alone: its tokenizer gets the end of a turn as eos_token, and the ids beside it stay the base model's. An end token that is left out
+is an answer that does not end. An ordinary token among them ends answers in their midst: config.json may hold its class's default, an id
+of another vocabulary. Beside a generation_config.json that names ids, config.json's count only where they are added tokens.
 
 The tokenizer's files are read as data: an engine needs no tokenizer. What they mean for text is in `text.tokenizer`.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 from headrace.core.errors import CheckpointError, shorten
 from headrace.core.folders import inside
@@ -25,15 +27,21 @@ MAX_EOS_TOKEN_IDS = 64
 """In one file."""
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """As in `text.files`."""
+_ID = re.compile(r"[0-9]{1,9}")
 
 
 def read_end_tokens(folder: Path, config: ConfigFile, vocab_size: int) -> tuple[int, ...]:
     """Ids of the end tokens, each once; empty when no file names one. An eos_token that the model cannot write is logged and left out.
 
-    Raises: CheckpointError for an id outside the vocabulary in generation_config.json or config.json, and for a damaged file.
+    Raises: CheckpointError for a damaged file, and for an id outside the vocabulary in generation_config.json, or in config.json where that
+    file alone names ids.
     """
-    owners = read_generation_config(folder, config), config, config.section("text_config")
-    ids = [token_id for owner in owners for token_id in _eos_token_ids(owner, vocab_size)]
+    generation, configs = read_generation_config(folder, config), (config, config.section("text_config"))
+    ids = _checked_ids(generation, vocab_size)
+    if generation is not config and ids:
+        ids += _confirmed_ids(folder, configs, ids, vocab_size)
+    else:
+        ids += [token_id for owner in configs for token_id in _checked_ids(owner, vocab_size)]
     for token, file in _eos_tokens(folder).items():
         token_id = _token_id(folder, token)
         if token_id is not None and 0 <= token_id < vocab_size:
@@ -44,17 +52,36 @@ def read_end_tokens(folder: Path, config: ConfigFile, vocab_size: int) -> tuple[
     return tuple(dict.fromkeys(ids))
 
 
-def _eos_token_ids(config: ConfigFile, vocab_size: int) -> list[int]:
+def _checked_ids(config: ConfigFile, vocab_size: int) -> list[int]:
+    ids = [token_id for token_id in _given_ids(config) if _is_id(token_id) and 0 <= token_id < vocab_size]
+    if len(ids) < len(_given_ids(config)):
+        config.refuse("eos_token_id", f"must be token ids from 0 to {vocab_size - 1}")
+    return ids
+
+
+def _confirmed_ids(folder: Path, configs: Iterable[ConfigFile], named: list[int], vocab_size: int) -> list[int]:
+    """What config.json names beside the `named` ids of generation_config.json: the added tokens among it. The rest is logged."""
+    given = [value for config in configs for value in _given_ids(config) if value not in named]
+    if not given:
+        return []
+    added = {**_described_tokens(folder), **_listed_tokens(folder)}.values()
+    ids = [value for value in given if _is_id(value) and 0 <= value < vocab_size and value in added]
+    if left_out := [value for value in given if value not in ids]:
+        reason = "generation_config.json names the end tokens, and the tokenizer has no added token with this id"
+        log.warning("%s: eos_token_id %s ends no answer: %s", folder / "config.json", shorten(left_out), reason)
+    return ids
+
+
+def _given_ids(config: ConfigFile) -> list[object]:
     value = config.values.get("eos_token_id")
     given: list[object] = value if isinstance(value, list) else [] if value is None else [value]
     if len(given) > MAX_EOS_TOKEN_IDS:
         config.refuse("eos_token_id", f"more than {MAX_EOS_TOKEN_IDS} ids")
-    ids: list[int] = []
-    for token_id in given:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            config.refuse("eos_token_id", f"must be token ids from 0 to {vocab_size - 1}")
-        ids.append(token_id)
-    return ids
+    return given
+
+
+def _is_id(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _eos_tokens(folder: Path) -> dict[str, str]:
@@ -69,24 +96,40 @@ def _eos_tokens(folder: Path) -> dict[str, str]:
 
 
 def _token_id(folder: Path, token: str) -> int | None:
-    """The id in tokenizer.json, or of a token that tokenizer_config.json adds to it; None where neither has the token."""
-    for name, value in _members(folder, "tokenizer.json"):  # the vocabulary stands last, and is seldom asked
-        match name, value:
-            case "added_tokens", list():
-                found = [entry.get("id") for entry in value if isinstance(entry, dict) and entry.get("content") == token]
-            case "model", {"vocab": dict(vocab)}:
-                found = [vocab.get(token)]
-            case "model", {"vocab": list(pieces)}:  # [[piece, score], ...]
-                found = [number for number, piece in enumerate(pieces) if isinstance(piece, list) and piece[:1] == [token]]
-            case _:
-                found = []
-        if found and isinstance(found[0], int):
-            return found[0]
-    for name, value in _members(folder, "tokenizer_config.json"):
-        if name == "added_tokens_decoder" and isinstance(value, dict):
-            added = [key for key, entry in value.items() if isinstance(entry, dict) and entry.get("content") == token and key.isdecimal()]
-            return int(added[0]) if added else None
-    return None
+    """The token's id; None where no file has the token. The vocabulary of tokenizer.json stands last in it, and is seldom asked."""
+    if (listed := _listed_tokens(folder).get(token)) is not None:
+        return listed
+    found: object = None
+    match _member(folder, "tokenizer.json", "model"):
+        case {"vocab": dict(vocab)}:
+            found = vocab.get(token)
+        case {"vocab": list(pieces)}:  # [[piece, score], ...]
+            found = next((number for number, piece in enumerate(pieces) if isinstance(piece, list) and piece[:1] == [token]), None)
+    return found if _is_id(found) else _described_tokens(folder).get(token)
+
+
+def _listed_tokens(folder: Path) -> dict[str, int]:
+    """Text -> id of the tokens that tokenizer.json adds to its vocabulary."""
+    listed = _member(folder, "tokenizer.json", "added_tokens")
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    return _ids_by_text((entry.get("content"), entry.get("id")) for entry in entries)
+
+
+def _described_tokens(folder: Path) -> dict[str, int]:
+    """The same of the files beside it, as `text.tokenizer_config` reads them: a folder without `added_tokens_decoder` is an older one."""
+    described = _member(folder, "tokenizer_config.json", "added_tokens_decoder")
+    if described is None:
+        return _ids_by_text(_members(folder, "added_tokens.json"))
+    entries = described.items() if isinstance(described, dict) else ()
+    return _ids_by_text((entry.get("content"), int(key)) for key, entry in entries if isinstance(entry, dict) and _ID.fullmatch(key))
+
+
+def _ids_by_text(pairs: Iterable[tuple[object, object]]) -> dict[str, int]:
+    return {text: token_id for text, token_id in pairs if isinstance(text, str) and _is_id(token_id)}
+
+
+def _member(folder: Path, file: str, name: str) -> object:
+    return next((value for found, value in _members(folder, file) if found == name), None)
 
 
 def _members(folder: Path, file: str) -> Iterator[tuple[str, object]]:
