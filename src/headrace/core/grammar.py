@@ -32,6 +32,15 @@ line break with an indentation: a model may write compact, usual and pretty JSON
 `%json` gives the option itself."""
 
 
+FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid"),
+        *("uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"),
+    }
+)
+"""The formats of texts that JSON Schema defines. Any other `format` is an annotation."""
+
+
 class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"

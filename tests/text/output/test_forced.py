@@ -303,6 +303,22 @@ def test_rules_of_strings_that_tags_cannot_hold_are_refused_by_name(parameters: 
     assert forced_grammar(TOOL_FORMATS["qwen3_coder"], [FIND, tool], AUTO) is not None
 
 
+def test_keywords_without_an_effect_are_no_rules_between_tags() -> None:
+    plain: dict[str, Any] = {"type": "object", "properties": {"s": {"type": "string"}, "t": {"enum": ["a"]}}, "required": ["s"]}
+    idle = {"format": "path", "minLength": 0, "x-order": 1, "allOf": [], "not": False, "minimum": 5, "contentEncoding": "base64"}
+    noted = {**plain, "properties": {"s": {"type": "string", **idle}, "t": {"enum": ["a"], "format": "password", "example": "a"}}}
+    noted |= {"propertyNames": {"type": "string"}, "unevaluatedProperties": True, "dependentRequired": {}, "x-tool": 1, "minProperties": 0}
+    for row in TAGGED:
+        made = [forced_grammar(row, [FunctionTool(name="f", parameters=parameters)], REQUIRED) for parameters in (plain, noted)]
+        assert made[0] == made[1]
+    for name, rule in (("minProperties", 1), ("unevaluatedProperties", False), ("propertyNames", {"maxLength": 1})):
+        with pytest.raises(InvalidRequest, match=name):
+            forced_grammar(TOOL_FORMATS["qwen3_coder"], [FunctionTool(name="f", parameters={**plain, name: rule})], REQUIRED)
+    strict = {**plain, "properties": {"s": {"type": "string", "format": "uuid"}}}
+    with pytest.raises(InvalidRequest, match=r"properties\.s\.format"):
+        forced_grammar(TOOL_FORMATS["qwen3_coder"], [FunctionTool(name="f", parameters=strict)], REQUIRED)
+
+
 @pytest.mark.parametrize("row", [row for row in FORCIBLE if row.tags is not None], ids=lambda row: row.name)
 def test_tags_may_be_the_tokens_that_they_are(tmp_path: Path, row: ToolFormat) -> None:
     document: dict[str, Any] = json.loads((text_kit.save_byte_level(tmp_path) / "tokenizer.json").read_text())

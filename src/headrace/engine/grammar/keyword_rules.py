@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.core.grammar import FORMATS
 from headrace.engine.grammar.counted import check_regex_counts, check_string_counts
 from headrace.engine.grammar.json_values import DECIDED, SIZES, TYPES, refutes, type_names, value_key, values_of
 from headrace.engine.grammar.look_around import without_look_around
@@ -42,10 +43,8 @@ DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
 UNSUPPORTED = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", *DEPENDENCIES})
 """Keywords that are refused where the rules below leave them."""
 
-REFUSED_FORMATS = frozenset({"idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "regex"})
-REFUSED_FORMATS |= {"json-pointer", "relative-json-pointer"}
 ENFORCED_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-"""The formats that JSON Schema defines, without and with llguidance's support. Every other one is an annotation."""
+"""The formats that llguidance has."""
 
 NO_BOUND = (1 << 31) - 1
 """A largest size from which on no answer reaches it. Generators write it where there is none."""
@@ -230,10 +229,10 @@ def _read_format(node: Keywords, place: Place) -> None:
     name = node["format"]
     if not isinstance(name, str):
         raise refused((place, "format"), "a text in format", name)
-    if name in REFUSED_FORMATS:
-        raise refused(place, "a format of JSON Schema that is supported", name, "Leave it out, or use pattern.")
-    if name not in ENFORCED_FORMATS:
+    if name not in FORMATS:
         del node["format"]
+    elif name not in ENFORCED_FORMATS:
+        raise refused(place, "a format of JSON Schema that is supported", name, "Leave it out, or use pattern.")
 
 
 def _array_rules(node: Keywords, place: Place) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.grammar import MAX_GRAMMAR_BYTES
+from headrace.core.grammar import FORMATS, MAX_GRAMMAR_BYTES
 from headrace.text.output.format_types import CallTags
 from headrace.text.output.value_types import TEXT, SchemaTypes, referenced
 
@@ -24,7 +24,17 @@ MAX_BRANCHES = 256
 
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "x-guidance"})
 """Keywords that bind nothing."""
-_OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
+_OF_TEXTS = frozenset(
+    {"type", "const", "enum", "minLength", "maxLength", "pattern", "format", "$ref", "allOf", "anyOf", "oneOf", "not", "if", "nullable"}
+)
+"""Keywords that bind a value that can only be a text. Of such a value all others bind nothing."""
+_OF_OBJECTS = frozenset(
+    {
+        *("patternProperties", "minProperties", "maxProperties", "propertyNames", "unevaluatedProperties", "const", "enum"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "$ref", "allOf", "anyOf", "oneOf", "not", "if"),
+    }
+)
+"""Rules of an object as a whole, which are not followed between tags."""
 _DEFINITIONS = ("$defs", "definitions")
 _KEY = re.compile(r'[^<>"\s]([^<>"\n]{0,62}[^<>"\s])?')
 
@@ -35,6 +45,22 @@ TERMINALS = ("ANY_TEXT: /(?s:.*)/", f"ANY_KEY: /{_KEY.pattern}/")
 def lark_text(text: str) -> str:
     """A text as Lark writes it, which has no escapes for characters beyond ASCII."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def _is_idle(name: str, rule: object) -> bool:
+    """Whether a keyword's value allows everything."""
+    match name:
+        case "format":
+            return isinstance(rule, str) and rule not in FORMATS
+        case "minLength" | "minProperties":
+            return rule == 0 and rule is not False
+        case "not" | "nullable":
+            return rule is False
+        case "unevaluatedProperties":
+            return rule is True or rule == {}
+        case "propertyNames":
+            return rule is True or rule in ({}, {"type": "string"})
+    return name in ("allOf", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies") and rule in ([], {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +104,7 @@ class TaggedArguments:
 
     def body(self) -> str:
         """What stands between a function's name and the end of its call. Raises InvalidRequest for a schema that cannot be followed so."""
-        if found := next((name for name in self.schema if name not in _OBJECT), None):
+        if found := next((name for name, rule in self.schema.items() if name in _OF_OBJECTS and not _is_idle(name, rule)), None):
             raise self._refused(found, self.schema[found])
         given, needed = self.schema.get("properties"), self.schema.get("required")
         required = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
@@ -138,7 +164,12 @@ class TaggedArguments:
         self.num_branches += 1
         if self.num_branches > MAX_BRANCHES:
             raise InvalidRequest(f"{self.path}.{path}", f"at most {MAX_BRANCHES} references and branches to follow for strings")
-        rules = {name: value for name, value in schema.items() if name not in _NOTES}
+        is_text = self._types.of(schema) == TEXT
+        rules = {
+            name: value
+            for name, value in schema.items()
+            if (name in _OF_TEXTS if is_text else name not in _NOTES) and not _is_idle(name, value)
+        }
         match rules:
             case {"$ref": str(reference), **rest} if not rest:
                 return self._choices(referenced(reference, self.schema), path)
