@@ -41,7 +41,9 @@ from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.choose import choose_kernels
 from headrace.tensor.kernels.filters import draw as plain_draw
 from headrace.tensor.kernels.rounding import Precision
+from headrace.tensor.layers.rope import LinearScaling
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
+from headrace.tensor.models.spec import DecoderSpec
 from headrace.tensor.packed.file import PackedFolder
 from headrace.tensor.packed.store import Pieces
 
@@ -101,6 +103,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(config)}",
         *choices.lines(config),
         *(f"LongRoPE: {choice}" for choice in _longrope(loaded).values()),
+        *_linear_scaling(loaded.model.spec),
         f"KV dtype: {_name(kv_dtype)}, {why_kv}",
         *sizing.lines,
         f"warm-up: {seconds:.1f} s",
@@ -199,6 +202,16 @@ def _longrope(loaded: LoadedModel) -> dict[str, str]:
     is_long = spec.longrope.is_long(spec.max_positions)
     choice = "long factors, max_model_len is above" if is_long else "short factors, max_model_len is at most"
     return {"LongRoPE": f"{choice} {spec.longrope.original_positions}"}
+
+
+def _linear_scaling(spec: DecoderSpec) -> list[str]:
+    """A line for a context that linear scaling made longer: config.json does not say whether max_position_embeddings counts it already."""
+    scalings = [layer.attention.rope.scaling for layer in spec.layers]
+    longer = [scaling for scaling in scalings if isinstance(scaling, LinearScaling) and scaling.original_positions < spec.max_positions]
+    if not longer:
+        return []
+    trained, remedy = longer[0].original_positions, "if the model's card counts the factor in them, set max_model_len to"
+    return [f"linear scaling: {trained} positions x factor {longer[0].factor:g}; {remedy} {trained}"]
 
 
 def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features: CpuFeatures) -> tuple[torch.dtype, str]:

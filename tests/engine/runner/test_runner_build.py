@@ -211,6 +211,18 @@ def test_the_factors_of_longrope_are_said_and_are_part_of_the_numerics(tiny_fold
     assert "LongRoPE" not in build_runner(config(tiny_folder))[1].numerics
 
 
+def test_a_context_that_linear_scaling_made_longer_is_said(tiny_folder: Path, tmp_path: Path) -> None:
+    """deepseek-coder counts the factor in max_position_embeddings, vicuna does not, and config.json does not tell them apart."""
+    fields = json.loads((tiny_folder / "config.json").read_text())
+    fields |= {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    long, short = (build_runner(config(tmp_path, load_format="dummy", max_model_len=length))[1] for length in (None, CONTEXT))
+    (line,) = [line for line in long.decided if line.startswith("linear scaling")]
+    assert f"{CONTEXT} positions x factor 2;" in line
+    assert f"set max_model_len to {CONTEXT}" in line
+    assert not any(line.startswith("linear scaling") for line in short.decided)
+
+
 def test_a_gpu_that_is_not_there_is_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch sees no GPU"):

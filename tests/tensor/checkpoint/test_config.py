@@ -130,8 +130,52 @@ def test_both_spellings_of_rope_parameters_mean_the_same(folder: Any) -> None:
     change(folder, rope_theta=DELETED, rope_scaling=None, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 777})
     newer = folder.load(load_format="dummy").model.spec.layers[0].attention.rope
     assert older == newer == expected
-    change(folder, rope_scaling={"type": "linear", "factor": 2.0})
-    assert "beside rope_parameters" in refusal(folder).reason
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("saved", "added"),
+    [
+        ({"rope_type": "default", "rope_theta": 777.0}, YARN),
+        ({"rope_theta": 777.0}, YARN),
+        ({"type": "default", "rope_type": None, "rope_theta": 777}, {**YARN, "rope_theta": 777.0, "type": "yarn", "beta_fast": None}),
+        ({**YARN, "rope_theta": 777.0}, YARN),
+        ({**YARN, "rope_theta": 777.0}, {}),
+        ({**YARN, "rope_theta": 777.0}, None),
+        ({"rope_theta": 777.0, "original_max_position_embeddings": 32}, {"type": "yarn", "factor": 4.0}),
+    ],
+)
+def test_a_scaling_that_a_model_card_adds_is_read_beside_what_transformers_saves(
+    folder: Any, saved: dict[str, object], added: dict[str, object] | None
+) -> None:
+    """One was to be left out, and with rope_parameters theta went too."""
+    change(folder, rope_parameters={**YARN, "rope_theta": 777.0})
+    expected = folder.load(load_format="dummy")
+    change(folder, rope_parameters=saved, rope_scaling=added)
+    found = folder.load(load_format="dummy")
+    assert found.model.spec == expected.model.spec
+    assert found.max_model_len == 128
+
+
+@pytest.mark.parametrize(
+    ("saved", "added", "named"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, YARN, "rope_type"),
+        ({**YARN, "factor": 2.0}, YARN, "factor"),
+        (YARN, {"type": "default"}, "rope_type"),
+        ({"rope_type": "default", "rope_theta": 777.0}, {**YARN, "rope_theta": 10_000.0}, "rope_theta"),
+    ],
+)
+def test_two_scalings_that_differ_are_refused_with_where_to_write_one(
+    folder: Any, saved: dict[str, object], added: dict[str, object], named: str
+) -> None:
+    change(folder, rope_parameters=saved, rope_scaling=added)
+    error = refusal(folder)
+    assert f"{named} is " in error.reason
+    assert "rope_scaling" in error.reason
+    assert "into rope_parameters, beside rope_theta" in error.remedy
 
 
 LONG = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
@@ -162,6 +206,9 @@ LONG = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
         ({"rope_scaling": {"rope_type": "longrope", **LONG, "original_max_position_embeddings": 8}}, 32),
         ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "head_dim": 4,
           "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 32),
+        ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "head_dim": 4, "sliding_window_pattern": 1,
+          "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, 128),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 128),
     ],
 )  # fmt: skip
 def test_scaling_that_is_added_to_a_model_gives_its_context(folder: Any, fields: dict[str, object], context: int) -> None:

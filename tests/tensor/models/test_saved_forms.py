@@ -67,6 +67,36 @@ def test_older_spellings_mean_what_transformers_reads_into_them(
     assert_close(ours(tmp_path, paged_run), reference)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 300.0}, "full_attention": {"rope_type": "default", "rope_theta": 5e5}}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_a_scaling_added_to_a_saved_folder_is_what_it_is_when_saved_with_it(
+    family: str, make_oracle: Callable[..., Any], paged_run: Callable[..., Any], assert_close: Callable[..., None], tmp_path: Path
+) -> None:
+    """transformers itself takes its class's theta for the folder's here, so that the reference is the folder that it saves with YaRN."""
+    oracle = make_oracle(family, tmp_path, **TINY, rope_parameters={**YARN, "rope_theta": 900.0})
+    file = tmp_path / "config.json"
+    added = {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}, "rope_scaling": YARN}
+    file.write_text(json.dumps(json.loads(file.read_text()) | added))
+    assert_close(ours(tmp_path, paged_run), oracle.logits(TOKENS))
+
+
+@pytest.mark.socket
+def test_gemma_3_takes_a_scaling_into_its_global_layers_as_transformers_does(
+    make_oracle: Callable[..., Any], paged_run: Callable[..., Any], assert_close: Callable[..., None], tmp_path: Path
+) -> None:
+    make_oracle("Gemma3", tmp_path, **{**TINY, "max_position_embeddings": 16}, head_dim=16, sliding_window=6, rope_parameters=ROPES,
+                layer_types=["sliding_attention", "full_attention", "sliding_attention"])  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_scaling": YARN}))
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        reference = oracle(torch.tensor([TOKENS])).logits[0]
+    assert_close(ours(tmp_path, paged_run), reference)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 def test_shards_transformers_writes(
     family: str, make_oracle: Callable[..., Any], paged_run: Callable[..., Any], assert_close: Callable[..., None], tmp_path: Path

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headrace.core.errors import shorten
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.layers.attention import AttentionSpec
 from headrace.tensor.layers.mlp import MlpSpec
@@ -42,6 +43,7 @@ _DYNAMIC_REMEDY = (
     'Its frequencies change while a sequence grows, and cached keys cannot change with them. Write "yarn" with factor and '
     "original_max_position_embeddings instead, or leave the scaling out and serve max_position_embeddings."
 )
+_TWO_ROPES_REMEDY = "Write the scaling's fields into rope_parameters, beside rope_theta, and leave rope_scaling out."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,23 +162,19 @@ def refuse_set(config: ConfigFile, *names: str) -> None:
 
 
 def rope_field(config: ConfigFile) -> str:
-    """The field that holds the rotary parameters: the older name where it is there, else today's."""
-    return "rope_scaling" if config.has("rope_scaling") else "rope_parameters"
+    """The field that holds the rotary scaling: the older name where it is there, else today's."""
+    return "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
 
 
 def read_rope(config: ConfigFile, shape: DecoderShape, *, theta: float = 10_000.0, layer_type: str | None = None,
               theta_field: str = "rope_theta", has_partial: bool = False) -> RopeSpec:  # fmt: skip
-    """Rotary parameters: `rope_parameters` (flat, or below the layer type), or the older `rope_theta` beside `rope_scaling`.
+    """Rotary parameters: `rope_parameters` (flat, or below the layer type), the older `rope_theta` beside `rope_scaling`, or both.
 
     theta        where the file names none
     theta_field  the older field that holds theta for this layer type
     has_partial  the architecture may rotate a part of the head only
     """
-    if config.has("rope_scaling") and config.has("rope_parameters"):
-        config.refuse("rope_scaling", "stands beside rope_parameters", "Keep one of the two.")
-    params = config.section(rope_field(config))
-    if layer_type is not None and config.has("rope_parameters"):
-        params = params.section(layer_type)
+    params = _rope_params(config, layer_type)
     base = params if params.has("rope_theta") else ConfigFile(config.file, {"rope_theta": config.values.get(theta_field)})
     kind = params.text("rope_type", params.text("type", "default"))
     if kind not in _ROPE_FIELDS:
@@ -191,6 +189,31 @@ def read_rope(config: ConfigFile, shape: DecoderShape, *, theta: float = 10_000.
         rotary_dim=rotary_dim,
         scaling=_read_scaling(config, params, kind, shape.max_positions, rotary_dim // 2),
     )
+
+
+def _rope_params(config: ConfigFile, layer_type: str | None) -> ConfigFile:
+    """The rotary parameters, in one object or in two that agree.
+
+    transformers saves theta in `rope_parameters`, with the type "default"; model cards say to add `rope_scaling`.
+    """
+    params, scaling = config.section("rope_parameters"), config.section("rope_scaling")
+    if layer_type is not None:
+        params = params.section(layer_type)
+    if not params.values or not scaling.values:
+        return scaling if scaling.values else params
+    saved, added = _with_one_type(params), _with_one_type(scaling)
+    if saved.get("rope_type") == "default":
+        del saved["rope_type"]
+    for name, value in saved.items():
+        if added.get(name, value) != value:
+            config.refuse("rope_scaling", f"{name} is {shorten(value)} in {params.prefix.removesuffix('.')}", _TWO_ROPES_REMEDY)
+    return ConfigFile(config.file, saved | added, "rope_scaling beside rope_parameters: ")
+
+
+def _with_one_type(params: ConfigFile) -> dict[str, object]:
+    """The fields that are not null, with the older `type` under its name of today."""
+    fields = {"rope_type": params.values.get("type"), **{name: value for name, value in params.values.items() if name != "type"}}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _rotary_dim(config: ConfigFile, params: ConfigFile, head_dim: int, has_partial: bool) -> int:

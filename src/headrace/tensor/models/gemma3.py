@@ -8,7 +8,7 @@ from dataclasses import replace
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.layers.attention import AttentionNames
 from headrace.tensor.layers.mlp import MlpSpec
-from headrace.tensor.layers.rope import RopeSpec
+from headrace.tensor.layers.rope import RopeSpec, YarnScaling
 from headrace.tensor.models.fields import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -46,9 +46,11 @@ def decoder_spec(config: ConfigFile) -> DecoderSpec:
         rope = global_rope if window is None else local_rope
         attention = attention_spec(shape, rope, window=window, qkv_bias=has_bias, output_bias=has_bias)
         layers.append(LayerSpec(attention=replace(attention, scale=scale), mlp=mlp))
+    spec = decoder(config, shape, layers, NAMES)
     return replace(
-        decoder(config, shape, layers, NAMES),
-        max_positions=shape.max_positions,  # what linear scaling gives is counted in it
+        spec,
+        # Linear scaling comes with the model and is counted in max_position_embeddings; YaRN is added by hand.
+        max_positions=spec.max_positions if isinstance(global_rope.scaling, YarnScaling) else shape.max_positions,
         norm_plus=1.0,
         embedding_scale=shape.hidden_size**0.5,
         is_tied=config.flag("tie_word_embeddings", True),
