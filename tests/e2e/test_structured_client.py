@@ -173,7 +173,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {"$ref": "https://example.com/schema.json"}}, "guided_json"),
     ({"guided_json": {"$ref": "#"}}, "guided_json"),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "string"}}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {"pattern": "a"}}}}},
         "response_format.json_schema.schema",
     ),
     ({"guided_json": {"enum": [f"{number}" * 50 for number in range(4000)]}}, "guided_json"),

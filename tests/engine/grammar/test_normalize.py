@@ -192,8 +192,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"pattern": ["a"]}, 'a regular expression as a text in pattern, got ["a"]'),
     ({"properties": {"v": {"pattern": "a(?=b)"}}}, "a pattern without look-around and word boundaries, got"),
     ({"patternProperties": {"\\bx": {}}}, "without look-around and word boundaries"),
-    ({"not": {}}, 'a JSON schema that a value can satisfy, got {"not": {}}'),
-    ({"type": "integer", "const": "a"}, "a JSON schema that a value can satisfy"),
+    ({"not": {}, "title": "x"}, 'a JSON schema that a value can satisfy, got "not". Together they exclude every value. See #.'),
+    ({"type": "integer", "const": "a"}, 'a JSON schema that a value can satisfy, got "type, const"'),
     ({"type": "integer", "allOf": [{"multipleOf": 99991}, {"multipleOf": 65537}]}, "whose product is at most 4294967295"),
 ]
 

@@ -16,10 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headrace.core.errors import InvalidRequest
 from headrace.engine.grammar.exclusive import Exclusion
 from headrace.engine.grammar.json_values import DECIDED, refutes, values_of
-from headrace.engine.grammar.keyword_rules import KEYWORD_TO_TYPE, REFERENCES, Keywords, simplified
+from headrace.engine.grammar.keyword_rules import KEYWORD_TO_TYPE, REFERENCES, Keywords, is_keyword, simplified
 from headrace.engine.grammar.number_bounds import MAX_MULTIPLE, multiple_parts
 from headrace.engine.grammar.places import Place, refused, unsupported
 from headrace.engine.grammar.references import References
@@ -84,7 +83,10 @@ class _Document:
         self._pointers[id(root)] = "#"
         found = self._written(root, self._references.place(root))
         if found is False:
-            raise InvalidRequest("grammar", "a JSON schema that a value can satisfy", self._root, "Its keywords exclude every value.")
+            given = ", ".join(filter(is_keyword, root)) if isinstance(root, dict) else root
+            raise refused(
+                self._references.place(root), "a JSON schema that a value can satisfy", given, "Together they exclude every value."
+            )
         while self._unwritten:
             name, schema = self._unwritten.pop()
             self._definitions[name] = self._written(schema, self._references.place(schema))
