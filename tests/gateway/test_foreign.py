@@ -27,6 +27,7 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.config import config_from
 from headrace.gateway.foreign_config import ForeignConfig
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
+from headrace.gateway.http.content_encoding import SLICE_BYTES
 from headrace.gateway.upstream import foreign, foreign_events, foreign_framing, foreign_server
 from headrace.gateway.upstream.foreign import HttpStream
 from headrace.gateway.upstream.foreign_errors import BrokenStream
@@ -233,7 +234,7 @@ REFUSED = {
     "garbage": (head() + b"data: {" + SECRET.encode() + b"\n\n", 503, "unavailable"),
     "deep": (head() + b'data: {"x": ' + b"[" * 100_000 + b"\n\n", 503, "unavailable"),
     "wrong types": (head() + event(choices=[{"index": "0", "delta": SECRET}]), 503, "unavailable"),
-    "a choice too many": (head() + said("x", index=1) + DONE, 503, "unavailable"),
+    "a choice too many": (head() + said("") + said("x", index=1) + DONE, 503, "unavailable"),
     "a content that is no text": (head() + said("") + event(choices=[{"index": 0, "delta": {"content": 5}}]) + DONE, 503, "unavailable"),
     "an error": (head() + event(error={"message": SECRET, "code": 500}), 503, "unavailable"),
     "nothing": (head() + DONE, 503, "unavailable"),
@@ -326,6 +327,27 @@ async def test_a_server_is_read_no_faster_than_its_client_reads(text: TextModel)
         assert await stream.events()
         await stream.close()
         assert await stream.events() == []
+
+
+async def test_many_events_of_a_sequence_are_joined_once(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_joined, joined = 0, OutputEvent.joined
+
+    def count(events: list[OutputEvent]) -> OutputEvent:
+        nonlocal num_joined
+        num_joined += len(events)
+        return joined(events)
+
+    async with scripted(text, ScriptedServer(head() + said("x") * 300 + said("", "stop") + DONE)) as near:
+        upstream = near.gateway.service.models.get(FAR).upstream
+        request = GenerationRequest(request_id=RequestId("r"), prompt=PlainPrompts(prompts=["a"]), sampling={})
+        stream = (await upstream.prepare(request, PrincipalFacts())).stream()
+        monkeypatch.setattr(OutputEvent, "joined", count)
+        found = []
+        while events := await stream.events():
+            found += events
+        assert "".join(event.text for event in found) == "x" * 300
+        assert num_joined == 301
+        await stream.close()
 
 
 BIG = "x" * 300_000
@@ -730,8 +752,8 @@ async def test_an_address_that_cannot_be_looked_up_is_an_error(text: TextModel, 
 class Pieces:
     """Stands for aiohttp's response: headers, and a body in the given pieces."""
 
-    def __init__(self, pieces: list[bytes]) -> None:
-        self.headers = {"content-type": "text/event-stream; charset=utf-8"}
+    def __init__(self, pieces: list[bytes], headers: dict[str, str]) -> None:
+        self.headers = {"content-type": "text/event-stream; charset=utf-8", **headers}
         self.content = self
         self._pieces = [piece for piece in pieces if piece]
 
@@ -757,12 +779,37 @@ class FoundEvents:
             self.found[each.index] = OutputEvent.joined((self.found[each.index], each)) if each.index in self.found else each
 
 
-async def read_events(reader: EventReader, pieces: list[bytes]) -> dict[int, OutputEvent]:
+async def read_events(reader: EventReader, pieces: list[bytes], headers: dict[str, str] | None = None) -> dict[int, OutputEvent]:
     """Everything a reader makes of the pieces, by sequence."""
     sink = FoundEvents()
     async with asyncio.timeout(None) as deadline:
-        await reader.read(cast(aiohttp.ClientResponse, Pieces(pieces)), sink, deadline=deadline, inter_chunk_s=60.0)
+        await reader.read(cast(aiohttp.ClientResponse, Pieces(pieces, headers or {})), sink, deadline=deadline, inter_chunk_s=60.0)
     return sink.found
+
+
+async def test_an_unknown_word_ends_a_whole_document_but_not_the_first_of_several_lines() -> None:
+    whole = json.dumps(WHOLE).replace('"stop"', '"no-such-word"').encode()
+    (found,) = (await read_events(EventReader(1, "key"), [whole], {"content-type": PLAIN})).values()
+    assert (found.text, found.finish, found.stop_reason) == ("one two", FinishReason.STOP, "no-such-word")
+    for body in (event(**json.loads(whole) | {"usage": None}), BOTH.replace(b'"stop"', b'"no-such-word"').replace(b"data: ", b"")):
+        with pytest.raises(BrokenStream):
+            await read_events(EventReader(1, "key"), [body], {"content-type": PLAIN})
+
+
+async def test_other_tasks_run_between_the_parts_of_a_packed_piece() -> None:
+    num_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    counting = asyncio.create_task(count_turns())
+    with pytest.raises(BrokenStream):
+        await read_events(EventReader(1, "key"), [gzip.compress(b"\n" * (32 * SLICE_BYTES))], {"content-encoding": "gzip"})
+    counting.cancel()
+    assert num_turns > 30
 
 
 ANSWER = b"".join(

@@ -51,8 +51,8 @@ class Read(NamedTuple):
         return [(name, arguments) for _, name, arguments in self.calls]
 
 
-def read(*chunks: Chunk | bytes | None, num_sequences: int = 1) -> Read:
-    """Raises BrokenStream."""
+def read(*chunks: Chunk | bytes | None, num_sequences: int = 1, is_document: bool = False) -> Read:
+    """is_document: the body was one JSON text. Raises BrokenStream."""
     answer, events = ForeignAnswer(num_sequences, "key"), list[OutputEvent]()
     for chunk in chunks:
         if chunk is None:
@@ -60,7 +60,7 @@ def read(*chunks: Chunk | bytes | None, num_sequences: int = 1) -> Read:
             break
         answer.read(chunk if isinstance(chunk, bytes) else json.dumps(chunk).encode("utf-8", "surrogatepass"), events)
     else:
-        answer.end(events, is_marked=False)
+        answer.end(events, is_marked=False, is_document=is_document)
     return Read(events, answer.usage, {field.value: count for field, count in answer.left_out.items()})
 
 
@@ -115,6 +115,10 @@ PARALLEL: dict[str, list[Chunk]] = {
     ],
     "in a message": [{"choices": [{"message": {"tool_calls": [call("weather", OSLO), call("weather", BERGEN)]}}]}],
     "numbered in an object": [delta(tool_calls={"1": call("weather", OSLO), "2": call("weather", BERGEN)})],
+    "arguments under other names": [calls({"name": "weather", "input": {"city": "Oslo"}}, call("weather") | {"parameters": BERGEN})],
+    "arguments under another name in the function": [
+        calls({"function": {"name": "weather", "parameters": json.loads(each)}}) for each in (OSLO, BERGEN)
+    ],
     "arguments as objects": [calls(call("weather", {"city": "Oslo"}), call("weather", {"city": "Bergen"}))],
     "name and arguments beside the function": [calls({"name": "weather", "arguments": OSLO}, {"name": "weather", "arguments": BERGEN})],
 }
@@ -277,6 +281,25 @@ TEXTS: dict[str, tuple[list[Chunk], str, str]] = {
         "Hm.",
     ),
     "encrypted reasoning": ([delta(reasoning_details=[{"type": "reasoning.encrypted", "data": "x"}]), delta(content="Hello")], "Hello", ""),
+    "false": ([delta(content=False), delta(content="Hello")], "Hello", ""),
+    "a part of an unknown type with a text": (
+        [delta(content=[{"type": "markdown", "text": "Hel"}, {"type": "lo", "text": "lo"}])],
+        "Hello",
+        "",
+    ),
+    "a part of Gemini's that is a thought": ([delta(content=[{"text": "Hm.", "thought": True}, {"text": "Hello"}])], "Hello", "Hm."),
+    "a part that is a piece of reasoning": ([delta(content=[{"type": "reasoning_delta", "text": "Hm."}, "Hello"])], "Hello", "Hm."),
+    "a thinking part without a type": ([delta(content=[{"thinking": "Hm."}, {"content": "Hello"}])], "Hello", "Hm."),
+    "a content of the choice itself": ([{"choices": [{"content": "Hello"}]}], "Hello", ""),
+    "a last message that says more": ([delta(content="Hel"), {"choices": [{"message": {"content": "Hello"}}]}], "Hello", ""),
+    "a last message that says more, twice": (
+        [delta(content="Hel", reasoning="H"), *[{"choices": [{"message": {"content": "Hello", "reasoning": "Hm."}}]}] * 2],
+        "Hello",
+        "Hm.",
+    ),
+    "a last message that says something else": ([delta(content="Hello"), {"choices": [{"message": {"content": "Bye-bye"}}]}], "Hello", ""),
+    "a list of several chunks": ([[delta(content="Hel"), None, delta(content="lo")]], "Hello", ""),  # type: ignore[list-item]
+    "several chunks on one line": ([json.dumps(delta(content=part)).encode() * 2 for part in "ab"], "aabb", ""),  # type: ignore[misc]
     "a list of one chunk": ([delta(content="Hel"), [delta(content="lo")]], "Hello", ""),  # type: ignore[list-item]
 }
 
@@ -289,7 +312,11 @@ def test_text_and_reasoning_are_read_in_every_form_that_has_one_reading(name: st
 
 
 @pytest.mark.parametrize(
-    "content", [5, 1.5, True, False, [5], [[]], {"type": "text", "text": 5}, [{"type": "text", "text": ["a", 5, {}], "x": 1}, 7]]
+    "content",
+    [
+        *(5, 1.5, True, [5], [[]], {"type": "text", "text": 5}, [{"type": "text", "text": ["a", 5, {}], "x": 1}, 7]),
+        *({"answer": 42}, {"summary": "x", "title": "y"}, {"type": "invoice", "total": 5}, [{"answer": 42}], {"type": 5, "x": 1}),
+    ],
 )
 def test_a_content_that_is_no_text_breaks_the_answer(content: Any) -> None:
     with pytest.raises(BrokenStream, match="content"):
@@ -353,6 +380,17 @@ FILTER_WORDS = "content_filter SAFETY RECITATION blocked PROHIBITED_CONTENT refu
 FAILURE_WORDS = (
     "error abort aborted cancelled canceled network_error timeout failed ERROR insufficient_system_resource MALFORMED_FUNCTION_CALL"
 )
+LENGTH_VARIANTS = (
+    "limit max_output maxPredictedTokensReached contextLengthReached max_time context_exceeded output_length MAX_TOKEN_REACHED"
+    " exceeded_max_tokens length_exceeded truncation max_new_token token_limit_exceeded ResponseTruncated budget_exceeded"
+)
+FILTER_VARIANTS = "content_filter_triggered CONTENT-FILTERED-BY-POLICY blocked_by_safety prohibited recitation_check refused MODERATED"
+FAILURE_VARIANTS = (
+    "model_error malformed_model_output malformed_tool_use unexpected_tool_call rejected killed preempted userStopped modelUnloaded"
+    " timed-out rate_limit rate_limit_exceeded invalid_request bad_request service_unavailable upstream_error generation_error"
+    " request_aborted client_disconnect unfinished quota_exceeded unload ERROR_UNKNOWN server_overload abort:client engine_error"
+    " insufficient_quota terminated interruption cancellation expired content_filter_error incomplete_response FinishReason.REQUEST_TIMEOUT"
+)
 CALL_WORDS = "tool_calls function_call tool_use tool_call TOOL_CALLS tool-calls"
 
 
@@ -360,8 +398,8 @@ CALL_WORDS = "tool_calls function_call tool_use tool_call TOOL_CALLS tool-calls"
     ("word", "finish", "is_filtered"),
     [
         *((word, FinishReason.STOP, False) for word in (STOP_WORDS + " " + CALL_WORDS).split()),
-        *((word, FinishReason.LENGTH, False) for word in LENGTH_WORDS.split()),
-        *((word, FinishReason.STOP, True) for word in FILTER_WORDS.split()),
+        *((word, FinishReason.LENGTH, False) for word in (LENGTH_WORDS + " " + LENGTH_VARIANTS).split()),
+        *((word, FinishReason.STOP, True) for word in (FILTER_WORDS + " " + FILTER_VARIANTS).split()),
         ({"type": "stop", "matched": 2}, FinishReason.STOP, False),
         ({"type": "length", "length": 5}, FinishReason.LENGTH, False),
         (["stop"], FinishReason.STOP, False),
@@ -372,14 +410,14 @@ def test_known_words_for_an_end_are_one_of_ours_without_any_other_sign(word: Any
     assert (found.text, found.finish, found.stop_reason, found.is_filtered) == ("Hello", finish, None, is_filtered)
 
 
-@pytest.mark.parametrize("word", FAILURE_WORDS.split())
+@pytest.mark.parametrize("word", (FAILURE_WORDS + " " + FAILURE_VARIANTS).split())
 def test_a_word_of_failure_breaks_the_answer_whatever_follows(word: str) -> None:
     with pytest.raises(BrokenStream):
         read(delta(content="Hello"), delta(word), counted(), DONE)
 
 
 @pytest.mark.parametrize("word", ["no-such-word", "OTHER", "unknown", 7, True, "x" * 1000, "\u505c\u6b62"])
-@pytest.mark.parametrize("sign", ["done", "usage", "usage beside it", "a whole answer", "nothing"])
+@pytest.mark.parametrize("sign", ["done", "usage", "usage beside it", "usage beside output", "a whole answer", "nothing"])
 def test_an_unknown_word_is_an_end_where_the_server_shows_in_another_way_that_it_ended_regularly(word: Any, sign: str) -> None:
     chunks: list[Chunk | None] = [delta(content="Hello"), delta(word)]
     match sign:
@@ -391,36 +429,46 @@ def test_an_unknown_word_is_an_end_where_the_server_shows_in_another_way_that_it
             chunks = [delta(content="Hello"), delta(word) | {"usage": {"prompt_tokens": 7}}]
         case "a whole answer":
             chunks = [{"choices": [{"message": {"content": "Hello"}, "finish_reason": word}]}]
+            with pytest.raises(BrokenStream):
+                read(*chunks)  # it may be the first line of several
+        case "usage beside output":
+            chunks = [delta(word, content=part) | {"usage": {"prompt_tokens": 7}} for part in ("Hel", "lo")]
+            with pytest.raises(BrokenStream):
+                read(*chunks)  # each piece says so
+            return
         case _:
             with pytest.raises(BrokenStream):
                 read(*chunks)
             return
-    found = read(*chunks).whole
+    found = read(*chunks, is_document=sign == "a whole answer").whole
     shown = word if isinstance(word, str) else json.dumps(word)
     assert (found.text, found.finish, found.stop_reason) == ("Hello", FinishReason.STOP, shown[:64])
 
 
-@pytest.mark.parametrize("word", [None, "", "null", "None", "FINISH_REASON_UNSPECIFIED", False])
-def test_an_end_that_is_never_named_is_one_after_usage_and_done(word: Any) -> None:
+@pytest.mark.parametrize("word", [None, "", "null", "None", "FINISH_REASON_UNSPECIFIED", False, "in_progress"])
+def test_an_end_that_is_never_named_is_none_whatever_follows(word: Any) -> None:
+    """Gateways between a server and us count tokens and write [DONE] where that server broke off."""
     chunks = [delta(word, content="Hel"), delta(word, content="lo"), delta(word)]
-    found = read(*chunks, counted(), DONE).whole
-    assert (found.text, found.finish, found.stop_reason) == ("Hello", FinishReason.STOP, None)
-    for rest in ([counted()], [DONE], []):
+    for rest in ([counted(), DONE], [counted()], [DONE], []):
         with pytest.raises(BrokenStream):
             read(*chunks, *rest)
     with pytest.raises(BrokenStream):
-        read(chunks[0], counted(), *chunks[1:], DONE)
+        read(*[chunk | {"usage": {"prompt_tokens": 7}} for chunk in chunks], DONE)
     with pytest.raises(BrokenStream):
-        read(counted(), DONE)
+        read({"choices": [{"message": {"content": "Hel"}, "finish_reason": word}], "usage": {"prompt_tokens": 7}}, is_document=True)
 
 
-def test_an_end_that_a_whole_answer_does_not_name_is_one_with_usage() -> None:
-    whole = {"choices": [{"message": {"content": "Hel"}}], "usage": {"prompt_tokens": 7}}
-    assert read(whole).whole.finish is FinishReason.STOP
-    with pytest.raises(BrokenStream):
-        read({"choices": whole["choices"]})
-    with pytest.raises(BrokenStream):
-        read(whole, whole)  # these are pieces, and more of them may be missing
+@pytest.mark.parametrize("finish", ["stop", "length", "no-such-word"])
+def test_an_end_is_read_wherever_it_stands(finish: str) -> None:
+    expected = read(delta(content="Hello"), delta(finish), DONE).whole
+    for chunk in (
+        {"choices": [{"delta": {"finish_reason": finish}}]},
+        {"choices": [{"delta": {}, "message": {"content": "Hello", "finish_reason": finish}}]},
+        {"choices": [{"delta": {}}], "finish_reason": finish},
+        {"choices": [], "finish_reason": finish},
+    ):
+        found = read(delta(content="Hello"), chunk, DONE).whole
+        assert (found.text, found.finish, found.stop_reason) == ("Hello", expected.finish, expected.stop_reason)
 
 
 def test_a_server_that_names_an_end_in_every_piece_has_ended_where_it_says_so_otherwise() -> None:
@@ -475,6 +523,24 @@ def test_a_choice_that_was_not_asked_for_breaks_an_answer_of_several(index: Any)
 @pytest.mark.parametrize("index", [None, "0", 0.0, -1, "first", {}, True, float("nan")])
 def test_the_only_choice_needs_no_index(index: Any) -> None:
     assert read({"choices": [{"index": index, "delta": {"content": "Hello"}, "finish_reason": "stop"}]}, DONE).whole.text == "Hello"
+
+
+@pytest.mark.parametrize("index", [1, 2, 7, "1"])
+def test_the_only_choice_may_have_any_one_number(index: Any) -> None:
+    pieces = [{"choices": [{"index": index, "delta": {"content": part}}]} for part in ("Hel", "lo")]
+    found = read(*pieces, {"choices": [{"index": index, "finish_reason": "stop"}]}, DONE)
+    assert (found.whole.text, found.left_out) == ("Hello", {"index": 1})
+    with pytest.raises(BrokenStream, match="not asked for"):
+        read(*pieces, STOP, DONE)
+
+
+def test_choices_of_a_piece_and_chunks_of_an_event_are_bounded() -> None:
+    with pytest.raises(BrokenStream, match="too many choices"):
+        read({"choices": [{"text": "x"}] * 11}, STOP, DONE)
+    with pytest.raises(BrokenStream):
+        read([delta(content="x")] * 65, STOP, DONE)  # type: ignore[arg-type]
+    with pytest.raises(BrokenStream):
+        read(b"{}" * 65, STOP, DONE)
 
 
 # -- beside the answer ---------------------------------------------------------------------------------------------------------------
@@ -561,9 +627,16 @@ def test_what_was_left_out_is_counted_by_name() -> None:
     assert (found.whole.text, found.functions) == ("Hello", [("weather", OSLO)])
 
 
-@pytest.mark.parametrize("error", [None, {}, "", False, 0, [], {"message": "", "code": None}, {"code": 0}])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(None, {}, "", False, 0, [], {"message": "", "code": None}, {"code": 0}, "null"),
+        *({"message": "success", "code": 0}, {"msg": "OK", "code": "0"}, {"code": 200, "type": "none", "message": None}),
+    ],
+)
 def test_an_error_that_says_nothing_is_none(error: Any) -> None:
-    assert read(delta(content="Hello") | {"error": error}, STOP | {"error": error}, DONE).whole.text == "Hello"
+    in_choice = {"choices": [{"delta": {"content": "lo"}, "error": error}]}
+    assert read(delta(content="Hel") | {"error": error}, in_choice, STOP | {"error": error}, DONE).whole.text == "Hello"
 
 
 @pytest.mark.parametrize(
@@ -579,9 +652,11 @@ def test_an_error_that_says_nothing_is_none(error: Any) -> None:
     ],
 )
 def test_an_error_in_any_form_ends_the_answer(error: Any, code: int | None, is_overflow: bool) -> None:
-    with pytest.raises(BrokenStream) as broken:
-        read(delta(content="Hello"), {"error": error}, STOP, DONE)
-    assert (broken.value.code, broken.value.is_overflow) == (code, is_overflow)
+    in_choice = {"choices": [{"index": 0, "delta": {"content": "x"}, "error": error, "finish_reason": "stop"}]}
+    for chunk in ({"error": error}, in_choice):
+        with pytest.raises(BrokenStream) as broken:
+            read(delta(content="Hello"), chunk, STOP, DONE)
+        assert (broken.value.code, broken.value.is_overflow) == (code, is_overflow)
     assert sent_error(json.dumps([{"error": error}]).encode()).code == code
 
 

@@ -30,6 +30,8 @@ STREAMS = {
     "comments and other fields": b": ping\n\nid: 1\nretry: 5\ndata: %b\n\n:\ndata: %b\nid: 2\n\nfoo: bar\n\ndata: [DONE]\n\n",
     "events that say nothing": b"event: ping\ndata: {}\n\ndata: %b\n\ndata:\n\ndata\n\nevent: Ping\ndata:x\n\ndata: %b\n\ndata: [DONE]\n\n",
     "a name without data": b"event: ping\n\ndata: %b\n\nevent: error\n\ndata: %b\n\ndata: [DONE]\n\n",
+    "data that says nothing": b'data: ping\n\ndata: %b\n\ndata: ""\n\ndata: "keep-alive"\n\ndata: %b\n\ndata: : ping\n\ndata: [DONE]\n\n',
+    "comments within an event": b":\n:a\ndata: %b\n:\n: b\n\n:c\ndata: %b\n\n\n:\n\n:\n\n\n\ndata: [DONE]\n\n",
     "a byte order mark": b"\xef\xbb\xbfdata: %b\n\ndata: %b\n\ndata: [DONE]\n\n",
     "blank lines first": b"\n\r\n \ndata: %b\n\n\n\ndata: %b\n\n\n\ndata: [DONE]\n\n",
     "upper case": b"DATA: %b\n\nData : %b\n\nDATA: [DONE]\n\n",
@@ -86,6 +88,15 @@ def test_a_document_over_several_lines_is_one_event(is_event_stream: bool, cuts:
     assert (name, json.loads(data)) == (b"", json.loads(ONE))
 
 
+@pytest.mark.parametrize("body", [PRETTY, ONE, b"\n: ping\n\n" + PRETTY.replace(b"\n", b"\n: ping\n") + b"\n"])
+def test_a_body_that_is_one_document_is_told_from_lines_and_events(body: bytes) -> None:
+    for sent, is_one in ((body, True), (ONE + b"\n" + body, False), (b"data: " + ONE + b"\n\n" + body, False), (b"data: {}\n\n", False)):
+        framing = EventFraming(is_event_stream=False)
+        found = framing.push(sent) + framing.end()
+        assert framing.is_one_document == is_one
+        assert json.loads(found[-1][1]) in (json.loads(ONE), {})
+
+
 def test_an_event_has_its_name() -> None:
     assert frames(b"event: Error\ndata: {}\n\ndata: {}\n\n") == [(b"error", b"{}"), (b"", b"{}")]
 
@@ -122,3 +133,17 @@ def test_what_says_nothing_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> N
     for line in (b": ping\n", b"id: 1\n", b"data:\n\n", b"event: ping\n", b"\n", b"foo\n"):
         assert not framing.push(line * 10_000)
     assert not framing.fault
+
+
+@pytest.mark.parametrize("silence", [b"\n", b":\n", b": ping\n\n", b"\r\n", b": ping\n:\n\n\n"])
+def test_a_run_of_blank_lines_and_comments_is_not_read_line_by_line(silence: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    framing, read_line, num_lines = EventFraming(is_event_stream=True), EventFraming._read_line, 0
+
+    def count(self: EventFraming, line: bytes, found: list[Frame]) -> None:
+        nonlocal num_lines
+        num_lines += 1
+        read_line(self, line, found)
+
+    monkeypatch.setattr(EventFraming, "_read_line", count)
+    assert framing.push(b"data: {}\n\n" + silence * 10_000 + b"data: {}\n\n") == [(b"", b"{}")] * 2
+    assert num_lines < 10

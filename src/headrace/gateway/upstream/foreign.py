@@ -229,7 +229,7 @@ class HttpStream:
         self._server: ForeignServer | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: EventListener | None = None
-        self._unread: dict[int, OutputEvent] = {}
+        self._unread: dict[int, list[OutputEvent]] = {}
         self.unread_bytes = 0
         self._error: HeadraceError | None = None
         self._is_ended = False
@@ -323,8 +323,7 @@ class HttpStream:
 
     def put(self, events: list[OutputEvent]) -> None:
         for event in events:
-            before = self._unread.get(event.index)
-            self._unread[event.index] = event if before is None else OutputEvent.joined((before, event))
+            self._unread.setdefault(event.index, []).append(event)
             self.unread_bytes += EVENT_BYTES + event.num_bytes
         if self._listener is not None and self._can_be_taken(self._listener):
             self._listener.take(self._taken())
@@ -335,11 +334,11 @@ class HttpStream:
         """Whether the listener may have the unread events: the consumer waits, and they are plain."""
         if self._wants_more is None or self._wants_more.done() or not listener.has_room:
             return False
-        return not any(event.finish is not None or event.logprobs for event in self._unread.values())
+        return not any(event.finish is not None or event.logprobs for events in self._unread.values() for event in events)
 
     def _taken(self) -> list[OutputEvent]:
-        """The unread events, which are read now."""
-        events = list(self._unread.values())
+        """The unread events, which are read now: one per sequence."""
+        events = [OutputEvent.joined(events) for events in self._unread.values()]
         self._unread.clear()
         self.unread_bytes = 0
         _wake(self._wants_room)

@@ -11,13 +11,16 @@ from collections.abc import Sequence
 
 from headrace.core.finish import FinishReason
 from headrace.gateway.upstream.foreign_calls import CallPieces
-from headrace.gateway.upstream.foreign_chunk import SentCall, SentChoice, SentDelta, SideField, UsageCounts
-from headrace.gateway.upstream.foreign_errors import BrokenStream, sent_error
+from headrace.gateway.upstream.foreign_chunk import AnswerPiece, SentCall, SentChoice, SentDelta, SideField, UsageCounts
+from headrace.gateway.upstream.foreign_errors import BrokenStream, broken_by, says_something, sent_error
 from headrace.gateway.upstream.foreign_finish import Ending, ending
-from headrace.gateway.upstream.foreign_json import SplitText
+from headrace.gateway.upstream.foreign_json import SaidText, SplitText
 from headrace.gateway.upstream.foreign_logprobs import LogprobReader
 from headrace.gateway.upstream.foreign_loose import PieceReader
 from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+
+SPARE_CHOICES = 8
+"""Choices that a piece may have beyond two for each sequence."""
 
 _NOTHING_NEW = SentDelta()
 
@@ -26,37 +29,42 @@ class _Output:
     """One sequence so far.
 
     has_tokens  any output was given
-    has_text, has_reasoning, has_calls  deltas gave it: a message that comes too says it again
-    is_whole    all of it came as one message, which a server writes at the end
+    said_text, said_reasoning, has_calls  what deltas gave: a message that comes too says it again
+    is_whole    all of it came as one message or text, as in a whole answer
     ending      the end that the server named last
     is_sure     nothing else has to say that this is the end;  is_revoked: output followed an end;  is_over: the end was given
     """
 
     __slots__ = (
-        *("index", "text", "reasoning", "calls", "has_tokens", "has_text", "has_reasoning", "has_calls"),
+        *("index", "text", "reasoning", "calls", "has_tokens", "said_text", "said_reasoning", "has_calls"),
         *("ending", "is_whole", "is_sure", "is_revoked", "is_over"),
     )
 
     def __init__(self, index: int, call_key: str) -> None:
         self.index = index
         self.text, self.reasoning, self.calls = SplitText(), SplitText(), CallPieces(call_key)
-        self.has_tokens = self.has_text = self.has_reasoning = self.has_calls = False
+        self.said_text, self.said_reasoning = SaidText(), SaidText()
+        self.has_tokens = self.has_calls = False
         self.ending: Ending | None = None
         self.is_whole = self.is_sure = self.is_revoked = self.is_over = False
 
     def added(self, choice: SentChoice) -> tuple[str, str, Sequence[SentCall]]:
         """Text, reasoning and pieces of calls that a choice adds: those of its delta, and what its message has and no delta gave."""
-        delta, message = choice.delta or _NOTHING_NEW, choice.message
+        delta, message = choice.delta, choice.message
+        if message is None and delta is not None and delta.is_text_alone:
+            self.said_text.add(delta.content or "")
+            return delta.content or "", "", ()
+        self.is_whole = delta is None and not self.has_tokens
+        delta = delta or _NOTHING_NEW
         text, reasoning, calls = delta.content or delta.refusal or choice.text or "", delta.any_reasoning, delta.calls
-        self.has_text = self.has_text or text != ""
-        self.has_reasoning = self.has_reasoning or reasoning != ""
+        self.said_text.add(text)
+        self.said_reasoning.add(reasoning)
         self.has_calls = self.has_calls or bool(calls)
         if message is None:
             return text, reasoning, calls
-        self.is_whole = choice.delta is None and not self.has_tokens
         return (
-            text if self.has_text else message.content or message.refusal or "",
-            reasoning if self.has_reasoning else message.any_reasoning,
+            text + _unsaid(self.said_text, message.content or message.refusal or ""),
+            reasoning + _unsaid(self.said_reasoning, message.any_reasoning),
             calls if self.has_calls else message.calls,
         )
 
@@ -75,6 +83,14 @@ class _Output:
         )
 
 
+def _unsaid(said: SaidText, whole: str) -> str:
+    """What a message adds to what deltas said. Where it does not begin with that, that stands."""
+    rest = said.rest_of(whole) or ""
+    if said.num_chars:
+        said.add(rest)
+    return rest
+
+
 class ForeignAnswer:
     """One answer.
 
@@ -89,7 +105,7 @@ class ForeignAnswer:
         self._logprobs = LogprobReader(num_sequences)
         self._num_tokens = 0
         self._counted = TokenUsage(0, 0, 0)
-        self._is_counted_to_end = False
+        self._only_index: int | None = None
 
     @property
     def usage(self) -> TokenUsage:
@@ -102,34 +118,34 @@ class ForeignAnswer:
         return self._pieces.left_out
 
     def read(self, data: bytes, events: list[OutputEvent]) -> None:
-        """Add the events of one piece. Raises BrokenStream."""
-        piece = self._pieces.read(data)
-        if piece.is_error:
-            raise sent_error(data)
-        choices, num_before = piece.choices or (), self._num_tokens
+        """Add the events of one event of the server's, which is one piece for nearly all. Raises BrokenStream."""
+        for piece in self._pieces.read(data):
+            if piece.is_error:
+                raise sent_error(data)
+            self._read_piece(piece, events)
+
+    def _read_piece(self, piece: AnswerPiece, events: list[OutputEvent]) -> None:
+        choices, num_sequences, num_before = piece.choices or (), len(self._outputs), self._num_tokens
+        if len(choices) > 2 * num_sequences + SPARE_CHOICES:
+            raise BrokenStream("a piece has too many choices")
+        is_listed = len(choices) == num_sequences > 1 and all(each.index is None for each in choices)
         for position, choice in enumerate(choices):
-            output = self._outputs[self._index(choice, position, choices)]
+            output = self._outputs[position if is_listed else self._index(choice)]
             if (event := self._event(output, choice)) is not None:
                 events.append(event)
-        has_tokens = self._num_tokens > num_before
         if (counts := piece.counts()) is not None:
-            self._count(counts, has_tokens=has_tokens)
+            self._count(counts, has_tokens=self._num_tokens > num_before)
             if not choices and not self.num_running:
                 self._give_ends(events)
-        elif has_tokens:
-            self._is_counted_to_end = False
 
-    def end(self, events: list[OutputEvent], *, is_marked: bool) -> None:
-        """Add the ends of all sequences. is_marked: the server said that the answer ends here
+    def end(self, events: list[OutputEvent], *, is_marked: bool, is_document: bool = False) -> None:
+        """Add the ends of all sequences. Raises BrokenStream where one has not ended.
 
-        A sequence whose end was not named has ended where the server says so twice: by the mark, and by usage after the last token.
-        Raises BrokenStream where one has not ended.
+        is_marked    the server said that the answer ends here
+        is_document  the body was one JSON text: an answer that is whole in it needs no other sign of its end
         """
         for output in self._outputs:
-            is_marked_here = is_marked or output.is_whole
-            if output.ending is None and is_marked_here and output.has_tokens and self._is_counted_to_end:
-                output.ending = Ending(FinishReason.STOP)
-            if output.ending is None or not (output.is_sure or is_marked_here):
+            if output.ending is None or not (output.is_sure or is_marked or (is_document and output.is_whole)):
                 raise BrokenStream("it ended before it was complete")
         self._give_ends(events)
 
@@ -139,21 +155,27 @@ class ForeignAnswer:
                 output.is_over = True
                 events.append(output.end(output.ending))
 
-    def _index(self, choice: SentChoice, position: int, choices: Sequence[SentChoice]) -> int:
-        """The sequence of a choice. One that has no number is the only sequence, or is named by its place, or is the first."""
-        index, num_sequences = choice.index, len(self._outputs)
+    def _index(self, choice: SentChoice) -> int:
+        """The sequence of a choice. One without a number is of the first sequence; that of the only sequence may have any one number."""
+        index = choice.index
         if index is None:
-            is_listed = len(choices) == num_sequences and all(each.index is None for each in choices)
-            return position if is_listed else 0
-        if num_sequences == 1 and index < 0:
-            self.left_out[SideField.INDEX] += 1
             return 0
-        if not 0 <= index < num_sequences:
-            raise BrokenStream("a choice was not asked for")
-        return index
+        if len(self._outputs) > 1:
+            if not 0 <= index < len(self._outputs):
+                raise BrokenStream("a choice was not asked for")
+            return index
+        if index < 0 or (index and self._only_index is None):
+            self.left_out[SideField.INDEX] += 1
+        if index >= 0:
+            if self._only_index not in (None, index):
+                raise BrokenStream("a choice was not asked for")
+            self._only_index = index
+        return 0
 
     def _event(self, output: _Output, choice: SentChoice) -> OutputEvent | None:
-        """What a choice adds. None for nothing, such as in the one that names the role before the first token."""
+        """What a choice adds. None for nothing, such as in the one that names the role before the first token. Raises BrokenStream."""
+        if choice.error is not None and says_something(choice.error):
+            raise broken_by({"error": choice.error})
         text, reasoning, pieces = output.added(choice)
         calls = output.calls.read(pieces) if pieces else ()
         logprobs = (choice.logprobs and choice.logprobs.content) or ()
@@ -197,7 +219,10 @@ class ForeignAnswer:
             self.num_running -= 1
 
     def _count(self, counts: UsageCounts, *, has_tokens: bool) -> None:
-        """Note the server's counts. They show that an end which was named is one; of ends before output, only where they come alone."""
+        """Note the server's counts. They show that an end which was named is one.
+
+        Counts that come with output may come in every piece: they show nothing of an end before output, and of a word that is not known.
+        """
         known, details = self._counted, counts.prompt_tokens_details
         self._counted = TokenUsage(
             prompt_tokens=known.prompt_tokens if counts.num_prompt is None else counts.num_prompt,
@@ -205,7 +230,6 @@ class ForeignAnswer:
             cached_tokens=(details and details.cached_tokens) or 0,
             reasoning_tokens=(counts.completion_tokens_details and counts.completion_tokens_details.reasoning_tokens) or 0,
         )
-        self._is_counted_to_end = True
         for output in self._outputs:
-            if output.ending is not None and not (output.is_revoked and has_tokens):
+            if output.ending is not None and not (has_tokens and (output.is_revoked or not output.ending.is_known)):
                 self._make_sure(output)

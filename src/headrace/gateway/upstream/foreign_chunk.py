@@ -1,7 +1,8 @@
 """A piece of an OpenAI-compatible server's answer, as a value: a chunk of a stream, or a whole answer, of chats or of completions.
 
 Pieces in their usual form are decoded into these types in one go, by `decode_chunk`. A piece of another form is read by `foreign_loose`,
-into the same types. What is not listed here is never looked at.
+into the same types. So is a piece that has anything in a field of the type None: it holds in an unusual place what an answer needs. What is
+not listed here is never looked at.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ class SideField(StrEnum):
 
 
 class SentFunction(Struct):
+    """parameters, input: other names of arguments"""
+
     name: str | None = None
     arguments: str | None = None
+    parameters: None = None
+    input: None = None
 
 
 class SentCall(SentFunction):
@@ -70,6 +75,20 @@ class SentDelta(Struct):
     reasoning_details: Any = None
     tool_calls: list[SentCall] | None = None
     function_call: SentFunction | None = None
+    finish_reason: None = None
+
+    @property
+    def is_text_alone(self) -> bool:
+        """Whether there is text and nothing else, which is so for nearly every piece."""
+        return bool(self.content) and not (
+            self.tool_calls
+            or self.reasoning_content
+            or self.reasoning
+            or self.thinking
+            or self.reasoning_details
+            or self.function_call
+            or self.refusal
+        )
 
     @property
     def any_reasoning(self) -> str:
@@ -116,7 +135,7 @@ class UsageCounts(Struct):
 
 
 class SentChoice(Struct):
-    """message: in a whole answer, and in place of `delta` where servers mix the two up"""
+    """message: in a whole answer, and in place of `delta` where servers mix the two up;  error: of this choice alone"""
 
     index: int | None = None
     delta: SentDelta | None = None
@@ -126,6 +145,8 @@ class SentChoice(Struct):
     stop_reason: int | str | None = None
     logprobs: SentLogprobs | None = None
     usage: UsageCounts | None = None
+    content: None = None
+    error: Any = None
 
 
 class GroqFields(Struct):
@@ -140,10 +161,11 @@ class AnswerPiece(Struct):
     eval_count: Count | None = None
     error: Any = None
     object: str | None = None
+    finish_reason: None = None
 
     @property
     def is_error(self) -> bool:
-        return self.object == "error" or says_something(self.error)
+        return self.object == "error" or (self.error is not None and says_something(self.error))
 
     def counts(self) -> UsageCounts | None:
         """Its counts, in OpenAI's place, Groq's, Moonshot's (in the only choice) or Ollama's. None where it has none."""

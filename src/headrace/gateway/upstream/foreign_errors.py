@@ -26,9 +26,17 @@ class BrokenStream(Exception):
         self.code, self.is_overflow = code, is_overflow
 
 
+SUCCESS = ("", "0", "200", "success", "ok", "none", "null", "no error", "no_error")
+"""Texts of an error's fields, and of an `error` that is a text, that say that there is none."""
+
+
 def says_something(value: object) -> bool:
-    """Whether an `error` field says that there is one: some servers send it empty, or with empty fields, beside each piece of an answer."""
-    return any(value.values()) if isinstance(value, dict) else bool(value)
+    """Whether an `error` field says that there is one: some servers send it empty, or with words of success, beside each piece."""
+    return any(map(_is_said, value.values())) if isinstance(value, dict) else _is_said(value)
+
+
+def _is_said(value: object) -> bool:
+    return value.strip().lower() not in SUCCESS if isinstance(value, str) else bool(value) and value != 200
 
 
 def is_context_overflow(body: bytes) -> bool:
@@ -38,15 +46,19 @@ def is_context_overflow(body: bytes) -> bool:
 
 def sent_error(body: bytes) -> BrokenStream:
     """What an error's JSON says, as far as it is in a known form."""
-    message = "it ended with an error"
     try:
-        error = _error_fields(read_json(body))
+        return broken_by(read_json(body))
     except ValueError:
-        return BrokenStream(message)
+        return broken_by(None)
+
+
+def broken_by(value: object) -> BrokenStream:
+    """What the value of an error's JSON says, as far as it is in a known form."""
+    error = _error_fields(value)
     code, words = error.get("code"), error.get("message")
     is_known = code == "context_length_exceeded" or error.get("type") == LLAMA_CPP_OVERFLOW
     is_overflow = is_known or (isinstance(words, str) and any(known in words for known in CONTEXT_OVERFLOW))
-    return BrokenStream(message, code=integer_of(code), is_overflow=is_overflow)
+    return BrokenStream("it ended with an error", code=integer_of(code), is_overflow=is_overflow)
 
 
 def _error_fields(value: object) -> dict[str, object]:

@@ -99,10 +99,12 @@ class EventReader:
                 if is_done:
                     await _read_end(response)
                     return
+                if decoder is not None:
+                    await asyncio.sleep(0)  # a packed piece may have a thousand parts
         events = []
         try:
             if not self._read_frames(framing, framing.end(), events):
-                answer.end(events, is_marked=False)
+                answer.end(events, is_marked=False, is_document=framing.is_one_document)
         finally:
             self._give(events, sink, on_begun)
 

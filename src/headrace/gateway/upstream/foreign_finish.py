@@ -1,11 +1,13 @@
 """Words for the end of an output -> a finish reason. Servers have many for the same few ends, in any letter case.
 
-A word of failure breaks the answer, since its text may be cut off. A word that is not known says nothing: the answer counts as complete
-where the server shows in another way that it ended regularly (`foreign_answer`), and the client gets the word as `stop_reason`.
+The lists hold words that are in use. Of a word on none of them a stem decides, such as the `error` of `engine_error`; what may be a failure
+is one. A word of failure breaks the answer, since its text may be cut off. A word that is not known says nothing: the answer counts as
+complete where the server shows in another way that it ended regularly (`foreign_answer`), and the client gets the word as `stop_reason`.
 """
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from headrace.core.finish import FinishReason
@@ -20,17 +22,21 @@ def _plain(word: str) -> str:
     return "".join(filter(str.isalnum, word)).lower().removeprefix("finishreason")
 
 
+def _stems(words: str) -> re.Pattern[str]:
+    return re.compile("|".join(words.split()))
+
+
 def _words(*lines: str) -> frozenset[str]:
     return frozenset([_plain(word) for line in lines for word in line.split()])
 
 
-RUNNING = _words("null none unspecified not_finished in_progress running generating") | {""}
+RUNNING = _words("null none unspecified not_finished in_progress running generating pending processing streaming") | {""}
 """Words that some servers send before the end."""
 
 STOPPED = _words(
     "stop stopped eos eos_token end_of_sequence end_of_turn end_of_text end_turn eot eom end ended",
     "stop_sequence stop_sequences stop_string stop_str stop_word stop_words stop_token stop_tokens stop_criteria_met",
-    "normal natural complete completed done finish finished final success succeeded",
+    "stop_string_found eos_found normal natural complete completed done finish finished final success succeeded ok no_error",
 )
 CALLED = _words("tool_calls tool_call tool_use tool_uses function_call function_calls")
 """With these words a server says that its calls are complete, also where a stop string or a stop token ended the output."""
@@ -49,8 +55,14 @@ FAILED = _words(
     "error errors internal_error server_error network_error connection_error error_limit fail failed failure exception incomplete",
     "abort aborted cancel canceled cancelled user_cancel user_canceled user_cancelled interrupted disconnect disconnected",
     "timeout timed_out time_limit deadline deadline_exceeded overloaded insufficient_system_resource insufficient_system_resources",
-    "malformed_function_call malformed_tool_call",
+    "malformed_function_call malformed_tool_call oom expired",
 )
+FAILED_STEMS = _stems(
+    "error fail abort cancel malform timeout timed disconnect unavailable overload reject terminat unfinish unload interrupt incomplete"
+    " exception invalid badrequest unexpected kill preempt crash outofmemory denied quota ratelimit throttl userstop"
+)
+FILTERED_STEMS = _stems("contentfilter safety block prohibit recitation refus moderat guardrail toxic violat")
+LENGTH_STEMS = _stems("length maxtoken maxoutput maxnew maxpredicted maxcompletion maxtime limit truncat exceed")
 
 
 class Ending(NamedTuple):
@@ -71,14 +83,15 @@ def ending(word: str, stop_reason: int | str | None) -> Ending | None:
     plain = _plain(word)
     if plain in RUNNING:
         return None
-    if plain in FAILED:
-        raise BrokenStream("a sequence ended for a reason that is no end of an answer")
-    if plain in LENGTH:
-        return Ending(FinishReason.LENGTH)
-    if plain in FILTERED:
-        return Ending(FinishReason.STOP, is_filtered=True)
-    if plain in CALLED:
-        return Ending(FinishReason.STOP, stop_reason, is_called=True)
     if plain in STOPPED:
         return Ending(FinishReason.STOP, stop_reason)
+    if plain in CALLED:
+        return Ending(FinishReason.STOP, stop_reason, is_called=True)
+    is_listed = plain in LENGTH or plain in FILTERED
+    if plain in FAILED or (not is_listed and FAILED_STEMS.search(plain)):
+        raise BrokenStream("a sequence ended for a reason that is no end of an answer")
+    if plain in FILTERED or (not is_listed and FILTERED_STEMS.search(plain)):
+        return Ending(FinishReason.STOP, is_filtered=True)
+    if is_listed or LENGTH_STEMS.search(plain):
+        return Ending(FinishReason.LENGTH)
     return Ending(FinishReason.STOP, word.strip()[:MAX_WORD_CHARS], is_known=False)

@@ -6,6 +6,8 @@ any line ends, in upper case. A body of bare JSON is read too: a whole answer in
 
 from __future__ import annotations
 
+import re
+
 from headrace.gateway.upstream.foreign_json import BYTE_ORDER_MARK
 
 MAX_EVENT_BYTES = 1 << 20
@@ -14,23 +16,31 @@ MAX_EVENT_BYTES = 1 << 20
 DONE = b"[DONE]"
 
 NOTHING = (b"ping", b"heartbeat", b"keepalive", b"keep-alive", b"keep_alive")
-"""Names of events that only keep a connection open."""
+"""Names of events that only keep a connection open. Some servers send such a word as data."""
+
+_COMMENTS = re.compile(rb"^(?::[^\n]*+\n)++", re.MULTILINE)
+_BLANK_LINES = re.compile(rb"\n{3,}+")
 
 Frame = tuple[bytes, bytes]
 """An event: its name, in lower case and empty for most, and its data: DONE, or anything."""
 
 
 class EventFraming:
-    """One body. fault: why no more of it can be read; empty: it can"""
+    """One body.
+
+    fault            why no more of it can be read; empty: it can
+    is_one_document  at the end: the body was one JSON text and nothing else
+    """
 
     def __init__(self, *, is_event_stream: bool) -> None:
         """is_event_stream: the server says so; else a line that is neither a field of an event nor JSON is a fault"""
         self.fault = ""
+        self.is_one_document = False
         self._is_event_stream = is_event_stream
         self._line = bytearray()
         self._data = bytearray()
         self._name = b""
-        self._has_begun = self._is_document = self._ends_in_brace = self._ends_in_return = False
+        self._has_begun = self._has_events = self._is_document = self._ends_in_brace = self._ends_in_return = False
 
     def push(self, piece: bytes) -> list[Frame]:
         """The events that end in `piece`."""
@@ -42,7 +52,7 @@ class EventFraming:
             if self._line:
                 complete = bytes(self._line) + complete
                 self._line.clear()
-            for line in complete.split(b"\n"):
+            for line in _without_silence(complete).split(b"\n"):
                 self._read_line(line, found)
         self._line += rest
         if len(self._line) + len(self._data) > MAX_EVENT_BYTES:
@@ -53,6 +63,7 @@ class EventFraming:
         """The last event, behind which some servers write no line end."""
         found: list[Frame] = []
         self._read_line(bytes(self._line), found)
+        self.is_one_document = self._is_document and not self._has_events
         self._end_event(found)
         return found
 
@@ -73,7 +84,7 @@ class EventFraming:
         elif not line or line.isspace():
             if not self._is_document:
                 self._end_event(found)
-        else:
+        elif line[:1] != b":":  # a comment
             self._read_field(line, found)
 
     def _read_field(self, line: bytes, found: list[Frame]) -> None:
@@ -100,6 +111,7 @@ class EventFraming:
         """Add a line of data. Between `}` and `{` of one JSON text there is a comma: where none is, a further event begins."""
         if value[:1] != b"{" and value.strip(b" \t\"'").upper() == DONE:
             self._end_event(found)
+            self._has_events = True
             found.append((b"", DONE))
             return
         if self._data:
@@ -115,5 +127,13 @@ class EventFraming:
         data, name = bytes(self._data).strip(), self._name
         self._data.clear()
         self._name, self._is_document = b"", False
-        if data and name not in NOTHING:
+        if data and name not in NOTHING and (data[:1] == b"{" or data.strip(b" \t\"':").lower() not in (b"", *NOTHING)):
+            self._has_events = True
             found.append((name, data))
+
+
+def _without_silence(lines: bytes) -> bytes:
+    """The lines without comments and without more than one blank line after another: a body may have millions of either."""
+    if lines[:1] == b":" or b"\n:" in lines:
+        lines = _COMMENTS.sub(b"", lines)
+    return _BLANK_LINES.sub(b"\n\n", lines) if b"\n\n\n" in lines else lines

@@ -10,6 +10,7 @@ import codecs
 import json
 import math
 import re
+import zlib
 
 MAX_COUNT = 2**53
 
@@ -19,6 +20,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_DIGITS = 1000
 """Longest integer that is read exactly. Python takes time quadratic in the digits, and refuses more than 4300 of them."""
 
+_SPACE = re.compile(r"\s*")
 _LONE = re.compile("[\ud800-\udfff]")
 _NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 """Surrogates that do not stand for a byte, as `surrogateescape` has it."""
@@ -29,14 +31,32 @@ def read_json(data: bytes) -> object:
 
     Raises ValueError for what is no JSON, or nested too deeply.
     """
-    try:
-        return json.loads(data.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "surrogateescape"), strict=False, parse_int=_integer)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    (value,) = read_json_texts(data, max_texts=1)
+    return value
+
+
+def read_json_texts(data: bytes, *, max_texts: int) -> list[object]:
+    """The values of one JSON text or of several, one after the other. As `read_json`; raises ValueError for more than max_texts too."""
+    text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "surrogateescape").strip()
+    values: list[object] = []
+    place = 0
+    while place < len(text) or not values:
+        if len(values) == max_texts:
+            raise ValueError("too many JSON texts")
+        try:
+            value, place = _JSON.raw_decode(text, place)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        values.append(value)
+        place = _SPACE.match(text, place).end()  # type: ignore[union-attr]  # it matches nothing too
+    return values
 
 
 def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MAX_DIGITS else -math.inf if digits.startswith("-") else math.inf
+
+
+_JSON = json.JSONDecoder(strict=False, parse_int=_integer)
 
 
 def number_of(value: object) -> float | None:
@@ -72,6 +92,28 @@ def count_of(value: object) -> int | None:
 def whole_text(text: str) -> str:
     """The text with U+FFFD in place of lone surrogates: it can be encoded."""
     return _LONE.sub("\ufffd", text)
+
+
+class SaidText:
+    """Length and checksum of a text that comes in pieces: they tell whether another text begins with it, and it is not kept."""
+
+    __slots__ = ("_checksum", "num_chars")
+
+    def __init__(self) -> None:
+        self.num_chars = self._checksum = 0
+
+    def add(self, piece: str) -> None:
+        self.num_chars += len(piece)
+        self._checksum = _checksum(piece, self._checksum)
+
+    def rest_of(self, text: str) -> str | None:
+        """What `text` has behind it; None where `text` does not begin with it."""
+        begin = text[: self.num_chars]
+        return text[self.num_chars :] if len(begin) == self.num_chars and _checksum(begin, 0) == self._checksum else None
+
+
+def _checksum(text: str, before: int) -> int:
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"), before)
 
 
 class SplitText:

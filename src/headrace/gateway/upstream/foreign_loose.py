@@ -32,15 +32,23 @@ from headrace.gateway.upstream.foreign_chunk import (
 )
 from headrace.gateway.upstream.foreign_errors import BrokenStream
 from headrace.gateway.upstream.foreign_finish import MAX_WORD_CHARS
-from headrace.gateway.upstream.foreign_json import count_of, integer_of, number_of, read_json, whole_text
+from headrace.gateway.upstream.foreign_json import count_of, integer_of, number_of, read_json_texts, whole_text
 
 Fields = dict[str, object]
 
-TEXT_PARTS = ("text", "output_text", "text_delta", "refusal", None)
-"""Types of the parts of a content that are text of the answer. Some servers name no type."""
+MAX_CHUNKS = 64
+"""Most chunks of one event: some servers write several into a list, or one after the other."""
 
-REASONING_PARTS = ("thinking", "reasoning", "reasoning_text", "reasoning_content", "summary_text", "thinking_delta", "thought")
-"""Types of those that are reasoning."""
+TEXT_PARTS = ("text", "output_text", "text_delta", "refusal")
+"""Types of the parts of a content that are text of the answer. A part of another type is text where it has a `text`."""
+
+REASONING_STEMS = ("reason", "think", "thought", "summary_text")
+"""What is in the types of parts that are reasoning."""
+
+UNTYPED_TEXT = ("text", "refusal", "content", "value")
+"""Fields that hold the text of a part without a type."""
+
+ARGUMENTS = ("arguments", "parameters", "input")
 
 _Read = TypeVar("_Read")
 
@@ -51,27 +59,32 @@ class PieceReader:
     def __init__(self) -> None:
         self.left_out: Counter[SideField] = Counter()
 
-    def read(self, data: bytes) -> AnswerPiece:
-        """Raises BrokenStream where text, calls or choices cannot be read, and for what is no JSON object."""
+    def read(self, data: bytes) -> list[AnswerPiece]:
+        """One piece, and seldom more. Raises BrokenStream where text, calls or choices cannot be read, and for what is no JSON object."""
         try:
-            return decode_chunk(data)
+            return [decode_chunk(data)]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             pass
         try:
-            value = read_json(data)
-            if isinstance(value, list) and len(value) == 1:
-                value = value[0]
-            if value is not None and not isinstance(value, dict):
+            values = read_json_texts(data, max_texts=MAX_CHUNKS)
+            if len(values) == 1 and isinstance(values[0], list):
+                values = values[0]
+            if not values or len(values) > MAX_CHUNKS or not all(isinstance(value, dict | None) for value in values):
                 raise BrokenStream("an event is no chunk of an answer")
-            return self._piece(value or {})
+            return [self._piece(value) for value in values if isinstance(value, dict)]
         except (ValueError, RecursionError):
             raise BrokenStream("an event is no JSON") from None
 
     def _piece(self, value: Fields) -> AnswerPiece:
         groq = value.get("x_groq")
         kind = value.get("object")
+        choices = [self._choice(each) for each in _objects(value.get("choices"), "choice")]
+        finish = _finish_word(value.get("finish_reason"))  # beside the choices, and for the only one
+        if finish is not None and len(choices) <= 1:
+            choices = choices or [SentChoice()]
+            choices[0].finish_reason = choices[0].finish_reason or finish
         return AnswerPiece(
-            choices=[self._choice(each) for each in _objects(value.get("choices"), "choice")],
+            choices=choices,
             usage=self._usage(value.get("usage")),
             x_groq=GroqFields(self._usage(groq.get("usage"))) if isinstance(groq, dict) else None,
             prompt_eval_count=count_of(value.get("prompt_eval_count")),
@@ -86,11 +99,12 @@ class PieceReader:
             index=self._side(SideField.INDEX, value.get("index"), integer_of),
             delta=delta,
             message=self._message(value.get("message"), is_beside=delta is not None),
-            text=None if delta is not None and delta.content else self._content(value.get("text"))[0],
-            finish_reason=_finish_word(value.get("finish_reason")),
+            text=None if delta is not None and delta.content else self._content(value.get("text") or value.get("content"))[0],
+            finish_reason=_finish_word_in(value, value.get("delta"), value.get("message")),
             stop_reason=self._side(SideField.STOP_REASON, value.get("stop_reason"), _stop_reason),
             logprobs=self._side(SideField.LOGPROBS, value.get("logprobs") or None, _logprobs),
             usage=self._usage(value.get("usage")),
+            error=value.get("error"),
         )
 
     def _message(self, value: object, *, is_beside: bool) -> SentDelta | None:
@@ -133,25 +147,33 @@ class PieceReader:
 
     def _content(self, value: object) -> tuple[str | None, str | None]:
         """Text and reasoning of a content: a string, or parts, of which unknown ones are left out. Raises BrokenStream for other forms."""
-        if value is None or isinstance(value, str):
+        if value is None or value is False:
+            return None, None
+        if isinstance(value, str):
             return value, None
         text, reasoning = "", ""
         for part in _parts(value):
             kind = part.get("type")
-            found = text_in(part if kind != "refusal" else part.get("refusal"))
-            if kind in TEXT_PARTS and (found is not None or kind is not None):
-                text += _needed_text(part, found)
-            elif kind in REASONING_PARTS and found is not None:
-                reasoning += found
+            if _is_reasoning(part):
+                found = self._side(SideField.REASONING, part, text_in)
+                reasoning += found or ""
+            elif isinstance(kind, str) and kind not in TEXT_PARTS and not isinstance(part.get("text"), str):
+                if part is value:
+                    raise BrokenStream("a content is no text")  # it may be the answer itself, as an object
+                self.left_out[SideField.CONTENT_PART] += 1
             else:
-                self.left_out[SideField.REASONING if kind in REASONING_PARTS else SideField.CONTENT_PART] += 1
+                text += _needed_text(part)
         return text or None, reasoning or None
 
     def _call(self, value: Fields) -> SentCall:
-        function = _function(value.get("function")) or _function(value) or SentFunction()
+        function = value.get("function") or {}
+        if isinstance(function, dict):  # its fields may stand beside it
+            beside = {name: value.get(name) for name in ("name", *ARGUMENTS)}
+            function = beside | {name: each for name, each in function.items() if each is not None}
+        found = _function(function) or SentFunction()
         return SentCall(
-            name=function.name,
-            arguments=function.arguments,
+            name=found.name,
+            arguments=found.arguments,
             index=self._side(SideField.INDEX, value.get("index"), integer_of),
             id=self._side(SideField.CALL_ID, value.get("id"), lambda sent: whole_text(sent) if isinstance(sent, str) else None),
         )
@@ -200,9 +222,22 @@ def _parts(value: object) -> list[Fields]:
     return _objects([{"text": each} if isinstance(each, str) else each for each in listed], "part of a content")
 
 
-def _needed_text(part: Fields, found: str | None) -> str:
+def _is_reasoning(part: Fields) -> bool:
+    """Whether a part says so: by its type, by Gemini's flag, or by the name of its only text."""
+    kind = part.get("type")
+    if isinstance(kind, str):
+        return part.get("thought") is True or any(stem in kind.lower() for stem in REASONING_STEMS)
+    return part.get("thought") is True or (part.get("text") is None and any(part.get(name) for name in ("thinking", "reasoning")))
+
+
+def _needed_text(part: Fields) -> str:
     """The text of a part that must have one, where it has anything. Raises BrokenStream."""
-    if found is None and part.get("text") is not None:
+    kind = part.get("type")
+    if kind == "refusal":
+        part = {"refusal": part.get("refusal")}
+    given = [part[name] for name in UNTYPED_TEXT if part.get(name) is not None]
+    found = text_in(given[0]) if given else None
+    if found is None and (given or (kind not in TEXT_PARTS and any(part.values()))):
         raise BrokenStream("a content is no text")
     return found or ""
 
@@ -216,16 +251,23 @@ def _function(value: object) -> SentFunction | None:
     name = value.get("name")
     if not isinstance(name, str | None):
         raise BrokenStream("a function's name is no text")
-    return SentFunction(None if name is None else whole_text(name), _arguments(value.get("arguments")))
+    return SentFunction(None if name is None else whole_text(name), _arguments(value))
 
 
-def _arguments(value: object) -> str | None:
+def _arguments(function: Fields) -> str | None:
     """Arguments as JSON text, which some servers send as the object itself. PHP writes an empty object as an empty list."""
+    value = next((function[name] for name in ARGUMENTS if function.get(name) is not None), None)
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, dict | list):
         return json.dumps(value or {}, ensure_ascii=False)
     raise BrokenStream("a call's arguments are no object")
+
+
+def _finish_word_in(*places: object) -> str | None:
+    """The finish reason of a choice, which some servers write into what the choice adds."""
+    words = [_finish_word(place.get("finish_reason")) for place in places if isinstance(place, dict)]
+    return next((word for word in words if word is not None), None)
 
 
 def _finish_word(value: object) -> str | None:
