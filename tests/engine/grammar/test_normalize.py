@@ -166,6 +166,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"properties": {"a/b": {"not": {"enum": [1]}}}}, 'got "not". Leave them out. See #/properties/a~1b.'),
     ({"dependencies": {"a": [], "b": ["c"]}}, '"dependencies"'),
     ({"propertyNames": {"pattern": "^a", "maxLength": 3}}, '"propertyNames"'),
+    ({"propertyNames": {"enum": ["a", "b"], "pattern": "^a"}}, '"propertyNames"'),
     ({"propertyNames": {"pattern": "^a"}, "properties": {"a": {}}}, '"propertyNames"'),
     ({"oneOf": [OBJECT, TEXT], "unevaluatedProperties": False}, '"unevaluatedProperties"'),
     ({"if": {"properties": {"a": {}}}, "unevaluatedProperties": False}, '"unevaluatedProperties"'),

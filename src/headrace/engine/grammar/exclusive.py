@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
-from headrace.engine.grammar.json_values import TYPES, refutes, value_key, values_of
+from headrace.engine.grammar.json_values import TYPES, allowed_values, value_key, values_of
 
 Conjuncts = Sequence[dict[str, Any]]
 ConjunctsOf = Callable[[Any], Conjuncts | None]
@@ -75,7 +75,7 @@ class Exclusion:
             return False
         for few, rest in ((one, other), (other, one)):
             listed = _listed(few)
-            if listed is not None and all(_refuted(value, rest) for value in listed):
+            if listed is not None and not allowed_values(listed, rest):
                 return True
         if all(self._no_value_of(name, one, other, both, depth) for name in _types(both)):
             return True
@@ -127,23 +127,12 @@ class Exclusion:
 
 
 def _listed(conjuncts: Conjuncts) -> list[Any] | None:
-    """The values that the first `const` or `enum` lists and the other conjuncts allow; None where none is given."""
+    """The values that `const` and `enum` list and all conjuncts allow; None where none lists any."""
     for node in conjuncts:
         values = values_of(node)
         if values is not None:
-            return [value for value in values if not any(_excludes(other, value) for other in conjuncts if other is not node)]
+            return allowed_values(values, conjuncts)
     return None
-
-
-def _refuted(value: object, conjuncts: Conjuncts) -> bool:
-    return any(_excludes(node, value) for node in conjuncts)
-
-
-def _excludes(node: dict[str, Any], value: object) -> bool:
-    values = values_of(node)
-    if values is not None and value_key(value) not in {value_key(each) for each in values}:
-        return True
-    return refutes(node, value)
 
 
 def _are_distinct(listed: Sequence[Sequence[Any] | None]) -> bool:

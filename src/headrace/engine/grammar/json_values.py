@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
@@ -36,11 +36,12 @@ def value_key(value: object) -> object:
 
 
 def values_of(node: Mapping[str, Any]) -> list[Any] | None:
-    """The values that `const` or `enum` lists; None where neither is given."""
-    if "const" in node:
-        return [node["const"]]
+    """The values that `const` and `enum` list, both where both are given; None where neither is."""
     values: list[Any] | None = node.get("enum")
-    return values
+    if "const" not in node:
+        return values
+    key = value_key(node["const"])
+    return [node["const"]] if values is None or any(value_key(value) == key for value in values) else []
 
 
 def refutes(node: Mapping[str, Any], value: object) -> bool:
@@ -57,3 +58,10 @@ def refutes(node: Mapping[str, Any], value: object) -> bool:
     if (least is not None and len(value) < least) or (most is not None and len(value) > most):
         return True
     return isinstance(value, dict) and not value.keys() >= set(node.get("required", ()))
+
+
+def allowed_values(values: Sequence[Any], nodes: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Those of the values that no schema excludes by its DECIDED keywords, `const` or `enum`."""
+    keys = [{value_key(value) for value in listed} for node in nodes if (listed := values_of(node)) is not None]
+    kept = [value for value in values if all(value_key(value) in each for each in keys)]
+    return [value for value in kept if not any(refutes(node, value) for node in nodes)]

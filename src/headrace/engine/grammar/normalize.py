@@ -4,23 +4,22 @@ What has no effect goes, annotations go, references are followed within the docu
 that says the same. Everything else that binds an answer is refused by its keyword and its place in the schema. The order of properties and
 of keywords is kept, since it is the order of the answer.
 
-`keyword_rules` simplifies the keywords of one schema, `references` finds what a reference points to, `exclusive` judges `oneOf`. A schema
-that is referred to is written once, under `$defs`. The library cannot combine a definition that it is still reading with other keywords:
-in a schema that recurs such a definition is written out, as far as MAX_WRITTEN allows. All else is linear in the document.
+`keyword_rules` simplifies the keywords of one schema, `combined_rules` those that need its neighbours, `references` finds what a reference
+points to, `exclusive` judges `oneOf`. A schema that is referred to is written once, under `$defs`. The library cannot combine a definition
+that it is still reading with other keywords: in a schema that recurs such a definition is written out, as far as MAX_WRITTEN allows. All
+else is linear in the document.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from headrace.engine.grammar.combined_rules import check_multiples, close_unevaluated, name_properties
 from headrace.engine.grammar.exclusive import Exclusion
-from headrace.engine.grammar.json_values import DECIDED, refutes, values_of
-from headrace.engine.grammar.keyword_rules import KEYWORD_TO_TYPE, REFERENCES, Keywords, is_keyword, simplified
-from headrace.engine.grammar.number_bounds import MAX_MULTIPLE, multiple_parts
-from headrace.engine.grammar.places import Place, refused, unsupported
+from headrace.engine.grammar.keyword_rules import REFERENCES, Keywords, is_keyword, simplified
+from headrace.engine.grammar.places import Place, refused
 from headrace.engine.grammar.references import References
 
 MAX_WRITTEN = 4_000
@@ -28,12 +27,6 @@ MAX_WRITTEN = 4_000
 
 MAX_WRITTEN_OUT = 6
 """Definitions that are written out within each other."""
-
-NAME_FORMATS = {
-    "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
-    "date": "^[0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-9])|(0[13-9]|1[0-2])-30|(0[13578]|1[02])-31)$",
-}
-"""Formats of the names of properties, as expressions: the library has formats of values alone."""
 
 MAX_NAME_CHARS = 40
 
@@ -43,10 +36,6 @@ BRANCHES = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 Schema = dict[str, Any] | bool
 Around = tuple["Around", Any] | None
 """Schemas within each other, the innermost last."""
-
-
-EVALUATING = frozenset({"anyOf", "oneOf", "not", "if", "contains", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"})
-"""Keywords by which it depends on the value which of its parts are evaluated."""
 
 
 class Target(NamedTuple):
@@ -92,7 +81,7 @@ class _Document:
             self._definitions[name] = self._written(schema, self._references.place(schema))
         if self._num_multiples > 1:
             for schema, place in self._combining:
-                self._check_multiples(schema, place)
+                check_multiples(self._conjuncts(schema) or (), place)
         written = {} if isinstance(found, bool) else found
         return {**written, "$defs": self._definitions} if self._definitions else written
 
@@ -162,85 +151,13 @@ class _Document:
             return found
         node = dict(found)
         if "unevaluatedProperties" in node or "unevaluatedItems" in node:
-            self._close(node, schema, place)
+            close_unevaluated(node, self._combined(schema), self._conjuncts(schema) or [node], place)
         if "propertyNames" in node:
-            self._name_properties(node, place)
+            name_properties(node, self._conjuncts(node["propertyNames"]), self._references.link, place)
         if "allOf" in node or "$ref" in node:
             self._combining.append((schema, place))
         self._num_multiples += "multipleOf" in node
         return node or True
-
-    def _close(self, node: Keywords, schema: dict[str, Any], place: Place) -> None:
-        """Where `allOf` and `$ref` alone add to a schema, what is left unevaluated is what they do not name."""
-        as_sent = [each for each in self._combined(schema) if isinstance(each, dict)]
-        if any(not EVALUATING.isdisjoint(each) for each in as_sent):
-            raise unsupported(place, [keyword for keyword in ("unevaluatedProperties", "unevaluatedItems") if keyword in node])
-        conjuncts = self._conjuncts(schema) or [node]
-        others = as_sent[1:]
-        properties, items = node.pop("unevaluatedProperties", None), node.pop("unevaluatedItems", None)
-        if properties is not None and not _has(as_sent, "additionalProperties") and not _has(others, "unevaluatedProperties"):
-            for keyword in ("properties", "patternProperties"):
-                own = node.get(keyword, {})
-                if named := {name: True for each in conjuncts for name in each.get(keyword, ()) if name not in own}:
-                    node[keyword] = {**own, **named}
-            node["additionalProperties"] = properties
-        if items is not None and not _has(conjuncts, "items") and not _has(others, "unevaluatedItems"):
-            prefix = node.get("prefixItems", [])
-            longest = max(len(each.get("prefixItems", ())) for each in conjuncts)
-            if longest:
-                node["prefixItems"] = [*prefix, *[True] * (longest - len(prefix))]
-            node["items"] = items
-
-    def _name_properties(self, node: Keywords, place: Place) -> None:
-        """Write `propertyNames` as the properties that it allows, or as an expression of their names."""
-        names = self._names_allowed(node["propertyNames"], place)
-        del node["propertyNames"]
-        if names is None:
-            return
-        properties = node.get("properties", {})
-        if "patternProperties" in node or (isinstance(names, str) and properties):
-            raise unsupported(place, ["propertyNames"])
-        others = node.pop("additionalProperties", True)
-        if isinstance(names, str):
-            node["patternProperties"] = {names: others}
-        else:
-            shared = self._references.link(others, "values") if isinstance(others, dict) and len(names) > 1 else others
-            node["properties"] = {name: rule if name in names else False for name, rule in properties.items()}
-            node["properties"] |= {name: shared for name in names if name not in properties}
-        node["additionalProperties"] = False
-
-    def _names_allowed(self, schema: Any, place: Place) -> dict[str, None] | str | None:
-        """The names that a schema of names allows, or an expression for them; None for every name."""
-        rules: list[Keywords] = []
-        conjuncts = self._conjuncts(schema)
-        if conjuncts is None:
-            return {}
-        for node in conjuncts:
-            types = node.get("type", "string")
-            if "string" not in ([types] if isinstance(types, str) else types):
-                return {}
-            if rule := {key: value for key, value in node.items() if key != "type" and KEYWORD_TO_TYPE.get(key, "string") == "string"}:
-                rules.append(rule)
-        if not rules:
-            return None
-        for rule in rules:
-            values = values_of(rule)
-            if values is not None and all(other is rule or other.keys() <= DECIDED for other in rules):
-                return {value: None for value in values if isinstance(value, str) and not any(refutes(each, value) for each in rules)}
-        expression = _name_expression(rules[0]) if len(rules) == 1 else None
-        if expression is None:
-            raise unsupported(place, ["propertyNames"])
-        return expression
-
-    def _check_multiples(self, schema: Any, place: Place) -> None:
-        """llguidance combines several `multipleOf` to their least common multiple, and loses what 32 bits do not hold of their product."""
-        parts = [multiple_parts(each["multipleOf"]) for each in self._conjuncts(schema) or () if "multipleOf" in each]
-        most_decimals = max([part[1] for part in parts if part], default=0)
-        product = 1
-        for part in dict.fromkeys(parts):
-            product *= part[0] * 10 ** (most_decimals - part[1]) if part else 1
-        if len(parts) > 1 and product > MAX_MULTIPLE:
-            raise refused(place, f"values of multipleOf whose product is at most {MAX_MULTIPLE}", remedy="Leave one out.")
 
     # writing
 
@@ -358,19 +275,3 @@ class _Document:
             self._unwritten.append((name, schema))
             self._pointers[id(schema)] = f"#/$defs/{name}"
         return self._pointers[id(schema)]
-
-
-def _has(nodes: Sequence[Keywords], keyword: str) -> bool:
-    return any(keyword in node for node in nodes)
-
-
-def _name_expression(rule: Keywords) -> str | None:
-    """A rule of names as an expression; None where it is none."""
-    if rule.keys() == {"pattern"}:
-        expression: str = rule["pattern"]
-        return expression
-    if rule.keys() == {"format"}:
-        return NAME_FORMATS.get(rule["format"])
-    if rule.keys() <= {"minLength", "maxLength"}:
-        return f"^(?s:.{{{rule.get('minLength', 0)},{rule.get('maxLength', '')}}})$"
-    return None
