@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import resource
@@ -331,12 +332,87 @@ async def test_pipelined_requests_are_answered_in_order(bench: TestBench) -> Non
         assert [int(part.split(b" ", 1)[0]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 404, 200]
 
 
-async def test_broken_http_behind_a_running_request_is_not_its_answer(bench: TestBench) -> None:
-    """The first request is still being answered: a 400 now would be taken for its answer."""
-    bench.replica.go.clear()
-    async with serving(bench.gateway) as port:
-        assert await talk(port, post("/v1/chat/completions", chat_body()) + b"G\x00T / HTTP/1.1\r\n\r\n") == b""
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+REFUSED = {
+    "broken": (b"G\x00T / HTTP/1.1\r\n\r\n", 400),
+    "connect": (b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n", 405),
+    "large": (b"GET /live HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 8000 + b"\r\n\r\n", 431),
+    "large and not whole": (b"GET /live HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 8000, 431),
+    "late": (b"GET /live HTTP/1.1\r\nhost:", 408),
+    "other coding": (HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
+    "broken chunk": (CHUNKED + b"zz\r\n", 400),
+    "broken later chunk": (CHUNKED + b"1\r\na\r\nzz\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("num_due", [1, 3])
+@pytest.mark.parametrize("is_at_once", [True, False])
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_what_is_refused_behind_running_requests_is_refused_behind_their_answers(
+    text: TextModel, name: str, num_due: int, is_at_once: bool, is_stream: bool
+) -> None:
+    """The connection was closed at once: a client lost an answer that it was owed, and perhaps paid for."""
+    refused, code = REFUSED[name]
+    due = post("/v1/chat/completions", chat_body(max_tokens=2, stream=is_stream)) * num_due
+    limits = {"max_header_bytes": 4096}
+    async with open_bench(text, timeouts={"header_s": 0.3, "body_s": 9}, limits=limits) as bench, serving(bench.gateway) as port:
+        bench.replica.go.clear()
+        async with asyncio.timeout(60), dial(port) as (reader, writer):
+            for piece in [due + refused] if is_at_once else [due, refused]:
+                writer.write(piece)
+                await asyncio.sleep(1)
+            writer.write(post("/v1/chat/completions", chat_body()))
+            bench.replica.go.set()
+            answer = await reader.read()
+        assert [int(part.split(b" ", 1)[0]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200] * num_due + [code]
+        assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["error"]["code"] == "bad_http"
+        assert len(bench.replica.requests) == num_due, "nothing behind it is read"
+        await eventually(lambda: metric(bench.gateway, "headrace_http_responses_total", status=str(code)) == 1)
         await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
+
+
+async def test_bytes_behind_a_refusal_that_waits_are_bounded(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_LINGER_BYTES", 100_000)
+    bench.replica.go.clear()
+    async with serving(bench.gateway) as port, asyncio.timeout(10), dial(port) as (_, writer):
+        writer.write(post("/v1/chat/completions", chat_body()) + REFUSED["broken"][0])
+        with pytest.raises(ConnectionError):
+            await send_for_ever(writer)
+        await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
+
+
+async def test_a_body_that_arrives_while_an_earlier_request_is_answered_has_its_own_time(text: TextModel) -> None:
+    """It was taken for what is left of the earlier body, and its connection was closed after two seconds."""
+    request = post("/v1/chat/completions", chat_body(max_tokens=2))
+    async with open_bench(text, timeouts={"body_s": 9}) as bench, serving(bench.gateway) as port:
+        answer = await talk(port, request + request[:-1], request[-1:], GET, pause_s=3.0)
+    assert [int(part.split(b" ", 1)[0]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"Transfer-Encoding: gzip, chunked\r\n",
+        b"transfer-encoding: gzip\r\nTransfer-Encoding: Chunked\r\n",
+        b"transfer-encoding: deflate ,, chunked\r\nConnection: upgrade\r\nUpgrade: h2c\r\n",
+    ],
+)
+async def test_a_transfer_coding_beside_chunked_is_refused_by_name(bench: TestBench, lines: bytes) -> None:
+    """Its packed bytes were read as JSON."""
+    body = gzip.compress(b"{}")
+    async with serving(bench.gateway) as port:
+        answer = await talk(port, HEAD + lines + b"\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) + GET)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert status(answer) == 501
+    assert "Transfer-Encoding: only chunked" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert b"connection: close" in answer
+
+
+@pytest.mark.parametrize("value", [b"chunked", b"CHUNKED ", b", chunked"])
+async def test_chunked_may_be_written_in_any_way(port: int, value: bytes) -> None:
+    answer = await talk(port, HEAD + b"connection: close\r\ntransfer-encoding: " + value + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+    assert b"prompt: expected a value" in answer
 
 
 async def test_connections_beyond_the_cap_are_told_so(text: TextModel) -> None:

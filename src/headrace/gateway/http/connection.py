@@ -6,6 +6,7 @@ uvicorn parses and frames. The bounds that a public server needs and uvicorn doe
     body      framing overhead (floods of tiny chunks, chunk extensions). `Exchange.body` bounds the body's own size and time
     leftover  the rest of a body whose answer is out: discarded for a moment, then the connection is closed
     upgrade   an offer of another protocol (h2c, WebSocket, TLS) is ignored, as RFC 9110, 7.8 allows. CONNECT and HTTP/2 are refused
+    refusal   is written behind the answers that are due to earlier requests of the connection; nothing that follows it is read
     answer    a client that does not catch up with 64 KiB of unsent bytes is cut off; an HTTP/1.0 answer has no chunks
 
 What the application gets in `scope["extensions"]`: "headrace.abort" drops the connection with its unsent bytes, "headrace.lost" says why it
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import httptools
 import msgspec
@@ -44,10 +45,17 @@ MAX_FRAMING_FACTOR = 2
 """Wire bytes that each byte of a body may take, beyond the slack. A chunk costs the event loop microseconds whatever its size. A chunk of
 one byte takes 6 wire bytes; chunks of usual clients take hardly more than one per byte; extensions and trailers may take any number."""
 
-REASONS = {400: b"Bad Request", 405: b"Method Not Allowed", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+REASONS = {
+    400: b"Bad Request",
+    405: b"Method Not Allowed",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    501: b"Not Implemented",
+}
 NO_HTTP = "Invalid HTTP request."
 NO_HTTP2 = "HTTP/2 is not served here. Send HTTP/1.1, as curl --http1.1 does."
 NO_TUNNEL = "CONNECT is not served: this is no proxy. Send the request itself, to a path."
+ONLY_CHUNKED = "Transfer-Encoding: only chunked is read. A packed body is named by Content-Encoding."
 
 OnRefused = Callable[[str, int, str], None]
 """Called for each answer that the protocol or the listener gives instead of the application, with its x-request-id, status and message."""
@@ -64,6 +72,15 @@ def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[BoundedPr
 
     ConfiguredProtocol.follow(config)
     return ConfiguredProtocol
+
+
+class _Refusal(NamedTuple):
+    """An answer that is given here. written: its bytes"""
+
+    request_id: str
+    status: int
+    message: str
+    written: bytes
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -92,6 +109,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _body_bytes = 0
     _unwanted_bytes = 0
     _write_goal_bytes = 0
+    _refusal: _Refusal | None = None
     _head_timer: asyncio.TimerHandle | None = None
     _linger_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
@@ -124,11 +142,11 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- what arrives ------------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._linger_timer is not None:
+        if self._linger_timer is not None or self._refusal is not None:
             self._unwanted_bytes += len(data)
             if self._unwanted_bytes > MAX_LINGER_BYTES:
                 self._close()
-        if self.transport.is_closing():
+        if self._is_ending:
             return
         if self._is_in_head and not self._wire_bytes and data[0] == TLS_HANDSHAKE:
             self.tls_notice(self.client[0] if self.client else "a client")
@@ -138,7 +156,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wire_bytes += len(data)
         self._unset_keepalive_if_required()
         self._parse(data)
-        if self.transport.is_closing():
+        if self._is_ending:
             return
         limits = self.bounds.limits
         if self._is_in_head:
@@ -158,7 +176,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Replaces uvicorn's parsing, which drops what follows an offer of another protocol in the same read."""
         rest: bytes | memoryview = data
         try:
-            while (behind := self._after_offer(rest)) is not None and not self.transport.is_closing():
+            while (behind := self._after_offer(rest)) is not None and not self._is_ending:
                 self._ignore_offer()
                 rest = behind
         except httptools.HttpParserError:
@@ -206,7 +224,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._stop_timers("_head_timer")
-        if self.transport.is_closing():
+        if self._is_ending:
             return  # pipelined behind something that was refused
         limits = self.bounds.limits
         if len(self.headers) > limits.max_headers:
@@ -215,6 +233,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"Headers must be at most {limits.max_header_bytes} bytes.")
         elif self.parser.get_method() == b"CONNECT":
             self._refuse(405, NO_TUNNEL, [(b"allow", METHODS)])
+        elif self._has_other_coding():
+            self._refuse(501, ONLY_CHUNKED)
         elif not self.parser.should_upgrade():  # else the head is parsed once more: `_ignore_offer`
             self._is_in_body = True
             super().on_headers_complete()
@@ -222,24 +242,35 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.cycle.chunked_encoding, self.cycle.expected_content_length = False, UntilClose()
             self._client.cycle = self.cycle
 
+    def _has_other_coding(self) -> bool:
+        """Whether chunks carry something that would have to be decoded. The parser refuses a list that does not end with chunked."""
+        values = b",".join(value for name, value in self.headers if name == b"transfer-encoding")
+        codings = [coding for word in values.lower().split(b",") if (coding := word.strip(b" \t"))]
+        return codings[-1:] == [b"chunked"] and len(codings) > 1
+
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if not self.transport.is_closing():
+        if not self._is_ending:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # its head alone is: `_ignore_offer`
         self._has_begun = self._is_in_body = False
-        if not self.transport.is_closing():
+        if not self._is_ending:
             self._stop_timers("_linger_timer")
             super().on_message_complete()
 
     # -- what leaves -------------------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
+        is_last_due = not self.pipeline
         super().on_response_complete()
-        if self._is_in_body and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._refusal is not None and is_last_due:
+            self._write_refusal(self._refusal)
+        elif self._is_in_body and self.cycle.response_complete:
             self._linger()
 
     def pause_writing(self) -> None:
@@ -253,10 +284,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._time_writing()  # no write follows that would time the bytes that are left
 
     def _refuse(self, status: int, message: str, headers: Headers = ()) -> None:
-        """Answer instead of the application, and close. headers: of this answer alone"""
-        if self.transport.is_closing():
+        """Answer instead of the application, once the answers to earlier requests are written, and close. headers: of this answer alone"""
+        if self._is_ending:
             return
-        if not self._may_answer():
+        is_earlier_due = self._is_earlier_due
+        if self._is_in_body and not self._withdraw():
             self._close()
             return
         body = msgspec.json.encode(ErrorBody(ErrorObject(message, "invalid_request_error", None, BAD_HTTP)))
@@ -264,26 +296,46 @@ class BoundedProtocol(HttpToolsProtocol):
         own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-request-id", request_id.encode())]
         more = self.origins.answer_headers(self.headers if self._has_begun else ())
         lines = [b"%b: %b\r\n" % header for header in (*own, *headers, *more, (b"connection", b"close"))]
-        self.transport.write(b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, REASONS[status], b"".join(lines), body))
+        written = b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, REASONS[status], b"".join(lines), body)
+        self._refusal = _Refusal(request_id, status, message, written)
+        self._unwanted_bytes = 0
+        self._stop_timers("_head_timer")
+        if not is_earlier_due:
+            self._write_refusal(self._refusal)
+
+    def _write_refusal(self, refusal: _Refusal) -> None:
+        self.transport.write(refusal.written)
         self._half_close()
-        self.log_refusal(request_id, status, message)
+        self.log_refusal(refusal.request_id, refusal.status, refusal.message)
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether nothing more that the client sends is read as a request."""
+        return self._refusal is not None or self.transport.is_closing()
+
+    @property
+    def _is_earlier_due(self) -> bool:
+        """Whether an answer is not complete that belongs before the one to what is being read."""
+        if self._is_in_body:
+            return bool(self.pipeline)
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _withdraw(self) -> bool:
+        """Keep the application from answering the request whose body is refused. False where its answer has begun."""
+        if self.pipeline:
+            self.pipeline.popleft()  # the latest: its turn has not come
+        elif self.cycle.response_started:
+            return False
+        else:
+            self.cycle.disconnected = True  # for the application the client has left
+            self.cycle.message_event.set()
+        return True
 
     @property
     def _is_idle(self) -> bool:
         """Between an answer and the next request."""
         is_answered = self.cycle is not None and self.cycle.response_complete
         return is_answered and not (self._is_in_head or self._is_in_body or self.pipeline)
-
-    def _may_answer(self) -> bool:
-        """Whether an answer written now would be the next one that the client waits for. If so, the application writes none."""
-        cycle = self.cycle
-        if not self._is_in_body:
-            return cycle is None or cycle.response_complete
-        if self.pipeline or cycle.response_started:
-            return False
-        cycle.disconnected = True  # for the application the client has left
-        cycle.message_event.set()
-        return True
 
     def _head_late(self) -> None:
         if not self._is_in_head:
