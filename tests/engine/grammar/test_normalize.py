@@ -222,6 +222,14 @@ def test_properties_keep_their_order_and_keywords_theirs() -> None:
     assert not matches(grammar_of(json.dumps(both)), '{"a":3,"q":1,"b":2}')
 
 
+def test_properties_may_have_the_names_of_keywords() -> None:
+    properties = {"$ref": TEXT, "enum": {"$ref": "#/properties/default"}, "default": {"type": "null"}, "const": {**TEXT, "x": 1}, "$id": {}}
+    found = normalized({"properties": properties, "required": ["$id"]})
+    null = {"type": "null"}
+    assert found["properties"] == {"$ref": TEXT, "enum": {"$ref": "#/$defs/default"}, "default": null, "const": TEXT, "$id": True}
+    assert found["$defs"] == {"default": null}
+
+
 def test_additional_items_count_from_their_own_items_beside_all_of() -> None:
     schema = grammar_of('{"type":"array","allOf":[{"items":[{"type":"integer"},{"type":"integer"}]}],"items":[{}],"additionalItems":false}')
     assert matches(schema, "[1]")
