@@ -149,6 +149,9 @@ PACKED = gzip.compress(BODY)
     [
         ("gzip", PACKED + PACKED, BODY + BODY),
         ("gzip", gzip.compress(b"") * 40 + PACKED + gzip.compress(b""), BODY),
+        ("gzip", PACKED + b"\0", BODY),
+        ("gzip", PACKED + PACKED + bytes(100_000), BODY + BODY),
+        ("deflate, gzip", gzip.compress(zlib.compress(BODY)) + bytes(512), BODY),
         ("deflate", zlib.compress(BODY), BODY),
         ("deflate", zlib.compress(BODY, 0), BODY),
         ("deflate", zlib.compress(b""), b""),
@@ -165,7 +168,7 @@ PACKED = gzip.compress(BODY)
     ],
 )
 def test_what_a_coding_allows_is_decoded(coding: str, body: bytes, expected: bytes, cut: int) -> None:
-    """Several members or frames, empty ones, frames to skip; deflate in zlib's frame and bare."""
+    """Several members or frames, empty ones, frames to skip; zeros behind gzip, as tapes have them; deflate in zlib's frame and bare."""
     assert decoded(body, coding, cut=cut) == expected
 
 
@@ -179,6 +182,13 @@ def test_what_a_coding_allows_is_decoded(coding: str, body: bytes, expected: byt
         ("deflate", b"\x78", "ends before"),
         ("deflate", b"\xff" * 10, "damaged"),
         ("gzip", PACKED + b"xy", "gzip streams alone. Other bytes follow its end"),
+        ("gzip", PACKED + bytes(9) + b"x", "gzip streams alone. Other bytes follow its end"),
+        ("gzip", PACKED + bytes(9) + PACKED, "gzip streams alone. Other bytes follow its end"),
+        ("gzip", bytes(9) + PACKED, "damaged"),
+        ("gzip", bytes(9), "damaged"),
+        ("gzip", PACKED[:-4] + bytes(9), "damaged"),
+        ("zstd", framed(BODY) + bytes(9), "zstd streams alone. Other bytes follow its end"),
+        ("deflate", zlib.compress(BODY) + bytes(9), "one deflate stream. Other bytes follow its end"),
         ("gzip", PACKED + PACKED[:9], "ends before"),
         ("zstd", b"", "ends before"),
         ("zstd", framed(BODY)[:-1], "ends before"),

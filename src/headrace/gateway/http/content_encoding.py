@@ -2,7 +2,8 @@
 
 A body may have several codings, named in the order in which they were applied (RFC 9110, 8.4). Each is undone by a `StreamDecoder`, whose
 output is bounded by the cap of the whole body, also where another coding undoes it. The body of one coding may be several streams, one
-after the other, where its format has that: members of gzip (RFC 1952), frames of zstd (RFC 8878).
+after the other, where its format has that: members of gzip (RFC 1952), frames of zstd (RFC 8878). Zeros behind the last member of gzip are
+padding, as gunzip has it.
 """
 
 from __future__ import annotations
@@ -73,10 +74,15 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """begin: a decompressor for a stream that begins with these two bytes; None where none does. has_several: streams may follow"""
+    """
+    begin        a decompressor for a stream that begins with these two bytes; None where none does
+    has_several  streams may follow
+    has_padding  zeros may follow, and nothing behind them
+    """
 
     begin: Callable[[bytes], Stream | None]
     has_several: bool = True
+    has_padding: bool = False
 
 
 def _begin_gzip(first: bytes) -> Stream | None:
@@ -96,8 +102,8 @@ def _begin_zstd(first: bytes) -> Stream | None:
 
 
 CODINGS = {
-    "gzip": Coding(_begin_gzip),
-    "x-gzip": Coding(_begin_gzip),
+    "gzip": Coding(_begin_gzip, has_padding=True),
+    "x-gzip": Coding(_begin_gzip, has_padding=True),
     "deflate": Coding(_begin_deflate, has_several=False),
     "zstd": Coding(_begin_zstd),
 }
@@ -111,6 +117,7 @@ class StreamDecoder:
         self._name, self._coding, self._max_bytes = name, CODINGS[name], max_bytes
         self._stream: Stream | None = None
         self._first = b""  # less than a stream's first two bytes
+        self._is_padding = False
         self._num_ended = self._num_bytes = 0
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
@@ -141,6 +148,11 @@ class StreamDecoder:
     def _begin(self, chunk: bytes) -> bytes:
         """Begin the next stream once its first two bytes are there. Returns the bytes that it is to decode."""
         first = self._first + chunk
+        if self._is_padding or (self._num_ended and self._coding.has_padding and first[:1] == b"\0"):
+            self._is_padding = True
+            if first.strip(b"\0"):
+                raise self._followed()
+            return b""
         if len(first) < 2:
             self._first = first
             return b""
