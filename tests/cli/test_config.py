@@ -201,7 +201,9 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("gateway:\n  port: !!int ''", "headrace.yaml:2:9", "this is no valid int"),
         ("gateway:\n  port: !!int 1_0", "headrace.yaml:2:9", "this is no valid int"),
         ("allow_open: !!bool yes", "headrace.yaml:1:13", "this is no valid bool"),
-        (f"drain_timeout_s: {'9' * 5000}", "headrace.yaml:1:18", "this is no valid int"),
+        (f"drain_timeout_s: {'9' * 5000}", "headrace.yaml:1:18", "an integer has at most 100 characters, and this one has 5000"),
+        (f"gateway: {{port: 0x{'f' * 5000}}}", "headrace.yaml:1:17", "an integer has at most 100 characters, and this one has 5002"),
+        (f"gateway: {{port: 0o{'7' * 99}}}", "headrace.yaml:1:17", "an integer has at most 100 characters, and this one has 101"),
         ("run_dir: a\nlog_format: \x01", "headrace.yaml:2", "U+0001 is not allowed"),
         ("gateway:\n  port: !!timestamp 2026-11-23", "headrace.yaml:2:9", "not valid YAML"),
         ("models: !!python/object/apply:os.system [id]", "headrace.yaml:1:9", "not valid YAML"),
@@ -258,6 +260,14 @@ def test_words_and_numbers_are_read_as_yaml_1_2_reads_them(text: str, value: obj
     read = parse_yaml(f"a: {text}", "x")
     assert read == {"a": value}
     assert type(cast(Raw, read)["a"]) is type(value)
+
+
+def test_the_letters_that_yaml_1_1_reads_as_switches_are_written_in_quotes() -> None:
+    """PyYAML reads them as text; other readers of 1.1 do not."""
+    letters = ["y", "Y", "n", "N"]
+    written = dump_yaml({"letters": letters, "y": "yy"})
+    assert written.splitlines() == ["letters:", "- 'y'", "- 'Y'", "- 'n'", "- 'N'", "'y': yy"]
+    assert parse_yaml(written, "x") == {"letters": letters, "y": "yy"}
 
 
 def test_a_key_is_text_whatever_it_looks_like(tmp_path: Path, model_folder: Path) -> None:

@@ -20,6 +20,8 @@ from headrace.core.errors import ConfigError
 
 Raw = dict[str, object]
 MAX_FILE_BYTES = 1 << 20
+MAX_INT_CHARS = 100
+"""Of an integer as it is written. No option takes a number of so many digits; a larger one is a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class _PlainLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         try:
             return super().construct_object(node, deep)
-        except ValueError as error:  # e.g. "!!bool x"; an integer of more digits than Python reads
+        except ValueError as error:  # e.g. "!!bool x"
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(None, None, f"this is no valid {kind}", node.start_mark) from error
 
@@ -92,6 +94,9 @@ def _construct_bool(loader: _PlainLoader, node: yaml.ScalarNode) -> bool:
 
 def _construct_int(loader: _PlainLoader, node: yaml.ScalarNode) -> int:
     text = _text(loader, node, _INT)
+    if len(text) > MAX_INT_CHARS:
+        reason = f"an integer has at most {MAX_INT_CHARS} characters, and this one has {len(text)}; write a smaller one, or text in quotes"
+        raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
     return int(text, 0) if text[1:2] in ("o", "x") else int(text)
 
 
@@ -110,6 +115,7 @@ def _text(loader: _PlainLoader, node: yaml.ScalarNode, pattern: re.Pattern[str])
 for _name, _pattern, _first in _RESOLVERS:
     for _class in (_PlainLoader, _PlainDumper):
         _class.add_implicit_resolver(_TAG + _name, _pattern, list(_first))
+_PlainDumper.add_implicit_resolver(f"{_TAG}bool", re.compile(r"[yYnN]\Z"), list("yYnN"))  # of YAML 1.1, though PyYAML has it not
 for _name, _construct in (("bool", _construct_bool), ("int", _construct_int), ("float", _construct_float)):
     _PlainLoader.add_constructor(_TAG + _name, _construct)
 

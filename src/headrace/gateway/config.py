@@ -178,7 +178,7 @@ class GatewayConfig:
     vllm_metrics   /metrics has vLLM's names beside ours
     allowed_hosts  names that a Host header may carry, beside loopback names when bound to loopback. Empty: every name when bound elsewhere
     allowed_origins  origins whose pages may use this server, as browsers write them ("https://app.example"); "*": every page. Empty: none
-    request_log    target of the request log: on (stdout), off, "stderr" or a file's path. YAML reads on and off as true and false
+    request_log    target of the request log: on (stdout), off, "stderr" or a file's path. true means on, false means off
     salt_key       secret (hex) that turns tenants into cache salts; empty: drawn by this process, which then shares no cached
                    prefixes with other gateways; the supervisor draws one for its whole site
     tls            certificate and key of this port, which is https then; None: http
