@@ -61,7 +61,7 @@ def refutes(node: Mapping[str, Any], value: object) -> bool:
 
 
 def allowed_values(values: Sequence[Any], nodes: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Those of the values that no schema excludes by its DECIDED keywords, `const` or `enum`."""
+    """The values that no schema excludes by its DECIDED keywords, `const` or `enum`."""
     keys = [{value_key(value) for value in listed} for node in nodes if (listed := values_of(node)) is not None]
     kept = [value for value in values if all(value_key(value) in each for each in keys)]
     return [value for value in kept if not any(refutes(node, value) for node in nodes)]
