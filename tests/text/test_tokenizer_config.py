@@ -125,6 +125,7 @@ def test_tokenizer_json_says_what_opens_a_text(tmp_path: Path, adds: bool, in_to
     [
         ("tokenizer_config.json", {"added_tokens_decoder": []}, "an object of ids and tokens"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}, "an object of ids and tokens"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9" * 5000: {"content": "a"}}}, "an object of ids and tokens"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"7": "a"}}, "an object of ids and tokens"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"9999": {"content": "<new>"}}}, 'token "<new>" has id 9999'),
         ("added_tokens.json", {"<new>": "7"}, "an object of tokens and ids"),

@@ -7,6 +7,7 @@ limit of the model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 FILE = "tokenizer_config.json"
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ID = re.compile(r"[0-9]{1,9}")
 _FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 
 _Object = Mapping[str, object]
@@ -99,7 +101,7 @@ def _in_decoder(given: object) -> dict[int, _Object]:
     """The entries of `added_tokens_decoder`, by id."""
     found: dict[int, _Object] = {}
     for key, entry in given.items() if isinstance(given, Mapping) else [("", None)]:
-        if not key.isdecimal() or not isinstance(entry, Mapping) or token_content(entry) is None:
+        if _ID.fullmatch(key) is None or not isinstance(entry, Mapping) or token_content(entry) is None:
             raise CheckpointError(FILE, "added_tokens_decoder must be an object of ids and tokens with a content")
         found[int(key)] = entry
     return dict(sorted(found.items()))
