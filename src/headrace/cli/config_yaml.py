@@ -21,7 +21,7 @@ from headrace.core.errors import ConfigError
 Raw = dict[str, object]
 MAX_FILE_BYTES = 1 << 20
 MAX_INT_CHARS = 100
-"""Of an integer as it is written. No option takes a number of so many digits; a larger one is a mistake."""
+"""Characters of an integer as it is written. No option takes more digits than a few."""
 
 
 @dataclass(frozen=True, slots=True)
