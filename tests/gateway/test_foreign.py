@@ -562,6 +562,18 @@ async def test_a_prompt_too_long_is_told_from_other_errors_however_its_body_come
         assert "secret" not in response.text
 
 
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "x-gzip", "br"])
+async def test_the_body_of_an_error_is_unpacked_within_its_bound(text: TextModel, coding: str) -> None:
+    error = json.dumps(OVERFLOWS["message"]).encode()
+    for body, code in ((error, "context_length_exceeded"), (b" " * (1 << 20) + error, "invalid_value"), (b"", "invalid_value")):
+        packed = zlib.compress(body) if coding == "deflate" else gzip.compress(body)
+        pieces = (head("400 Bad Request", "application/json", f"content-encoding: {coding}"), packed)
+        async with scripted(text, ScriptedServer(*pieces)) as near:
+            response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_value" if coding == "br" else code)
+            assert "secret" not in response.text
+
+
 LONGER_THAN_CONTEXT = "The input (99 tokens) is longer than the model's context length (16 tokens)."
 REFUSED_IN_STREAM = {
     "vLLM and SGLang": (event(error={"object": "error", "message": SECRET, "type": "BadRequestError", "code": 400}), 400, "invalid_value"),

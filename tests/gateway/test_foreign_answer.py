@@ -109,6 +109,14 @@ PARALLEL: dict[str, list[Chunk]] = {
         *(calls(call("weather", OSLO[:4], index=0, id="a")), calls(call("weather", BERGEN[:4], index=0, id="b"))),
         *(calls(call(None, OSLO[4:], index=0, id="a")), calls(call(None, BERGEN[4:], index=0, id="b"))),
     ],
+    "one index, pieces in turn by id, each with its name": [
+        *(calls(call("weather", OSLO[:4], index=0, id="a")), calls(call("weather", BERGEN[:4], index=0, id="b"))),
+        *(calls(call("weather", OSLO[4:], index=0, id="a")), calls(call("weather", BERGEN[4:], index=0, id="b"))),
+    ],
+    "again in the last piece, without ids": [
+        *(calls(call("weather", OSLO[:4], index=0)), calls(call(None, OSLO[4:], index=0)), calls(call("weather", BERGEN, index=1))),
+        calls(call("weather", OSLO, index=0), call("weather", BERGEN, index=1)),
+    ],
     "ids alone, pieces in turn": [
         *(calls(call("weather", OSLO[:4], id="a")), calls(call("weather", BERGEN[:4], id="b"))),
         *(calls(call(None, OSLO[4:], id="a")), calls(call(None, BERGEN[4:], id="b"))),
@@ -148,6 +156,20 @@ SINGLE: dict[str, list[Chunk]] = {
     "no list": [delta(tool_calls=call("weather", OSLO, index=None))],
     "an empty piece at the end": [calls(call("weather", OSLO, index=0, id="c")), calls({}), calls(call("", "", index=0, id=""))],
     "the whole call twice": [calls(call("weather", OSLO, index=0, id="c"))] * 2,
+    "in pieces, and the whole call once more": [
+        *(calls(call("weather", OSLO[:4], index=0, id="c")), calls(call(None, OSLO[4:], index=0))),
+        calls(call("weather", OSLO, index=0, id="c")),
+    ],
+    "a name in pieces": [
+        *(calls(call("wea", "", index=0, id="c")), calls(call("th", index=0)), calls(call("er", "", index=0, id="c"))),
+        *(calls(call(None, OSLO[:4], index=0)), calls(call(None, OSLO[4:], index=0))),
+    ],
+    "a name that grows": [calls(call(name, "", index=0, id="c")) for name in ("wea", "weath", "weather", "weather")]
+    + [calls(call(None, OSLO, index=0))],
+    "JSON text in a string": [calls(call("weather", json.dumps(OSLO), index=0, id="c"))],
+    "JSON text in a string, in pieces": [
+        calls(call(None if at else "weather", json.dumps(OSLO)[at : at + 3], index=0)) for at in range(0, len(json.dumps(OSLO)), 3)
+    ],
     "again in a message": [
         calls(call("weather", OSLO, id="c")),
         {"choices": [{"message": {"tool_calls": [call("weather", OSLO, id="c")]}}]},
@@ -185,7 +207,7 @@ def test_calls_without_index_and_id_are_told_apart_by_their_arguments_alone(
     assert read(*chunks, CALLED, DONE).functions == [("weather", first), ("weather", second)]
 
 
-@pytest.mark.parametrize("arguments", [None, "", " ", {}, [], "{}"])
+@pytest.mark.parametrize("arguments", [None, "", " ", {}, [], "{}", "null", " null", "None", '""', '"{}"'])
 def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
     ((_, name, found),) = read(calls(call("now", arguments, index=0, id="c")), CALLED, DONE).calls
     assert (name, found.strip()) == ("now", "{}")
@@ -200,6 +222,41 @@ def test_a_call_that_was_cut_off_is_given_as_it_is(finish: str, stop_reason: str
         assert found.whole.is_call_cut == (finish == "stop")
     found = read(calls(call("weather", OSLO, index=0, id="c")), end, DONE)
     assert not found.whole.is_call_cut, "its arguments are complete"
+
+
+def test_calls_that_share_an_index_and_say_the_same_without_ids_are_two_calls() -> None:
+    found = read(calls(call("roll", '{"sides": 6}', index=0)), calls(call("roll", '{"sides": 6}', index=0)), CALLED, DONE)
+    assert found.functions == [("roll", '{"sides": 6}')] * 2
+
+
+def test_names_of_calls_without_arguments_are_joined_only_where_ids_show_that_they_are_one() -> None:
+    now, today = call("now", "", index=0), call("today", "", index=0)
+    assert read(calls(now), calls(today), CALLED, DONE).functions == [("now", "{}"), ("today", "{}")]
+    assert read(calls(now | {"id": "a"}), calls(today | {"id": "b"}), CALLED, DONE).functions == [("now", "{}"), ("today", "{}")]
+    assert read(calls(now | {"id": "a"}, today), CALLED, DONE).functions == [("now", "{}"), ("today", "{}")]
+
+
+def test_a_call_whose_name_waits_counts_as_output() -> None:
+    with pytest.raises(BrokenStream, match="after its end"):
+        read(STOP, counted(), calls(call("now", "", index=0, id="a")), DONE)
+    assert read(calls(call("now", "", index=0, id="a")), CALLED, DONE).usage.completion_tokens == 1
+
+
+@given(text=ARGUMENTS, cuts=st.lists(st.integers(0, 60), max_size=6))
+def test_json_text_in_a_string_is_its_text_wherever_it_is_cut(text: str, cuts: list[int]) -> None:
+    quoted = json.dumps(text)
+    places = [0, *sorted(cut for cut in cuts if cut < len(quoted)), len(quoted)]
+    chunks = [calls(call("weather", quoted[begin:end], index=0, id="c")) for begin, end in pairwise(places)]
+    ((_, found),) = read(*chunks, CALLED, DONE).functions
+    assert json.loads(found) == json.loads(text)
+
+
+@pytest.mark.parametrize("arguments", ['"Oslo"', '"{Oslo}"', "nothing", '"' + "x" * 9000 + '"', '"  ', '"{\\"a', '"[1]"', "5"])
+def test_arguments_that_hold_no_object_are_given_as_they_are(arguments: str) -> None:
+    for size in (1, 7, len(arguments)):
+        chunks = [calls(call(None if at else "weather", arguments[at : at + size], index=0)) for at in range(0, len(arguments), size)]
+        ((_, found),) = read(*chunks, delta("length"), DONE).functions
+        assert found == ('{"a' if arguments == '"{\\"a' else arguments)
 
 
 def test_ids_differ_between_the_sequences_of_an_answer() -> None:

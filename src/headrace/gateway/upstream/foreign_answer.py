@@ -51,9 +51,6 @@ class _Output:
     def added(self, choice: SentChoice) -> tuple[str, str, Sequence[SentCall]]:
         """Text, reasoning and pieces of calls that a choice adds: those of its delta, and what its message has and no delta gave."""
         delta, message = choice.delta, choice.message
-        if message is None and delta is not None and delta.is_text_alone:
-            self.said_text.add(delta.content or "")
-            return delta.content or "", "", ()
         self.is_whole = delta is None and not self.has_tokens
         delta = delta or _NOTHING_NEW
         text, reasoning, calls = delta.content or delta.refusal or choice.text or "", delta.any_reasoning, delta.calls
@@ -176,10 +173,14 @@ class ForeignAnswer:
         """What a choice adds. None for nothing, such as in the one that names the role before the first token. Raises BrokenStream."""
         if choice.error is not None and says_something(choice.error):
             raise broken_by({"error": choice.error})
+        if choice.message is None and choice.logprobs is None and choice.finish_reason is None:
+            delta = choice.delta
+            if delta is not None and delta.content and delta.is_text_alone:
+                return self._text_event(output, delta.content)
         text, reasoning, pieces = output.added(choice)
-        calls = output.calls.read(pieces) if pieces else ()
+        calls = output.calls.read(pieces) if pieces else None
         logprobs = (choice.logprobs and choice.logprobs.content) or ()
-        num_tokens = len(logprobs) or (1 if text or reasoning or calls else 0)
+        num_tokens = len(logprobs) or (1 if text or reasoning or calls is not None else 0)
         if num_tokens:
             self._go_on(output)
         if choice.finish_reason is not None and (named := ending(choice.finish_reason, choice.stop_reason)) is not None:
@@ -193,8 +194,15 @@ class ForeignAnswer:
             num_tokens=num_tokens,
             logprobs=self._logprobs.read(output.index, logprobs) if logprobs else (),
             reasoning=output.reasoning.push(reasoning) if reasoning else "",
-            tool_calls=calls,
+            tool_calls=calls or (),
         )
+
+    def _text_event(self, output: _Output, text: str) -> OutputEvent:
+        """What nearly every choice adds."""
+        self._go_on(output)
+        self._num_tokens += 1
+        output.said_text.add(text)
+        return OutputEvent(output.index, output.text.push(text), 1)
 
     def _go_on(self, output: _Output) -> None:
         """Note that there is output. Raises BrokenStream where the end was given already: it must not be lost silently."""

@@ -2,7 +2,8 @@
 
 Servers tell parallel calls apart in their own ways: by index, by id, by both, or by nothing but a further name. Some give all calls the
 index 0, some an id to every piece or to none, some repeat name and id in every piece. What decides where these do not is the arguments:
-nothing can follow a JSON text that is complete, so a name that follows begins another call. Clients get id and name of a call once.
+nothing can follow a JSON text that is complete, so a name that follows begins another call. Clients get id and name of a call once, and an
+object's text as its arguments.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import NamedTuple
 
 from headrace.gateway.upstream.foreign_chunk import SentCall
 from headrace.gateway.upstream.foreign_errors import BrokenStream
-from headrace.gateway.upstream.foreign_json import SplitText
+from headrace.gateway.upstream.foreign_json import SaidText, SplitText
 from headrace.gateway.upstream.output_events import ToolCall, made_call_id
+from headrace.text.output.call_arguments import NO_ARGUMENTS, ArgumentsSpan
 
 MAX_CALLS = 4096
 """Most calls of one sequence, and most indices that a server may give them."""
 
-NO_ARGUMENTS = "{}"
+MAX_HELD_CHARS = 4096
+"""Longest name that is joined of pieces, and most characters of arguments that are held until it is known whether they are an object."""
 
 _MARKS = re.compile(r'[{}\[\]"\\]')
 
@@ -80,18 +83,38 @@ class _Call:
 
     call_id      what the client gets;  sent_id  what the server says, if anything
     is_begun, is_named  the client has its id, and its name
-    end          of the arguments;  only_piece  hash of arguments that came in one piece
+    said, end    of the arguments
     is_held      the arguments are NO_ARGUMENTS so far, and not given yet: some servers send them in place of the real ones, which follow
     is_repeated  its name came again after complete arguments, without any: arguments that follow are another call's
+    span         reads arguments that are null, or JSON text within a JSON string
+    raw          what is held of these until something is given, which is_object says
     """
 
-    __slots__ = ("call_id", "end", "is_begun", "is_held", "is_named", "is_repeated", "name", "number", "only_piece", "sent_id", "text")
+    __slots__ = (
+        *(
+            "call_id",
+            "end",
+            "is_begun",
+            "is_held",
+            "is_named",
+            "is_object",
+            "is_repeated",
+            "name",
+            "number",
+            "raw",
+            "said",
+            "sent_id",
+            "span",
+            "text",
+        ),
+    )
 
     def __init__(self, number: int, call_id: str, piece: _Piece, name: str | None) -> None:
         self.number, self.call_id, self.sent_id, self.name = number, call_id, piece.sent_id, name
-        self.text, self.end = SplitText(), JsonEnd()
-        self.is_begun = self.is_named = self.is_held = self.is_repeated = False
-        self.only_piece: int | None = None
+        self.text, self.end, self.said = SplitText(), JsonEnd(), SaidText()
+        self.is_begun = self.is_named = self.is_held = self.is_repeated = self.is_object = False
+        self.span: ArgumentsSpan | None = None
+        self.raw = ""
 
     def is_same(self, piece: _Piece) -> bool:
         """Whether the server gives the piece this call's id."""
@@ -103,47 +126,81 @@ class _Call:
         if self.end.is_complete and piece.has_arguments:
             if self.is_held and (self.is_same(piece) or not (is_named or self.is_repeated)):
                 return False
-            return (is_named or self.is_repeated) and not self.is_again(piece)
-        if not is_named or self.name is None or self.is_same(piece):
+            return is_named or self.is_repeated
+        if not is_named or self.name is None or self.is_same(piece) or (not is_listed and self._is_name_of(piece)):
             return False
         return is_listed or self._has_other_id(piece) or piece.name != self.name
 
-    def is_again(self, piece: _Piece) -> bool:
-        """Whether the piece is the whole call once more."""
-        return self.is_same(piece) and hash(piece.arguments) == self.only_piece
+    def is_again(self, piece: _Piece, *, is_numbered: bool) -> bool:
+        """Whether the piece is the whole call once more. is_numbered: the server gives each call an index of its own"""
+        if not (self.end.is_complete and piece.has_arguments and self.said.rest_of(piece.arguments) == ""):
+            return False
+        is_same_number = is_numbered and piece.sent_index is not None and piece.name == self.name
+        return self.is_same(piece) or (is_same_number and self.sent_id is None and piece.sent_id is None)
 
     def _has_other_id(self, piece: _Piece) -> bool:
         return None not in (piece.sent_id, self.sent_id) and piece.sent_id != self.sent_id
 
+    def _is_name_of(self, piece: _Piece) -> bool:
+        """Whether the piece's name goes on with this call's: no arguments came yet, and the piece has no id beside this one."""
+        is_open = not self.is_begun and self.sent_id is not None and piece.sent_id in (None, self.sent_id)
+        num_chars = len(self.name or "") + len(piece.name or "")
+        return is_open and piece.sent_index is not None and not piece.has_arguments and num_chars <= MAX_HELD_CHARS
+
     def add(self, piece: _Piece) -> ToolCall | None:
-        """What the piece adds; None for nothing."""
+        """What the piece adds; None for nothing. An id and a name wait for the first arguments: the name may come in pieces."""
         self.sent_id = self.sent_id or piece.sent_id
-        self.name = self.name or piece.name
+        if self.name is None or piece.name is None:
+            self.name = self.name or piece.name
+        elif self._is_name_of(piece):
+            self.name = piece.name if piece.name.startswith(self.name) else self.name + piece.name
+        text = self._added_text(piece)
+        is_waiting = not self.is_begun and self.name is not None and self.sent_id is not None and not self.end.has_text
+        return None if is_waiting else self.give(text)
+
+    def give(self, text: str) -> ToolCall | None:
+        """The piece for the client, with what it does not have yet; None for nothing."""
         call_id, name = None if self.is_begun else self.call_id, None if self.is_named else self.name
         self.is_begun, self.is_named = True, self.name is not None
-        text = self._added_text(piece)
         return ToolCall(self.number, call_id, name, text) if call_id or name or text else None
 
     def _added_text(self, piece: _Piece) -> str:
         if self.end.is_complete and not piece.has_arguments:
             self.is_repeated = self.is_repeated or piece.name is not None
-        elif self.end.is_complete and self.is_again(piece):
-            return ""
         elif not self.end.has_text and piece.arguments.strip() == NO_ARGUMENTS:
             self.is_held = True
         elif self.is_held:
-            self.is_held, self.end = False, JsonEnd()
-        is_first = not self.end.has_text
+            self.is_held, self.end, self.said = False, JsonEnd(), SaidText()
+        if not self.end.has_text and piece.arguments.lstrip()[:1] in ('"', "n", "N"):
+            self.span = ArgumentsSpan(piece.arguments.lstrip()[0])
         self.end.add(piece.arguments)
-        if is_first and self.end.is_complete:
-            self.only_piece = hash(piece.arguments)
-        return "" if self.is_held else self.text.push(piece.arguments)
+        self.said.add(piece.arguments)
+        return "" if self.is_held else self._object_text(self.text.push(piece.arguments))
+
+    def _object_text(self, text: str) -> str:
+        """The text of the object, where JSON text within a string holds one. What holds none stays as it is, and so does what follows."""
+        if self.span is None or self.span.is_over or (self.is_object and self.span.is_broken):
+            return text
+        if not (self.raw or self.is_object):
+            text = text.lstrip()
+        after, piece = self.span.feed(text, 0, len(text))
+        self.is_object = self.is_object or piece != ""
+        if self.is_object:
+            self.raw = ""
+            return piece + (text[after:] if self.span.is_over or self.span.is_broken else "")
+        self.raw += text
+        if not self.span.is_broken and len(self.raw) <= MAX_HELD_CHARS:
+            return ""
+        self.span, raw = None, self.raw
+        self.raw = ""
+        return raw
 
     def rest(self, *, is_whole: bool) -> str:
         """The arguments that were not given yet. is_whole: the output was not cut off, so that a call without arguments has none"""
         if self.is_held or (is_whole and not self.end.has_text):
             return NO_ARGUMENTS
-        return self.text.rest()
+        rest = self._object_text(self.text.rest())
+        return self.raw + rest
 
 
 class CallPieces:
@@ -162,29 +219,36 @@ class CallPieces:
         """Whether the arguments of a call are not complete."""
         return not all(call.end.is_complete for call in self._calls)
 
-    def read(self, sent: Iterable[SentCall]) -> list[ToolCall]:
-        """What the pieces of one list add. Raises BrokenStream for too many calls."""
+    def read(self, sent: Iterable[SentCall]) -> list[ToolCall] | None:
+        """What the pieces of one list add; None where they say nothing. Raises BrokenStream for too many calls."""
         listed: set[int] = set()
-        found = []
+        found: list[ToolCall | None] = []
         for piece in map(_Piece.of, sent):
             if not (piece.sent_id or piece.name or piece.arguments):
                 continue  # some servers end with an empty piece
-            call = self._call_of(piece, listed)
+            known, last = self._known_call(piece), self._calls[-1] if self._calls else None
+            if known is not None and known.is_again(piece, is_numbered=len(self._index_to_call) > 1):
+                continue  # and some with the whole calls
+            call = self._call_of(piece, known, listed)
             if piece.name:
                 listed.add(call.number)
-            if (added := call.add(piece)) is not None:
-                found.append(added)
-        return found
+            if last is not None and call.number > last.number:
+                found.append(last.give(""))  # its name does not go on
+            found.append(call.add(piece))
+        return [each for each in found if each is not None] if found else None
 
     def finish(self, *, is_whole: bool) -> list[ToolCall]:
         """What is left to give at the end, see `_Call.rest`. Raises BrokenStream for a call without a name."""
         if not all(call.name for call in self._calls):
             raise BrokenStream("a call has no name")
-        return [ToolCall(call.number, None, None, rest) for call in self._calls if (rest := call.rest(is_whole=is_whole))]
+        return [given for call in self._calls if (given := call.give(call.rest(is_whole=is_whole))) is not None]
 
-    def _call_of(self, piece: _Piece, listed: set[int]) -> _Call:
-        """The call to which the piece belongs, which it may begin. listed: numbers of calls that have a name in the same list"""
-        call = self._known_call(piece)
+    def _call_of(self, piece: _Piece, call: _Call | None, listed: set[int]) -> _Call:
+        """The call to which the piece belongs, which it may begin.
+
+        call    the one in whose place the piece stands
+        listed  numbers of calls that have a name in the same list
+        """
         if call is None or call.is_followed_by(piece, is_listed=call.number in listed):
             call = self._begin(piece, piece.name or (call.name if call is not None else None))
         if piece.sent_index is not None:
@@ -207,7 +271,7 @@ class CallPieces:
         if by_index is None:
             is_new = piece.name is not None or piece.sent_id is not None or last is None or last.end.is_complete
             return None if is_new else last
-        is_shared = by_id is not None and piece.name is None and not by_index.is_same(piece)
+        is_shared = by_id is not None and not by_index.is_same(piece)
         return by_id if is_shared else by_index
 
     def _begin(self, piece: _Piece, name: str | None) -> _Call:

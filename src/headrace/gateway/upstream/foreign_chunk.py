@@ -170,11 +170,12 @@ class AnswerPiece(Struct):
     def counts(self) -> UsageCounts | None:
         """Its counts, in OpenAI's place, Groq's, Moonshot's (in the only choice) or Ollama's. None where it has none."""
         choices = self.choices
-        in_choice = choices[0].usage if choices and len(choices) == 1 else None
-        in_groq = self.x_groq.usage if self.x_groq is not None else None
-        for counts in (self.usage, in_groq, in_choice):
-            if counts is not None and counts.has_any:
-                return counts
+        if self.usage is not None and self.usage.has_any:
+            return self.usage
+        if self.x_groq is not None and self.x_groq.usage is not None and self.x_groq.usage.has_any:
+            return self.x_groq.usage
+        if choices and len(choices) == 1 and choices[0].usage is not None and choices[0].usage.has_any:
+            return choices[0].usage
         if self.prompt_eval_count is None and self.eval_count is None:
             return None
         return UsageCounts(self.prompt_eval_count, self.eval_count)

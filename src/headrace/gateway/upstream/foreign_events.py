@@ -79,10 +79,10 @@ class EventReader:
         Raises BrokenStream for anything that is no complete answer, and what reading raises.
         """
         kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
-        framing, decoder = EventFraming(is_event_stream=kind == "text/event-stream"), _decoder(response)
+        framing, decoder = EventFraming(is_event_stream=kind == "text/event-stream"), decoder_for(response, MAX_ANSWER_BYTES)
         answer, now = self.answer, asyncio.get_running_loop().time
         while piece := await self._next_piece(response):
-            for part in (piece,) if decoder is None else _unpacked(decoder, piece):
+            for part in (piece,) if decoder is None else unpacked(decoder, piece):
                 self._num_bytes += len(part)
                 if self._num_bytes > MAX_ANSWER_BYTES:
                     raise BrokenStream(f"it is longer than {MAX_ANSWER_BYTES} bytes")
@@ -145,21 +145,24 @@ class EventReader:
         return b""
 
 
-def _decoder(response: aiohttp.ClientResponse) -> BodyDecoder | None:
-    """What unpacks the body, for some servers pack one although none is wanted; None: it is not packed. Raises BrokenStream."""
+def decoder_for(response: aiohttp.ClientResponse, max_bytes: int) -> BodyDecoder | None:
+    """What unpacks the body, for some servers pack one although none is wanted; None: it is not packed. Raises BrokenStream.
+
+    max_bytes: of the unpacked body
+    """
     coding = response.headers.get("content-encoding", "")
     try:
-        return decoder_of([coding.encode()], MAX_ANSWER_BYTES) if coding else None
+        return decoder_of([coding.encode()], max_bytes) if coding else None
     except HeadraceError:
         raise BrokenStream("its body is packed in an unknown way") from None
 
 
-def _unpacked(decoder: BodyDecoder, piece: bytes) -> Iterator[bytes]:
+def unpacked(decoder: BodyDecoder, piece: bytes) -> Iterator[bytes]:
     """The parts of a packed piece. Raises BrokenStream where it cannot be unpacked."""
     try:
         yield from decoder.parts(piece)
-    except BodyTooLarge:
-        raise BrokenStream(f"it is longer than {MAX_ANSWER_BYTES} bytes") from None
+    except BodyTooLarge as error:
+        raise BrokenStream(f"it is longer than {error.limit.removeprefix('at most ')}") from None
     except HeadraceError:
         raise BrokenStream("its body cannot be unpacked") from None
 

@@ -44,6 +44,11 @@ class EventFraming:
 
     def push(self, piece: bytes) -> list[Frame]:
         """The events that end in `piece`."""
+        if not (self._line or self._data or self._name or self._is_document or self._ends_in_return or self.fault):
+            usual = _usual_events(piece)
+            if usual is not None:
+                self._has_begun = self._has_events = True
+                return usual
         found: list[Frame] = []
         if b"\r" in piece or self._ends_in_return:
             piece = self._with_line_feeds(piece)
@@ -130,6 +135,18 @@ class EventFraming:
         if data and name not in NOTHING and (data[:1] == b"{" or data.strip(b" \t\"':").lower() not in (b"", *NOTHING)):
             self._has_events = True
             found.append((name, data))
+
+
+def _usual_events(piece: bytes) -> list[Frame] | None:
+    """The events of a piece in the form of nearly all: each one a line of JSON with a blank line behind it. None: it has another form."""
+    if len(piece) > MAX_EVENT_BYTES or piece[:7] != b"data: {" or piece[-3:] != b"}\n\n" or b"\r" in piece:
+        return None
+    found = []
+    for event in piece[:-2].split(b"\n\n"):
+        if event[:7] != b"data: {" or event[-1:] != b"}" or b"\n" in event:
+            return None
+        found.append((b"", event[6:]))
+    return found
 
 
 def _without_silence(lines: bytes) -> bytes:

@@ -23,7 +23,7 @@ from headrace.gateway.foreign_config import MAX_FOREIGN_CONNECTIONS, ForeignConf
 from headrace.gateway.http.errors import foreign_overflow
 from headrace.gateway.upstream.foreign_chunk import SideField
 from headrace.gateway.upstream.foreign_errors import MAX_ERROR_BYTES, BrokenStream, is_context_overflow
-from headrace.gateway.upstream.foreign_events import EventReader, EventSink
+from headrace.gateway.upstream.foreign_events import EventReader, EventSink, decoder_for, unpacked
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad, exhausted_s, retry_after_s
 from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
 from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
@@ -298,12 +298,15 @@ def _result_of(status: int) -> AttemptResult:
 
 
 async def _error_body(response: aiohttp.ClientResponse) -> bytes:
-    """As much of it as comes within its bounds of size and time, in however many pieces."""
-    body = bytearray()
+    """As much of it as comes within its bounds of size and time, in however many pieces, packed or not."""
+    body, num_read = bytearray(), 0
     try:
+        decoder = decoder_for(response, MAX_ERROR_BYTES)
         async with asyncio.timeout(ERROR_BODY_S):
-            while piece := await response.content.read(MAX_ERROR_BYTES - len(body)):
-                body += piece
-    except (aiohttp.ClientError, OSError, TimeoutError):
+            while piece := await response.content.read(MAX_ERROR_BYTES - num_read):
+                num_read += len(piece)
+                for part in (piece,) if decoder is None else unpacked(decoder, piece):
+                    body += part
+    except (aiohttp.ClientError, OSError, TimeoutError, BrokenStream):
         pass  # the status is known, and what came may say why
     return bytes(body)
