@@ -179,7 +179,7 @@ def _raw(model: str) -> list[Hostile]:
         Hostile("raw-control", CHAT, start + b'"a\x01b"' + end, param="body"),
         Hostile("bad-utf8", CHAT, start + b'"\xff\xfe"' + end, 415),
         Hostile("utf16", CHAT, json.dumps({"model": model}).encode("utf-16"), 415),
-        Hostile("bom", CHAT, b"\xef\xbb\xbf{}", param="body"),
+        Hostile("two byte order marks", CHAT, b"\xef\xbb\xbf\xef\xbb\xbf{}", param="body"),
         Hostile("depth", CHAT, b'{"a":' * 5000 + b"1" + b"}" * 5000, param="body"),
         Hostile("depth-brackets-only", CHAT, b"[" * 100_000, param="body"),
         Hostile("wide", CHAT, b'{"a":[' + b"[]," * 50_000 + b"[]]}", param="a"),
