@@ -8,6 +8,7 @@ object's text as its arguments.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -16,15 +17,22 @@ from headrace.gateway.upstream.foreign_chunk import SentCall
 from headrace.gateway.upstream.foreign_errors import BrokenStream
 from headrace.gateway.upstream.foreign_json import SaidText, SplitText
 from headrace.gateway.upstream.output_events import ToolCall, made_call_id
-from headrace.text.output.call_arguments import NO_ARGUMENTS, ArgumentsSpan
 
 MAX_CALLS = 4096
 """Most calls of one sequence, and most indices that a server may give them."""
 
-MAX_HELD_CHARS = 4096
+MAX_HELD_CHARS = 256
 """Longest name that is joined of pieces, and most characters of arguments that are held until it is known whether they are an object."""
 
+NO_ARGUMENTS = "{}"
+NULLS = ("null", "None")
+
 _MARKS = re.compile(r'[{}\[\]"\\]')
+_STRING = re.compile(r'(?:[^"\\]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*+')
+_CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_OBJECT_BEGIN = re.compile(r'\s*\{\s*["}]')
+_PERHAPS_OBJECT = re.compile(r"\s*(?:\{\s*)?")
+_BLANK_STRING = re.compile(r'"\s*"')
 
 
 class JsonEnd:
@@ -58,6 +66,55 @@ class JsonEnd:
                 self._depth += 1 if match[0] in "{[" else -1
 
 
+class ObjectText:
+    """The text of arguments, which a server may write as JSON text within a JSON string, or as null. Any other text stays as it is."""
+
+    __slots__ = ("_held", "_is_plain", "_is_quoted")
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_plain = self._is_quoted = False
+
+    def push(self, piece: str) -> str:
+        """The text that is sure with this piece."""
+        if self._is_plain:
+            return piece
+        held = self._held + piece
+        if self._is_quoted:
+            return self._unquoted(held)
+        text = held.strip()
+        is_open = any(word.startswith(text) for word in NULLS)
+        if text[:1] == '"':
+            shown, _ = _decoded(text[1:])
+            if _OBJECT_BEGIN.match(shown):
+                self._is_quoted = True
+                return self._unquoted(held.lstrip()[1:])
+            is_open = _PERHAPS_OBJECT.fullmatch(shown) is not None
+        is_open = is_open and len(held) <= MAX_HELD_CHARS
+        self._held, self._is_plain = held if is_open else "", not is_open
+        return "" if is_open else held
+
+    def rest(self) -> str:
+        """What is still held, at the end of the text. Half an escape is lost."""
+        if self._is_quoted:
+            return ""
+        text = self._held.strip()
+        return NO_ARGUMENTS if text in NULLS or _BLANK_STRING.fullmatch(text) else self._held
+
+    def _unquoted(self, text: str) -> str:
+        """text: goes on in the string. Behind its end, and behind what is no escape, the text stays as it is."""
+        shown, rest = _decoded(text)
+        self._is_plain = rest != "" and _CUT_ESCAPE.fullmatch(rest) is None
+        self._held = "" if self._is_plain else rest
+        return shown + (rest.removeprefix('"') if self._is_plain else "")
+
+
+def _decoded(text: str) -> tuple[str, str]:
+    """What the text of a JSON string stands for, as far as it goes, and the rest: its end, what is no escape, or the first half of one."""
+    place = _STRING.match(text).end()  # type: ignore[union-attr]  # it matches nothing too
+    return json.loads(f'"{text[:place]}"', strict=False), text[place:]
+
+
 class _Piece(NamedTuple):
     sent_index: int | None
     sent_id: str | None
@@ -86,35 +143,18 @@ class _Call:
     said, end    of the arguments
     is_held      the arguments are NO_ARGUMENTS so far, and not given yet: some servers send them in place of the real ones, which follow
     is_repeated  its name came again after complete arguments, without any: arguments that follow are another call's
-    span         reads arguments that are null, or JSON text within a JSON string
-    raw          what is held of these until something is given, which is_object says
     """
 
     __slots__ = (
-        *(
-            "call_id",
-            "end",
-            "is_begun",
-            "is_held",
-            "is_named",
-            "is_object",
-            "is_repeated",
-            "name",
-            "number",
-            "raw",
-            "said",
-            "sent_id",
-            "span",
-            "text",
-        ),
+        *("number", "call_id", "sent_id", "name", "text", "object_text", "end", "said"),
+        *("is_begun", "is_held", "is_named", "is_repeated"),
     )
 
     def __init__(self, number: int, call_id: str, piece: _Piece, name: str | None) -> None:
         self.number, self.call_id, self.sent_id, self.name = number, call_id, piece.sent_id, name
         self.text, self.end, self.said = SplitText(), JsonEnd(), SaidText()
-        self.is_begun = self.is_named = self.is_held = self.is_repeated = self.is_object = False
-        self.span: ArgumentsSpan | None = None
-        self.raw = ""
+        self.object_text = ObjectText()
+        self.is_begun = self.is_named = self.is_held = self.is_repeated = False
 
     def is_same(self, piece: _Piece) -> bool:
         """Whether the server gives the piece this call's id."""
@@ -171,36 +211,15 @@ class _Call:
             self.is_held = True
         elif self.is_held:
             self.is_held, self.end, self.said = False, JsonEnd(), SaidText()
-        if not self.end.has_text and piece.arguments.lstrip()[:1] in ('"', "n", "N"):
-            self.span = ArgumentsSpan(piece.arguments.lstrip()[0])
         self.end.add(piece.arguments)
         self.said.add(piece.arguments)
-        return "" if self.is_held else self._object_text(self.text.push(piece.arguments))
-
-    def _object_text(self, text: str) -> str:
-        """The text of the object, where JSON text within a string holds one. What holds none stays as it is, and so does what follows."""
-        if self.span is None or self.span.is_over or (self.is_object and self.span.is_broken):
-            return text
-        if not (self.raw or self.is_object):
-            text = text.lstrip()
-        after, piece = self.span.feed(text, 0, len(text))
-        self.is_object = self.is_object or piece != ""
-        if self.is_object:
-            self.raw = ""
-            return piece + (text[after:] if self.span.is_over or self.span.is_broken else "")
-        self.raw += text
-        if not self.span.is_broken and len(self.raw) <= MAX_HELD_CHARS:
-            return ""
-        self.span, raw = None, self.raw
-        self.raw = ""
-        return raw
+        return "" if self.is_held else self.text.push(self.object_text.push(piece.arguments))
 
     def rest(self, *, is_whole: bool) -> str:
         """The arguments that were not given yet. is_whole: the output was not cut off, so that a call without arguments has none"""
         if self.is_held or (is_whole and not self.end.has_text):
             return NO_ARGUMENTS
-        rest = self._object_text(self.text.rest())
-        return self.raw + rest
+        return self.text.push(self.object_text.rest(), is_last=True)
 
 
 class CallPieces:
