@@ -123,6 +123,9 @@ PARALLEL: dict[str, list[Chunk]] = {
     ],
     "in a message": [{"choices": [{"message": {"tool_calls": [call("weather", OSLO), call("weather", BERGEN)]}}]}],
     "numbered in an object": [delta(tool_calls={"1": call("weather", OSLO), "2": call("weather", BERGEN)})],
+    "in parts of the content": [
+        delta(content=[{"type": "tool_use", "id": each, "name": "weather", "input": {"city": each}} for each in ("Oslo", "Bergen")]),
+    ],
     "arguments under other names": [calls({"name": "weather", "input": {"city": "Oslo"}}, call("weather") | {"parameters": BERGEN})],
     "arguments under another name in the function": [
         calls({"function": {"name": "weather", "parameters": json.loads(each)}}) for each in (OSLO, BERGEN)
@@ -169,6 +172,9 @@ SINGLE: dict[str, list[Chunk]] = {
     "JSON text in a string": [calls(call("weather", json.dumps(OSLO), index=0, id="c"))],
     "JSON text in a string, in pieces": [
         calls(call(None if at else "weather", json.dumps(OSLO)[at : at + 3], index=0)) for at in range(0, len(json.dumps(OSLO)), 3)
+    ],
+    "again in a part of the content": [
+        delta(content=[{"type": "tool_use", "name": "weather", "input": {}}], tool_calls=[call("weather", OSLO, index=0, id="c")]),
     ],
     "again in a message": [
         calls(call("weather", OSLO, id="c")),

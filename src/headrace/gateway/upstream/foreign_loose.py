@@ -45,6 +45,9 @@ TEXT_PARTS = ("text", "output_text", "text_delta", "refusal")
 REASONING_STEMS = ("reason", "think", "thought", "summary_text")
 """What is in the types of parts that are reasoning."""
 
+CALL_PARTS = ("tool_use", "tool_call", "function_call")
+"""Types of those that are calls, which `tool_calls` may say too."""
+
 UNTYPED_TEXT = ("text", "refusal", "content", "value")
 """Fields that hold the text of a part without a type."""
 
@@ -125,7 +128,7 @@ class PieceReader:
         text, thought = self._content(value.get("content"))
         names = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
         reasoning = next((found for name in names if (found := self._side(SideField.REASONING, value.get(name) or None, text_in))), None)
-        calls = [self._call(each) for each in _objects(value.get("tool_calls"), "call")]
+        calls = [self._call(each) for each in _objects(value.get("tool_calls"), "call") or _call_parts(value.get("content"))]
         function = _function(value.get("function_call"))
         refusal = value.get("refusal") or None  # some servers have false where there is none
         return SentDelta(
@@ -157,6 +160,8 @@ class PieceReader:
             if _is_reasoning(part):
                 found = self._side(SideField.REASONING, part, text_in)
                 reasoning += found or ""
+            elif kind in CALL_PARTS:
+                continue  # `_delta` reads it
             elif isinstance(kind, str) and kind not in TEXT_PARTS and not isinstance(part.get("text"), str):
                 if part is value:
                     raise BrokenStream("a content is no text")  # it may be the answer itself, as an object
@@ -220,6 +225,11 @@ def _parts(value: object) -> list[Fields]:
     if not isinstance(listed, list):
         raise BrokenStream("a content is no text")
     return _objects([{"text": each} if isinstance(each, str) else each for each in listed], "part of a content")
+
+
+def _call_parts(content: object) -> list[Fields]:
+    parts = [] if content is None or isinstance(content, str | bool) else _parts(content)
+    return [part for part in parts if part.get("type") in CALL_PARTS]
 
 
 def _is_reasoning(part: Fields) -> bool:
