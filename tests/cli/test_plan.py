@@ -65,6 +65,15 @@ def test_what_nothing_serves_ends_with_1_and_says_why(headrace: Headrace) -> Non
     assert "No layout serves this: weights of 811.7 GB do not fit in 48.0 GB." in done.stdout
 
 
+def test_devices_that_are_left_over_are_named(headrace: Headrace) -> None:
+    assert "1 of 5 devices are not needed" in headrace("plan", "llama-70b", "--gpu", "h100", "--count", "5").stdout
+
+
+def test_every_goal_of_an_encoder_counts(headrace: Headrace) -> None:
+    found = planned(headrace, "bge-m3", "--gpu", "l40s", "--slo", "ttft=10s,ttft_p95=0.1ms")
+    assert found["is_met"] is False
+
+
 def test_every_number_has_its_formula(headrace: Headrace) -> None:
     done = headrace("plan", "mistral-7b", "--gpu", "h100", "--count", "1", "--explain")
     assert "2 (key, value) x 32 layers x 8 KV heads x 128 x 2 bytes" in done.stdout
@@ -132,6 +141,10 @@ def test_a_quantized_folder_is_planned_with_its_own_dtype_or_the_given_one(headr
         (["llama-70b", "--requests-per-second", "0"], 2, "--requests-per-second: expected a number above 0"),
         (["llama-70b", "--users", "10", "--tokens-per-user", "10", "--requests-per-second", "500"], 2, "an answer must have at least 1"),
         (["llama-70b", "--prices", "/nowhere.toml"], 3, "/nowhere.toml: cannot be read"),
+        (["llama-70b", "--gpu", ","], 2, "names no device"),
+        (["bge-m3", "--users", "50"], 2, "bge-m3 generates nothing"),
+        (["bge-m3", "--slo", "tpot=1ms"], 2, "it has no tpot"),
+        (["70B"], 3, "Did you mean llama-3-70b?"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(headrace: Headrace, arguments: list[str], code: int, named: str) -> None:

@@ -46,6 +46,12 @@ def test_a_file_of_serve_gives_replicas_limits_and_admission(headrace: Headrace,
     assert few["goodput"] == pytest.approx(few["request_throughput"])
 
 
+def test_a_context_longer_than_the_cache_is_shortened_to_it(headrace: Headrace) -> None:
+    done = headrace("simulate", "--model", "llama-3-8b", "--gpu", "rtx4090", "--load", "1", "--duration", "5", "--output-len", "8")
+    assert done.returncode == 0, done.stderr
+    assert "on TP 1 rtx4090" in done.stdout
+
+
 def test_deaths_and_spikes_are_taken(headrace: Headrace, tmp_path: Path) -> None:
     file = tmp_path / "site.yaml"
     file.write_text(SITE)
@@ -84,6 +90,11 @@ def test_a_trace_is_replayed(headrace: Headrace, tmp_path: Path) -> None:
         (["--steps", "/nowhere.json", "--load", "5"], 3, "/nowhere.json"),
         (["--gpu", "h100", "--trace", "/nowhere.jsonl"], 3, "/nowhere.jsonl: cannot be read"),
         (["--gpu", "h100", "--load", "5", "--input-len", "0"], 2, "must be positive"),
+        (["--gpu", "h100", "--load", "1000000"], 2, "60,000,000 requests; one simulation takes 1,000,000"),
+        (["--gpu", "h100", "--load", "10", "--spike", "30:1:1000000"], 2, "one simulation takes"),
+        (["--gpu", "h100", "--trace", "/dev/null"], 2, "No request arrives"),
+        (["--gpu", "h100", "--trace", "/dev/null", "--spike", "1:1:2"], 2, "a trace has its own times"),
+        (["--model", "bge-m3", "--gpu", "h100", "--load", "5"], 2, "bge-m3 generates nothing"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_by_name(headrace: Headrace, arguments: list[str], code: int, named: str) -> None:

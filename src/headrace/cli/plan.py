@@ -29,7 +29,7 @@ def plan(
         str, typer.Argument(help="A folder with config.json, a bundled model, or a name of the catalogue.", show_default=False)
     ],
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="Device, or several with commas; default: all that have a price, to compare.")
+        str | None, typer.Option("--gpu", help="As h100, or several: h100,a100,l40s,rtx4090; default: all with a price, compared.")
     ] = None,
     count: Annotated[int | None, typer.Option("--count", min=1, help="Devices that there are; default: as many as it takes.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Weights: fp32, bf16, fp16, fp8, int8, int4; default: the model's.")] = None,
@@ -61,7 +61,8 @@ def plan(
     _check(dtype, kv_dtype, memory_fraction)
     shape, weights_dtype = find_model(model, known.models, dtype)
     traffic, notes = _traffic(shape, context, users, tokens_per_user, requests_per_second)
-    facts = {"kv_dtype": kv_dtype, "goals": _goals(slo), "num_devices": count, "memory_fraction": memory_fraction}
+    goals = _goals(slo, shape)
+    facts = {"kv_dtype": kv_dtype, "goals": goals, "num_devices": count, "memory_fraction": memory_fraction}
     needs = [Need(model=shape, device=device, dtype=weights_dtype, traffic=traffic, **facts) for device in _devices(gpu, known)]  # type: ignore[arg-type]
     plans = [make_plan(need, known.prices, [*notes, *_age_notes(need)]) for need in needs]
     plans.sort(key=_cheapness)
@@ -89,7 +90,10 @@ def _devices(gpu: str | None, known: Catalogue) -> list:  # type: ignore[type-ar
         return [
             device for device in known.devices.values() if device.price_per_hour is not None and device.is_served and device.name != "cpu"
         ]
-    return [known.device(name.strip()) for name in gpu.split(",") if name.strip()]
+    names = [name.strip() for name in gpu.split(",") if name.strip()]
+    if not names:
+        raise UsageRefused(f"--gpu: {gpu!r} names no device. Known: {', '.join(sorted(known.devices))}.")
+    return [known.device(name) for name in names]
 
 
 def _cheapness(plan: CapacityPlan) -> tuple[bool, float, int]:
@@ -120,6 +124,8 @@ def _traffic(
         tokens_per_user = DEFAULT_USER_TOKENS_PER_S
         notes.append(f"No --tokens-per-user: {tokens_per_user:g} per second, faster than people read, are assumed.")
     if shape.is_encoder:
+        if users is not None or tokens_per_user is not None:
+            raise UsageRefused(f"--users: {shape.name} generates nothing. Give --requests-per-second, inputs that are read.")
         rate = (requests_per_second or 0.0) * length
         return Traffic(prompt_tokens=length, output_tokens=0, tokens_per_s=rate, counts_prompts=True), notes
     rate = users * tokens_per_user if users is not None and tokens_per_user is not None else 0.0
@@ -148,7 +154,7 @@ def _traffic(
 DEFAULT_USER_TOKENS_PER_S = 20.0
 
 
-def _goals(slo: str | None) -> Goals:
+def _goals(slo: str | None, shape: ModelShape) -> Goals:
     from headrace.policy.placement.layout import Goals
 
     values: dict[str, float] = {}
@@ -159,6 +165,8 @@ def _goals(slo: str | None) -> Goals:
         if found is None or found[1] not in SLO_NAMES or not float(found[2]):
             raise UsageRefused(f"--slo: {part.strip()!r} is no goal. Write {', '.join(SLO_NAMES)} as ttft_p95=500ms, with commas between.")
         values[SLO_NAMES[found[1]]] = float(found[2]) / (1000 if found[3] == "ms" else 1)
+    if shape.is_encoder and "tpot_s" in values:
+        raise UsageRefused(f"--slo: {shape.name} generates nothing, so it has no tpot. ttft is the time of one input.")
     return Goals(**values)
 
 

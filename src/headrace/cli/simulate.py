@@ -17,11 +17,11 @@ from headrace.cli.exits import CommandExitCode, UsageRefused
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
-    from headrace.lab.metrics import LoadReport
+    from headrace.gateway.config import GatewayConfig
+    from headrace.lab.metrics import LoadReport, Slo
     from headrace.lab.simulate.build import SimulatedModel
     from headrace.lab.simulate.load import Arrival, Spike
     from headrace.lab.simulate.site import Death
-    from headrace.policy.admission.config import AdmissionRules
 
 GATEWAY_S = 0.002
 """Seconds that a gateway adds to a request, before its engine and behind it: 1.2 to 2.6 ms were measured (docs/experiments.md)."""
@@ -51,9 +51,7 @@ def simulate(
     plot: Annotated[Path | None, Flag("--plot", help="Write TTFT, TPOT, goodput and cost over the load as SVG.")] = None,
 ) -> None:
     """Simulate a deployment under load: what users would see, without hardware and much faster than time passes."""
-    from headrace.lab.metrics import parse_slo, summarize
-    from headrace.lab.report import lines, to_plain
-    from headrace.lab.simulate.site import SimulatedSite
+    from headrace.lab.metrics import parse_slo
 
     try:
         slo = parse_slo(goodput) if goodput else None
@@ -62,34 +60,42 @@ def simulate(
         raise UsageRefused(str(error)) from error
     site = _site(config, model, gpu, steps, tp, replicas)
     deaths = [_death(text, site.replicas) for text in kill or ()]
-    reports: list[tuple[float | None, LoadReport]] = []
-    for rate, arrivals in _arrivals(load, trace, duration, shape, seed, _spike(spike)):
-        simulated = SimulatedSite([site.model] * site.replicas, rules=site.rules, gateway_s=GATEWAY_S, seed=seed)
-        records = simulated.run(arrivals, deaths)
-        if not records:
-            raise UsageRefused("--duration: no request arrives in this time; give more seconds or a higher --load.")
-        reports.append((rate, summarize(records, slo)))
+    loads = _arrivals(load, trace, duration, shape, seed, _spike(spike))
+    reports = [(rate, _report(site, arrivals, deaths, slo, seed)) for rate, arrivals in loads]
     if plot is not None:
         from headrace.lab.simulate.chart import write_chart
 
         write_chart(plot, [(rate, report) for rate, report in reports if rate is not None], site.price_per_hour, site.described)
-    if as_json:
-        found = [{"load": rate, "report": report} for rate, report in reports]
-        print(json.dumps(to_plain({"site": site.described, "price_per_hour": site.price_per_hour, "runs": found}), indent=1))
-    else:
-        print(f"Simulated: {site.described}")
-        for rate, report in reports:
-            print(
-                "\n".join([*([f"Load {rate:g} requests/s"] if rate is not None and len(reports) > 1 else []), *_lines(report, lines), ""])
-            )
+    _print(site, reports, as_json)
     if not any(report.finished for _, report in reports):
         raise typer.Exit(CommandExitCode.FAILED)
 
 
-def _lines(report: LoadReport, lines) -> Iterator[str]:  # type: ignore[no-untyped-def]
-    from headrace.lab.report import failures
+def _report(site: _Site, arrivals: Iterator[Arrival], deaths: Sequence[Death], slo: Slo | None, seed: int) -> LoadReport:
+    from headrace.lab.metrics import summarize
+    from headrace.lab.simulate.site import SimulatedSite
 
-    yield from lines(report) if report.finished else failures(report)
+    failover_s = site.gateway.timeouts.failover_s
+    models = [site.model] * site.replicas
+    simulated = SimulatedSite(models, rules=site.gateway.admission, gateway_s=GATEWAY_S, failover_s=failover_s, seed=seed)
+    records = simulated.run(arrivals, deaths)
+    if not records:
+        raise UsageRefused("No request arrives: give more seconds (--duration) or a higher --load, or a trace that has one.")
+    return summarize(records, slo)
+
+
+def _print(site: _Site, reports: Sequence[tuple[float | None, LoadReport]], as_json: bool) -> None:
+    from headrace.lab.report import failures, lines, to_plain
+
+    if as_json:
+        found = [{"load": rate, "report": report} for rate, report in reports]
+        print(json.dumps(to_plain({"site": site.described, "price_per_hour": site.price_per_hour, "runs": found}), indent=1))
+        return
+    print(f"Simulated: {site.described}")
+    for rate, report in reports:
+        if rate is not None and len(reports) > 1:
+            print(f"Load {rate:g} requests/s")
+        print("\n".join([*(lines(report) if report.finished else failures(report)), ""]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class _Site:
 
     model: SimulatedModel
     replicas: int
-    rules: AdmissionRules
+    gateway: GatewayConfig
     described: str
     price_per_hour: float | None
 
@@ -112,34 +118,35 @@ def _site(file: Path | None, model: str | None, gpu: str | None, steps: Path | N
 
     if (gpu is None) == (steps is None):
         raise UsageRefused("Give --gpu, whose roofline is used, or --steps, a file of measured times: exactly one of them.")
-    engine, count, rules = _section(file, model)
+    engine, count, gateway = _section(file, model)
     count = replicas or count
     known = read_catalogue()
     shape, dtype = find_model(engine.model, known.models)
+    if shape.is_encoder:
+        raise UsageRefused(f"--model: {shape.name} generates nothing; `headrace plan` says how many inputs it reads.")
     if steps is not None:
         measured = read_steps(steps)
         described = f"{count} x {shape.name}, steps of {steps}"
-        return _Site(measured_model(engine, measured.latency, shape, measured.num_blocks), count, rules, described, None)
+        return _Site(measured_model(engine, measured.latency, shape, measured.num_blocks), count, gateway, described, None)
     device = known.device(gpu or "")
-    context = min(engine.max_model_len or shape.max_positions, shape.max_positions)
-    traffic = Traffic(prompt_tokens=context - context // 4, output_tokens=context // 4)
+    traffic = Traffic(prompt_tokens=1, output_tokens=1)
     need = Need(model=shape, device=device, dtype=dtype, kv_dtype="bf16", traffic=traffic, memory_fraction=0.9)
     simulated, best = planned_model(engine, need, tp)
     price = device.price_per_hour
     described = f"{count} x {shape.name} on {best.layout} {device.name}, {simulated.num_blocks * engine.block_size:,} tokens of KV each"
-    return _Site(simulated, count, rules, described, None if price is None else price * count * best.layout.num_devices)
+    return _Site(simulated, count, gateway, described, None if price is None else price * count * best.layout.num_devices)
 
 
-def _section(file: Path | None, model: str | None) -> tuple[EngineConfig, int, AdmissionRules]:
+def _section(file: Path | None, model: str | None) -> tuple[EngineConfig, int, GatewayConfig]:
     """The engine's options, replicas and admission of the model. Folders need not exist: a name of the catalogue will do."""
     from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import decoded
     from headrace.cli.config_yaml import read_yaml
     from headrace.engine.config import EngineConfig
-    from headrace.policy.admission.config import AdmissionRules
+    from headrace.gateway.config import GatewayConfig
 
     if file is None:
-        return EngineConfig(model=model or DEFAULT_MODEL).checked(), 1, AdmissionRules()
+        return EngineConfig(model=model or DEFAULT_MODEL).checked(), 1, GatewayConfig(models=())
     config = decoded(read_yaml(file))
     sections = [
         section for section in config.models if section.engine is not None and model in (None, section.served_name, *section.aliases)
@@ -147,22 +154,29 @@ def _section(file: Path | None, model: str | None) -> tuple[EngineConfig, int, A
     if not sections or sections[0].engine is None:
         named = ", ".join(section.served_name for section in config.models if section.engine is not None)
         raise UsageRefused(f"{file}: no model with engines is named {model}; there are: {named or 'none'}.")
-    return sections[0].engine.checked(), sections[0].replicas, config.gateway.admission
+    return sections[0].engine.checked(), sections[0].replicas, config.gateway
 
 
 def _arrivals(
     load: str | None, trace: Path | None, duration: float, shape: object, seed: int, spike: Spike | None
 ) -> Iterator[tuple[float | None, Iterator[Arrival]]]:
-    from headrace.lab.simulate.load import drawn, read_trace
+    from headrace.lab.simulate.load import drawn, expected_requests, read_trace
+    from headrace.lab.simulate.site import MAX_REQUESTS
 
     if (load is None) == (trace is None):
         raise UsageRefused("Give --load, requests per second, or --trace, a file: exactly one of them.")
     if trace is not None:
+        if spike is not None:
+            raise UsageRefused("--spike: a trace has its own times; give --load.")
         yield None, read_trace(trace)
         return
     if not 0 < duration < math.inf:
         raise UsageRefused(f"--duration: expected a number of seconds above 0, got {duration:g}.")
     for rate in _rates(load or ""):
+        if (count := expected_requests(rate, duration, spike)) > MAX_REQUESTS:
+            raise UsageRefused(
+                f"--load: {rate:g} requests/s for {duration:g} s are {count:,.0f} requests; one simulation takes {MAX_REQUESTS:,}."
+            )
         yield rate, drawn(rate, duration, shape, seed=seed, spike=spike)  # type: ignore[arg-type]
 
 

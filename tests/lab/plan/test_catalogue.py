@@ -186,6 +186,41 @@ def test_dtype_of_the_weights_is_the_checkpoints(tmp_path: Path, fields: dict[st
     assert find_model(str(tmp_path), {})[1] == dtype
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_experts": 8, "interleave_moe_layer_step": 2}, "interleave_moe_layer_step = 2: experts in some layers alone"),
+        ({"num_experts": 8, "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"num_experts": 8, "decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ],
+)
+def test_experts_in_some_layers_alone_are_refused(tmp_path: Path, fields: dict[str, object], named: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GOOD | fields))
+    with pytest.raises(CheckpointError, match=named):
+        find_model(str(tmp_path), {})
+
+
+def test_heads_are_tied_where_the_family_ties_them(tmp_path: Path) -> None:
+    counted = []
+    for kind in ("llama", "gemma2"):
+        (tmp_path / "config.json").write_text(json.dumps(GOOD | {"model_type": kind}))
+        counted.append(find_model(str(tmp_path), {})[0].num_params)
+    assert counted[0] - counted[1] == 100 * 64
+
+
+def test_names_of_ones_own_are_found_as_they_are_written(tmp_path: Path) -> None:
+    text = DEVICE.replace("[devices.mine]", "[devices.My_Card]") + "[models.MyModel]\n" + "\n".join(f"{k} = {v!r}" for k, v in GOOD.items())
+    own = read_catalogue(written(tmp_path, text.replace("'", '"')))
+    assert own.device("My_Card").title == "Mine"
+    assert find_model("MyModel", own.models)[0].hidden_size == 64
+
+
+def test_products_in_fp32_take_longer(tmp_path: Path) -> None:
+    own = read_catalogue(written(tmp_path, DEVICE))
+    assert own.device("mine").flops_of("fp32") == own.device("mine").flops_of("bf16") / 16
+    assert own.device("h100").flops_of("fp32") == 67e12
+
+
 def test_a_text_model_inside_a_larger_one_is_read() -> None:
     from headrace.lab.plan.shapes import read_shape
 

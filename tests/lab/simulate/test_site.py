@@ -79,6 +79,26 @@ def test_requests_wait_while_no_replica_runs() -> None:
     assert records[0].max_stall_s == pytest.approx(5.0, abs=0.05)
 
 
+def test_a_new_request_is_refused_while_no_replica_runs() -> None:
+    arrivals = [Arrival(0.0, prompt(0), 100), Arrival(1.0, prompt(1), 5)]
+    first, second = sorted(simulated(arrivals, [Death(0.305, 0, 5.0)]), key=lambda record: record.intended_s)
+    assert first.is_finished
+    assert (second.status, second.retry_after_s) == (503, 1.0)
+
+
+def test_a_request_waits_no_longer_for_a_lost_replica_than_the_gateway_lets_it() -> None:
+    site = SimulatedSite([model()], failover_s=2.0)
+    (record,) = site.run([Arrival(0.0, prompt(0), 100)], [Death(0.305, 0, 5.0)])
+    assert (record.status, record.error) == (503, "unavailable")
+    assert record.end_s == pytest.approx(2.305)
+
+
+def test_a_request_that_an_idle_engine_refuses_is_recorded() -> None:
+    whole, long = sorted(simulated([Arrival(0.0, prompt(0), 5), Arrival(1.0, prompt(1, 5000), 5)]), key=lambda record: record.intended_s)
+    assert whole.is_finished
+    assert (long.status, long.error) == (400, "refused")
+
+
 def test_overload_is_refused_with_a_time_to_come_back() -> None:
     shape = WorkloadShape(input_tokens=64, output_tokens=64)
     records = simulated(drawn(60.0, 20.0, shape), of=model(max_num_seqs=4), rules=AdmissionRules(max_wait_s=1.0))

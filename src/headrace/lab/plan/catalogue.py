@@ -68,7 +68,7 @@ class Catalogue:
 
     def device(self, name: str) -> Device:
         """Raises ConfigError naming the devices that there are."""
-        found = self.devices.get(name.lower().replace("_", "-"))
+        found = self.devices.get(name) or self.devices.get(name.lower().replace("_", "-"))
         if found is None:
             raise ConfigError("--gpu", f"{name!r} is not in the catalogue", f"Known: {', '.join(sorted(self.devices))}.")
         return found

@@ -66,9 +66,9 @@ def make_plan(need: Need, prices: Prices, notes: Sequence[str] = ()) -> Capacity
     placements = choose_layout(need)
     best = placements[0]
     latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
-    figures = _memory_figures(need, best, latency) | _speed_figures(need, best, latency)
+    figures = _memory_figures(need, best, latency)
     if best.batch:
-        figures |= _cost_figures(need, best, prices)
+        figures |= _speed_figures(need, best, latency) | _cost_figures(need, best, prices)
     return CapacityPlan(
         need=need, placements=placements, figures=figures, sequences=_sequences(need, best, latency), notes=(*notes, *_notes(need, best))
     )
@@ -203,6 +203,8 @@ def _notes(need: Need, best: Placement) -> list[str]:
         notes.append(f"Headrace has no backend for {device.title}: its figures are arithmetic alone.")
     if best.batch and best.price_per_hour is None:
         notes.append(f"{device.title} has no price here: --prices FILE gives it one.")
+    if need.num_devices is not None and best.batch and (idle := need.num_devices - best.num_devices) > 0:
+        notes.append(f"{idle} of {need.num_devices} devices are not needed, or are too few for one more replica.")
     size = WEIGHT_BYTES[need.dtype]
     notes.append(
         f"Rates assume {device.weight_efficiency[size]:.0%} of the bandwidth for weights and {device.compute_efficiency[size]:.0%} of the "

@@ -12,11 +12,17 @@ from headrace.policy.placement.model import WEIGHT_BYTES, LatentAttention, Model
 from headrace.tensor.checkpoint.config import ConfigFile, read_config
 
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "nomic_bert", "modernbert"})
-UNGATED = ENCODERS | {"opt", "gpt_neox", "phi", "starcoder2", "gpt_bigcode"} - {"modernbert", "nomic_bert"}
+UNGATED = ENCODERS | {"opt", "gpt_neox", "phi", "starcoder2", "gpt_bigcode", "nemotron"} - {"modernbert", "nomic_bert"}
 """Families whose feed-forward blocks have two matrices."""
 
 EVERY_OTHER = frozenset({"gemma2"})
 """Families in which every other layer has the sliding window although config.json does not say so."""
+
+TIED = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
+"""Families whose head is the table of embeddings where config.json says nothing."""
+
+NOT_READ = {"interleave_moe_layer_step": 1, "decoder_sparse_step": 1, "moe_layer_freq": 1, "mlp_only_layers": []}
+"""Fields that say which layers have experts -> the value with which all have."""
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", **{name: name for name in WEIGHT_BYTES}}
 
@@ -36,10 +42,10 @@ def find_model(name: str, catalogue: Mapping[str, Mapping[str, object]], dtype: 
         return read_shape(read_config(folder), folder.resolve().name, dtype)
     if (bundled := bundled_path(name)) is not None:
         return read_shape(read_config(bundled), name, dtype)
-    if name.lower() in catalogue:
-        return read_shape(ConfigFile(f"catalogue, {name.lower()}", catalogue[name.lower()]), name.lower(), dtype)
+    if (key := name if name in catalogue else name.lower()) in catalogue:
+        return read_shape(ConfigFile(f"catalogue, {key}", catalogue[key]), key, dtype)
     known = sorted({*catalogue, *bundled_names()})
-    near = get_close_matches(name.lower(), known, n=1)
+    near = get_close_matches(name.lower(), known, n=1) or [each for each in known if name.lower() in each]
     remedy = f"Did you mean {near[0]}? " if near else ""
     reason = f"{name!r} is no folder with a config.json, no bundled model and no entry of the catalogue"
     raise ConfigError("MODEL", reason, f"{remedy}Known: {', '.join(known)}.")
@@ -59,6 +65,9 @@ def read_shape(config: ConfigFile, name: str, dtype: str | None = None) -> tuple
     window, num_window_layers = _window(config, kind, layers)
     num_experts = next((config.integer(key, 1, MAX_EXPERTS) for key in _EXPERTS if config.has(key)), 0)
     expert_size = config.integer("moe_intermediate_size", 1, MAX_WIDTH, default=config.integer("intermediate_size", 1, MAX_WIDTH))
+    for field, every in NOT_READ.items():
+        if num_experts and config.has(field) and config.values[field] != every:
+            config.refuse(field, "experts in some layers alone are not planned for")
     shared = config.integer("n_shared_experts", 0, 64, default=0) * expert_size
     shape = ModelShape(
         name=name,
@@ -71,7 +80,7 @@ def read_shape(config: ConfigFile, name: str, dtype: str | None = None) -> tuple
         max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
         mlp_size=config.integer("intermediate_size", 1, MAX_WIDTH),
         is_gated=kind not in UNGATED,
-        is_tied=config.flag("tie_word_embeddings", False),
+        is_tied=config.flag("tie_word_embeddings", kind in TIED),
         num_experts=num_experts,
         experts_per_token=config.integer("num_experts_per_tok", 1, num_experts, default=min(2, num_experts)) if num_experts else 0,
         expert_size=expert_size if num_experts else 0,

@@ -44,19 +44,27 @@ class Spike:
 
 def drawn(rate: float, duration_s: float, shape: WorkloadShape, *, seed: int = 0, spike: Spike | None = None) -> Iterator[Arrival]:
     """Requests at random times (Poisson), `rate` per second in the mean. The same seed gives the same requests."""
-    draw = random.Random(seed)
-    highest = rate * max(1.0, spike.factor if spike else 1.0)
-    at, batch, number = 0.0, make_requests(BATCH, shape, seed=seed), 0
-    while (at := at + draw.expovariate(highest)) < duration_s:
-        # Thinning: times of the highest rate, of which each is kept with the share that the rate has then (Lewis and Shedler 1979).
-        is_high = spike is not None and spike.begin_s <= at < spike.begin_s + spike.seconds
-        if draw.random() * highest > rate * (spike.factor if spike is not None and is_high else 1.0):
-            continue
+    batch = make_requests(BATCH, shape, seed=seed)
+    for number, at in enumerate(_times(rate, duration_s, spike, random.Random(seed))):
         if number and number % BATCH == 0:
             batch = make_requests(BATCH, shape, seed=seed + number)
         request = batch[number % BATCH]
-        number += 1
         yield Arrival(at, request.prompt_ids, request.output_tokens)
+
+
+def _times(rate: float, duration_s: float, spike: Spike | None, draw: random.Random) -> Iterator[float]:
+    """Times of one rate after the other: before the spike, in it, and after it."""
+    begin, end = (min(each, duration_s) for each in ((spike.begin_s, spike.begin_s + spike.seconds) if spike else (duration_s, duration_s)))
+    for start, stop, factor in ((0.0, begin, 1.0), (begin, end, spike.factor if spike else 1.0), (end, duration_s, 1.0)):
+        at = start
+        while (at := at + draw.expovariate(rate * factor)) < stop:
+            yield at
+
+
+def expected_requests(rate: float, duration_s: float, spike: Spike | None) -> float:
+    """Requests of a load, in the mean."""
+    begin, end = (min(each, duration_s) for each in ((spike.begin_s, spike.begin_s + spike.seconds) if spike else (0.0, 0.0)))
+    return rate * (duration_s + (end - begin) * ((spike.factor if spike else 1.0) - 1.0))
 
 
 def read_trace(file: Path) -> Iterator[Arrival]:

@@ -71,11 +71,11 @@ class SimulatedReplica:
         self.now = max(ends_at, at)
 
     def turn(self, at: float) -> list[Update] | None:
-        """One step that begins at `at`, and what it gave when it ends, at `now`. None where there was nothing to do."""
+        """One step that begins at `at`, and what it gave when it ends, at `now`. None where nothing was done, and nothing refused."""
         self.now = at
         did_work = self.engine.turn()
         updates, self._updates[:] = list(self._updates), []
-        if not did_work:
+        if not did_work and not updates:
             self.report = self.engine.snapshot()
             return None
         return updates

@@ -28,6 +28,9 @@ from headrace.policy.admission.ladder import AdmissionStep, QueueState, decide, 
 from headrace.policy.routing.choice import Candidate, ReplicaId, choose
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 
+UNAVAILABLE_RETRY_S = 1.0
+"""Seconds after which a gateway without a replica asks clients to come back."""
+
 MAX_REQUESTS = 1_000_000
 MAX_OUTPUT_TOKENS = 50_000_000
 """Most requests and output tokens of one simulation: what is kept of them takes about 2 GB."""
@@ -42,7 +45,7 @@ class Death:
     back_s: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Open:
     """A request that is being answered. times: of its tokens; attempt: how often it was sent"""
 
@@ -75,15 +78,18 @@ class SimulatedSite:
         *,
         rules: AdmissionRules | None = None,
         gateway_s: float = 0.0,
+        failover_s: float = 60.0,
         seed: int = 0,
     ) -> None:
         """
         models     of each replica what it is made from: they may differ in speed and memory
+        failover_s  for which a request whose replica was lost waits for one, as the gateway's option
         gateway_s  that the gateway takes between a request and its engine, and between a token and its client, together
         """
         self._places = [_Place(number, model, model.replica(0.0)) for number, model in enumerate(models)]
         self._rules = rules or AdmissionRules()
         self._gateway_s = gateway_s
+        self._failover_s = failover_s
         self._random = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
@@ -153,13 +159,17 @@ class SimulatedSite:
         return mean_output_tokens(sum(sum(each.finished.values()) for each in counters), sum(each.generation_tokens for each in counters))
 
     def _send(self, request: _Open, now: float) -> None:
-        """To the replica that the gateway would choose; while none runs, once one is back."""
+        """To the replica that the gateway would choose. While none runs, a new request is refused, and one that has begun waits for one."""
         running = {ReplicaId(str(place.number)): place for place in self._places if place.replica is not None}
         candidates = [Candidate(name, place.replica.report, place.sent) for name, place in running.items() if place.replica is not None]
         size = RequestSize(len(request.arrival.prompt_ids), min(self._expected_output_tokens(), request.arrival.output_tokens))
         chosen = choose(candidates, size=size, block_size=self._block_size, random=self._random)
+        if chosen is None and not request.attempt:
+            self._end(request, now, status=503, error="refused", detail="no replica runs", retry_after_s=UNAVAILABLE_RETRY_S)
+            return
         if chosen is None:
             self._waiting.append(request)
+            self._at(now + self._failover_s, lambda at: self._give_up(request, at))
             return
         place = running[chosen.replica_id]
         request.attempt += 1
@@ -223,6 +233,12 @@ class SimulatedSite:
         self._at(now + death.back_s, lambda at: self._revive(place, at))
         for request in orphans:
             self._send(request, now)
+
+    def _give_up(self, request: _Open, now: float) -> None:
+        """It has waited for a replica for as long as a gateway lets it."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+            self._end(request, now, status=503, error="unavailable", detail="its replica was lost")
 
     def _revive(self, place: _Place, now: float) -> None:
         place.replica = place.model.replica(now)

@@ -22,6 +22,10 @@ every device that states none of its own.
 """
 
 
+FP32_TIMES = 16
+"""Time of a product in fp32 over that in bf16, where a device does not say: without tensor cores."""
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """bytes_per_s: in one direction, per device; latency_s: of one small collective; num_devices: how many devices it joins"""
@@ -37,7 +41,7 @@ class Device:
     """
     memory_bytes     as the sheet says: 80 GB are 80e9 bytes
     bytes_per_s      read bandwidth of that memory
-    flops            dtype of weights -> FLOP/s of dense products; a dtype that is not there computes as bf16
+    flops            dtype of weights -> FLOP/s of dense products; fp32 that is not there takes 16 times as long as bf16, others as long
     link             within a machine; network: between machines
     price_per_hour   of one device, in dollars; None: not known
     as_of            date of the entry, yyyy-mm; source: what kind of source it has
@@ -60,4 +64,4 @@ class Device:
     compute_efficiency: Mapping[float, float] = field(default_factory=lambda: COMPUTE_EFFICIENCY)
 
     def flops_of(self, dtype: str) -> float:
-        return self.flops.get(dtype, self.flops["bf16"])
+        return self.flops.get(dtype, self.flops["bf16"] / (FP32_TIMES if dtype == "fp32" else 1))

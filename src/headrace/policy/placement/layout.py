@@ -250,7 +250,7 @@ def _encoder(need: Need, latency: Roofline, refused: str) -> Placement:
     prompt = need.traffic.prompt_tokens
     alone_s = latency.prefill_s(prompt)
     rate = HEADROOM * prompt / latency.prefill_busy_s(prompt)
-    late = need.goals.ttft_s or need.goals.ttft_p95_s
+    late = min((goal for goal in (need.goals.ttft_s, need.goals.ttft_p95_s) if goal is not None), default=None)
     reason = refused or (f"{alone_s * 1e3:.0f} ms for one input" if late is not None and alone_s > HEADROOM * late else "")
     replicas, lacking = _replicas(need, latency.layout, rate)
     price = need.device.price_per_hour
