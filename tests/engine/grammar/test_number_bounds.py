@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from sampled_documents import documents, is_taken
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.engine.grammar.normalize import normalized
+from headrace.engine.grammar.number_bounds import as_read
 
 pytestmark = pytest.mark.pure
 
@@ -84,7 +88,7 @@ def test_a_bound_of_fractions_has_as_many_digits_as_a_float() -> None:
 )
 @pytest.mark.parametrize("kind", ["integer", "number"])
 def test_bounds_that_leave_no_number_are_refused_by_name(bounds: dict[str, int], kind: str) -> None:
-    with pytest.raises(InvalidRequest, match="bounds with an integer between them that a 64-bit float holds"):
+    with pytest.raises(InvalidRequest, match="bounds with an exact number between them, as integers up to 2"):
         normalized({"type": kind, **bounds})
 
 
@@ -124,5 +128,64 @@ def test_a_multiple_that_the_library_does_not_hold_is_refused_by_name(given: flo
     if is_held:
         assert normalized(schema) == schema
         return
-    with pytest.raises(InvalidRequest, match="multipleOf of at most 4294967295"):
+    limit = (
+        r"expected multipleOf of at most 4294967295"
+        if isinstance(given, int)
+        else r"multiplied by 10 again and again, .*Use a power of ten"
+    )
+    with pytest.raises(InvalidRequest, match=limit):
         normalized(schema)
+
+
+def test_a_long_integer_is_shown_with_an_exponent() -> None:
+    for schema in ({"const": 10**300}, {"multipleOf": 10**300}):
+        with pytest.raises(InvalidRequest, match=r"got 1e\+300\. "):
+            normalized(schema)
+
+
+INEXACT = [9.204938554384977, -9.204938554384977, 0.0009522444552911937, 1234.5678901234567, 123456789.12345679]
+
+
+@pytest.mark.parametrize("number", INEXACT)
+@pytest.mark.parametrize("schema", ["const", "enum", "nested"])
+def test_a_fraction_that_the_library_reads_as_another_is_refused_by_name(number: float, schema: str) -> None:
+    schemas: dict[str, Any] = {"const": {"const": number}, "enum": {"enum": [1.5, number]}, "nested": {"enum": [{"at": [number, 0]}]}}
+    keyword = "const" if schema == "const" else "enum"
+    with pytest.raises(InvalidRequest) as refused:
+        normalized({"properties": {"v": schemas[schema]}})
+    assert f"expected numbers of at most 15 digits, 22 after the point, in {keyword}, got {number}. " in str(refused.value)
+    assert f"Round it. Send such a number as a string. See #/properties/v/{keyword}." in str(refused.value)
+
+
+def test_listed_fractions_are_written_as_they_are_or_refused() -> None:
+    rng = random.Random(1)
+    numbers = [rng.choice([1, -1]) * rng.random() * 10 ** rng.randint(-4, 7) for _ in range(300)]
+    numbers += [rng.randrange(1, 10**15) / 10 ** rng.randint(1, 22) for _ in range(300)]
+    exact = [number for number in numbers if as_read(number) == number]
+    for begin in range(0, len(exact), 50):
+        chosen = exact[begin : begin + 50]
+        assert json.loads(next(documents(grammar({"const": chosen}), 1))) == chosen
+    assert len(exact) < len(numbers)
+    assert len(exact) > len(numbers) * 0.9
+    assert not {number for number in numbers[300:] if as_read(number) != number}
+
+
+@pytest.mark.parametrize("number", INEXACT)
+@pytest.mark.parametrize("side", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+def test_no_number_beyond_a_bound_of_many_digits_is_taken(number: float, side: str) -> None:
+    beyond = math.nextafter(number, -math.inf if "inimum" in side else math.inf)
+    bound = grammar({**NUMBER, side: number})
+    assert not is_taken(bound, format(Decimal(repr(beyond)), "f"))
+    assert not (side.startswith("exclusive") and is_taken(bound, format(Decimal(repr(number)), "f")))
+    assert is_taken(bound, f"{number * (2 if ('inimum' in side) == (number > 0) else 0.5):.10f}")
+
+
+def test_an_integer_keeps_above_a_bound_just_above_another_integer() -> None:
+    bound = grammar({**INTEGER, "minimum": 9.000000000000002, "maximum": 11})
+    assert [is_taken(bound, text) for text in ("9", "10", "11")] == [False, True, True]
+
+
+def test_bounds_of_many_digits_that_leave_no_number_are_refused_by_name() -> None:
+    bounds = {"minimum": INEXACT[0], "maximum": INEXACT[0]}
+    with pytest.raises(InvalidRequest, match=r"bounds with an exact number between them, as integers up to 2.* numbers of 15 digits are"):
+        normalized({**NUMBER, **bounds})

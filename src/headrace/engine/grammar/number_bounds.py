@@ -1,13 +1,15 @@
 """Numbers of a JSON schema as llguidance can hold them: 64-bit floats, and 64-bit integers within an integer's bounds.
 
-Integers up to EXACT are exact. A bound beyond it is moved inwards to the next number that is: every answer within the moved bound is within
-the given one. Values that would be another number are refused.
+Exact are integers up to EXACT, and fractions that llguidance reads as they are meant (`as_read`). A bound that is not exact is moved
+inwards to the next number that is: every answer within the moved bound is within the given one. Values that would be another number are
+refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from headrace.engine.grammar.places import Place, refused
@@ -25,7 +27,10 @@ OPEN_LIMIT = 10**18
 """llguidance cannot write a range that begins here or further out and is open towards infinity."""
 
 NUM_DIGITS = 15
-"""A bound of a number that may be a fraction is written with as many digits as a 64-bit float has: further ones would be others."""
+"""A number with a fraction keeps so many digits, as far as MAX_DECIMALS of them stand after the point: further ones may be others."""
+
+MAX_DECIMALS = 22
+"""Powers of ten up to this one are 64-bit floats."""
 
 MAX_MULTIPLE = (1 << 32) - 1
 
@@ -34,8 +39,25 @@ SIDES = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 SEND_TEXT = "Send such a number as a string."
 
 
+def as_read(value: float) -> float:
+    """The number that llguidance reads where a schema has this one.
+
+    It reads the digits as one float and divides that by a power of ten. Both steps may round, and lead to a neighbour of the float that the
+    digits mean.
+    """
+    if isinstance(value, int):
+        return value
+    sign, digits, exponent = Decimal(repr(value)).as_tuple()
+    assert isinstance(exponent, int)  # the schema's reader refuses infinities
+    read = float(int("".join(map(str, digits))))
+    if exponent < -308:
+        read, exponent = read / 1e308, exponent + 308
+    read = read / float(f"1e{-exponent}") if exponent < 0 else read * float(f"1e{exponent}")
+    return -read if sign else read
+
+
 def check_values(values: Sequence[object], keyword: str, place: Place) -> None:
-    """Raises InvalidRequest for an integer among the values, or within them, that would be written as another one."""
+    """Raises InvalidRequest for a number among the values, or within them, that would be written as another one."""
     unseen = list(values)
     while unseen:
         value = unseen.pop()
@@ -45,6 +67,9 @@ def check_values(values: Sequence[object], keyword: str, place: Place) -> None:
             unseen += value
         elif isinstance(value, int) and abs(value) > EXACT and (abs(value) > MAX_FLOAT or int(float(value)) != value):
             raise refused((place, keyword), f"integers of at most 2^53 ({EXACT}) in {keyword}", value, SEND_TEXT)
+        elif isinstance(value, float) and as_read(value) != value:
+            limit = f"numbers of at most {NUM_DIGITS} digits, {MAX_DECIMALS} after the point, in {keyword}"
+            raise refused((place, keyword), limit, value, f"Round it. {SEND_TEXT}")
 
 
 def check_multiple(node: dict[str, Any], place: Place) -> None:
@@ -54,17 +79,23 @@ def check_multiple(node: dict[str, Any], place: Place) -> None:
     given = node["multipleOf"]
     if not is_number(given) or given <= 0:
         raise refused((place, "multipleOf"), "a number above 0 in multipleOf", given)
-    if multiple_parts(given) is None:
-        raise refused((place, "multipleOf"), f"multipleOf of at most {MAX_MULTIPLE}, its decimal point left out", given, "Leave it out.")
+    if multiple_parts(given) is not None:
+        return
+    if isinstance(given, int):
+        raise refused((place, "multipleOf"), f"multipleOf of at most {MAX_MULTIPLE}", given, "Leave it out.")
+    limit = f"a multipleOf that a 64-bit float, multiplied by 10 again and again, turns into an integer of at most {MAX_MULTIPLE} exactly"
+    raise refused((place, "multipleOf"), limit, given, "Use a power of ten, as 0.01 is, or leave it out.")
 
 
 def multiple_parts(given: float) -> tuple[int, int] | None:
-    """(coefficient, digits after the point) of a `multipleOf`, found as llguidance finds them; None where it finds none."""
+    """(coefficient, digits after the point) of a `multipleOf`, found as llguidance finds them; None where it finds none, or others."""
+    found = as_read(given)
     num_decimals = 0
-    while given <= MAX_MULTIPLE and given != int(given):
-        given *= 10.0
+    while found <= MAX_MULTIPLE and found != int(found):
+        found *= 10.0
         num_decimals += 1
-    return (int(given), num_decimals) if given <= MAX_MULTIPLE else None
+    is_exact = found <= MAX_MULTIPLE and Decimal(int(found)).scaleb(-num_decimals) == Decimal(repr(given))
+    return (int(found), num_decimals) if is_exact else None
 
 
 def is_number(value: object) -> bool:
@@ -85,15 +116,21 @@ def move_bounds(node: dict[str, Any], place: Place, *, is_integer: bool) -> None
 
     is_integer: whether no fraction is allowed. Raises InvalidRequest where no number is left between the bounds.
     """
-    given = {keyword: node[keyword] for side in SIDES for keyword in side if keyword in node}
+    given = _bounds(node)
     least, most = (_moved_bound(node, side, sign, is_integer=is_integer) for side, sign in zip(SIDES, (1, -1), strict=True))
     if least is not None and least >= OPEN_LIMIT and most is None:
         most = node["maximum"] = _inwards(MAX_INTEGER, -1, is_integer=is_integer)
     if most is not None and most <= -OPEN_LIMIT and least is None:
         least = node["minimum"] = _inwards(-MAX_INTEGER, 1, is_integer=is_integer)
-    if least is not None and most is not None and least > most and max(abs(least), abs(most)) >= EXACT:
-        limit = "bounds with an integer between them that a 64-bit float holds, as it holds all up to 2^53"
+    if least is None or most is None or _bounds(node) == given:
+        return
+    if least > most or (least == most and ("exclusiveMinimum" in node or "exclusiveMaximum" in node)):
+        limit = f"bounds with an exact number between them, as integers up to 2^53 and numbers of {NUM_DIGITS} digits are"
         raise refused(place, limit, given, SEND_TEXT)
+
+
+def _bounds(node: dict[str, Any]) -> dict[str, float]:
+    return {keyword: node[keyword] for side in SIDES for keyword in side if keyword in node}
 
 
 def _without_boolean(node: dict[str, Any], inclusive: str, exclusive: str) -> None:
@@ -103,18 +140,25 @@ def _without_boolean(node: dict[str, Any], inclusive: str, exclusive: str) -> No
 
 
 def _moved_bound(node: dict[str, Any], side: tuple[str, str], sign: int, *, is_integer: bool) -> float | None:
-    """One side's bound, moved inwards in `node` where it is large. sign: 1 for the lower side, -1 for the upper one"""
+    """One side's bound as llguidance holds it, moved inwards in `node`. sign: 1 for the lower side, -1 for the upper one"""
     given = [(node[keyword], keyword == side[1]) for keyword in side if keyword in node]
     if not given:
         return None
     value: float
     value, is_exclusive = max(given, key=lambda bound: (sign * bound[0], bound[1]))
-    if abs(value) < EXACT:
+    if abs(value) < EXACT and all(as_read(bound) == bound for bound, _ in given):
         return value
-    node.pop(side[1], None)
-    moved = _inwards(int(value) + sign * is_exclusive, sign, is_integer=is_integer)
-    node[side[0]] = moved
-    return moved
+    for keyword in side:
+        node.pop(keyword, None)
+    if abs(value) >= EXACT:
+        moved: float = _inwards(int(value) + sign * is_exclusive, sign, is_integer=is_integer)
+        node[side[0]] = moved
+        return moved
+    moved = value
+    while sign * as_read(moved) < sign * value:
+        moved = math.nextafter(moved, sign * math.inf)
+    node[side[is_exclusive]] = moved
+    return as_read(moved)
 
 
 def _inwards(bound: int, sign: int, *, is_integer: bool) -> int:

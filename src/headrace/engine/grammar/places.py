@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from decimal import Decimal
 
 from headrace.core.errors import InvalidRequest, ShownValue
 
@@ -13,6 +14,8 @@ Place = str | tuple["Place", str | int]
 ROOT: Place = "#"
 MAX_POINTER_CHARS = 120
 
+LONG_INTEGER = 10**40
+"""An integer from here on is shown with an exponent, as it was probably written."""
 
 _NOTHING = object()
 
@@ -20,6 +23,8 @@ _NOTHING = object()
 def refused(place: Place, limit: str, given: object = _NOTHING, remedy: str = "") -> InvalidRequest:
     """A rule that the schema at this place breaks, or one that cannot be enforced. given: what breaks it; null is shown, too"""
     shown = None if given is _NOTHING else ShownValue("null") if given is None else given
+    if isinstance(given, int) and abs(given) >= LONG_INTEGER:
+        shown = ShownValue(f"{Decimal(given).normalize():e}")
     return InvalidRequest("grammar", limit, shown, f"{remedy} See {pointer(place)}.".lstrip())
 
 
