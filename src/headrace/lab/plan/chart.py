@@ -49,8 +49,11 @@ def write_chart(file: Path, plans: Sequence[CapacityPlan]) -> None:
     for axes in (rates, times):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("sequences decoded together, per replica")
         axes.grid(alpha=0.3, which="both")
+    times.yaxis.set_minor_formatter("{x:g}")
     if drawn:
         rates.legend(fontsize=8)
     try:

@@ -30,6 +30,8 @@ def write_chart(file: Path, runs: Sequence[tuple[float, LoadReport]], price_per_
             axes.plot(loads, [1e3 * measure.quantiles[quantile] for measure in measures], "o-", label=quantile)
         axes.set_title(name)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.legend()
     rates.plot(loads, [report.request_throughput for _, report in runs], "o-", label="answered")
     if all(report.goodput is not None for _, report in runs):
