@@ -143,6 +143,9 @@ def test_a_long_integer_is_shown_with_an_exponent() -> None:
             normalized(schema)
 
 
+TWO_SPELLINGS = [2525951598397.4062, -9655588180080.812]
+"""Floats in the middle of two decimal numbers: another library may write ...063 and ...813."""
+
 INEXACT = [9.204938554384977, -9.204938554384977, 0.0009522444552911937, 1234.5678901234567, 123456789.12345679]
 
 
@@ -170,7 +173,7 @@ def test_listed_fractions_are_written_as_they_are_or_refused() -> None:
     assert not {number for number in numbers[300:] if as_read(number) != number}
 
 
-@pytest.mark.parametrize("number", INEXACT)
+@pytest.mark.parametrize("number", [*INEXACT, *TWO_SPELLINGS])
 @pytest.mark.parametrize("side", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 def test_no_number_beyond_a_bound_of_many_digits_is_taken(number: float, side: str) -> None:
     beyond = math.nextafter(number, -math.inf if "inimum" in side else math.inf)
@@ -178,6 +181,11 @@ def test_no_number_beyond_a_bound_of_many_digits_is_taken(number: float, side: s
     assert not is_taken(bound, format(Decimal(repr(beyond)), "f"))
     assert not (side.startswith("exclusive") and is_taken(bound, format(Decimal(repr(number)), "f")))
     assert is_taken(bound, f"{number * (2 if ('inimum' in side) == (number > 0) else 0.5):.10f}")
+
+
+def test_of_two_bounds_of_a_side_the_stricter_one_is_kept() -> None:
+    given = {"minimum": 1, "exclusiveMinimum": 1, "maximum": 5, "exclusiveMaximum": 6.5}
+    assert normalized({**NUMBER, **given}) == {**NUMBER, "exclusiveMinimum": 1, "maximum": 5}
 
 
 def test_an_integer_keeps_above_a_bound_just_above_another_integer() -> None:

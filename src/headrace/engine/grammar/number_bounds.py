@@ -146,19 +146,23 @@ def _moved_bound(node: dict[str, Any], side: tuple[str, str], sign: int, *, is_i
         return None
     value: float
     value, is_exclusive = max(given, key=lambda bound: (sign * bound[0], bound[1]))
-    if abs(value) < EXACT and all(as_read(bound) == bound for bound, _ in given):
+    node.pop(side[not is_exclusive], None)
+    if abs(value) < EXACT and _is_held(value, is_exclusive=is_exclusive):
         return value
-    for keyword in side:
-        node.pop(keyword, None)
+    node.pop(side[is_exclusive])
     if abs(value) >= EXACT:
         moved: float = _inwards(int(value) + sign * is_exclusive, sign, is_integer=is_integer)
-        node[side[0]] = moved
-        return moved
-    moved = value
-    while sign * as_read(moved) < sign * value:
-        moved = math.nextafter(moved, sign * math.inf)
-    node[side[is_exclusive]] = moved
+    else:
+        least = moved = math.nextafter(value, sign * math.inf) if is_exclusive else value
+        while sign * as_read(moved) < sign * least:
+            moved = math.nextafter(moved, sign * math.inf)
+    node[side[0]] = moved
     return as_read(moved)
+
+
+def _is_held(bound: float, *, is_exclusive: bool) -> bool:
+    """Whether a bound may stay. llguidance may write the last of many digits otherwise, and would take the bound itself then."""
+    return as_read(bound) == bound and not (is_exclusive and float(f"{bound:.{NUM_DIGITS}g}") != bound)
 
 
 def _inwards(bound: int, sign: int, *, is_integer: bool) -> int:
