@@ -182,6 +182,10 @@ REFUSED = [
     (schema('{"$ref":"https://example.com/a.json"}'), 'a part of the same schema, got "https://example.com/a.json". Put what'),
     (schema('{"$ref":"file:///etc/passwd"}'), 'a part of the same schema, got "file:///etc/passwd"'),
     (
+        schema('{"type":"object","required":["a"],"propertyNames":{"pattern":"^b"}}'),
+        "required property 'a' is unsatisfiable. Allow it in properties, propertyNames, patternProperties or additionalProperties.",
+    ),
+    (
         lark('start: "x" %json {"pattern":"("}'),
         "grammar: expected a JSON schema that can be compiled. regex parse error: ( ^ error: unclosed group",
     ),

@@ -159,6 +159,8 @@ def test_what_the_library_cannot_hold_is_rewritten_where_that_says_the_same(sche
     assert normalized(schema) == written
 
 
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+
 REFUSED: list[tuple[Any, str]] = [
     ({"properties": {"v": {"uniqueItems": True}}}, 'that are supported, got "uniqueItems". Leave them out. See #/properties/v.'),
     ({"items": {"if": TEXT, "else": {"minLength": 1}}}, 'got "if, else". Leave them out. See #/items.'),
@@ -195,6 +197,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"patternProperties": {"\\bx": {}}}, "without look-around and word boundaries"),
     ({"not": {}, "title": "x"}, 'a JSON schema that a value can satisfy, got "not". Together they exclude every value. See #.'),
     ({"type": "integer", "const": "a"}, 'a JSON schema that a value can satisfy, got "type, const"'),
+    ({"$schema": DRAFT_7, "items": {"contains": TEXT, "minContains": 0}}, 'got "contains". Leave them out. See #/items.'),
+    ({"minProperties": 2}, "minProperties of at most 1, one more than required lists, where other names are free, got 2. "),
+    ({"properties": {"v": {"required": ["a"], "minProperties": 3}}}, "of at most 2, one more than required lists, where other names"),
+    ({"patternProperties": {"^x": {}}, "additionalProperties": False, "minProperties": 2}, "beside it, or leave it out. See #/minProp"),
     ({"type": "integer", "allOf": [{"multipleOf": 99991}, {"multipleOf": 65537}]}, "whose product is at most 4294967295"),
 ]
 
@@ -264,9 +270,18 @@ def test_a_schema_recurs_where_it_combines_its_references_too(schema: dict[str, 
     assert matches(grammar_of(json.dumps(schema)), document)
 
 
+def test_a_name_that_stands_twice_counts_once() -> None:
+    """Of one name more than required lists, another one is certain: a required name is not written twice."""
+    for schema in ({"minProperties": 1}, {"required": ["a"], "minProperties": 2}):
+        bound = grammar_of(json.dumps({"type": "object", "additionalProperties": {"type": "integer"}, **schema}))
+        assert matches(bound, '{"a":1,"b":2}')
+        assert not matches(bound, "{}")
+        assert "required" not in schema or not matches(bound, '{"a":1,"a":2}')
+
+
 def test_the_result_is_bounded_however_often_definitions_are_combined() -> None:
     pairs = {f"d{number}": {"allOf": [{"$ref": f"#/$defs/d{number + 1}"}, {"$ref": f"#/$defs/e{number + 1}"}]} for number in range(30)}
-    others = {f"e{number}": {"allOf": [{"$ref": f"#/$defs/d{number + 1}"}, {"minProperties": number}]} for number in range(1, 30)}
+    others = {f"e{number}": {"allOf": [{"$ref": f"#/$defs/d{number + 1}"}, {"maxProperties": number}]} for number in range(1, 30)}
     last = {"d30": {"properties": {"again": {"$ref": "#"}}}, "e30": {"type": "object"}}
     written = normalized({"$ref": "#/$defs/d0", "$defs": {**pairs, **others, **last}})
     assert json.dumps(written).count('"') < 16 * MAX_WRITTEN

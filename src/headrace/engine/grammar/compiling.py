@@ -24,6 +24,10 @@ NAMES = {
 """What a client reads. Choices, GBNF and function calls are Lark sources too, so Lark is not named."""
 
 
+NAME_EXCLUDED = ". Allow it in properties, propertyNames, patternProperties or additionalProperties."
+"""What to do about a required property that one of these excludes: `propertyNames` is written as the others before the library reads it."""
+
+
 def compile_grammar(trie: TokenTrie, grammar: Grammar) -> LLMatcher:
     """A matcher at the start of the grammar. Its copies match outputs of their own and share its lexer's states.
 
@@ -39,11 +43,13 @@ def compile_grammar(trie: TokenTrie, grammar: Grammar) -> LLMatcher:
 
 def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
     """Why llguidance does not compile a grammar."""
+    name = NAMES[grammar.kind]
     if grammar.kind is GrammarKind.REGEX:
         reason = _regex_reason(reason)
     elif embedded := re.search(r"failed to compile JSON schema: (.*?)(?=\n *\d+ \||\Z)", reason, re.DOTALL):
-        return InvalidRequest("grammar", f"{NAMES[GrammarKind.JSON_SCHEMA]} that can be compiled", remedy=one_line(embedded[1]))
-    return InvalidRequest("grammar", f"{NAMES[grammar.kind]} that can be compiled", remedy=one_line(reason))
+        name, reason = NAMES[GrammarKind.JSON_SCHEMA], embedded[1]
+    remedy = NAME_EXCLUDED if reason.startswith("Unsatisfiable schema: required property") else ""
+    return InvalidRequest("grammar", f"{name} that can be compiled", remedy=one_line(reason) + remedy)
 
 
 def _regex_reason(reason: str) -> str:

@@ -298,6 +298,10 @@ def _object_rules(node: Keywords, place: Place) -> None:
     if 0 < node.get("minProperties", 0) <= len(node.get("required", ())):
         del node["minProperties"]
     is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
+    num_certain = len(node.get("required", ())) + 1
+    if not is_closed and node.get("minProperties", 0) > num_certain:  # llguidance counts a name twice that stands there twice
+        limit = f"minProperties of at most {num_certain}, one more than required lists, where other names are free"
+        raise refused((place, "minProperties"), limit, node["minProperties"], "List the names in required beside it, or leave it out.")
     if is_closed and len(node.get("properties", ())) <= node.get("maxProperties", -1):
         del node["maxProperties"]
 

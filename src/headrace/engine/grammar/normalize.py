@@ -6,8 +6,8 @@ of keywords is kept, since it is the order of the answer.
 
 `keyword_rules` simplifies the keywords of one schema, `combined_rules` those that need its neighbours, `references` finds what a reference
 points to, `exclusive` judges `oneOf`. A schema that is referred to is written once, under `$defs`. The library cannot combine a definition
-that it is still reading with other keywords: in a schema that recurs such a definition is written out, as far as MAX_WRITTEN allows. All
-else is linear in the document.
+that it is still reading with other keywords: in a schema that recurs such a definition is written out, as far as MAX_WRITTEN allows. The
+rest of what is written is linear in the document. Time is not where schemas are combined: each of a chain of `allOf` looks at all below it.
 """
 
 from __future__ import annotations

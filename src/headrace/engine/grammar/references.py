@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urljoin
 
-from headrace.engine.grammar.places import ROOT, Place, refused
+from headrace.engine.grammar.places import ROOT, Place, refused, unsupported
 
 DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
 """Keywords whose values are data, not schemas."""
@@ -148,6 +148,8 @@ class References:
             if not isinstance(node, dict):
                 continue
             self._places[id(node)] = place
+            if self._is_old and node.get("minContains") == 0 and "contains" in node:
+                raise unsupported(place, ["contains"])  # those drafts have no minContains
             if not _NAMING.isdisjoint(node):
                 resource = self._begun(node, resource)
             if resource is not self._document:
