@@ -24,6 +24,16 @@ pytestmark = pytest.mark.pure
 F = '{"name": "f", "arguments": {"a": 1}}'
 SURROGATE = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
 PYTHON = "[f(a = 'it\\'s\\n\\u00e9', b=[True, None, {\"k\": -1.5e3,},],)]"
+SCHEMA = '{"type": "object", "properties": {"a": {}}}'
+DEFINED = f'{{"name": "f", "parameters": {SCHEMA}'
+RECITED = [
+    f'{DEFINED}, "description": "d"}}',
+    f'{{"type": "function", "function": {DEFINED}}}, "description": "d"}}',
+    f'{{"parameters": {SCHEMA}, "name": "f", "description": "d"}}',
+    '{"name": "f", "parameters": {"properties": {}}, "description": "d"}',
+    "{'name': 'f', 'parameters': {'type': 'object'}, 'description': 'd'}",
+]
+"""Definitions of the function "f" as a model may repeat them from its prompt."""
 BROKEN = '{"name": "f", "arguments": {"a": {'
 
 
@@ -95,6 +105,11 @@ EXAMPLES: list[tuple[str, str, Parsed]] = [
         '{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}',
         Parsed('{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}'),
     ),
+    *(("llama3_json", text, Parsed(text)) for text in RECITED),
+    ("llama3_json", f"{DEFINED}}}; {F}", Parsed(calls=[("f", SCHEMA), ("f", '{"a": 1}')])),
+    ("llama3_json", '{"name": "f", "parameters": {"type": "new", "a": 1}', Parsed(calls=[("f", '{"type": "new", "a": 1}')])),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}, "description": "x"}', Parsed(calls=[("f", '{"a": 1}')])),
+    ("hermes", f"<tool_call>{RECITED[0]}</tool_call>", Parsed(calls=[("f", SCHEMA)])),
     ("llama3_json", '{"name": "f", "parameters": "{city}"}', Parsed('{"name": "f", "parameters": "{city}"}')),
     ("llama3_json", f"[{F}]", Parsed(calls=[("f", '{"a": 1}')])),
     ("llama3_json", '<|python_tag|>{"name": "other", "parameters": {}}', Parsed(calls=[("other", "{}")])),
@@ -269,6 +284,14 @@ def test_arguments_stream_as_they_come(written: str) -> None:
     pieces = [call for char in text for call in parser.push(char).tool_calls]
 
     assert [(piece.name, piece.arguments) for piece in pieces] == [("f", ""), (None, '{"'), *[(None, char) for char in ARGUMENTS[2:]]]
+
+
+def test_arguments_stream_without_a_marker_once_they_are_no_definition() -> None:
+    parser = Case("llama3_json", None, "").parser()
+    text = '{"name": "f", "parameters": {"type": "new", "a": 1}}'
+    pieces = [call.arguments for char in text for call in parser.push(char).tool_calls]
+
+    assert pieces == ['{"type": "n', *'ew", "a": 1}']
 
 
 def call_of(row: ToolFormat, name: str, arguments: str) -> str:

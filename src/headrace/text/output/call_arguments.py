@@ -23,12 +23,11 @@ ARGUMENTS_OPENINGS = frozenset({"{", '"', *_NULLS})
 class CallArguments:
     """Arguments of a call whose name is known: passed on to the log as they come. The call begins once they are known to be an object."""
 
-    def __init__(self, log: CallLog, name: str, opening: str) -> None:
-        """opening: as `ArgumentsSpan`"""
-        self._log, self._name = log, name
-        self._span = ArgumentsSpan(opening)
-        self._is_begun = False
-        self.reading = Reading.GOES_ON
+    def __init__(self, log: CallLog, name: str, span: ArgumentsSpan, *, begun: str = "") -> None:
+        """begun: what the span has given of the object already; it is held by the log"""
+        self._log, self._name, self._span = log, name, span
+        self._is_begun = bool(begun) and log.begin(name, begun)
+        self.reading = Reading.GOES_ON if self._is_begun or not begun else Reading.FAILED
 
     def feed(self, text: str, at: int) -> int:
         """As `CallReader.feed`."""

@@ -27,6 +27,10 @@ _NAMES = (_FUNCTION, "tool_name")
 """Keys of the name beside "name" itself. Their value counts where it names a function that the request offers."""
 _DESCRIPTION = "description"
 """Key that a function's definition has, and no call. Where no marker says that a call follows, the model recites a definition."""
+_DEFINED = "parameters"
+"""Key of a definition's schema, and of a call's arguments. Where it may be a schema it is held, since a description may follow it."""
+_SCHEMA_STARTS = ('{"type":"object"', '{"properties":{', '{"$schema":"')
+_LONGEST_START = max(map(len, _SCHEMA_STARTS))
 
 
 class _State(Enum):
@@ -49,7 +53,7 @@ class _Use(Enum):
     KEY = 1
     NAME = 2
     EARLY_ARGUMENTS = 3
-    """Arguments before the name: they wait for it."""
+    """Arguments before the name, or a schema perhaps: they wait for what follows."""
     PYTHON = 4
     """The whole object in Python's spelling."""
     OTHER = 5
@@ -91,6 +95,7 @@ class JsonCalls:
     def _begin_object(self) -> None:
         self._key = self._name = ""
         self._early: str | None = None
+        self._early_start = ""
         self._is_begun = self._is_nested = False
 
     def _read_form(self, text: str, at: int, end: int) -> int:
@@ -164,11 +169,13 @@ class JsonCalls:
         """A call that has begun is complete; one with a name alone has no arguments."""
         if self._is_nested:
             self._is_nested, self._state = False, _State.AFTER_VALUE
-        elif self._is_begun or (self._name and not self._is_bare and self._log.begin(self._name, NO_ARGUMENTS, is_whole=True)):
-            self._is_begun = True
+            return
+        if self._name and self._early is None and not self._is_bare:
+            self._early = NO_ARGUMENTS
+        if not self._is_begun:
+            self._begin_whole()
+        if self._is_begun:
             self._state = _State.AFTER_OBJECT
-        else:
-            self.reading = Reading.FAILED
 
     def _begin_value(self, char: str) -> None:
         is_name = self._key == "name" or (self._key in _NAMES and char == '"' and not self._name)
@@ -182,8 +189,8 @@ class JsonCalls:
                 self.reading = Reading.FAILED
         elif char not in ARGUMENTS_OPENINGS or self._early is not None:
             self.reading = Reading.FAILED
-        elif self._name:
-            self._arguments = CallArguments(self._log, self._name, char)
+        elif self._name and not (self._is_bare and self._key == _DEFINED and char == "{"):
+            self._arguments = CallArguments(self._log, self._name, ArgumentsSpan(char))
         else:
             self._begin_span(char, _Use.EARLY_ARGUMENTS)
             self._early_span = ArgumentsSpan(char)
@@ -205,11 +212,32 @@ class JsonCalls:
         after, piece = self._early_span.feed(text, at, end)
         self._log.hold(text[at:after])
         self._raw.append(piece)
+        if len(self._early_start) < _LONGEST_START:
+            self._early_start += "".join(piece.split())[:_LONGEST_START]
         if self._early_span.is_broken:
             self.reading = Reading.FAILED
         elif self._early_span.is_over:
             self._early, self._state = "".join(self._raw), _State.AFTER_VALUE
+            self._begin_named()
+        elif piece and self._name and not self._may_be_definition():
+            self._arguments = CallArguments(self._log, self._name, self._early_span, begun="".join(self._raw))
+            self.reading = self._arguments.reading
         return after
+
+    def _may_be_definition(self) -> bool:
+        """Whether the arguments read so far may be the schema of a definition that the model recites."""
+        start = self._early_start
+        return self._is_bare and any(start[: len(schema)] == schema[: len(start)] for schema in _SCHEMA_STARTS)
+
+    def _begin_named(self) -> None:
+        """Begin the call of which name and arguments are known. What may be a definition waits for the end of its object."""
+        if self._name and self._early is not None and not self._may_be_definition():
+            self._begin_whole()
+
+    def _begin_whole(self) -> None:
+        self._is_begun = bool(self._name) and self._early is not None and self._log.begin(self._name, self._early, is_whole=True)
+        if not self._is_begun:
+            self.reading = Reading.FAILED
 
     def _read_span(self, text: str, at: int, end: int) -> int:
         if self._use is _Use.EARLY_ARGUMENTS:
@@ -256,10 +284,7 @@ class JsonCalls:
             self.reading = Reading.FAILED
             return
         self._name = name
-        if self._early is not None:
-            self._is_begun = self._log.begin(name, self._early, is_whole=True)
-            if not self._is_begun:
-                self.reading = Reading.FAILED
+        self._begin_named()
 
 
 def _decoded(raw: str) -> str:

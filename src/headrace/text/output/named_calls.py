@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from headrace.text.output.call_arguments import CallArguments
+from headrace.text.output.call_arguments import ArgumentsSpan, CallArguments
 from headrace.text.output.format_types import ARGUMENTS_MARKER, CALL_ID_MARKER
 from headrace.text.output.reading import CallLog, Reading
 
@@ -44,7 +44,7 @@ class NamedCalls:
         if opening:
             header = _HEADER.fullmatch(self._header)
             if header is not None:
-                self._arguments = CallArguments(self._log, self._log.meant(header["name"]), opening[0])
+                self._arguments = CallArguments(self._log, self._log.meant(header["name"]), ArgumentsSpan(opening[0]))
             else:
                 self.reading = Reading.FAILED
         elif after == at:

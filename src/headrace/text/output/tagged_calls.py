@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 
-from headrace.text.output.call_arguments import ARGUMENTS_OPENINGS, NO_ARGUMENTS, CallArguments
+from headrace.text.output.call_arguments import ARGUMENTS_OPENINGS, NO_ARGUMENTS, ArgumentsSpan, CallArguments
 from headrace.text.output.format_types import ToolFormat
 from headrace.text.output.markers import first_non_space, num_held
 from headrace.text.output.reading import CallLog, Reading, TagChoice, TextUntil
@@ -181,7 +181,7 @@ class TaggedCalls:
         first = first_non_space(text, at, end)
         self._log.hold(text[at:first])
         if first < end and text[first] in ARGUMENTS_OPENINGS:
-            self._arguments = CallArguments(self._log, self._name, text[first])
+            self._arguments = CallArguments(self._log, self._name, ArgumentsSpan(text[first]))
         elif first < end:
             self._enter(_State.CALL_END)
         return first
