@@ -27,7 +27,7 @@ OPEN_LIMIT = 10**18
 """llguidance cannot write a range that begins here or further out and is open towards infinity."""
 
 NUM_DIGITS = 15
-"""A number with a fraction keeps so many digits, as far as MAX_DECIMALS of them stand after the point: further ones may be others."""
+"""The digits that a number with a fraction keeps, as far as at most MAX_DECIMALS stand after the point: further ones may be others."""
 
 MAX_DECIMALS = 22
 """Powers of ten up to this one are 64-bit floats."""
