@@ -209,10 +209,13 @@ FLOORS: dict[str, Floor] = {
         ),
         ("aiohttp",),
     ),
+    "headrace.lab.svg": Floor(_ours("core"), (), ("matplotlib",)),
     "headrace.lab.simulate": Floor(
-        _ours("core", "policy", "engine.build", "engine.config", "engine.loop", "lab.datasets", "lab.metrics"), (), ("matplotlib",)
+        _ours("core", "policy", "engine.build", "engine.config", "engine.loop", "lab.datasets", "lab.metrics", "lab.svg"),
+        (),
+        ("matplotlib",),
     ),
-    "headrace.lab.plan": Floor(_ours("core", "bundled", "policy.placement", "tensor.checkpoint.config"), (), ("matplotlib",)),
+    "headrace.lab.plan": Floor(_ours("core", "bundled", "policy.placement", "tensor.checkpoint.config", "lab.svg"), (), ("matplotlib",)),
     "headrace.llm": Floor(_ours("core", "text", "policy", "tensor", "engine", "bundled", "fleet.weights"), (), ()),
     "headrace.__main__": Floor(_ours("cli.main")),
     "headrace.functions": Floor(_ours("core"), ("msgspec",)),

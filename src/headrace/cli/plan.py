@@ -16,6 +16,7 @@ from headrace.cli.exits import CommandExitCode, UsageRefused
 if TYPE_CHECKING:
     from headrace.lab.plan.catalogue import Catalogue
     from headrace.lab.plan.plan import CapacityPlan
+    from headrace.policy.placement.device import Device
     from headrace.policy.placement.layout import Goals, Need, Traffic
     from headrace.policy.placement.model import ModelShape
 
@@ -53,7 +54,6 @@ def plan(
     """Plan memory, layout, speed and cost of a model on devices that you may not have yet; exit 1 when nothing serves it."""
     from headrace.lab.plan.catalogue import read_catalogue
     from headrace.lab.plan.plan import make_plan
-    from headrace.lab.plan.report import as_object, comparison, lines
     from headrace.lab.plan.shapes import find_model
     from headrace.policy.placement.layout import Need
 
@@ -62,30 +62,43 @@ def plan(
     shape, weights_dtype = find_model(model, known.models, dtype)
     traffic, notes = _traffic(shape, context, users, tokens_per_user, requests_per_second)
     goals = _goals(slo, shape)
-    facts = {"kv_dtype": kv_dtype, "goals": goals, "num_devices": count, "memory_fraction": memory_fraction}
-    needs = [Need(model=shape, device=device, dtype=weights_dtype, traffic=traffic, **facts) for device in _devices(gpu, known)]  # type: ignore[arg-type]
-    plans = [make_plan(need, known.prices, [*notes, *_age_notes(need)]) for need in needs]
-    plans.sort(key=_cheapness)
+    needs = [
+        Need(
+            model=shape,
+            device=device,
+            dtype=weights_dtype,
+            kv_dtype=kv_dtype,
+            traffic=traffic,
+            goals=goals,
+            num_devices=count,
+            memory_fraction=memory_fraction,
+        )
+        for device in _devices(gpu, known)
+    ]
+    plans = sorted([make_plan(need, known.prices, [*notes, *_age_notes(need)]) for need in needs], key=_cheapness)
     if plot is not None:
         from headrace.lab.plan.chart import write_chart
 
         write_chart(plot, plans)
-    if as_json:
-        shown = (
-            as_object(plans[0])
-            if len(plans) == 1
-            else {"plans": [as_object(each) for each in plans], "cheapest": plans[0].need.device.name}
-        )
-        print(json.dumps(shown, indent=2))
-    else:
-        if len(plans) > 1:
-            print("\n".join(["Cheapest first:", *comparison(plans), ""]))
-        print("\n".join(lines(plans[0], explains=explain)))
+    _print(plans, explain, as_json)
     if not plans[0].is_met:
         raise typer.Exit(CommandExitCode.FAILED)
 
 
-def _devices(gpu: str | None, known: Catalogue) -> list:  # type: ignore[type-arg]
+def _print(plans: list[CapacityPlan], explain: bool, as_json: bool) -> None:
+    """The cheapest plan, and beside others the best of each device."""
+    from headrace.lab.plan.report import as_object, comparison, lines
+
+    if as_json:
+        several = {"plans": [as_object(each) for each in plans], "cheapest": plans[0].need.device.name}
+        print(json.dumps(several if len(plans) > 1 else as_object(plans[0]), indent=2))
+        return
+    if len(plans) > 1:
+        print("\n".join(["Cheapest first:", *comparison(plans), ""]))
+    print("\n".join(lines(plans[0], explains=explain)))
+
+
+def _devices(gpu: str | None, known: Catalogue) -> list[Device]:
     if gpu is None:
         return [
             device for device in known.devices.values() if device.price_per_hour is not None and device.is_served and device.name != "cpu"

@@ -18,6 +18,7 @@ from headrace.cli.exits import CommandExitCode, UsageRefused
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
     from headrace.gateway.config import GatewayConfig
+    from headrace.lab.datasets import WorkloadShape
     from headrace.lab.metrics import LoadReport, Slo
     from headrace.lab.simulate.build import SimulatedModel
     from headrace.lab.simulate.load import Arrival, Spike
@@ -158,7 +159,7 @@ def _section(file: Path | None, model: str | None) -> tuple[EngineConfig, int, G
 
 
 def _arrivals(
-    load: str | None, trace: Path | None, duration: float, shape: object, seed: int, spike: Spike | None
+    load: str | None, trace: Path | None, duration: float, shape: WorkloadShape, seed: int, spike: Spike | None
 ) -> Iterator[tuple[float | None, Iterator[Arrival]]]:
     from headrace.lab.simulate.load import drawn, expected_requests, read_trace
     from headrace.lab.simulate.site import MAX_REQUESTS
@@ -177,7 +178,7 @@ def _arrivals(
             raise UsageRefused(
                 f"--load: {rate:g} requests/s for {duration:g} s are {count:,.0f} requests; one simulation takes {MAX_REQUESTS:,}."
             )
-        yield rate, drawn(rate, duration, shape, seed=seed, spike=spike)  # type: ignore[arg-type]
+        yield rate, drawn(rate, duration, shape, seed=seed, spike=spike)
 
 
 def _rates(text: str) -> Sequence[float]:

@@ -141,18 +141,12 @@ def test_every_request_ends_once_with_its_tokens_or_an_error(
     asked: list[tuple[float, int, int]], killed: list[tuple[float, int, float]], replicas: int, num_blocks: int
 ) -> None:
     """Each run ends in the schedulers' `check`."""
-    arrivals = [Arrival(at, prompt(number, length), output) for number, (at, length, output) in enumerate(sorted(asked))]
+    timed = enumerate(sorted(asked))
+    arrivals = [Arrival(at + number * 1e-6, prompt(number, length), output) for number, (at, length, output) in timed]
     deaths = [Death(at, place % replicas, back_s) for at, place, back_s in killed]
     records = simulated(arrivals, deaths, replicas=replicas, of=model(num_blocks=num_blocks))
-    assert len(records) == len(arrivals)
+    assert sorted(record.intended_s for record in records) == [arrival.at for arrival in arrivals]
+    wanted = {arrival.at: arrival.output_tokens for arrival in arrivals}
     for record in records:
-        assert record.error is None or record.was_refused
-        assert not record.is_finished or math.isfinite(record.ttft_s)
-    assert (
-        sorted(record.output_tokens for record in records if record.is_finished)
-        == sorted(
-            arrival.output_tokens
-            for arrival in arrivals
-            if any(record.intended_s == arrival.at and record.is_finished for record in records)
-        )[: sum(record.is_finished for record in records)]
-    )
+        assert record.is_finished or record.was_refused
+        assert not record.is_finished or (record.output_tokens == wanted[record.intended_s] and math.isfinite(record.ttft_s))

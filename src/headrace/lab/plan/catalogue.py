@@ -82,10 +82,10 @@ class _DeviceFile:
 
 def read_catalogue(own: Path | None = None, prices: Path | None = None) -> Catalogue:
     """The package's catalogue with the entries of the user's files. Raises ConfigError naming file, entry and key."""
-    links, devices = _entries(FOLDER / "devices.toml")
+    links, devices, _ = _entries(FOLDER / "devices.toml")
     models: dict[str, Mapping[str, object]] = dict(_read_toml(FOLDER / "models.toml"))
     if own is not None:
-        more_links, more_devices, more_models = _own_entries(own)
+        more_links, more_devices, more_models = _entries(own)
         links, devices, models = links | more_links, devices | more_devices, models | more_models
     made = {name: _device(name, entry, links) for name, entry in devices.items()}
     asked = Prices() if prices is None else _prices(prices)
@@ -105,12 +105,7 @@ def _months(date: str) -> int:
     return 12 * int(date[:4]) + int(date[5:7])
 
 
-def _entries(path: Path) -> tuple[dict[str, LinkEntry], dict[str, DeviceEntry]]:
-    links, devices, _ = _own_entries(path)
-    return links, devices
-
-
-def _own_entries(path: Path) -> tuple[dict[str, LinkEntry], dict[str, DeviceEntry], dict[str, Any]]:
+def _entries(path: Path) -> tuple[dict[str, LinkEntry], dict[str, DeviceEntry], dict[str, Any]]:
     data = _read_toml(path)
     models = data.pop("models", {})
     if not isinstance(models, dict) or not all(isinstance(model, dict) for model in models.values()):

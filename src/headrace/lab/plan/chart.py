@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from headrace.core.errors import ConfigError
 from headrace.lab.plan.plan import CapacityPlan
+from headrace.lab.svg import write_svg
 from headrace.policy.placement.layout import MAX_NUM_SEQS
 from headrace.policy.placement.roofline import Roofline
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 def write_chart(file: Path, plans: Sequence[CapacityPlan]) -> None:
-    """Write an SVG of the plans that have a layout. Raises ConfigError where it cannot be written, or matplotlib is missing."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ConfigError("--plot", "needs matplotlib", "pip install 'headrace[plots]'.") from None
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "headrace"  # equal plans, equal file
-    from matplotlib import pyplot
+    """Write an SVG of the plans that have a layout. Raises ConfigError as `write_svg` does."""
+    write_svg(file, lambda pyplot: _figure(pyplot, plans))
 
+
+def _figure(pyplot: Any, plans: Sequence[CapacityPlan]) -> Figure:
     figure, (rates, times) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     drawn = [plan for plan in plans if plan.best.num_sequences]
     for plan in drawn:
@@ -56,9 +56,4 @@ def write_chart(file: Path, plans: Sequence[CapacityPlan]) -> None:
     times.yaxis.set_minor_formatter("{x:g}")
     if drawn:
         rates.legend(fontsize=8)
-    try:
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    except OSError as error:
-        raise ConfigError("--plot", f"{file} cannot be written ({error.strerror})") from None
-    finally:
-        pyplot.close(figure)
+    return figure  # type: ignore[no-any-return]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from headrace.core.errors import ConfigError
 from headrace.lab.metrics import LoadReport
+from headrace.lab.svg import write_svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def write_chart(file: Path, runs: Sequence[tuple[float, LoadReport]], price_per_hour: float | None, title: str) -> None:
-    """Write an SVG. runs: load in requests per second, and its report. Raises ConfigError as `lab.plan.chart` does."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ConfigError("--plot", "needs matplotlib", "pip install 'headrace[plots]'.") from None
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "headrace"
-    from matplotlib import pyplot
+    """Write an SVG. runs: load in requests per second, and its report. Raises ConfigError as `write_svg` does."""
+    write_svg(file, lambda pyplot: _figure(pyplot, runs, price_per_hour, title))
 
+
+def _figure(pyplot: Any, runs: Sequence[tuple[float, LoadReport]], price_per_hour: float | None, title: str) -> Figure:
     figure, panels = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
     (ttft, tpot), (rates, cost) = panels
     loads = [load for load, _ in runs]
@@ -48,9 +48,4 @@ def write_chart(file: Path, runs: Sequence[tuple[float, LoadReport]], price_per_
         axes.set_xlabel("offered requests per second")
         axes.grid(alpha=0.3, which="both")
     figure.suptitle(title)
-    try:
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    except OSError as error:
-        raise ConfigError("--plot", f"{file} cannot be written ({error.strerror})") from None
-    finally:
-        pyplot.close(figure)
+    return figure  # type: ignore[no-any-return]

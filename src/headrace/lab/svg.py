@@ -1,0 +1,31 @@
+"""Pictures of plans and simulations: matplotlib, which is an extra of the installation, and a file that is equal for equal figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def write_svg(file: Path, draw: Callable[[Any], Figure]) -> None:
+    """Write the figure that `draw` makes with pyplot, its argument. Raises ConfigError where matplotlib is missing, or for a bad file."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ConfigError("--plot", "needs matplotlib", "pip install 'headrace[plots]'.") from None
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "headrace"
+    from matplotlib import pyplot
+
+    figure = draw(pyplot)
+    try:
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    except OSError as error:
+        raise ConfigError("--plot", f"{file} cannot be written ({error.strerror})") from None
+    finally:
+        pyplot.close(figure)
