@@ -26,7 +26,7 @@ pytestmark = pytest.mark.pure
 
 def engine_with(config: EngineConfig | None = None, **options: int | float) -> tuple[Engine, Collector]:
     clock = VirtualClock()
-    collector = Collector(clock)
+    collector = Collector(clock, clock.wait)
     given = FakeOptions(**{"vocab_size": 500, "step_seconds": 0.125, **options})  # type: ignore[arg-type]
     return fake_engine(collector, given, config or EngineConfig(model="fake"), clock=clock, wait=clock.wait), collector
 
@@ -54,11 +54,11 @@ def test_second_run_does_not_see_the_first_but_its_cache_does() -> None:
 
 def test_arrivals_are_kept_and_latency_counts_from_them() -> None:
     clock = VirtualClock()
-    collector = Collector(clock)
+    collector = Collector(clock, clock.wait)
     options = FakeOptions(vocab_size=500, step_seconds=0.005)
     engine = fake_engine(collector, options, EngineConfig(model="fake"), clock=clock, wait=clock.wait)
     # An eighth of a second is exact in binary: one that is rounded may leave the clock just short of an arrival, and no wait in between.
-    run = run_offline(engine, collector, [LoadRequest((1, 2, 3), 4)] * 3, arrivals_s=[0.0, 0.125, 0.125], wait=clock.wait)
+    run = run_offline(engine, collector, [LoadRequest((1, 2, 3), 4)] * 3, arrivals_s=[0.0, 0.125, 0.125])
     offsets = [record.intended_s - run.began_s for record in run.records]
     assert offsets == pytest.approx([0.0, 0.125, 0.125])
     assert all(record.sent_s is not None and record.sent_s >= record.intended_s for record in run.records)

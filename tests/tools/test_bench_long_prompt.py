@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from bench import long_prompt
 from bench.harness import Machine
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_engine
-from headrace.lab.offline import Collector, run_offline
+from headrace.lab.offline import Collector
 from tests.lab.test_fake_clock import VirtualClock
 
 pytestmark = pytest.mark.pure
@@ -19,10 +18,9 @@ pytestmark = pytest.mark.pure
 
 def test_streams_get_a_token_with_every_chunk_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, peaks = VirtualClock(), iter((1000, 2000))
-    monkeypatch.setattr(long_prompt, "run_offline", partial(run_offline, wait=clock.wait))
     monkeypatch.setattr(long_prompt, "peak_of", lambda pid: next(peaks))
     options = FakeOptions(vocab_size=3000, max_model_len=1024, block_size=16, num_blocks=4097, verify=False, token_seconds=1e-5)
-    collector = Collector(clock)
+    collector = Collector(clock, clock.wait)
     config = EngineConfig(model="/models/fake", max_num_batched_tokens=64).checked()
     engine = fake_engine(collector, options, config, clock=clock, wait=clock.wait)
     found: dict[str, Any] = long_prompt.measure(

@@ -14,6 +14,7 @@ from bench.run import TABLES
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.offline import Collector
+from tests.lab.test_fake_clock import VirtualClock
 
 pytestmark = pytest.mark.pure
 
@@ -29,8 +30,9 @@ def fake_machine(config: EngineConfig) -> Machine:
         verify=False,
         token_seconds=1e-6,
     )
-    collector = Collector()
-    return Machine(fake_engine(collector, options, config.checked()), collector)
+    clock = VirtualClock()
+    collector = Collector(clock, clock.wait)
+    return Machine(fake_engine(collector, options, config.checked(), clock=clock, wait=clock.wait), collector)
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -33,8 +33,10 @@ class _Trace:
 class Collector:
     """The outbox to build the engine with. It stamps each update with its time of arrival."""
 
-    def __init__(self, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, clock: Clock = time.perf_counter, wait: Callable[[float], object] = time.sleep) -> None:
+        """wait: called with seconds of `clock`: they have passed when it returns"""
         self.clock = clock
+        self.wait = wait
         self._traces: dict[str, _Trace] = {}
         self.num_ended = 0
 
@@ -113,13 +115,10 @@ def run_offline(
     collector: Collector,
     requests: Sequence[LoadRequest],
     arrivals_s: Sequence[float] | None = None,
-    *,
-    wait: Callable[[float], object] = time.sleep,
 ) -> OfflineRun:
     """Run all requests to their ends on this thread; greedy, end tokens ignored.
 
     arrivals_s  seconds after the start, ascending; None: all at the start
-    wait        called with seconds of the collector's clock: they have passed when it returns
     """
     offsets = [0.0] * len(requests) if arrivals_s is None else list(arrivals_s)
     collector.begin(len(requests))
@@ -130,7 +129,7 @@ def run_offline(
     peak = 0
     began_s = collector.clock()
     while collector.num_ended < len(requests):
-        while len(sent) < len(requests) and collector.clock() - began_s >= offsets[len(sent)]:
+        while len(sent) < len(requests) and collector.clock() >= began_s + offsets[len(sent)]:
             engine.submit(_engine_request(len(sent), requests[len(sent)]))
             sent.append(collector.clock())
         busy = engine.turn()
@@ -140,7 +139,7 @@ def run_offline(
         counted = snapshot.counters
         peak = max(peak, snapshot.num_running)
         if not busy and len(sent) < len(requests):
-            wait(max(0.0, began_s + offsets[len(sent)] - collector.clock()))
+            collector.wait(max(0.0, began_s + offsets[len(sent)] - collector.clock()))
         elif not busy and collector.num_ended < len(sent):
             raise RuntimeError(f"the engine rests with {len(sent) - collector.num_ended} requests unfinished")
     ended_s = collector.clock()
