@@ -125,7 +125,7 @@ def test_headroom_is_kept_for_premium_requests_while_they_come() -> None:
     shared.run([(0.0, one), *flood])
     assert max(most) == 30
     most.clear()
-    shared.now += 100.0
+    shared.rest(100.0)
     shared.run([(shared.now, asked(f"later-{i}", prompt_tokens=20, output_tokens=50)) for i in range(100)])
     assert max(most) == 32
 

@@ -211,7 +211,7 @@ FLOORS: dict[str, Floor] = {
     ),
     "headrace.lab.svg": Floor(_ours("core"), (), ("matplotlib",)),
     "headrace.lab.simulate": Floor(
-        _ours("core", "policy", "engine.build", "engine.config", "engine.loop", "lab.datasets", "lab.metrics", "lab.svg"),
+        _ours("core", "policy", "engine.build", "engine.config", "engine.loop", "engine.steps", "lab.datasets", "lab.metrics", "lab.svg"),
         (),
         ("matplotlib",),
     ),

@@ -1,4 +1,4 @@
-"""The real scheduler and loop over the fake runner on virtual time: arrivals are given, times of tokens come out."""
+"""One replica of the simulator over the fake runner, which verifies paged memory: arrivals are given, times of tokens come out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import Rejected
 from headrace.engine.config import EngineConfig
-from headrace.lab.fake_runner import FakeOptions, fake_engine
+from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_info
+from headrace.lab.simulate.replica import SimulatedReplica, Update
 
 
 def asked(name: str, *, prompt_tokens: int, output_tokens: int, **given: Any) -> EngineRequest:
@@ -31,20 +32,27 @@ class VirtualEngine:
     """
 
     def __init__(self, config: EngineConfig, options: FakeOptions) -> None:
-        self.now = 0.0
         self.options = options
+        self._replica = SimulatedReplica(
+            config.checked(), fake_info(options), lambda clock, wait: FakeRunner(options, clock=clock, wait=wait)
+        )
+        self.engine = self._replica.engine
         self.arrived: dict[str, float] = {}
         self.requests: dict[str, EngineRequest] = {}
         self.token_times: defaultdict[str, list[float]] = defaultdict(list)
         self.token_ids: defaultdict[str, list[int]] = defaultdict(list)
         self.ended: set[str] = set()
         self.refused: dict[str, Exception] = {}
-        self.engine = fake_engine(self._take, options, config, clock=lambda: self.now, wait=self._wait)
 
-    def _wait(self, seconds: float) -> None:
-        self.now += seconds
+    @property
+    def now(self) -> float:
+        return self._replica.now
 
-    def _take(self, updates: list[SequenceUpdate | Rejected]) -> None:
+    def rest(self, seconds: float) -> None:
+        """Let time pass in which nothing arrives."""
+        self._replica.now += seconds
+
+    def _take(self, updates: list[Update]) -> None:
         for update in updates:
             if isinstance(update, Rejected):
                 self.refused[update.request_id] = update.error
@@ -64,16 +72,18 @@ class VirtualEngine:
             while position < len(waiting) and waiting[position][0] <= self.now:
                 self.submit(waiting[position][1])
                 position += 1
-            if self.engine.turn():
-                continue
-            if position == len(waiting):
+            updates = self._replica.turn(self.now)
+            if updates is not None:
+                self._take(updates)
+            elif position < len(waiting):
+                self._replica.now = waiting[position][0]
+            else:
                 break
-            self.now = max(self.now, waiting[position][0])
         self.engine.scheduler.check()
 
     def submit(self, request: EngineRequest) -> None:
         """Hand in a request that has just arrived."""
-        self.engine.submit(request)
+        self._replica.submit(request, self.now)
 
     def ttft_s(self, prefix: str) -> list[float]:
         """Times to the first token of the requests whose names begin so, which must all have one."""

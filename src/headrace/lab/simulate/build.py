@@ -8,7 +8,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
-from headrace.lab.simulate.replica import SimulatedReplica
+from headrace.lab.simulate.replica import SimulatedReplica, TimedRunner
 from headrace.lab.simulate.step_times import step_s
 from headrace.policy.placement.layout import Need, Placement, judge, layouts
 from headrace.policy.placement.model import ModelShape
@@ -28,7 +28,9 @@ class SimulatedModel:
     max_model_len: int
 
     def replica(self, now: float) -> SimulatedReplica:
-        return SimulatedReplica(self.config, self._info, lambda plan: step_s(self.latency, plan), now=now)
+        return SimulatedReplica(
+            self.config, self._info, lambda _, wait: TimedRunner(lambda plan: step_s(self.latency, plan), wait), now=now
+        )
 
     @property
     def _info(self) -> ModelInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
+from headrace.core.clock import Clock
 from headrace.core.load import LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import Plan, Result
@@ -13,24 +14,22 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
+from headrace.engine.steps import Runner
 
 Update = SequenceUpdate | Rejected
 
+Wait = Callable[[float], None]
+"""Called with seconds of virtual time: they have passed when it returns."""
+
 
 class TimedRunner:
-    """An `engine.steps.Runner`. Every sampled token is 0: answers end by their length.
+    """An `engine.steps.Runner`. Every sampled token is 0: answers end by their length. seconds_of: of a step's plan"""
 
-    seconds_of  of a step's plan
-    on_begun    called when a step begins, before its time passes
-    """
-
-    def __init__(self, seconds_of: Callable[[Plan], float], wait: Callable[[float], None], on_begun: Callable[[], None]) -> None:
+    def __init__(self, seconds_of: Callable[[Plan], float], wait: Wait) -> None:
         self._seconds_of = seconds_of
         self._wait = wait
-        self._on_begun = on_begun
 
     def submit(self, plan: Plan) -> TimedTicket:
-        self._on_begun()
         samples = plan.samples
         result = Result(step_id=plan.step_id, token_counts=array("i", samples), token_ids=array("i", bytes(4 * sum(samples))))
         return TimedTicket(result, self._seconds_of(plan), self._wait)
@@ -42,7 +41,7 @@ class TimedRunner:
 class TimedTicket:
     """A step that takes `seconds` of virtual time."""
 
-    def __init__(self, result: Result, seconds: float, wait: Callable[[float], None]) -> None:
+    def __init__(self, result: Result, seconds: float, wait: Wait) -> None:
         self._result, self._seconds, self._wait = result, seconds, wait
 
     def result(self) -> Result:
@@ -57,11 +56,16 @@ class SimulatedReplica:
     report  the load as gateways know it: that of the beginning of a step that runs, not of its end
     """
 
-    def __init__(self, config: EngineConfig, info: ModelInfo, seconds_of: Callable[[Plan], float], *, now: float = 0.0) -> None:
+    def __init__(self, config: EngineConfig, info: ModelInfo, make_runner: Callable[[Clock, Wait], Runner], *, now: float = 0.0) -> None:
+        """make_runner: of this replica's clock, and of what lets its time pass"""
         self.now = now
         self._updates: list[Update] = []
-        runner = TimedRunner(seconds_of, self._pass, self._note_begun)
-        self.engine: Engine = assemble(config, runner, info, self._updates.extend, block_key="00" * 32, clock=lambda: self.now)
+
+        def clock() -> float:
+            return self.now
+
+        runner = make_runner(clock, self._pass)
+        self.engine: Engine = assemble(config, runner, info, self._updates.extend, block_key="00" * 32, clock=clock)
         self.report: LoadSnapshot = self.engine.snapshot()
 
     def submit(self, request: EngineRequest, at: float) -> None:
@@ -81,7 +85,5 @@ class SimulatedReplica:
         return updates
 
     def _pass(self, seconds: float) -> None:
-        self.now += seconds
-
-    def _note_begun(self) -> None:
         self.report = self.engine.snapshot()
+        self.now += seconds
