@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench import static_batching
 from bench.harness import RESULTS
-from bench.report_tests import test_sections
 from headrace.lab.pairs import Ratio, paired_ratio
 
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
@@ -19,6 +19,7 @@ HEADER = """# Benchmarks
 Written by `make bench` from the JSON in `bench/results/`; every round is there, bad ones included. Each table compares two configurations
 that differ by one switch, run in turn in one process on one machine. A cell is the median over the rounds, with the smallest and largest
 in brackets; the last row is the geometric mean of the rounds' ratios with its 95 % interval, in bold where the interval excludes 1.
+The table of lengths and costs is simulated.
 Prompts are random token ids, answers greedy with end tokens ignored; tokenizing, text and HTTP are not part of these figures.
 """
 
@@ -33,7 +34,8 @@ def newest_results(folder: Path = RESULTS) -> list[Path]:
 
 def write_page(files: list[Path], page: Path = PAGE) -> None:
     sections = ["\n".join(section(json.loads(file.read_bytes()), file)) for file in files]
-    page.write_text("\n".join([HEADER, *sections, *test_sections(RESULTS)]), encoding="utf-8")
+    simulated = static_batching.section(json.loads(static_batching.FILE.read_bytes()))
+    page.write_text("\n".join([HEADER, *sections, *simulated]), encoding="utf-8")
 
 
 def section(data: dict[str, Any], file: Path) -> Iterator[str]:

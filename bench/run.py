@@ -1,4 +1,4 @@
-"""`make bench`: the four tables of docs/benchmarks.md, measured here and now. `make bench ARGS="--only prefix-cache --rounds 20"`.
+"""`make bench`: the tables of docs/benchmarks.md, measured and simulated here and now. `make bench ARGS="--only prefix-cache --rounds 20"`.
 
 Needs a quiet machine and a few minutes. Writes bench/results/TABLE-TIME.json, then the page.
 """
@@ -8,15 +8,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from bench import chunked_prefill, continuous_batching, paged_memory, prefix_cache
+from bench import chunked_prefill, continuous_batching, one_at_a_time, paged_memory, prefix_cache, static_batching
 from bench.engine_options import add_engine_options, engine_config
 from bench.harness import Table, run_table
 from bench.report import newest_results, write_page
+from bench.tinyllama import write_tinyllama
 from headrace.bundled import DEFAULT_MODEL
 from headrace.engine.config import EngineConfig
 
 TABLES: dict[str, Callable[[EngineConfig], Table]] = {
     "continuous-batching": continuous_batching.table,
+    "continuous-batching-skewed": continuous_batching.skewed_table,
+    "one-at-a-time": one_at_a_time.table,
     "paged-memory": paged_memory.table,
     "chunked-prefill": chunked_prefill.table,
     "prefix-cache": prefix_cache.table,
@@ -34,8 +37,11 @@ def main(arguments: list[str] | None = None) -> None:
     if given.rounds < 1:
         parser.error("--rounds must be at least 1")
     base = engine_config(given.model, given)
+    write_tinyllama(one_at_a_time.MODEL)
     for name in given.only or TABLES:
         print(f"-> {run_table(TABLES[name](base), rounds=given.rounds)}")
+    if not given.only:
+        static_batching.run()
     if not given.no_page:
         write_page(newest_results())
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -24,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness import RESULTS, write_portable
+from bench.tinyllama import write_tinyllama
 from headrace.bundled import bundled_path
 from headrace.cli.simulate import GATEWAY_S
 from headrace.engine.config import EngineConfig
@@ -42,24 +41,6 @@ HEADRACE = [sys.executable, "-m", "headrace"]
 LOADS = (0.3, 0.6, 0.9)
 """Shares of the requests per second that the simulation finishes when all arrive at once."""
 
-TINYLLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "vocab_size": 2560,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
-"""The shape of TinyLlama with the bundled model's vocabulary, whose tokenizer it borrows."""
-
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -74,11 +55,8 @@ class Subject:
 def subjects(scratch: Path) -> list[Subject]:
     bundled = bundled_path("headrace-tiny")
     assert bundled is not None, "this installation has the bundled model"
-    large = scratch / "tinyllama-shape"
-    large.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(bundled / name, large / name)
-    (large / "config.json").write_text(json.dumps(TINYLLAMA))
+    large = scratch / "tinyllama"
+    write_tinyllama(large)
     return [
         Subject("headrace-tiny", bundled, (), WorkloadShape(input_tokens=256, output_tokens=128, spread=0.5)),
         Subject(

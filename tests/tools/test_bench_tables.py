@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import harness
+from bench import harness, static_batching
 from bench.harness import Machine, run_table
 from bench.report import newest_results, write_page
 from bench.run import TABLES
@@ -28,6 +28,7 @@ def fake_machine(config: EngineConfig) -> Machine:
         block_size=config.block_size,
         num_blocks=config.num_kv_blocks or 4097,
         verify=False,
+        step_seconds=1e-4,
         token_seconds=1e-6,
     )
     clock = VirtualClock()
@@ -44,8 +45,11 @@ def test_every_table_measures_what_it_names(name: str) -> None:
         assert list(values) == [measure.name for measure in table.measures]
     base, other = results.values()
     match name:
-        case "continuous-batching":
+        case "continuous-batching" | "continuous-batching-skewed":
             assert other["steps"] < base["steps"]
+        case "one-at-a-time":
+            assert other["output"] > 2 * base["output"]
+            assert other["E2EL p50"] < base["E2EL p50"]
         case "paged-memory":
             assert base["most at once"] == 4
             assert other["most at once"] > 12
@@ -62,6 +66,7 @@ def test_variants_differ_by_one_switch(name: str) -> None:
     differing = {field for field in EngineConfig.__dataclass_fields__ if getattr(first, field) != getattr(second, field)}
     assert differing in (
         {"batching"},
+        {"max_num_seqs"},
         {"block_size", "num_kv_blocks"},  # the same pool in other pieces
         {"enable_chunked_prefill"},
         {"enable_prefix_caching"},
@@ -96,3 +101,16 @@ def test_rounds_are_interleaved_and_kept_and_become_a_page(tmp_path: Path, monke
     assert "3 rounds" in text
     assert file.name in text
     assert text.isascii()
+
+
+def test_continuous_batching_gains_by_the_spread_of_lengths_where_a_step_costs_the_same_for_any_number_of_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(static_batching, "NUM_REQUESTS", 64)
+    gains = {}
+    for fixed in (1.0, 0.0):
+        for spread, requests in static_batching.spreads().items():
+            cell = static_batching.Cell(static_batching.made_up(fixed), requests)
+            gains[fixed, spread] = cell.at_once("continuous").output_throughput / cell.at_once("static").output_throughput
+    assert gains[1.0, "exponential"] > gains[1.0, "even, 6 to 121"] > 1.3 > gains[1.0, "equal"] >= 1.0
+    assert all(gains[0.0, spread] == pytest.approx(1.0, abs=0.02) for spread in static_batching.spreads())
