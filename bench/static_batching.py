@@ -136,7 +136,8 @@ def section(data: dict[str, Any]) -> Iterator[str]:
         f"Simulated with the product's scheduler: {NUM_REQUESTS} requests, {BATCH} in a batch, prompts and outputs of {SHAPE.input_tokens} "
         "tokens in the mean. The first number is the ratio of tokens per second when all are there at once; the second that of the "
         "highest request rates at which the median answer takes no longer than twice a mean answer in a full batch. One sequence's step is "
-        "given as a share of a full batch's.\n"
+        "given as a share of a full batch's. The tables above have 64 requests: while the last of them run, no batch "
+        "is full, and a part of the gain is lost.\n"
     )
     spreads = list(dict.fromkeys(row["spread"] for row in data["rows"]))
     yield "| a step costs | one sequence's step | " + " | ".join(f"{name} lengths" for name in spreads) + " |"

@@ -93,7 +93,9 @@ def test_a_trace_is_replayed(headrace: Headrace, tmp_path: Path) -> None:
         (["--gpu", "h100", "--load", "1000000"], 2, "60,000,000 requests; one simulation takes 1,000,000"),
         (["--gpu", "h100", "--load", "10", "--spike", "30:1:1000000"], 2, "one simulation takes"),
         (["--gpu", "h100", "--trace", "/dev/null"], 2, "No request arrives"),
-        (["--gpu", "h100", "--trace", "/dev/null", "--spike", "1:1:2"], 2, "a trace has its own times"),
+        (["--gpu", "h100", "--trace", "/dev/null", "--spike", "1:1:2"], 2, "--spike: a trace has its own times"),
+        (["--gpu", "h100", "--trace", "/dev/null", "--duration", "9"], 2, "--duration: a trace has its own times"),
+        (["--gpu", "h100", "--trace", "/dev/null", "--plot", "x.svg"], 2, "--plot: a trace has its own times"),
         (["--model", "bge-m3", "--gpu", "h100", "--load", "5"], 2, "bge-m3 generates nothing"),
     ],
 )

@@ -28,7 +28,20 @@ GATEWAY_S = 0.002
 """Seconds that a gateway adds to a request, before its engine and behind it: 1.2 to 2.6 ms were measured (docs/experiments.md)."""
 
 
+REPLACED_BY_TRACE = {
+    "duration": "--duration",
+    "input_len": "--input-len",
+    "output_len": "--output-len",
+    "range_ratio": "--random-range-ratio",
+    "prefix_len": "--prefix-len",
+    "spike": "--spike",
+    "plot": "--plot",
+}
+"""Parameters, and their flags, that say what a trace says itself, or draw what needs several loads."""
+
+
 def simulate(
+    context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="A file of `headrace serve`; default: one replica of --model.")] = None,
     model: Annotated[str | None, Flag("--model", help="Served name in the file; without one a folder or a name of the catalogue.")] = None,
     gpu: Annotated[str | None, Flag("--gpu", help="Device whose roofline gives the steps' times.")] = None,
@@ -54,6 +67,11 @@ def simulate(
     """Simulate a deployment under load: what users would see, without hardware and much faster than time passes."""
     from headrace.lab.metrics import parse_slo
 
+    if trace is not None:
+        for name, flag in REPLACED_BY_TRACE.items():
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                raise UsageRefused(f"{flag}: a trace has its own times and lengths, and is one load; give --load instead of --trace.")
     try:
         slo = parse_slo(goodput) if goodput else None
         shape = make_shape("random", input_len, output_len, range_ratio, prefix_len, 1, 2000)
@@ -167,8 +185,6 @@ def _arrivals(
     if (load is None) == (trace is None):
         raise UsageRefused("Give --load, requests per second, or --trace, a file: exactly one of them.")
     if trace is not None:
-        if spike is not None:
-            raise UsageRefused("--spike: a trace has its own times; give --load.")
         yield None, read_trace(trace)
         return
     if not 0 < duration < math.inf:
