@@ -55,10 +55,11 @@ class PlainMasks:
                 assert token_id in self.language(self.outputs[slot]), "a token that the mask forbids was sampled"
                 self.outputs[slot].append(token_id)
 
-    def retract(self, slot: int, num_tokens: int) -> None:
+    def retract(self, slot: int, token_ids: Iterable[int]) -> None:
         if slot in self.outputs:
-            assert 0 < num_tokens <= len(self.outputs[slot])
-            del self.outputs[slot][-num_tokens:]
+            stale = list(token_ids)
+            assert self.outputs[slot][-len(stale) :] == stale, "other tokens are taken back than the last ones"
+            del self.outputs[slot][-len(stale) :]
 
     def close(self) -> None:
         self.is_closed = True

@@ -34,7 +34,7 @@ from headrace.engine.runner_batch import (
     select_tokens,
 )
 from headrace.engine.runner_masks import MaskSource, NoGrammars
-from headrace.engine.runner_slots import Ints, SlotState, column
+from headrace.engine.runner_slots import Ints, SlotPart, SlotState, column
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.kernels.filters import Draw
 from headrace.tensor.kernels.masks import ApplyMasks, apply_masks
@@ -108,6 +108,7 @@ class ModelRunner:
         self._state = SlotState(max_num_seqs, max_model_len, len(kv.pools), kv.block_size)
         self._sampler = Sampler(model.vocab_size, eos_token_ids, draw, mask)
         self._masks = masks or NoGrammars()
+        self._slot_parts: tuple[SlotPart, ...] = (self._state, self._sampler, self._masks)
 
     def submit(self, plan: Plan) -> CompletedStep:
         """Compute the plan now. Never raises: the ticket's `result` raises what the step raised."""
@@ -140,13 +141,10 @@ class ModelRunner:
         refuse_moves_but_copies(plan)
         refuse_drafts(plan)
         ended = column(plan.ended)
-        self._state.end(ended)
-        self._sampler.end(ended.tolist())
-        self._masks.end(ended.tolist())
-        for started in plan.started:
-            self._state.start(started)
-            self._sampler.start(started)
-            self._masks.start(started)
+        for part in self._slot_parts:
+            part.end(ended)
+            for started in plan.started:
+                part.start(started)
         self._state.write_tables(plan)
         for group, source, target in zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
             self.kv.copy_block(group, source, target)
@@ -178,10 +176,9 @@ class ModelRunner:
         state, ends = self._state, rows.ends
         for row in sampling[state.known[rows.slots[sampling]] > ends[sampling]]:
             slot = int(rows.slots[row])
-            stale = state.token_ids[slot, ends[row] : state.known[slot]]
-            self._sampler.retract(slot, stale.tolist())
-            self._masks.retract(slot, len(stale))
-            state.known[slot] = ends[row]
+            stale = state.token_ids[slot, ends[row] : state.known[slot]].astype(np.int64)
+            for part in self._slot_parts:
+                part.retract(slot, stale)
 
     def _sample(self, rows: Rows, sampling: Ints, selected: Selection, hidden: Tensor, masks: RowMasks) -> Sampled:
         """A token for each row in `sampling` [S], sampled from the logits of the row's last position."""
@@ -233,10 +230,9 @@ class ModelRunner:
     def _commit(self, rows: Rows, sampling: Ints, sampled: Sampled, errors: Mapping[int, str]) -> None:
         """Point 6 of `core.plan`: record the sampled tokens. After this the step counts as done."""
         good = np.array([row not in errors for row in sampling.tolist()], dtype=np.bool_)
-        slots, positions = rows.slots[sampling[good]], rows.ends[sampling[good]]
-        self._state.append(slots, positions, sampled.token_ids[good])
-        self._sampler.commit(slots, sampled.token_ids[good])
-        self._masks.commit(slots.tolist(), sampled.token_ids[good].tolist())
+        slots, token_ids = rows.slots[sampling[good]], sampled.token_ids[good]
+        for part in self._slot_parts:
+            part.commit(slots, token_ids)
         self._state.failed[rows.slots[list(errors)]] = True
 
 

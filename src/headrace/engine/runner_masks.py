@@ -6,13 +6,14 @@ model computes. How a mask acts on logits is `tensor.sampling`'s; where masks co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from headrace.core.plan import Started
+from headrace.engine.runner_slots import Ints, SlotPart
 from headrace.tensor.kernels.masks import ApplyMasks
 from headrace.tensor.sampling import NO_ROWS_MASKED, RowMasks
 
@@ -28,21 +29,13 @@ class StepMasks:
 NO_MASKS = StepMasks(NO_ROWS_MASKED)
 
 
-class MaskSource(Protocol):
-    """What a runner needs of grammars. Used by the runner's thread alone.
+class MaskSource(SlotPart, Protocol):
+    """What a runner needs of grammars. Slots without a grammar are passed over.
 
     A sequence whose grammar cannot go on (it exceeded a limit, or its outputs do not match) raises nothing: `wait` names it each time its
     mask is asked for. Every method may be called while masks are being filled, since the step that began them may have failed; they are
     then waited for and dropped.
     """
-
-    def start(self, started: Started) -> None:
-        """The slot's sequence begins, or runs again: its outputs so far count as matched. Nothing is kept of the slot's last one."""
-        ...
-
-    def end(self, slots: Iterable[int]) -> None:
-        """Nothing is kept of these slots."""
-        ...
 
     def begin(self, slots: Sequence[int]) -> None:
         """Begin to fill masks for rows of these slots, -1 for a row without a mask."""
@@ -50,14 +43,6 @@ class MaskSource(Protocol):
 
     def wait(self) -> StepMasks:
         """The masks that `begin` started, once. Their memory is valid until the next `begin`. Raises what filling them raised."""
-        ...
-
-    def commit(self, slots: Iterable[int], token_ids: Iterable[int]) -> None:
-        """One token was appended to each slot's output. Slots without a grammar are passed over."""
-        ...
-
-    def retract(self, slot: int, num_tokens: int) -> None:
-        """The last `num_tokens` of the slot's output are taken back. A slot without a grammar is passed over."""
         ...
 
     def close(self) -> None:
@@ -71,7 +56,7 @@ class NoGrammars:
     def start(self, started: Started) -> None:
         pass
 
-    def end(self, slots: Iterable[int]) -> None:
+    def end(self, slots: Ints) -> None:
         pass
 
     def begin(self, slots: Sequence[int]) -> None:
@@ -81,10 +66,10 @@ class NoGrammars:
     def wait(self) -> StepMasks:
         return NO_MASKS
 
-    def commit(self, slots: Iterable[int], token_ids: Iterable[int]) -> None:
+    def commit(self, slots: Ints, token_ids: Ints) -> None:
         pass
 
-    def retract(self, slot: int, num_tokens: int) -> None:
+    def retract(self, slot: int, token_ids: Ints) -> None:
         pass
 
     def close(self) -> None:

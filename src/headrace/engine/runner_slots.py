@@ -1,4 +1,4 @@
-"""The runner's state between steps, by slot: token ids, block tables, sizes.
+"""The runner's state between steps, by slot: what its parts share (`SlotPart`), and one of them, token ids, block tables and sizes.
 
 A plan carries changes only; this is the state that they change. Everything is numpy on the host. The large arrays are reserved and not
 touched, so unused slots cost no memory. Applying the same changes twice gives the same state, because the loop sends the changes of a
@@ -6,6 +6,8 @@ failed step again.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +22,28 @@ def column(values: object) -> Ints:
     return np.frombuffer(values, dtype=np.int32).astype(np.int64)  # type: ignore[call-overload,no-any-return]
 
 
+class SlotPart(Protocol):
+    """A part of what a runner remembers of its slots. Used by the runner's thread alone; repeating `start` or `end` changes nothing."""
+
+    def start(self, started: Started) -> None:
+        """The slot's sequence begins, or runs again: its outputs so far count as committed. Nothing is kept of the slot's last one."""
+        ...
+
+    def end(self, slots: Ints) -> None:
+        """Nothing is kept of these slots."""
+        ...
+
+    def commit(self, slots: Ints, token_ids: Ints) -> None:
+        """Each of `slots` [N], all different, has one sampled token more."""
+        ...
+
+    def retract(self, slot: int, token_ids: Ints) -> None:
+        """The slot's last tokens, these, are taken back: their step was rolled back."""
+        ...
+
+
 class SlotState:
-    """Per-slot state of one runner. Shape letters: N slots, L positions, M block-table width.
+    """The `SlotPart` that batches are made of. Shape letters: N slots, L positions, M block-table width.
 
     token_ids        [N, L] int32, valid below `known`
     known            [N] number of ids that have a value: given by `started`, or sampled by an earlier plan
@@ -70,7 +92,9 @@ class SlotState:
             last = len(places) - 1 - from_the_end
             table.ravel()[places[last]] = blocks[mine[last]]
 
-    def append(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
-        """Record one sampled token per slot, at `positions`."""
-        self.token_ids[slots, positions] = token_ids
-        self.known[slots] = positions + 1
+    def commit(self, slots: Ints, token_ids: Ints) -> None:
+        self.token_ids[slots, self.known[slots]] = token_ids
+        self.known[slots] += 1
+
+    def retract(self, slot: int, token_ids: Ints) -> None:
+        self.known[slot] -= len(token_ids)

@@ -101,7 +101,7 @@ class SlotMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from([slot for slot, (_, outputs) in self.model.items() if outputs]))
         outputs = self.model[slot][1]
         num_tokens = data.draw(st.integers(1, len(outputs)))
-        self.slots.retract(slot, num_tokens)
+        self.slots.retract(slot, outputs[-num_tokens:])
         del outputs[-num_tokens:]
 
     @invariant()

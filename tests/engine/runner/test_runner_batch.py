@@ -60,7 +60,7 @@ def test_a_pure_decode_step_has_one_token_per_row() -> None:
 
 def test_sampled_ids_are_read_by_the_next_step() -> None:
     state = state_with_two_sequences()
-    state.append(np.array([2]), np.array([3]), np.array([99]))
+    state.commit(np.array([2]), np.array([99]))
     ids, _ = build_batch(rows_of((2, 3, 1, 1)), state, "cpu")
     assert ids.tolist() == [99]
 

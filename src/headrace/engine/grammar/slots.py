@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -148,11 +148,12 @@ class SlotGrammars:
             if (held := self._slots.get(slot)) is not None:
                 held.token_ids.append(token_id)
 
-    def retract(self, slot: int, num_tokens: int) -> None:
+    def retract(self, slot: int, token_ids: Sized) -> None:
         self._finish_filling()
-        if num_tokens and (held := self._slots.get(slot)) is not None:
-            assert num_tokens <= len(held.token_ids), "more tokens are taken back than were committed"
-            del held.token_ids[-num_tokens:]
+        if (held := self._slots.get(slot)) is not None:
+            num_kept = len(held.token_ids) - len(token_ids)
+            assert num_kept >= 0, "more tokens are taken back than were committed"
+            del held.token_ids[num_kept:]
             if held.num_consumed > len(held.token_ids):
                 held.matcher, held.num_consumed, held.failure = None, 0, None
 
