@@ -227,6 +227,9 @@ FLOORS: dict[str, Floor] = {
 DOOR_EXPORTS = _ours("llm", "core.sampling", "core.structured")
 """What `headrace/__init__` names for people, by string or under TYPE_CHECKING only."""
 
+FOLDERS_WITHOUT_CIRCLES = ("policy",)
+"""Packages whose sub-folders and top modules, each taken as a whole, import one another in no circle."""
+
 _CONTAINERS = {"array", "bisect", "collections", "dataclasses", "enum", "heapq", "types"}
 POLICY_STDLIB = _CONTAINERS | {"__future__", "abc", "functools", "hashlib", "itertools", "math", "operator", "typing"}
 """All that pure decisions need: no clock, no socket, no thread, no randomness of their own."""

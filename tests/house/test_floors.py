@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.floors import DOOR_EXPORTS, FLOORS, POLICY_STDLIB, Floor, floor_of, is_within
+from tests.house.floors import DOOR_EXPORTS, FLOORS, FOLDERS_WITHOUT_CIRCLES, POLICY_STDLIB, Floor, floor_of, is_within
 from tests.house.reader import ROOT, Import, Module, find_cycles
 
 pytestmark = pytest.mark.pure
@@ -78,6 +78,23 @@ def test_modules_import_each_other_in_no_cycle(house: dict[str, Module]) -> None
     }
     cycles = find_cycles(edges)
     assert not cycles, "modules that import each other: " + "; ".join(" <-> ".join(cycle) for cycle in cycles)
+
+
+@pytest.mark.parametrize("package", FOLDERS_WITHOUT_CIRCLES)
+def test_folders_import_each_other_in_no_circle(package: str, house: dict[str, Module]) -> None:
+    """A folder is one idea: two that import each other, module by module without a cycle, are one idea in two places."""
+    edges: dict[str, set[str]] = {}
+    for name, module in house.items():
+        if (part := _part(name, package)) is not None:
+            edges.setdefault(part, set()).update(to for found in module.imports if (to := _part(found.target, package)) not in (None, part))
+    cycles = find_cycles(edges)
+    assert not cycles, "folders that import each other: " + "; ".join(" <-> ".join(cycle) for cycle in cycles)
+
+
+def _part(name: str, package: str) -> str | None:
+    """The sub-folder or top module of `package` that holds the module of this name; None outside of them."""
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["headrace", package] and len(parts) > 2 else None
 
 
 def test_architecture_page_names_every_package(house: dict[str, Module]) -> None:

@@ -14,7 +14,7 @@ from headrace.core.load import FailureKind
 from headrace.core.plan import Plan
 from headrace.engine.failures import Failures
 from headrace.policy.schedule.scheduler import Scheduler
-from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.sequence import Sequence
 
 Compute = Callable[[Plan], None]
 """Run one plan and commit it. Raises what the step raised; then nothing of it was committed."""

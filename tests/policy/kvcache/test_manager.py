@@ -14,7 +14,7 @@ from headrace.engine.build import make_scheduler
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_info
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.sequence import Sequence
 
 pytestmark = pytest.mark.pure
 

@@ -17,7 +17,7 @@ from headrace.policy.queues import tenants
 from headrace.policy.queues.fair import SLACK_LEAD_TOKENS, FairShareQueue
 from headrace.policy.queues.priority import CLASS_WEIGHTS, PRIORITY_AGING_S, PriorityQueue
 from headrace.policy.queues.tenants import IDLE_CREDIT_TOKENS, TenantOrder
-from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.sequence import Sequence
 
 pytestmark = pytest.mark.pure
 

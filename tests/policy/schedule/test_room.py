@@ -13,7 +13,7 @@ from headrace.core.plan import StepCosts
 from headrace.core.request import EngineRequest, PriorityClass, TierTerms
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_answer
-from headrace.policy.schedule.sequence import LEAST_PROGRESS_TOKENS, Sequence
+from headrace.policy.sequence import LEAST_PROGRESS_TOKENS, Sequence
 
 pytestmark = pytest.mark.pure
 

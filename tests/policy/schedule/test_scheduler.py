@@ -20,8 +20,8 @@ from headrace.core.request import PriorityClass
 from headrace.policy.queues import fair, tenants
 from headrace.policy.queues.keyed import FcfsQueue
 from headrace.policy.queues.shares import StepShares
-from headrace.policy.schedule.planner import MAX_PROMPT_LOGPROB_TOKENS
 from headrace.policy.schedule.sequence_table import SequenceTable
+from headrace.policy.step_builder import MAX_PROMPT_LOGPROB_TOKENS
 
 pytestmark = pytest.mark.pure
 

@@ -12,7 +12,7 @@ from recorded_plans import Life
 
 from headrace.core.ids import RequestId
 from headrace.core.update import StageSeconds
-from headrace.policy.schedule.sequence import SeqState, Sequence
+from headrace.policy.sequence import SeqState, Sequence
 
 pytestmark = pytest.mark.pure
 

@@ -19,8 +19,8 @@ from headrace.core.hashing import BlockHash
 from headrace.core.plan import MoveKind
 from headrace.policy.kvcache.leases import Lease
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.schedule.plan_builder import PlanBuilder
-from headrace.policy.schedule.sequence import SeqState, Sequence
+from headrace.policy.sequence import SeqState, Sequence
+from headrace.policy.step_builder import StepBuilder
 
 GROUP = 0
 
@@ -110,7 +110,7 @@ class _Slots:
 
 
 class HostTier:
-    """Decides what moves. All methods run on the loop's thread, those that take a builder while a plan is being made."""
+    """Decides what moves. All methods run on the loop's thread, those that take a step while a plan is being made."""
 
     def __init__(self, kv: KvManager, config: HostTierConfig) -> None:
         if len(kv.groups) != 1 or kv.groups[GROUP].window is not None:
@@ -148,12 +148,12 @@ class HostTier:
 
     # what moves
 
-    def plan(self, builder: PlanBuilder, now: float) -> list[Sequence]:
+    def plan(self, step: StepBuilder, now: float) -> list[Sequence]:
         """Begin transfers in the plan being made. Returns sequences that need not wait any more."""
         ready = self._give_up_overdue()
         asking, self._asking = self._asking, []
-        ready += [seq for seq in asking if seq.state is SeqState.BLOCKED and not self._begin_in(seq, builder, now)]
-        self._begin_outs(builder, now)
+        ready += [seq for seq in asking if seq.state is SeqState.BLOCKED and not self._begin_in(seq, step, now)]
+        self._begin_outs(step, now)
         return ready
 
     def _give_up_overdue(self) -> list[Sequence]:
@@ -166,7 +166,7 @@ class HostTier:
         self.counters.waits_given_up += len(ready)
         return ready
 
-    def _begin_in(self, seq: Sequence, builder: PlanBuilder, now: float) -> bool:
+    def _begin_in(self, seq: Sequence, step: StepBuilder, now: float) -> bool:
         """False: there is nothing to wait for, or no blocks to bring it to."""
         identities = self._stored_after_hits(seq)
         if not identities:
@@ -182,11 +182,11 @@ class HostTier:
             self._slots.readers[slot] += 1
             self._slots.stored.move_to_end(identity)
             self._slots.used_at[slot] = now
-            builder.move(MoveKind.HOST_IN, self.kv.leases.begin_move(lease), GROUP, slot, block)
+            step.move(MoveKind.HOST_IN, self.kv.leases.begin_move(lease), GROUP, slot, block)
         self._ins[lease] = _In(identities, slots, seq)
         return True
 
-    def _begin_outs(self, builder: PlanBuilder, now: float) -> None:
+    def _begin_outs(self, step: StepBuilder, now: float) -> None:
         for block, last_used in self._idle_blocks(now):
             if len(self._outs) >= self.config.max_outs:
                 return
@@ -197,7 +197,7 @@ class HostTier:
             identity = self._pool.identity(block)
             assert identity is not None, "a cached block has an identity"
             lease = self.kv.leases.lease(GROUP, [block], "host out", now + self.config.lease_s)
-            builder.move(MoveKind.HOST_OUT, self.kv.leases.begin_move(lease), GROUP, block, slot)
+            step.move(MoveKind.HOST_OUT, self.kv.leases.begin_move(lease), GROUP, block, slot)
             self._outs[lease] = _Out(identity, slot)
 
     def _idle_blocks(self, now: float) -> list[tuple[int, float]]:

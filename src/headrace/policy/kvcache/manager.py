@@ -15,8 +15,8 @@ from headrace.core.hashing import BlockHash, block_hash, chain_root
 from headrace.core.kvgroup import KvGroup
 from headrace.policy.kvcache.leases import Leases
 from headrace.policy.kvcache.pool import PAD_BLOCK, BlockPool, StepClock
-from headrace.policy.schedule.plan_builder import PlanBuilder
-from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.sequence import Sequence
+from headrace.policy.step_builder import StepBuilder
 
 
 class KvManager:
@@ -170,7 +170,7 @@ class KvManager:
             left = min(left, pool.num_available - needed - (0 if window is None else chunk_blocks))
         return left
 
-    def grow(self, seq: Sequence, end: int, builder: PlanBuilder) -> bool:
+    def grow(self, seq: Sequence, end: int, step: StepBuilder) -> bool:
         """Make positions [planned, end) of a running sequence writable. False (and no change) when blocks are short.
 
         Groups with full attention take blocks for all known tokens at once, so that an admitted prompt never stops halfway for want of
@@ -178,7 +178,7 @@ class KvManager:
         """
         size, known = self.block_size, max(end, len(seq.tokens))
         if len(self.pools) == 1 and known == seq.num_planned + 1 == len(seq.blocks[0]) * size + 1:
-            return self._add_block(seq, builder)
+            return self._add_block(seq, step)
         first = seq.num_planned // size
         missing: list[int] = []
         for index, window, pool in self._by_group:
@@ -190,21 +190,21 @@ class KvManager:
         for index, _, pool in self._by_group:
             blocks = seq.blocks[index]
             if first < len(blocks):
-                self._copy_on_write(seq, index, builder)
+                self._copy_on_write(seq, index, step)
             if missing[index] > 0:
                 taken = pool.take_many(missing[index])
-                builder.tables(index, seq.slot, len(blocks), taken)
+                step.tables(index, seq.slot, len(blocks), taken)
                 blocks += taken
         seq.allocate(self.num_allocated(seq))
         return True
 
-    def _add_block(self, seq: Sequence, builder: PlanBuilder) -> bool:
+    def _add_block(self, seq: Sequence, step: StepBuilder) -> bool:
         """`grow` by one position after full blocks, in the only group: the common case of decoding rows."""
         pool, blocks = self.pools[0], seq.blocks[0]
         if not pool.num_available:
             return False
         block = pool.take()
-        builder.table(0, seq.slot, len(blocks), block)
+        step.table(0, seq.slot, len(blocks), block)
         blocks.append(block)
         seq.allocate(seq.num_planned + self.block_size)
         return True
@@ -214,24 +214,24 @@ class KvManager:
         blocks, first = seq.blocks[group], seq.num_planned // self.block_size
         return int(first < len(blocks) and not self.pools[group].is_writable(blocks[first]))
 
-    def _copy_on_write(self, seq: Sequence, group: int, builder: PlanBuilder) -> None:
+    def _copy_on_write(self, seq: Sequence, group: int, step: StepBuilder) -> None:
         if not self._num_copies(seq, group):
             return
         pool, first = self.pools[group], seq.num_planned // self.block_size
         source, target = seq.blocks[group][first], self.pools[group].take()
-        builder.copy(group, source, target)
-        builder.table(group, seq.slot, first, target)
+        step.copy(group, source, target)
+        step.table(group, seq.slot, first, target)
         seq.blocks[group][first] = target
         seq.registered[group] = min(seq.registered[group], first)
-        pool.name_until(source, builder.step_id)  # until the copy is made, whichever other sequence drops the source in this plan
+        pool.name_until(source, step.step_id)  # until the copy is made, whichever other sequence drops the source in this plan
         pool.drop(source)
 
-    def write_tables(self, seq: Sequence, builder: PlanBuilder) -> None:
+    def write_tables(self, seq: Sequence, step: StepBuilder) -> None:
         """All table entries of a sequence that just took its slot."""
         for group, blocks in enumerate(seq.blocks):
             if blocks:
                 first = blocks.count(PAD_BLOCK)  # a window has passed them
-                builder.tables(group, seq.slot, first, blocks[first:])
+                step.tables(group, seq.slot, first, blocks[first:])
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares the parent's prompt. It recomputes the last prompt token, whose logits it samples from.

@@ -9,8 +9,7 @@ from headrace.core.plan import StepCosts
 from headrace.core.request import EngineRequest
 from headrace.policy.queues.shares import StepShares
 from headrace.policy.queues.tenants import IDLE_CREDIT_TOKENS, TenantOrder
-from headrace.policy.schedule.goals import slack_s
-from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.sequence import Sequence
 
 MAX_REMEMBERED_TIERS = 1000
 """Tiers whose counters are kept. Beyond it, the idle half with the least service is dropped."""
@@ -54,7 +53,7 @@ class FairShareQueue:
         if not firsts:
             return None
         least = min(tier.served for tier, _ in firsts)
-        return min(firsts, key=lambda pair: _rank(pair[0].served, least, slack_s(pair[1], now, costs)))[1]
+        return min(firsts, key=lambda pair: _rank(pair[0].served, least, _slack_s(pair[1], now, costs)))[1]
 
     def heads(self, now: float, costs: StepCosts) -> Iterator[Sequence]:
         for tier in sorted(self._waiting.values(), key=lambda tier: tier.served):
@@ -92,7 +91,7 @@ class FairShareQueue:
         slacks: dict[str, float] = {}
         for seq in sequences:
             name = seq.request.tier.name
-            slacks[name] = min(slacks.get(name, math.inf), slack_s(seq, now, costs))
+            slacks[name] = min(slacks.get(name, math.inf), _slack_s(seq, now, costs))
         return sorted(
             sequences,
             key=lambda seq: (_rank(self._tier(name := seq.request.tier.name).served, least, slacks[name]), self._service(seq)),
@@ -135,3 +134,13 @@ class FairShareQueue:
 def _rank(served: float, least: float, slack: float) -> tuple[bool, float, float]:
     """The place of a tier among others, smaller first. Without goals all slacks are infinite, and the least served is first."""
     return served - least > SLACK_LEAD_TOKENS, slack, served
+
+
+def _slack_s(seq: Sequence, now: float, costs: StepCosts) -> float:
+    """Seconds that may pass before the rest of its prompt has to be computed for its first token to come in time. Infinite without a goal,
+    and when it is too late."""
+    goal_ms = seq.request.tier.ttft_ms
+    if goal_ms is None or seq.first_token_emitted:
+        return math.inf
+    slack = seq.arrival + goal_ms / 1000 - now - max(seq.num_uncomputed, 1) * costs.token_s
+    return slack if slack >= 0 else math.inf

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from headrace.core.plan import StepCosts
 from headrace.policy.queues.shares import StepShares
-from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.sequence import Sequence
 
 SJF_AGING_S_PER_TOKEN = 0.01
 """Each token of a request's length delays its turn by this many seconds: a request 100 tokens longer is served as if it had arrived 1 s

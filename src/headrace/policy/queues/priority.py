@@ -8,7 +8,7 @@ from headrace.core.plan import StepCosts
 from headrace.core.request import PriorityClass
 from headrace.policy.queues.fair import FairShareQueue
 from headrace.policy.queues.shares import StepShares
-from headrace.policy.schedule.sequence import STALLED, Sequence
+from headrace.policy.sequence import STALLED, Sequence
 
 PRIORITY_AGING_S = 10.0
 """A class that waited this many seconds without an admission, for each class between it and the highest that waits, has aged: it is served

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from headrace.core.plan import StepCosts
 from headrace.policy.queues.shares import StepShares
-from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.sequence import Sequence
 
 
 class Queue(Protocol):

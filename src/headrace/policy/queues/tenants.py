@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 
-from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.sequence import Sequence
 
 MAX_REMEMBERED_TENANTS = 10_000
 """Service counters kept. Beyond it, half of them are dropped: those of tenants with nothing waiting and the least service."""

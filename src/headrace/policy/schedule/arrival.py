@@ -11,7 +11,7 @@ from headrace.core.request import EngineRequest
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.prerequisites import FORK, NO_TIME_LIMIT
-from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.sequence import Sequence
 
 
 class Arrivals:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 from enum import IntEnum
 
-from headrace.policy.schedule.sequence import SeqState, Sequence
+from headrace.policy.sequence import SeqState, Sequence
 
 MIN_SWEEP = 64
 """Entries of ended sequences are not swept out of a heap smaller than this."""

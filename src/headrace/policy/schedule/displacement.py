@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from headrace.core.request import EngineRequest
 from headrace.policy.config import SchedulerConfig
-from headrace.policy.schedule.sequence import RUNNING, Sequence
 from headrace.policy.schedule.waiting import QueuePart, QueuePartKey, WaitingWork, weight_of
+from headrace.policy.sequence import RUNNING, Sequence
 
 Family = list[Sequence]
 """The sequences of one request."""

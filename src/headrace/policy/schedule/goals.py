@@ -1,4 +1,7 @@
-"""Goals for the first token and for further ones: slack of a prompt, tokens that a step may have (docs/fairness.md)."""
+"""Goals for further tokens: how many tokens a step may have, and how many sequences may run (docs/fairness.md).
+
+A goal for the first token decides the order of prompts: `policy.queues.fair`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from headrace.core.plan import StepCosts
-from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.sequence import Sequence
 
 TPOT_SHARE = 0.9
 """Part of a goal for further tokens that a step is predicted to take at most. The rest is for what the prediction misses and for the way to
@@ -18,16 +21,6 @@ leaves, so prompts and decoding rows keep the goals together."""
 
 LEAST_PREFILL_DIVISOR = 64
 """Prompts get at least 1/N of a step's tokens, whatever goals the decoding sequences have: else they would never end."""
-
-
-def slack_s(seq: Sequence, now: float, costs: StepCosts) -> float:
-    """Seconds that may pass before the rest of its prompt has to be computed for its first token to come in time. Infinite without a goal,
-    and when it is too late."""
-    goal_ms = seq.request.tier.ttft_ms
-    if goal_ms is None or seq.first_token_emitted:
-        return math.inf
-    slack = seq.arrival + goal_ms / 1000 - now - max(seq.num_uncomputed, 1) * costs.token_s
-    return slack if slack >= 0 else math.inf
 
 
 def tightest_tpot_s(sequences: Iterable[Sequence]) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
@@ -19,48 +18,15 @@ from headrace.core.request import PriorityClass
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.goals import prefill_part, tightest_tpot_s, tokens_within
-from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.price import ChunkPrice
 from headrace.policy.schedule.room import Room
-from headrace.policy.schedule.sequence import RUNNING, Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
-from headrace.policy.schedule.step_rows import StepRows
+from headrace.policy.sequence import RUNNING, Sequence
+from headrace.policy.step_builder import StepBuilder
 
 CHARGE_STEPS = 16
 """Steps after which the queue policy counts the tokens of all running sequences again. Until then a tenant's counter may lack as many
 tokens for each of its running sequences."""
-
-MAX_PROMPT_LOGPROB_TOKENS = 64
-"""Most prompt positions in one chunked step that get log-probabilities. Each needs a row of logits over the whole vocabulary, which costs
-many times a plain prompt token: a full budget of such positions would delay every other sequence's next token by seconds."""
-
-
-@dataclass(slots=True)
-class StepBuilder:
-    """A step while it is being decided: its rows, its token budget, and the builder of its plan."""
-
-    max_tokens: int
-    plan_builder: PlanBuilder
-    now: float
-    logprob_budget: int = MAX_PROMPT_LOGPROB_TOKENS
-    rows: StepRows = field(default_factory=StepRows)
-    num_prefills: int = 0
-    """Rows of more than one token that are not drafts: they compute more tokens than they sample."""
-    num_spent_beyond_rows: int = 0
-    """Tokens of the budget spent beyond one per row: the rest of each prefill chunk or drafted row, and the surcharge for its context."""
-    num_unused: int = 0
-    """Tokens that the queue policy leaves unused (`StepShares.prefill`)."""
-    num_withheld_for_long: int = 0
-    """Tokens withheld for long prompts while the sequences queued behind them are planned."""
-    num_charged_rows: int = 0
-    """Leading rows whose sequences the queue policy has counted in this step."""
-    first: Sequence | None = None
-    """A waiting sequence that is admitted before the others: another one was preempted for it."""
-
-    @property
-    def budget(self) -> int:
-        """Tokens left for further rows, surcharges for context subtracted too. It can be negative: bulk rows do not ask for it."""
-        return self.max_tokens - len(self.rows.seqs) - self.num_spent_beyond_rows - self.num_unused - self.num_withheld_for_long
 
 
 class Planner:
@@ -81,7 +47,7 @@ class Planner:
 
     def fill(self, step: StepBuilder) -> None:
         """Add rows for running sequences and for those that can be admitted. When this raises, the step holds the rows added so far."""
-        step.first = self.room.make(step.now, step.plan_builder.costs)
+        step.first = self.room.make(step.now, step.costs)
         prefilling, drafted = self._plan_decodes(step)
         for seq in drafted:
             self._plan_drafted(seq, step)
@@ -143,7 +109,7 @@ class Planner:
         if seq.state is not RUNNING:
             return  # preempted earlier in this plan
         drafts = seq.drafts[: max(0, min(step.budget - 1, seq.limit - 1 - len(seq.tokens)))]
-        if drafts and self.kv.grow(seq, seq.num_planned + 1 + len(drafts), step.plan_builder):
+        if drafts and self.kv.grow(seq, seq.num_planned + 1 + len(drafts), step):
             step.rows.drafts.extend(drafts)
             self._add_row(seq, 1 + len(drafts), step, samples=1 + len(drafts))
         else:
@@ -161,7 +127,7 @@ class Planner:
         self.step_prompt_tokens = max(1, budget - step.num_unused)
         if len(prefilling) > 1:
             self.charge(step)
-            prefilling = self.sequences.queue.prefill_order(prefilling, step.now, step.plan_builder.costs)
+            prefilling = self.sequences.queue.prefill_order(prefilling, step.now, step.costs)
         prefilling = [seq for seq in prefilling if seq.state is RUNNING]  # a decoding row may have preempted one
         self._admit_ahead(prefilling, step)
         budget = step.budget
@@ -184,7 +150,7 @@ class Planner:
         """Tokens that prompts may take beside the decoding rows so that the step keeps these rows' goals; at least a part of the step."""
         if not self.sequences.slots.num_goals or not self.config.enable_chunked_prefill or budget <= 0:
             return budget
-        most = tokens_within(tightest_tpot_s(step.rows.seqs[: step.rows.num_decodes]), step.plan_builder.costs)
+        most = tokens_within(tightest_tpot_s(step.rows.seqs[: step.rows.num_decodes]), step.costs)
         return int(min(budget, max(most - (step.max_tokens - budget), prefill_part(most, step.max_tokens))))
 
     def _admit_ahead(self, prefilling: list[Sequence], step: StepBuilder) -> None:
@@ -194,7 +160,7 @@ class Planner:
             return
         first = prefilling[0]
         while self.sequences.slots.has_free and step.budget > 0:
-            head = step.first or self.room.next_to_admit(step.now, step.plan_builder.costs)
+            head = step.first or self.room.next_to_admit(step.now, step.costs)
             if head is None or head.num_in_flight or not queue.precedes(head, first):
                 return
             step.first = None
@@ -203,7 +169,7 @@ class Planner:
             self.charge(step)
 
     def _charge_decodes(self, step: StepBuilder) -> None:
-        step_id = step.plan_builder.step_id
+        step_id = step.step_id
         if self.sequences.queue.charges and step_id >= self._charge_at:
             self._charge_at = step_id + CHARGE_STEPS
             self.sequences.queue.charge(self.sequences.slots.running)
@@ -221,7 +187,7 @@ class Planner:
     def _extend_bulk_decode(self, seq: Sequence, step: StepBuilder) -> bool:
         """Give the next block to a decoding sequence that has filled its last one. False: the sequence has to be checked in full."""
         last = seq.limit - 1
-        if seq.bulk_decode_limit in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.num_planned + 1, step.plan_builder):
+        if seq.bulk_decode_limit in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.num_planned + 1, step):
             return False
         seq.bulk_decode_limit = min(seq.allocated_until, last)
         seq.unstall(step.now)
@@ -241,7 +207,7 @@ class Planner:
         if count == 0:
             seq.stall(step.now)
             return
-        while not self.kv.grow(seq, seq.num_planned + count, step.plan_builder):
+        while not self.kv.grow(seq, seq.num_planned + count, step):
             if self.kv.has_pending_free:
                 seq.stall(step.now)
                 return  # the commit of the step in flight frees blocks
@@ -308,7 +274,7 @@ class Planner:
         is_static, num_running_before = self.config.static_batching, len(self.sequences.slots)
         while self.sequences.slots.has_free and (step.budget > 0 or is_static):
             self.charge(step)
-            seq, step.first = step.first or self.room.next_to_admit(step.now, step.plan_builder.costs), None
+            seq, step.first = step.first or self.room.next_to_admit(step.now, step.costs), None
             # A preempted sequence whose sampled token is not committed yet cannot start: its ids are not all known.
             if seq is None or seq.num_in_flight or not self._admit(seq, step, num_running_before):
                 return
@@ -339,9 +305,9 @@ class Planner:
                 return False
         if not any(seq.blocks):
             self._take_cached_prefix(seq, start)
-        self._start(seq, step.plan_builder, step.now)
+        self._start(seq, step)
         if count:
-            grown = self.kv.grow(seq, seq.num_planned + count, step.plan_builder)
+            grown = self.kv.grow(seq, seq.num_planned + count, step)
             assert grown, "num_left counted these blocks"
             self._add_row(seq, count, step)
         return True
@@ -360,12 +326,12 @@ class Planner:
             return True
         return num_left >= self.kv.num_that_may_grow(self.sequences.slots.running[:num_running_before])
 
-    def _start(self, seq: Sequence, builder: PlanBuilder, now: float) -> None:
-        self.sequences.start(seq, now)
+    def _start(self, seq: Sequence, step: StepBuilder) -> None:
+        self.sequences.start(seq, step.now)
         request = seq.request
         started = Started(SlotId(seq.slot), array("i", seq.tokens), seq.num_prompt, request.params, seq.index, request.grammar)
-        builder.started.append(started)
-        self.kv.write_tables(seq, builder)
+        step.started.append(started)
+        self.kv.write_tables(seq, step)
 
     def _take_cached_prefix(self, seq: Sequence, num_cached_tokens: int) -> None:
         if num_cached_tokens:

@@ -14,8 +14,8 @@ from headrace.core.request import PriorityClass
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.goals import most_running, tightest_tpot_s, tokens_within
-from headrace.policy.schedule.sequence import Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
+from headrace.policy.sequence import Sequence
 
 HEADROOM_S = 60.0
 """Headroom is kept for premium requests for this many seconds after one arrived."""

@@ -29,13 +29,13 @@ from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.displacement import Family
-from headrace.policy.schedule.plan_builder import PlanBuilder
-from headrace.policy.schedule.planner import Planner, StepBuilder
+from headrace.policy.schedule.planner import Planner
 from headrace.policy.schedule.prerequisites import NO_PREREQUISITES
-from headrace.policy.schedule.sequence import DONE, NO_ADMISSION, RUNNING, Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
-from headrace.policy.schedule.step_rows import NO_ROWS, StepRow, StepRows
 from headrace.policy.schedule.updates import NOTHING, RowOutput, are_plain, outputs, take_not_emitted
+from headrace.policy.sequence import DONE, NO_ADMISSION, RUNNING, Sequence
+from headrace.policy.step_builder import StepBuilder
+from headrace.policy.step_rows import NO_ROWS, StepRow, StepRows
 
 MOVE_POLL_S = 0.005
 """A runner reports moves in results alone. While nothing else is to be computed, an empty plan asks for them at most this often."""
@@ -52,7 +52,7 @@ class Scheduler:
         self._rows: dict[int, StepRows] = {}
         self._planner = Planner(config, kv, self.sequences)
         self._decode_columns = NO_ROWS
-        self._unsent: PlanBuilder | None = None
+        self._unsent: StepBuilder | None = None
         self._next_step = 1
         self._next_poll = 0.0
         """When the next plan without rows may ask for moves, on the clock of `now`."""
@@ -164,12 +164,12 @@ class Scheduler:
             return unsent
         self.kv.begin_plan(now)
         self.sequences.expire(now)
-        step = StepBuilder(self.config.max_num_batched_tokens, PlanBuilder(self._next_step, costs), now)
+        step = StepBuilder(self._next_step, self.config.max_num_batched_tokens, now, costs)
         try:
             if self.tier is not None:
-                self.sequences.end_host_waits(self.tier.plan(step.plan_builder, now))
+                self.sequences.end_host_waits(self.tier.plan(step, now))
             self._planner.fill(step)
-            if not (len(step.rows) or step.plan_builder.has_changes or self.sequences.slots.has_ended or self._polls_moves(now)):
+            if not (len(step.rows) or step.has_changes or self.sequences.slots.has_ended or self._polls_moves(now)):
                 return None
             return self._freeze(step)
         except Exception:
@@ -190,20 +190,20 @@ class Scheduler:
 
     def _unplan(self, step: StepBuilder) -> None:
         """Planning raised: undo the rows. Blocks and slots that were handed out are announced by a plan of their own (`unsent_plan`)."""
-        step.plan_builder.ended.extend(self.sequences.slots.take_ended())
+        step.ended.extend(self.sequences.slots.take_ended())
         step.rows.close(self._decode_columns, self.sequences.slots.generation)
         self._undo(step.rows)
-        self._unsent = step.plan_builder
+        self._unsent = step
 
     def _freeze(self, step: StepBuilder) -> Plan:
         """Make the plan. A runner applies `ended` before `started`, so one plan may pass a slot from one sequence to another."""
-        step.plan_builder.ended.extend(self.sequences.slots.take_ended())
+        step.ended.extend(self.sequences.slots.take_ended())
         return self._close(step)
 
     def _close(self, step: StepBuilder) -> Plan:
         step.rows.close(self._decode_columns, self.sequences.slots.generation)
         self._decode_columns = step.rows.decode_columns
-        plan = step.plan_builder.build(step.rows)
+        plan = step.build()
         self._rows[plan.step_id] = step.rows
         self.kv.note_planned(plan.step_id)
         self._next_step += 1
@@ -337,16 +337,16 @@ class Scheduler:
 
         Also returns the sequences that the step's budget did not reach; they need another call.
         """
-        step = StepBuilder(self.config.max_num_batched_tokens, PlanBuilder(self._next_step), now)
+        step = StepBuilder(self._next_step, self.config.max_num_batched_tokens, now)
         left = self._planner.fill_within_held_blocks(sequences, step)
         return (self._freeze(step) if len(step.rows) else None), left
 
     def delta_plan(self, plan: Plan) -> Plan:
         """The state changes of a plan that raised, without rows: applying them again is harmless, missing them is not."""
-        self._rows[self._next_step] = StepRows()
-        delta = PlanBuilder.repeating(plan, self._next_step, self.kv.leases.is_in_flight).build(self._rows[self._next_step])
+        step = StepBuilder.repeating(plan, self._next_step, self.kv.leases.is_in_flight)
+        self._rows[step.step_id] = step.rows
         self._next_step += 1
-        return delta
+        return step.build()
 
     def unsent_plan(self) -> Plan | None:
         """A plan without rows, of the state changes left by a plan that could not be made. None: there are none.
@@ -355,11 +355,11 @@ class Scheduler:
         from may be free. Slots that were given back since are announced by the plan after it: a runner applies `ended` before
         `started`, so the end of a sequence that this plan starts would be lost in it.
         """
-        builder, self._unsent = self._unsent, None
-        if builder is None or not builder.has_changes:
+        unsent, self._unsent = self._unsent, None
+        if unsent is None or not unsent.has_changes:
             return None
-        builder.step_id = self._next_step
-        return self._close(StepBuilder(0, builder, 0.0))
+        unsent.step_id, unsent.rows = self._next_step, StepRows()
+        return self._close(unsent)
 
     # invariants
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from headrace.core.ids import SeqId
 from headrace.core.request import PriorityClass
-from headrace.policy.schedule.sequence import NO_SLOT, Sequence
+from headrace.policy.sequence import NO_SLOT, Sequence
 
 
 class Slots:

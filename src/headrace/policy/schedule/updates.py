@@ -10,8 +10,8 @@ from typing import NamedTuple
 from headrace.core.finish import FinishReason
 from headrace.core.plan import Result, TokenLogprobs
 from headrace.core.update import SequenceUpdate, StageSeconds
-from headrace.policy.schedule.sequence import NO_DRAFTS, QUEUE, Sequence
-from headrace.policy.schedule.step_rows import RunningColumns, StepRow, StepRows
+from headrace.policy.sequence import NO_DRAFTS, QUEUE, Sequence
+from headrace.policy.step_rows import RunningColumns, StepRow, StepRows
 
 
 class RowOutput(NamedTuple):

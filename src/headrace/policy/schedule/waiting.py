@@ -16,7 +16,7 @@ from headrace.core.errors import QueueFull, RequestTooLarge
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.waiting_bytes import check_bytes, request_bytes, sequence_bytes
 from headrace.policy.config import SchedulerConfig
-from headrace.policy.schedule.sequence import Sequence
+from headrace.policy.sequence import Sequence
 
 
 class QueuePartKey(NamedTuple):

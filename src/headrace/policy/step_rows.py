@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from headrace.core.ids import RequestId
-from headrace.policy.schedule.sequence import RUNNING, RunningFacts, Sequence
+from headrace.policy.sequence import RUNNING, RunningFacts, Sequence
 
 
 class StepRow(NamedTuple):

@@ -1,0 +1,131 @@
+"""A step while it is being decided: its rows, its token budget, and the changes of state that the runner needs for them.
+
+The planner adds rows (`policy.schedule.planner`), the KV manager and the host tier write block tables and moves, and `build` freezes all
+of it as a plan.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from headrace.core.plan import SYNCHRONOUS, UNKNOWN_COSTS, MoveKind, Plan, Started, StepCosts
+from headrace.policy.sequence import Sequence
+from headrace.policy.step_rows import StepRows
+
+MAX_PROMPT_LOGPROB_TOKENS = 64
+"""Most prompt positions in one chunked step that get log-probabilities. Each needs a row of logits over the whole vocabulary, which costs
+many times a plain prompt token: a full budget of such positions would delay every other sequence's next token by seconds."""
+
+Move = tuple[int, int, int, int, int]
+"""Kind, id, group, source, target."""
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """Step `step_id` while it is being decided. Changes stand in the order in which they are to be made; columns as in `core.plan`.
+
+    max_tokens  its token budget
+    now         when it is decided, in seconds
+    costs       of steps lately, as the decision was given them
+    """
+
+    step_id: int
+    max_tokens: int = 0
+    now: float = 0.0
+    costs: StepCosts = UNKNOWN_COSTS
+    rows: StepRows = field(default_factory=StepRows)
+    table_groups: list[int] = field(default_factory=list)
+    table_slots: list[int] = field(default_factory=list)
+    table_indices: list[int] = field(default_factory=list)
+    table_blocks: list[int] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    logprob_budget: int = MAX_PROMPT_LOGPROB_TOKENS
+    num_prefills: int = 0
+    """Rows of more than one token that are not drafts: they compute more tokens than they sample."""
+    num_spent_beyond_rows: int = 0
+    """Tokens of the budget spent beyond one per row: the rest of each prefill chunk or drafted row, and the surcharge for its context."""
+    num_unused: int = 0
+    """Tokens that the queue policy leaves unused (`StepShares.prefill`)."""
+    num_withheld_for_long: int = 0
+    """Tokens withheld for long prompts while the sequences queued behind them are planned."""
+    num_charged_rows: int = 0
+    """Leading rows whose sequences the queue policy has counted in this step."""
+    first: Sequence | None = None
+    """A waiting sequence that is admitted before the others: another one was preempted for it."""
+
+    @classmethod
+    def repeating(cls, plan: Plan, step_id: int, is_in_flight: Callable[[int], bool]) -> StepBuilder:
+        """The changes of a plan, again, for another step without rows. is_in_flight: whether a move id is; ended moves are left out."""
+        moves = zip(plan.move_kinds, plan.move_ids, plan.move_groups, plan.move_sources, plan.move_targets, strict=True)
+        return cls(
+            step_id,
+            table_groups=plan.table_groups.tolist(),
+            table_slots=plan.table_slots.tolist(),
+            table_indices=plan.table_indices.tolist(),
+            table_blocks=plan.table_blocks.tolist(),
+            moves=[move for move in moves if move[1] == SYNCHRONOUS or is_in_flight(move[1])],
+            started=list(plan.started),
+            ended=plan.ended.tolist(),
+        )
+
+    @property
+    def budget(self) -> int:
+        """Tokens left for further rows, surcharges for context subtracted too. It can be negative: bulk rows do not ask for it."""
+        return self.max_tokens - len(self.rows.seqs) - self.num_spent_beyond_rows - self.num_unused - self.num_withheld_for_long
+
+    def table(self, group: int, slot: int, index: int, block: int) -> None:
+        self.table_groups.append(group)
+        self.table_slots.append(slot)
+        self.table_indices.append(index)
+        self.table_blocks.append(block)
+
+    def tables(self, group: int, slot: int, first_index: int, blocks: Items[int]) -> None:
+        """Consecutive block-table entries, from `first_index` on."""
+        count = len(blocks)
+        self.table_groups += [group] * count
+        self.table_slots += [slot] * count
+        self.table_indices += range(first_index, first_index + count)
+        self.table_blocks += blocks
+
+    def copy(self, group: int, source: int, target: int) -> None:
+        self.move(MoveKind.COPY, SYNCHRONOUS, group, source, target)
+
+    def move(self, kind: MoveKind, move_id: int, group: int, source: int, target: int) -> None:
+        self.moves.append((kind, move_id, group, source, target))
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether there are state changes, which the runner needs even when no row is computed."""
+        return bool(self.started or self.table_slots or self.moves or self.ended)
+
+    def build(self) -> Plan:
+        """The plan. The rows are closed, or there are none; their columns become the plan's and must not change."""
+        rows = self.rows
+        kinds, ids, groups, sources, targets = zip(*self.moves, strict=True) if self.moves else [()] * 5
+        return Plan(
+            step_id=self.step_id,
+            slots=rows.slots,
+            starts=rows.starts,
+            counts=rows.counts,
+            samples=rows.samples,
+            drafts=rows.drafts,
+            adapter_slots=array("i", [0]) * len(rows),
+            mask_slots=rows.mask_slots,
+            table_groups=array("i", self.table_groups),
+            table_slots=array("i", self.table_slots),
+            table_indices=array("i", self.table_indices),
+            table_blocks=array("i", self.table_blocks),
+            move_kinds=array("i", kinds),
+            move_ids=array("i", ids),
+            move_groups=array("i", groups),
+            move_sources=array("i", sources),
+            move_targets=array("i", targets),
+            started=tuple(self.started),
+            ended=array("i", self.ended),
+            costs=self.costs,
+        )
