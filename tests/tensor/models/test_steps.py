@@ -118,6 +118,19 @@ def test_steps_of_as_many_rows_as_are_recorded_have_the_same_bits(quantization: 
     assert {count for _, count, cache in loaded.model._steps._kept if cache == id(kv)} == {20, 33, cpu.FEW_TOKENS}
 
 
+def test_inputs_of_a_recorded_step_are_on_the_batchs_device() -> None:
+    def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    groups = (GroupBatch(on_device(2, 3), on_device(2, dtype=torch.int64)),)
+    batch = ForwardBatch(on_device(2, dtype=torch.int64), on_device(3), on_device(2), 1, groups)
+    inputs = module._Inputs.of(on_device(2, 8, dtype=torch.float32), batch)
+    own = inputs.batch
+    made = [inputs.branch, inputs.residual, own.positions, own.row_starts, own.context_lens]
+    made += [tensor for group in own.groups for tensor in (group.block_table, group.slot_mapping)]
+    assert {tensor.device.type for tensor in made} == {"meta"}
+
+
 @torch.inference_mode()
 def test_rows_with_adapters_are_not_recorded() -> None:
     loaded = _loaded("none")

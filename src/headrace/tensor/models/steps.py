@@ -102,7 +102,7 @@ class _Inputs:
             groups = tuple(GroupBatch(_widened(group.block_table), _copied(group.slot_mapping)) for group in batch.groups)
             positions, starts, lens = _copied(batch.positions), _copied(batch.row_starts), _copied(batch.context_lens)
             own = ForwardBatch(positions, starts, lens, batch.max_count, groups)
-            return cls(_copied(branch), torch.zeros(branch.shape, dtype=branch.dtype), own)
+            return cls(_copied(branch), torch.zeros(branch.shape, dtype=branch.dtype, device=branch.device), own)
 
     def load(self, branch: Tensor, batch: ForwardBatch) -> bool:
         """Copy another step's inputs in. False if a block table is too wide."""
@@ -135,11 +135,11 @@ class _Step:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _widened(table: Tensor) -> Tensor:
     rows, width = table.shape
-    wide = torch.zeros((rows, -(-(width + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE), dtype=table.dtype)
+    wide = torch.zeros((rows, -(-(width + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE), dtype=table.dtype, device=table.device)
     wide[:, :width] = table
     return wide
