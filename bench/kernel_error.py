@@ -101,7 +101,6 @@ class Attention:
     """
 
     is_prefill: bool = False
-    softcap: float | None = None
     cache_dtype: torch.dtype | None = None
     is_same: bool = True
 
@@ -126,7 +125,6 @@ class Attention:
                 starts,
                 lens,
                 scale=HEAD_DIM**-0.5,
-                softcap=self.softcap,
                 kv_scales=kv_scales,
             ),
             want,
@@ -146,7 +144,6 @@ class Attention:
         """Each query sees the positions up to its own."""
         key, value = (part.double().repeat_interleave(HEADS // KV_HEADS, 1) for part in held)
         scores = torch.einsum("nhd,shd->hns", query.double(), key) * HEAD_DIM**-0.5
-        scores = scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
         seen = torch.arange(CONTEXT) <= positions[:, None]
         return torch.einsum("hns,shd->nhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
@@ -163,7 +160,6 @@ FLOATS: Mapping[str, Maker] = {
     "linear int4, same integers": partial(_integers, precision=Precision.INT4, is_same=True),
     "attention, decode": Attention(),
     "attention, prefill": Attention(is_prefill=True),
-    "attention, prefill, softcap 30": Attention(is_prefill=True, softcap=30.0),
     "attention, decode, int8 cache, same integers": Attention(cache_dtype=torch.int8),
     "attention, prefill, int8 cache, same integers": Attention(is_prefill=True, cache_dtype=torch.int8),
 }

@@ -35,7 +35,7 @@ class PagedBatch:
     context_lens: Tensor
     kv_scales: Tensor | None = None
 
-    def attend(self, kernels: Kernels, *, window: int | None = None, softcap: float | None = None) -> Tensor:
+    def attend(self, kernels: Kernels, *, window: int | None = None) -> Tensor:
         return kernels.attention(
             self.query,
             self.cache,
@@ -44,7 +44,6 @@ class PagedBatch:
             self.context_lens,
             scale=self.query.shape[2] ** -0.5,
             window=window,
-            softcap=softcap,
             kv_scales=self.kv_scales,
         )
 

@@ -102,7 +102,6 @@ class Kernels(Protocol):
         *,
         scale: float,
         window: int | None = None,
-        softcap: float | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of a ragged batch over the paged cache, which already holds this step's keys and values.

@@ -74,7 +74,6 @@ class ReferenceKernels:
         *,
         scale: float,
         window: int | None = None,
-        softcap: float | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         out = torch.zeros_like(query)
@@ -87,7 +86,7 @@ class ReferenceKernels:
             first_seen = 0 if window is None else max(0, first_position - window + 1)
             key, value = gather_context(cache, block_table[row], first_seen, context, kv_scales)
             mask = causal_mask(first_position, first_seen, context, window, query.device)
-            out[start:end] = masked_attention(query[start:end], key, value, mask, scale, softcap)
+            out[start:end] = masked_attention(query[start:end], key, value, mask, scale)
         return out
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -129,16 +128,14 @@ def causal_mask(first_position: int, first_seen: int, context: int, window: int 
     return mask
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """softmax(cap(query key^T * scale)) value in float32; query [n, H, D], key and value [seen, K, D], mask [n, seen] -> [n, H, D].
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """softmax(query key^T * scale) value in float32; query [n, H, D], key and value [seen, K, D], mask [n, seen] -> [n, H, D].
 
-    cap(s) = softcap * tanh(s / softcap), before the mask (Gemma 2). Query head h reads key/value head h // (H / K).
+    Query head h reads key/value head h // (H / K).
     """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1).float(), value.repeat_interleave(group, dim=1).float()
     scores = torch.einsum("nhd,shd->hns", query.float(), key) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
     return torch.einsum("hns,shd->nhd", weights, value).to(query.dtype)
 

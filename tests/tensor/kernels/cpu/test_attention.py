@@ -87,12 +87,6 @@ def test_a_head_size_without_whole_registers_is_still_right(paged_batch: Make, r
     assert relative_error(batch.stored_as(torch.int8).attend(kernels), batch.attend(REFERENCE)) < 0.03
 
 
-@pytest.mark.parametrize("softcap", [2.0, 50.0])
-def test_softcap(paged_batch: Make, relative_error: Error, softcap: float) -> None:
-    batch = paged_batch(MIXED, heads=4, kv_heads=2, head_dim=16)
-    assert relative_error(batch.attend(cpu.KERNELS, softcap=softcap), batch.attend(REFERENCE, softcap=softcap)) < FLOAT32_BOUND
-
-
 def test_rows_may_share_blocks(paged_batch: Make, relative_error: Error) -> None:
     batch = paged_batch([(1, 70), (10, 90), (1, 65)], heads=4, kv_heads=2, head_dim=16, block_size=16, shared_blocks=4)
     assert torch.equal(batch.block_table[0, :4], batch.block_table[1, :4])

@@ -214,17 +214,14 @@ class NumbaKernels:
         *,
         scale: float,
         window: int | None = None,
-        softcap: float | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         if not _fits(query) or not _fits_cache(query, cache, kv_scales) or not attention.supports(query.shape[2]):
             reference = self._reference(f"attention with heads of {query.shape[2]} in {query.dtype} over a cache of {cache.dtype}")
-            rest = {"scale": scale, "window": window, "softcap": softcap, "kv_scales": kv_scales}
+            rest = {"scale": scale, "window": window, "kv_scales": kv_scales}
             return reference.attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
         out = allocate_result(query.shape, query.dtype)
-        attention.paged_attention(
-            query, cache, kv_scales, block_table, row_starts, context_lens, out, scale=scale, window=window, softcap=softcap
-        )  # fmt: skip
+        attention.paged_attention(query, cache, kv_scales, block_table, row_starts, context_lens, out, scale=scale, window=window)
         return out
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:

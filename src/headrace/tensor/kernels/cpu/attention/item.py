@@ -55,7 +55,6 @@ class Geometry(NamedTuple):
     head_dim: int
     window: int
     scale: float
-    softcap: float
     is_scaled: bool
     scales: Pointer
     scale_block: int
@@ -290,9 +289,9 @@ def weigh(g: Geometry, scores: Pointer, running: Sums, position: int, used: int,
         for _ in range(g.group):
             old, own = load(running.peaks, vector), at(scores, vector * TILE)
             if begin == 0 and end == TILE:
-                peak, mass = softmax_tile(own, begin, end, old, g.softcap, TILE, 1)
+                peak, mass = softmax_tile(own, begin, end, old, TILE, 1)
             else:
-                peak, mass = softmax_tile(own, begin, end, old, g.softcap, TILE, 0)
+                peak, mass = softmax_tile(own, begin, end, old, TILE, 0)
             if peak > old:
                 if old > NOTHING:
                     shrink(running, vector, padded_dim(g.head_dim), exp(old - peak))

@@ -1,4 +1,4 @@
-"""Paged attention over a ragged batch for the CPU: online softmax in float32, GQA, window, softcap.
+"""Paged attention over a ragged batch for the CPU: online softmax in float32, GQA, window.
 
 Work is cut into items: one row, one key/value head, a chunk of queries (all query heads of the group together, so that each key is read
 once) and a range of context splits. Workers take items from a shared counter, so a long prefill beside short decodes leaves no thread
@@ -130,7 +130,6 @@ class AttentionArguments(NamedTuple):
     head_dim: int
     window: int
     scale_bits: int
-    softcap_bits: int
     scales: int
     scale_block: int
     scale_value: int
@@ -163,7 +162,6 @@ def geometry(a: AttentionArguments, query: Pointer, cache_: Pointer, out: Pointe
         a.head_dim,
         a.window,
         float_from_bits(a.scale_bits),
-        float_from_bits(a.softcap_bits),
         a.scales != 0,
         as_f32(a.scales),
         a.scale_block,
@@ -288,7 +286,6 @@ def supports(head_dim: int) -> bool:
 
 def attention_arguments(
     query: Tensor, cache_: Tensor, kv_scales: Tensor | None, block_table: Tensor, out: Tensor, plan: Planned, *, window: int, scale: float,
-    softcap: float,
 ) -> AttentionArguments:  # fmt: skip
     cache_block, cache_value, cache_slot, cache_head, _ = cache_.stride()
     scale_block, scale_value, scale_slot, _ = (0, 0, 0, 0) if kv_scales is None else kv_scales.stride()
@@ -310,7 +307,6 @@ def attention_arguments(
         head_dim=query.shape[2],
         window=window,
         scale_bits=float_bits(scale),
-        softcap_bits=float_bits(softcap),
         scales=0 if kv_scales is None else kv_scales.data_ptr(),
         scale_block=scale_block,
         scale_value=scale_value,
@@ -335,7 +331,6 @@ def paged_attention(
     *,
     scale: float,
     window: int | None,
-    softcap: float | None,
 ) -> None:
     """See `Kernels.attention`; writes out [T, H, D] in the query's dtype. The pair of dtypes is in `_SOURCES`, and `supports(D)` holds."""
     (tokens, heads, head_dim), kv_heads = query.shape, cache_.shape[3]
@@ -345,7 +340,7 @@ def paged_attention(
     if plan.tokens < tokens:
         run_pending()  # an earlier layer may still have to read this memory
         out[plan.tokens :] = 0.0
-    arguments = attention_arguments(query, cache_, kv_scales, block_table, out, plan, window=reach, scale=scale, softcap=softcap or 0.0)
+    arguments = attention_arguments(query, cache_, kv_scales, block_table, out, plan, window=reach, scale=scale)
     memory = with_counter(arguments)
     kernel, recorded = _kernel(query.dtype, cache_.dtype), current_recording()
     replan = None if recorded is None else recorded.argument_update(kind, lambda: Replan(kind, plan))

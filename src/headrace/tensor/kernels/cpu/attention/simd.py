@@ -103,25 +103,25 @@ def pack_value(_: Any, out: Any, strip_stride: Any, value: Any, scale: Any, leng
 
 
 @intrinsic(prefer_literal=True)
-def softmax_tile(_: Any, scores: Any, first: Any, last: Any, reference: Any, softcap: Any, tile: Any, is_whole: Any) -> tuple[Any, Emit]:
+def softmax_tile(_: Any, scores: Any, first: Any, last: Any, reference: Any, tile: Any, is_whole: Any) -> tuple[Any, Emit]:
     """One step of an online softmax, in place over scores[:tile]: entries in [first, last) become exp(score - m), all others 0.
 
-    m is `reference`, unless one of these scores exceeds it by more than SLACK: then it is the largest score. softcap > 0 first maps s to
-    softcap * tanh(s / softcap). tile: a literal multiple of LANES. is_whole: a literal, 1 where [first, last) is known to be [0, tile).
+    m is `reference`, unless one of these scores exceeds it by more than SLACK: then it is the largest score. tile: a literal
+    multiple of LANES. is_whole: a literal, 1 where [first, last) is known to be [0, tile).
     Returns (m, sum of the new entries); where [first, last) is empty, (reference, 0).
     """
     num_chunks, all_seen = tile.literal_value // LANES, bool(is_whole.literal_value)
     result = types.UniTuple(types.float32, 2)
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        scores_at, low, high, start, cap = arguments[:5]
+        scores_at, low, high, start = arguments[:4]
         places = [gep(builder, scores_at, chunk * LANES) for chunk in range(num_chunks)]
         masks = [] if all_seen else _visible(builder, low, high, num_chunks)
 
         def seen(chunk: int, value: ir.Value, other: ir.Value) -> ir.Value:
             return value if all_seen else builder.select(masks[chunk], value, other)
 
-        raw = [_capped(builder, load_floats(builder, place, types.float32, VECTOR), cap) for place in places]
+        raw = [load_floats(builder, place, types.float32, VECTOR) for place in places]
         best = splat(builder, start)
         for chunk, value in enumerate(raw):
             best = larger(builder, seen(chunk, value, best), best)
@@ -135,7 +135,7 @@ def softmax_tile(_: Any, scores: Any, first: Any, last: Any, reference: Any, sof
             total = builder.fadd(total, weight)
         return context.make_tuple(builder, result, (peak, fold_lanes(builder, total, builder.fadd)))
 
-    return result(scores, types.intp, types.intp, types.float32, types.float32, tile, is_whole), emit
+    return result(scores, types.intp, types.intp, types.float32, tile, is_whole), emit
 
 
 def _visible(builder: ir.IRBuilder, low: ir.Value, high: ir.Value, num_chunks: int) -> list[ir.Value]:
@@ -146,14 +146,3 @@ def _visible(builder: ir.IRBuilder, low: ir.Value, high: ir.Value, num_chunks: i
         index = ir.Constant(ir.VectorType(I32, LANES), list(range(chunk * LANES, (chunk + 1) * LANES)))
         masks.append(builder.and_(builder.icmp_signed(">=", index, lows), builder.icmp_signed("<", index, highs)))
     return masks
-
-
-def _capped(builder: ir.IRBuilder, score: ir.Value, cap: ir.Value) -> ir.Value:
-    """cap * tanh(score / cap) where cap > 0, by tanh(y) = 1 - 2 / (e**2y + 1); the score itself otherwise."""
-    result = cgutils.alloca_once(builder, score.type)
-    builder.store(score, result)
-    with builder.if_then(builder.fcmp_ordered(">", cap, F32(0.0)), likely=False):
-        limit, one, two = splat(builder, cap), constant(score.type, 1.0), constant(score.type, 2.0)
-        power = emit_exp(builder, builder.fmul(builder.fdiv(score, limit), two))
-        builder.store(builder.fmul(limit, builder.fsub(one, builder.fdiv(two, builder.fadd(power, one)))), result)
-    return builder.load(result)
