@@ -108,7 +108,7 @@ def fresh(model: str, quantization: str | None, mode: str, cache: Path) -> dict[
 
 def raw_read(folder: Path) -> dict[str, float]:
     """GB/s of our reader and of dd over the largest weight file, in the page cache, in turns; the best of three each."""
-    from headrace.tensor.kernels.cpu.pages import read_bytes
+    from headrace.tensor.host.pages import read_bytes
 
     file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     size = file.stat().st_size

@@ -40,7 +40,6 @@ from headrace.tensor.host.threads import ThreadPlan, apply_threads, plan_threads
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.choose import choose_kernels
 from headrace.tensor.kernels.filters import draw as plain_draw
-from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.rope import LinearScaling
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
 from headrace.tensor.models.spec import DecoderSpec
@@ -177,13 +176,12 @@ def _load(config: EngineConfig, choices: _Choices, packed: PackedFolder | None) 
 def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_dtype: str) -> dict[str, str]:
     """All that may change a bit of a result, by name; see `core.numerics`."""
     backend = choices.backend
-    layout = backend.packing.packed_layout(Precision.INT8)  # the layout of INT8 does not depend on the number of threads
     return {
         WEIGHTS: loaded.model_digest if loaded.weights is None else loaded.weights.known,
         "quantization": config.quantization,
         "dtype": _name(loaded.dtype),
         "KV dtype": kv_dtype,
-        "kernels": " ".join(filter(None, (choices.kernels, backend.numerics, layout))),
+        "kernels": " ".join(filter(None, (choices.kernels, backend.numerics))),
         "device": config.device if config.device == "cpu" else torch.cuda.get_device_name(),
         "CPU": f"{choices.features.machine} {choices.features.family}",
         # Headrace's own kernels give the same bits with any number of threads; a library's may not.

@@ -14,10 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+pytest.importorskip("numba")
+
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint import files as checkpoint_files
 from headrace.tensor.host import file_memory
 from headrace.tensor.host.file_memory import FileReading
+from headrace.tensor.kernels.cpu.stored_rows import read_rows
 from headrace.tensor.layers.table import HeldTable
 from headrace.tensor.packed.file import NOTE_SUFFIX, TABLE, PackedFile, PackedFolder
 from headrace.tensor.packed.store import StoredTable, write_tensors
@@ -36,7 +39,7 @@ def no_checkpoint() -> torch.Tensor:
 
 
 def stored(file: PackedFile, shape: tuple[int, int] = SHAPE) -> StoredTable:
-    return StoredTable(file, "rows", shape, no_checkpoint)
+    return StoredTable(file, "rows", shape, read_rows, no_checkpoint)
 
 
 def written(path: Path, *what: Mapping[str, Any]) -> None:

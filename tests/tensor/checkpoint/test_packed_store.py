@@ -234,9 +234,10 @@ def test_the_folder_is_private_and_may_be_missing(
 def test_a_linear_packed_in_a_way_that_is_not_kept_is_made_at_every_start(
     folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packing, width = load_backend("numba").packing, loaded(folder, None).vocab_size
-    packed = packing.packed
-    monkeypatch.setattr(type(packing), "packed", lambda self, linear: None if linear.out_features == width else packed(linear))
+    form, width = load_backend("numba").packed_format, loaded(folder, None).vocab_size
+    assert form is not None
+    packed = form.packed
+    monkeypatch.setattr(type(form), "packed", lambda self, linear: None if linear.out_features == width else packed(linear))
     first = loaded(folder, kept)
     [file] = files(kept)
     before = file.read_bytes()
@@ -375,15 +376,17 @@ def test_weights_that_cannot_be_read_back_are_not_kept(
 
 
 def test_the_layout_says_all_that_strips_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    packing, invariant = (load_backend("numba", deterministic=promised).packing for promised in (False, True))
+    form, invariant = (load_backend("numba", deterministic=promised).packed_format for promised in (False, True))
+    assert form is not None
+    assert invariant is not None
     for precision in Precision:
-        seen = {packing.packed_layout(precision)}
+        seen = {form.packed_layout(precision)}
         with monkeypatch.context() as patch:
             patch.setattr("headrace.tensor.kernels.cpu.backend.DEPTH", 128)
-            seen.add(packing.packed_layout(precision))
+            seen.add(form.packed_layout(precision))
         with monkeypatch.context() as patch:
             patch.setattr("headrace.tensor.kernels.cpu.backend.linear_path", lambda features, dtype: "another")
-            seen.add(packing.packed_layout(precision))
+            seen.add(form.packed_layout(precision))
             assert "another" not in invariant.packed_layout(precision)
         assert len(seen) == 3
 

@@ -24,7 +24,7 @@ from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.files import read_json
 from headrace.tensor.checkpoint.header import DAMAGED, Header, read_header
 from headrace.tensor.checkpoint.values import Sample, num_not_finite
-from headrace.tensor.kernels.cpu.pages import read_bytes
+from headrace.tensor.host.pages import read_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

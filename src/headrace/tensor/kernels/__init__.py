@@ -1,7 +1,8 @@
 """The interface between a model and the code that computes for it, and the table of its implementations.
 
 Kernels         the operations of a transformer block; a new backend has to write these and nothing else
-WeightPacking   prepares weights for products, once, and stores them on disk; `plain_packing` does it with torch alone
+WeightPacking   prepares weights for products, once; `plain_packing` does it with torch alone
+PackedFormat    keeps prepared weights on disk between starts; optional
 StepExecutor    runs a step's kernels later than they are called; optional
 draw            draws random tokens on the host; optional, `filters.draw` is the plain one
 mask            applies grammar masks on the host; optional, `masks.apply_masks` is the plain one
@@ -141,8 +142,23 @@ class WeightPacking(Protocol):
         """`pack_linear` for a weight of small integers; inputs are rounded row by row, see `rounding`."""
         ...
 
+
+class RowReader(Protocol):
+    """Reads rows of a table that stays in its file."""
+
+    def __call__(self, descriptor: int, start: int, num_rows: int, columns: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
+        """Rows `ids` [T] int64 of a table [num_rows, columns] at byte `start` of an open file -> [T, columns].
+
+        Raises: IndexError for an id that is no row; OSError if the file cannot be read, or has become shorter than the table.
+        """
+        ...
+
+
+class PackedFormat(Protocol):
+    """How a backend's prepared weights are kept on disk between starts."""
+
     def packed_layout(self, precision: Precision) -> str:
-        """Names the format that `packed` returns in this process; "": linears of this precision are not stored on disk."""
+        """Names the format that `packed` returns in this process."""
         ...
 
     def packed(self, linear: Linear) -> PackedLinear | None:
@@ -151,6 +167,10 @@ class WeightPacking(Protocol):
 
     def load_packed(self, packed: PackedLinear) -> Linear:
         """The linear whose parts these are. Raises ValueError for tensors that cannot be one."""
+        ...
+
+    def row_reader(self) -> RowReader:
+        """Reads rows of embedding tables, which stay in the packed file. What it takes is compiled when this returns."""
         ...
 
 
@@ -208,14 +228,16 @@ class StepExecutor(Protocol):
 class Backend:
     """What one engine computes with. A new backend brings `kernels`; `plain_packing.PACKING` and the defaults serve for the rest.
 
-    draw      one random token per row, on the host and at once; the plain one sorts, which is slow where vocabularies are large
-    mask      grammar masks on rows of logits, on the host and at once; its results equal the plain one's to the bit
-    numerics  what the bits of its results depend on beside source, versions and thread count, in words; "": nothing
+    packed_format  None: nothing that `packing` prepares is kept on disk
+    draw           one random token per row, on the host and at once; the plain one sorts, which is slow where vocabularies are large
+    mask           grammar masks on rows of logits, on the host and at once; its results equal the plain one's to the bit
+    numerics       what the bits of its results depend on beside source, versions and thread count, in words; "": nothing
     """
 
     name: str
     kernels: Kernels
     packing: WeightPacking
+    packed_format: PackedFormat | None = None
     executor: StepExecutor | None = None
     draw: Draw = draw
     mask: ApplyMasks = apply_masks

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.tensor.kernels import PackedLinear
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inputs, round_weight
 
 
@@ -60,15 +59,6 @@ class PlainPacking:
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> RoundedLinear:
         return RoundedLinear(weight, bias)
-
-    def packed_layout(self, precision: Precision) -> str:
-        return ""
-
-    def packed(self, linear: object) -> None:
-        return None
-
-    def load_packed(self, packed: PackedLinear) -> RoundedLinear:
-        raise ValueError(f"plain linears are not kept packed, got {packed.kind}")
 
 
 PACKING = PlainPacking()

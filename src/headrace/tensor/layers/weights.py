@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headrace.tensor.host.pages import empty
 from headrace.tensor.kernels import Backend, Kernels, Linear
-from headrace.tensor.kernels.cpu.pages import empty
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.table import HeldTable, Table
 

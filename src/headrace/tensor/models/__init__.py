@@ -186,12 +186,12 @@ class _Weights:
     store: PackedStore | None = None
 
     def open_store(self, packed: PackedFolder | None, backend: Backend, precision: Precision, share: str) -> None:
-        """Find what an earlier start packed for this precision and rank share, unless the backend's packing is not kept on disk."""
-        layout = backend.packing.packed_layout(precision)
-        if packed is not None and layout and isinstance(self.source, Checkpoint) and self.content is not None:
+        """Find what an earlier start packed for this precision and rank share, unless the backend keeps nothing on disk."""
+        form = backend.packed_format
+        if packed is not None and form is not None and isinstance(self.source, Checkpoint) and self.content is not None:
             kind = f"{precision.value} {self.dtype} {share}"
-            name = store_name(self.digest, self.source.files, precision=kind, layout=layout)
-            self.store = PackedStore(packed, name, backend.packing, self.content.content)
+            name = store_name(self.digest, self.source.files, precision=kind, layout=form.packed_layout(precision))
+            self.store = PackedStore(packed, name, form, self.content.content)
 
     def finish(self) -> None:
         """Once all weights are read. Raises CheckpointError if the checkpoint holds a tensor that the model did not ask for."""

@@ -24,8 +24,7 @@ from torch import Tensor
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.files import MAX_JSON_BYTES, decode_json
 from headrace.tensor.host.unfinished import UNFINISHED, is_named, locked, remove_oldest, remove_unfinished
-from headrace.tensor.kernels import Linear, PackedLinear, WeightPacking
-from headrace.tensor.kernels.cpu.stored_rows import prepare, read_rows
+from headrace.tensor.kernels import Linear, PackedFormat, PackedLinear, RowReader
 from headrace.tensor.layers.table import HeldTable, Table
 from headrace.tensor.packed.file import NOTE_SUFFIX, SUFFIX, TABLE, PackedFile, PackedFolder
 
@@ -58,11 +57,11 @@ def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: st
 class StoredTable:
     """A table that stays in an open file of packed weights. If the file cannot be read, the checkpoint's table takes its place."""
 
-    def __init__(self, file: PackedFile, name: str, shape: tuple[int, int], reread: Callable[[], Tensor]) -> None:
+    def __init__(self, file: PackedFile, name: str, shape: tuple[int, int], read_rows: RowReader, reread: Callable[[], Tensor]) -> None:
         """reread: gives the whole table from the checkpoint. Raises KeyError for an unknown name or dtype, ValueError for another shape."""
         stored, self._start = file.place_of_table(name)
         self._file, self._shape, self._dtype = file, shape, _DTYPES[stored.dtype]
-        self._reread, self._held = reread, HeldTable(torch.empty(0))
+        self._read_rows, self._reread, self._held = read_rows, reread, HeldTable(torch.empty(0))
         if stored.shape != shape or not self._dtype.is_floating_point:
             raise ValueError(f"{name} is {stored.dtype} of {list(stored.shape)}")
 
@@ -74,7 +73,7 @@ class StoredTable:
         """See `Table.rows`. Raises what `reread` raises when neither file can be read: the step fails, the engine goes on."""
         if self.resident_bytes == 0:
             try:
-                return read_rows(self._file.descriptor, self._start, *self._shape, self._dtype, ids)
+                return self._read_rows(self._file.descriptor, self._start, *self._shape, self._dtype, ids)
             except OSError as error:
                 log.error("%s (%s): the checkpoint's embeddings are read into memory instead", error, self._file.path)
                 self._held = HeldTable(self._reread())
@@ -88,16 +87,16 @@ class PackedStore:
     """One model's packed linears and its tables, by name: found in its packed file, or made in this start and written there by `save`."""
 
     def __init__(
-        self, folder: PackedFolder, name: str, packing: WeightPacking, content: Callable[[], Generator[None, None, str]] | None = None
+        self, folder: PackedFolder, name: str, form: PackedFormat, content: Callable[[], Generator[None, None, str]] | None = None
     ) -> None:
         """
         name     the model's packed file, from `store_name`
-        packing  how linears are packed and loaded
+        form     how linears are packed and loaded, and tables read
         content  gives the digest of the checkpoint's bytes, hashing them in pieces if it must; "" if they changed. Written into the packed
                  file
         """
         self._folder, self._path = folder, folder.directory / name
-        self._packing, self._content = packing, content
+        self._form, self._content = form, content
         self._made: dict[str, PackedLinear] = {}
         self._made_tables: dict[str, Tensor] = {}
         self._num_found = 0
@@ -120,7 +119,7 @@ class PackedStore:
         try:
             facts = json.loads(self._found.facts[name])
             tensors = {part: self._tensor(f"{name}/{part}") for part in facts["tensors"]}
-            linear = self._packing.load_packed(PackedLinear(tensors=tensors, **{key: facts[key] for key in _FACTS}))
+            linear = self._form.load_packed(PackedLinear(tensors=tensors, **{key: facts[key] for key in _FACTS}))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             self._refuse(error)
             return None
@@ -129,7 +128,7 @@ class PackedStore:
 
     def keep(self, name: str, linear: Linear) -> None:
         """Hold a linear of this start for `save`, unless its packing is not kept on disk."""
-        if (packed := self._packing.packed(linear)) is not None:
+        if (packed := self._form.packed(linear)) is not None:
             self._made[name] = packed
 
     def find_table(self, name: str, shape: tuple[int, int], reread: Callable[[], Tensor]) -> Table | None:
@@ -137,7 +136,7 @@ class PackedStore:
         if self._found is None or TABLE + name not in self._found.tensors:
             return None
         try:
-            table = StoredTable(self._found, name, shape, reread)
+            table = StoredTable(self._found, name, shape, self._form.row_reader(), reread)
         except (KeyError, ValueError) as error:
             self._refuse(error)
             return None
@@ -147,7 +146,7 @@ class PackedStore:
     def keep_table(self, name: str, table: Tensor) -> None:
         """Hold a table of this start for `save`."""
         self._made_tables[name] = table
-        prepare()  # compiled now, with everything else that a first start compiles
+        self._form.row_reader()  # compiled now, with everything else that a first start compiles
 
     def save(self) -> Pieces | None:
         """The writing of what was made in this start, for a thread that goes on with it when there is time; None if there is nothing to

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("numba")
 
-from headrace.tensor.kernels.cpu import pages
+from headrace.tensor.host import pages
 from headrace.tensor.kernels.cpu.jit.launch import set_thread_limit, thread_limit
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES, STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.packing import DEPTH, narrowed, pack_strips, padded

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, read_cpu_features
-from headrace.tensor.kernels import Backend, Kernels, Linear, PackedLinear
-from headrace.tensor.kernels.cpu import cache_write, draw, elementwise, mask
+from headrace.tensor.kernels import Backend, Kernels, Linear, PackedLinear, RowReader
+from headrace.tensor.kernels.cpu import cache_write, draw, elementwise, mask, stored_rows
 from headrace.tensor.kernels.cpu.attention import paged as attention
 from headrace.tensor.kernels.cpu.integer import packing as integer_packing
 from headrace.tensor.kernels.cpu.integer import quantized
@@ -83,7 +83,7 @@ class OutsideLinear:
 
 
 class NumbaPacking:
-    """Implements `WeightPacking`.
+    """Implements `WeightPacking` and `PackedFormat`.
 
     deterministic  no product by a library: a linear that strips cannot hold is refused
     features       the CPU whose linear paths are taken
@@ -136,6 +136,10 @@ class NumbaPacking:
 
     def load_packed(self, packed: PackedLinear) -> Linear:
         return (StripLinear if packed.kind in StripLinear.KINDS.values() else quantized.IntegerLinear).of(packed)
+
+    def row_reader(self) -> RowReader:
+        stored_rows.prepare()
+        return stored_rows.read_rows
 
 
 class NumbaExecutor:
@@ -263,8 +267,9 @@ def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
         name="numba",
         kernels=kernels,
         packing=packing,
+        packed_format=packing,
         executor=EXECUTOR,
         draw=draw_tokens,
         mask=mask_logits,
-        numerics=compiled_numerics(),
+        numerics=f"{compiled_numerics()} {packing.packed_layout(Precision.INT8)}",  # which does not depend on the number of threads
     )

@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from headrace.tensor.kernels.cpu import pages
+from headrace.tensor.host import pages
 from headrace.tensor.kernels.cpu.jit.launch import address_of, compile_kernel, helper, launch, thread_limit, with_counter, words
 from headrace.tensor.kernels.cpu.jit.scalars import as_i32, as_i64, at, load, load_acquire, read_arguments, store, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import I32, I64, LANES, STRIP_COLUMNS, Emit, constant, gep, transpose

@@ -60,10 +60,7 @@ def prepare() -> None:
 
 
 def read_rows(descriptor: int, start: int, num_rows: int, columns: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    """Rows `ids` [T] int64 of a table [num_rows, columns] at byte `start` of an open file -> [T, columns].
-
-    Raises: IndexError for an id that is no row; OSError if the file cannot be read, or has become shorter than the table.
-    """
+    """Implements `RowReader`."""
     ids = ids.contiguous()
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:
         raise IndexError(f"an id in {int(ids.min())}..{int(ids.max())} is outside 0..{num_rows - 1}")

@@ -18,8 +18,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from headrace.tensor.host import pages
 from headrace.tensor.kernels import rounding
-from headrace.tensor.kernels.cpu import pages
 from headrace.tensor.kernels.cpu.integer.simd import BYTE_OFFSET, NIBBLE_OFFSET, STRIP, STRIP_COLUMNS, WORDS
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.cpu.jit.scalars import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, read_arguments, store, take_ticket
