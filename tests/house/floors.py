@@ -76,7 +76,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.tensor.kernels": Floor(_ours("core", "tensor.batch", "tensor.host"), ("torch", "numpy", "numba", "llvmlite")),
     # 3 engine: the loop knows no tensor, the runner no socket
     "headrace.engine": Floor(_ours("core", "policy", "tensor", "wire", "observe")),
-    "headrace.engine.config": Floor(_ours("core")),
+    "headrace.engine.config": Floor(_ours("core", "policy.queues")),
     "headrace.engine.failpoints": Floor(_ours("core")),
     "headrace.engine.failures": Floor(_ours("core")),
     "headrace.engine.grammar": Floor(_ours("core", "text.tokenizer"), (), ("llguidance",)),

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 from headrace.core.errors import ConfigError
+from headrace.policy.queues import QUEUES
 
 Value = TypeVar("Value")
 
-QUEUE_POLICIES = ("fcfs", "priority", "sjf", "fair")
 DTYPES = ("auto", "float32", "bfloat16")
 """Everywhere; float16 is computed by CUDA alone."""
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -105,7 +105,7 @@ class EngineConfig:
     )
     enable_chunked_prefill: bool = option(True, "Split long prompts over steps.")
     queue_policy: str = option(
-        "priority", "Which waiting sequence is computed first.", "--queue-policy", "--scheduling-policy", one_of=QUEUE_POLICIES
+        "priority", "Which waiting sequence is computed first.", "--queue-policy", "--scheduling-policy", one_of=tuple(QUEUES)
     )
     batching: str = option("continuous", "static: a batch runs to its end before the next begins.", flags=(), one_of=BATCHING)
     depth: int = option(

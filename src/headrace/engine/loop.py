@@ -248,8 +248,8 @@ class Engine:
     def _reject(self, refused: EngineRequest | Refuse, error: Exception) -> None:
         """Send a refusal. That of a full queue says when to come back, by what waits at this moment."""
         if isinstance(error, QueueFull):
-            queue_policy, block_size = self.scheduler.config.queue_policy, self.info.block_size
-            wait_s = full_queue_retry_s(self.snapshot(), refused.priority, queue_policy=queue_policy, block_size=block_size)
+            lowest = self.scheduler.sequences.queue.traits.lowest_before(refused.priority)
+            wait_s = full_queue_retry_s(self.snapshot(), lowest, block_size=self.info.block_size)
             error = Overloaded(str(error), retry_after_s=wait_s)
         self._emit([Rejected(request_id=refused.request_id, epoch=refused.epoch, error=error)])
 

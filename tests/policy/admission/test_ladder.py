@@ -23,6 +23,7 @@ from headrace.policy.admission.ladder import (
     retry_after_s,
     served_before,
 )
+from headrace.policy.queues import traits_of
 from headrace.policy.routing.predicted_time import RequestSize, SentSince
 
 pytestmark = pytest.mark.pure
@@ -170,9 +171,7 @@ def test_a_load_without_classes_is_taken_whole() -> None:
 def test_a_full_queue_and_the_ladder_make_one_retry_time_of_one_wait() -> None:
     seen = load(num_running=8, num_waiting=64, num_queued_tokens=1000)
     queue = queue_state(seen, SentSince(), RequestSize(0, 128), block_size=16)
-    assert (
-        full_queue_retry_s(seen, STANDARD, queue_policy="fcfs", block_size=16) == retry_after_s(queue, 0.0) == pytest.approx(queue.wait_s)
-    )
+    assert full_queue_retry_s(seen, BATCH, block_size=16) == retry_after_s(queue, 0.0) == pytest.approx(queue.wait_s)
     assert MIN_RETRY_S < queue.wait_s < MAX_RETRY_S
     refused = decide(queue, None, has_smaller=False, priority=STANDARD, rules=RULES)
     assert refused.retry_after_s == retry_after_s(queue, RULES.max_wait_s)
@@ -180,7 +179,7 @@ def test_a_full_queue_and_the_ladder_make_one_retry_time_of_one_wait() -> None:
 
 def test_the_retry_time_of_a_full_queue_is_bounded() -> None:
     def retry_s(**changes: float) -> float:
-        return full_queue_retry_s(load(**changes), STANDARD, queue_policy="priority", block_size=16)
+        return full_queue_retry_s(load(**changes), STANDARD, block_size=16)
 
     assert retry_s(step_fixed_s=0.0, step_token_s=0.0, num_waiting=1000) == MIN_RETRY_S, "of an engine that has computed nothing yet"
     assert retry_s(num_queued_tokens=10) == MIN_RETRY_S
@@ -192,13 +191,13 @@ def test_the_answers_that_ended_say_how_long_a_slot_is_taken() -> None:
     short, long = (
         replace(full, counters=EngineCounters(generation_tokens=10 * mean, finished={"stop": 6, "length": 4})) for mean in (50, 150)
     )
-    first, second = (full_queue_retry_s(each, STANDARD, queue_policy="priority", block_size=16) for each in (short, long))
+    first, second = (full_queue_retry_s(each, STANDARD, block_size=16) for each in (short, long))
     assert second == pytest.approx(3 * first, rel=0.01)
 
 
 def test_a_full_queue_asks_a_premium_request_to_stay_away_for_no_batch_request() -> None:
     classes = (ClassLoad(), ClassLoad(), ClassLoad(8, 64, 30_000))
     seen = replace(load(num_running=8, num_waiting=64, num_queued_tokens=30_000), classes=classes)
-    assert full_queue_retry_s(seen, PREMIUM, queue_policy="priority", block_size=16) == MIN_RETRY_S
-    assert full_queue_retry_s(seen, BATCH, queue_policy="priority", block_size=16) > 30.0
-    assert full_queue_retry_s(seen, PREMIUM, queue_policy="fair", block_size=16) > 30.0, "a policy that knows no classes"
+    assert full_queue_retry_s(seen, PREMIUM, block_size=16) == MIN_RETRY_S
+    assert full_queue_retry_s(seen, BATCH, block_size=16) > 30.0
+    assert full_queue_retry_s(seen, traits_of("fair").lowest_before(PREMIUM), block_size=16) > 30.0, "a policy that knows no classes"

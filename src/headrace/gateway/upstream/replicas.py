@@ -27,6 +27,7 @@ from headrace.gateway.upstream.replica_watch import ReplicaWatch, WatchedConnect
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState, queue_state, served_before
+from headrace.policy.queues import traits_of
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
 from headrace.policy.routing.ejection import ejected
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
@@ -258,13 +259,14 @@ class ReplicaPool:
         joining  requests that the replicas will be sent, in equal parts
         """
         info, size = self.info, RequestSize(0, self._expected_output_tokens(None))
-        lowest = priority if info is not None and info.queue_policy == "priority" else PriorityClass.BATCH
+        traits = traits_of(info.queue_policy if info else "")
+        lowest = traits.lowest_before(priority)
         seen = [_candidate(replica, lowest) for replica, reason in self.verdicts() if not reason]
         num_joining = joining.num_requests(lowest)
         joined = self._joined(num_joining, len(seen)) if num_joining and seen else NOTHING_SENT
         loads = [(served_before(each.snapshot, lowest), each.sent.plus(joined)) for each in seen if each.snapshot is not None]
         states = [queue_state(load, sent, size, block_size=info.block_size if info else 16) for load, sent in loads]
-        if info is not None and info.queue_policy in ("priority", "fair"):
+        if traits.has_tenants:
             states = [replace(state, num_slots=load.max_num_seqs) for state, (load, _) in zip(states, loads, strict=True)]
         return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
 

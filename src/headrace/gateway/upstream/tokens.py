@@ -29,6 +29,7 @@ from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.gateway.upstream.token_stream import Call, TokenStream
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
+from headrace.policy.queues import traits_of
 from headrace.text.output.model_formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
 
@@ -96,7 +97,7 @@ class TokenUpstream:
         params = self._params(request, info, None if earlier is None else earlier[0].seed)
         grammar = self._binding.grammar(request.prompt, None if request.grammar is None else request.grammar.grammar)
         prompts, ignored = await self._encode(request.prompt, params.max_tokens, info, principal.tenant)
-        if request.has_priority and info.queue_policy not in ("", "priority"):
+        if request.has_priority and info.queue_policy and not traits_of(info.queue_policy).has_classes:
             ignored = [*ignored, "priority"]
         if params.max_tokens is None:
             params = _with_max_tokens(params, prompts, principal, info)

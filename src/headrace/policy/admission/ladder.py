@@ -117,12 +117,13 @@ def retry_after_s(queue: QueueState, bound_s: float) -> float:
     return min(MAX_RETRY_S, max(MIN_RETRY_S, queue.wait_s - bound_s))
 
 
-def full_queue_retry_s(load: LoadSnapshot, priority: PriorityClass, *, queue_policy: str, block_size: int) -> float:
+def full_queue_retry_s(load: LoadSnapshot, lowest: PriorityClass, *, block_size: int) -> float:
     """The retry time of a request that an engine's full queue refuses: until a request that comes now would begin.
+
+    lowest  class of what is served before it
 
     The queue has room for one request earlier than that. All that it refuses would come back then, though, and all but one in vain.
     """
-    lowest = priority if queue_policy == "priority" else PriorityClass.BATCH
     size = RequestSize(0, mean_output_tokens(sum(load.counters.finished.values()), load.counters.generation_tokens))
     return retry_after_s(queue_state(served_before(load, lowest), NOTHING_SENT, size, block_size=block_size), 0.0)
 

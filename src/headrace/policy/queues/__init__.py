@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from headrace.policy.queues.fair import FairShareQueue
 from headrace.policy.queues.keyed import FcfsQueue, SjfQueue
 from headrace.policy.queues.priority import PriorityQueue
-from headrace.policy.queues.queue import Queue
+from headrace.policy.queues.queue import Queue, QueueTraits
 
-__all__ = ["QUEUES", "Queue", "make_queue"]
-
-QUEUES: dict[str, Callable[[], Queue]] = {
+QUEUES: dict[str, type[Queue]] = {
     "fcfs": FcfsQueue,
     "priority": PriorityQueue,
     "sjf": SjfQueue,
@@ -19,5 +15,6 @@ QUEUES: dict[str, Callable[[], Queue]] = {
 }
 
 
-def make_queue(policy: str) -> Queue:
-    return QUEUES[policy]()
+def traits_of(policy: str) -> QueueTraits:
+    """What an engine's policy takes into account, by the name that the engine reports; nothing for a name that is not known here."""
+    return QUEUES[policy].traits if policy in QUEUES else QueueTraits()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from headrace.core.plan import StepCosts
 from headrace.core.request import EngineRequest
+from headrace.policy.queues.queue import QueueTraits
 from headrace.policy.queues.shares import StepShares
 from headrace.policy.queues.tenants import IDLE_CREDIT_TOKENS, TenantOrder
 from headrace.policy.sequence import Sequence
@@ -26,7 +27,7 @@ class FairShareQueue:
     that of the tier that waited last (`TenantOrder` has the same rule for tenants).
     """
 
-    charges = True
+    traits = QueueTraits(has_tenants=True)
     shares = StepShares()
 
     def __init__(self) -> None:

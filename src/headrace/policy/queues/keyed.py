@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 from headrace.core.plan import StepCosts
+from headrace.policy.queues.queue import QueueTraits
 from headrace.policy.queues.shares import StepShares
 from headrace.policy.sequence import Sequence
 
@@ -24,7 +25,7 @@ class KeyQueue:
     Subclasses differ in `key_of` alone. A removed sequence's entry stays until it is on top, or the heap has four entries per sequence.
     """
 
-    charges = False
+    traits = QueueTraits()
     shares = StepShares()
 
     def __init__(self) -> None:

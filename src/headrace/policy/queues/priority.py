@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from headrace.core.plan import StepCosts
 from headrace.core.request import PriorityClass
 from headrace.policy.queues.fair import FairShareQueue
+from headrace.policy.queues.queue import QueueTraits
 from headrace.policy.queues.shares import StepShares
 from headrace.policy.sequence import STALLED, Sequence
 
@@ -39,7 +40,7 @@ class PriorityQueue:
     waited last.
     """
 
-    charges = True
+    traits = QueueTraits(has_classes=True, has_tenants=True)
     shares = StepShares(premium_headroom=1 / 16)
 
     def __init__(self) -> None:

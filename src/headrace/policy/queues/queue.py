@@ -7,21 +7,35 @@ first), `fair` and `priority`; `QUEUES` names them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.core.plan import StepCosts
+from headrace.core.request import PriorityClass
 from headrace.policy.queues.shares import StepShares
 from headrace.policy.sequence import Sequence
 
 
-class Queue(Protocol):
-    """The waiting sequences of one engine.
+@dataclass(frozen=True, slots=True)
+class QueueTraits:
+    """What a queue policy takes into account.
 
-    charges  whether this policy counts computed tokens by tenant, so that `charge` has to be called
-    shares   how a step's tokens are divided between prefilling sequences
+    has_classes  higher classes are served first
+    has_tenants  tenants are served in turns, by the tokens computed for each: `Queue.charge` has to be called
     """
 
-    charges: bool
+    has_classes: bool = False
+    has_tenants: bool = False
+
+    def lowest_before(self, priority: PriorityClass) -> PriorityClass:
+        """The lowest class of the requests that are served before a new one of this class."""
+        return priority if self.has_classes else PriorityClass.BATCH
+
+
+class Queue(Protocol):
+    """The waiting sequences of one engine. shares: how a step's tokens are divided between prefilling sequences"""
+
+    traits: QueueTraits
     shares: StepShares
 
     def push(self, seq: Sequence, cost_tokens: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from headrace.core.request import EngineRequest
 from headrace.policy.config import SchedulerConfig
+from headrace.policy.queues.queue import QueueTraits
 from headrace.policy.schedule.waiting import QueuePart, QueuePartKey, WaitingWork, weight_of
 from headrace.policy.sequence import RUNNING, Sequence
 
@@ -20,7 +21,7 @@ Family = list[Sequence]
 
 
 def displaced(
-    request: EngineRequest, request_bytes: int, work: WaitingWork, families: Iterable[Family], config: SchedulerConfig
+    request: EngineRequest, request_bytes: int, work: WaitingWork, families: Iterable[Family], config: SchedulerConfig, traits: QueueTraits
 ) -> list[Family]:
     """The requests that leave so that `request` may wait, each whole. Empty: it may not.
 
@@ -30,7 +31,7 @@ def displaced(
     num_sequences, num_bytes = work.counted_with(request)
     num_sequences, num_bytes = num_sequences + request.params.n, num_bytes + request_bytes
     is_full = num_sequences > config.max_waiting or num_bytes > config.max_waiting_bytes
-    if not is_full or config.queue_policy not in ("priority", "fair"):  # the others know no tenants
+    if not (is_full and traits.has_tenants):
         return []
     parts = {key: replace(part) for key, part in work.parts.items()}
     own = parts.get(QueuePartKey.of(request), QueuePart())
@@ -39,7 +40,7 @@ def displaced(
     candidates: dict[QueuePartKey, list[Family]] | None = None
     chosen: list[Family] = []
     while num_sequences > config.max_waiting or num_bytes > config.max_waiting_bytes:
-        above = _above(parts, request, due, config)
+        above = _above(parts, request, due, config, traits)
         if candidates is None:
             candidates = _by_part(families) if above else {}
         key = next((key for key in above if candidates.get(key)), None)
@@ -54,10 +55,11 @@ def displaced(
     return chosen
 
 
-def _above(parts: Mapping[QueuePartKey, QueuePart], request: EngineRequest, due: float, config: SchedulerConfig) -> list[QueuePartKey]:
+def _above(
+    parts: Mapping[QueuePartKey, QueuePart], request: EngineRequest, due: float, config: SchedulerConfig, traits: QueueTraits
+) -> list[QueuePartKey]:
     """The parts of the request's class that are larger than `due`, the share that its tenant would have; the largest first."""
-    has_classes = config.queue_policy == "priority"
-    same_class = [(key, _share(part, config)) for key, part in parts.items() if key.priority == request.priority or not has_classes]
+    same_class = [(key, _share(part, config)) for key, part in parts.items() if key.priority == request.priority or not traits.has_classes]
     larger = [(share, key) for key, share in same_class if share > due and key[1:] != QueuePartKey.of(request)[1:]]
     return [key for _, key in sorted(larger, reverse=True)]
 

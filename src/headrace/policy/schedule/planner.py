@@ -156,7 +156,7 @@ class Planner:
     def _admit_ahead(self, prefilling: list[Sequence], step: StepBuilder) -> None:
         """Admit the waiting sequences that the queue policy serves before every running prompt."""
         queue = self.sequences.queue
-        if not (queue.charges and prefilling and self._may_admit()):
+        if not (queue.traits.has_tenants and prefilling and self._may_admit()):
             return
         first = prefilling[0]
         while self.sequences.slots.has_free and step.budget > 0:
@@ -170,7 +170,7 @@ class Planner:
 
     def _charge_decodes(self, step: StepBuilder) -> None:
         step_id = step.step_id
-        if self.sequences.queue.charges and step_id >= self._charge_at:
+        if self.sequences.queue.traits.has_tenants and step_id >= self._charge_at:
             self._charge_at = step_id + CHARGE_STEPS
             self.sequences.queue.charge(self.sequences.slots.running)
 
@@ -260,7 +260,7 @@ class Planner:
 
         Decoding rows are counted every CHARGE_STEPS steps, before an order is asked for: 64 of them take 30 us, and are a token each.
         """
-        if not self.sequences.queue.charges:
+        if not self.sequences.queue.traits.has_tenants:
             return
         first = max(step.num_charged_rows, step.rows.num_decodes)
         if first < len(step.rows):

@@ -120,7 +120,7 @@ class Room:
         """
         sequences, queue = self.sequences, self.sequences.queue
         lacks_slot = not sequences.slots.has_free
-        if not (lacks_slot or self._short) or now < self._look_again or not (queue.charges and len(queue)):
+        if not (lacks_slot or self._short) or now < self._look_again or not (queue.traits.has_tenants and len(queue)):
             return None
         self._look_again = now + LOOK_AGAIN_S
         head = self._head(now, costs)

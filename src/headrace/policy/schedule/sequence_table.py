@@ -22,7 +22,7 @@ from headrace.core.waiting_bytes import submitted_bytes
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.queues import Queue, make_queue
+from headrace.policy.queues import QUEUES
 from headrace.policy.schedule.arrival import Arrivals
 from headrace.policy.schedule.deadlines import Deadlines, Limit
 from headrace.policy.schedule.displacement import Family, displaced
@@ -46,13 +46,13 @@ class SequenceTable:
         self.config = config
         self.kv = kv
         self.tier = tier
-        self.queue: Queue = make_queue(config.queue_policy)
+        self.queue = QUEUES[config.queue_policy]()
         self.slots = Slots(config.max_num_seqs)
         self._arrivals = Arrivals(config, kv)
         self.last_premium = -math.inf
         """When a premium request came last."""
         self.counters = EngineCounters()
-        self.waiting = WaitingWork(config)
+        self.waiting = WaitingWork(config, self.queue.traits)
         self._blocked: dict[SeqId, Sequence] = {}
         self._families: dict[RequestId, list[Sequence]] = {}
         self._prepared: dict[AdmissionId, list[Sequence]] = {}
@@ -95,7 +95,7 @@ class SequenceTable:
         self.waiting.refuse_too_large(request, num_bytes)
         self._arrivals.refuse_what_never_fits(request)
         self.waiting.refuse_beyond_part(request)
-        leaving = displaced(request, num_bytes, self.waiting, self._families.values(), self.config)
+        leaving = displaced(request, num_bytes, self.waiting, self._families.values(), self.config, self.queue.traits)
         if not leaving:
             self.waiting.refuse_while_full(request, num_bytes)
         if request.request_id in self._families:
@@ -182,7 +182,7 @@ class SequenceTable:
 
     def _charge_running(self) -> None:
         """A tenant that begins to wait is compared with the others by what all of them were served until now."""
-        if self.queue.charges:
+        if self.queue.traits.has_tenants:
             self.queue.charge(self.slots.running)
 
     def satisfied(self, admission: AdmissionId, what: str) -> None:

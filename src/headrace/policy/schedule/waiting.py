@@ -16,6 +16,7 @@ from headrace.core.errors import QueueFull, RequestTooLarge
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.waiting_bytes import check_bytes, request_bytes, sequence_bytes
 from headrace.policy.config import SchedulerConfig
+from headrace.policy.queues.queue import QueueTraits
 from headrace.policy.sequence import Sequence
 
 
@@ -57,8 +58,9 @@ class WaitingWork:
     knows no classes, the bounds are those of all that waits.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, traits: QueueTraits) -> None:
         self._config = config
+        self._traits = traits
         self._tenants: Counter[str] = Counter()
         self.parts: dict[QueuePartKey, QueuePart] = {}
         self.num_sequences, self.num_tokens, self.num_bytes = ([0] * len(PriorityClass) for _ in range(3))
@@ -89,7 +91,7 @@ class WaitingWork:
 
     def counted_with(self, request: EngineRequest) -> tuple[int, int]:
         """Sequences and bytes that wait in the request's class and the higher ones, or of all where the policy knows no classes."""
-        counted = slice(request.priority + 1 if self._config.queue_policy == "priority" else None)
+        counted = slice(self._traits.lowest_before(request.priority) + 1)
         return sum(self.num_sequences[counted]), sum(self.num_bytes[counted])
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
