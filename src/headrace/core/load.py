@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import add, sub
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 
 from headrace.core.request import PriorityClass
 
@@ -29,26 +30,76 @@ class FailureKind(Enum):
     """The commit of one sequence's row: that sequence ends."""
 
 
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """How a row of EngineCounters is published.
+
+    metric  name of its metric family
+    text    help text of the family
+    vllm    name of the family at vLLM; "": vLLM has none
+    label   of the family's series; "": the counter is one number
+    values  of the label that are shown always; (): those that were counted
+    """
+
+    metric: str
+    text: str
+    vllm: str = ""
+    label: str = ""
+    values: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Its label, if it has one."""
+        return (self.label,) if self.label else ()
+
+    def series(self, counted: Any) -> list[tuple[tuple[str, ...], int]]:
+        """The values of `labels` and the count of each series. counted: the row's value"""
+        if not self.label:
+            return [((), counted)]
+        return [((value,), counted.get(value, 0)) for value in self.values or sorted(counted)]
+
+
 @dataclass(slots=True)
 class EngineCounters:
     """Counters since the engine process started. They only grow, so a reader that is late or reads twice misses and repeats nothing.
+
+    A row says all that is to be known of a counter: what the wire carries and both names of its metric are derived from it (`COUNTERS`).
+    The histogram of step durations is the only one of its kind, and is spelt out where it is read.
 
     step_seconds  sum over the steps' durations
     step_buckets  how many steps fell between two of STEP_BOUNDS_S, below the first and above the last
     """
 
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_cache_hit_tokens: int = 0
-    prefix_cache_query_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
+    prompt_tokens: Annotated[int, Counter("headrace_prompt_tokens", "Prompt tokens of admitted sequences.", "vllm:prompt_tokens")] = 0
+    generation_tokens: Annotated[int, Counter("headrace_generation_tokens", "Tokens generated.", "vllm:generation_tokens")] = 0
+    prefix_cache_hit_tokens: Annotated[
+        int, Counter("headrace_prefix_cache_hit_tokens", "Prompt tokens taken from the prefix cache.", "vllm:prefix_cache_hits")
+    ] = 0
+    prefix_cache_query_tokens: Annotated[
+        int, Counter("headrace_prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache.", "vllm:prefix_cache_queries")
+    ] = 0
+    preemptions: Annotated[
+        int,
+        Counter(
+            "headrace_preemptions", "Sequences that lost their KV blocks to other sequences and were recomputed.", "vllm:num_preemptions"
+        ),
+    ] = 0
+    steps: Annotated[int, Counter("headrace_steps", "Steps committed.")] = 0
+    finished: Annotated[
+        dict[str, int],
+        Counter("headrace_sequences_finished", "Sequences by finish reason, as the engine counts.", "vllm:request_success", label="reason"),
+    ] = field(default_factory=dict)
+    failures: Annotated[
+        dict[str, int],
+        Counter(
+            "headrace_engine_failures",
+            "What raised inside the engine, by kind; its log has the tracebacks.",
+            label="kind",
+            values=tuple(kind.value for kind in FailureKind),
+        ),
+    ] = field(default_factory=dict)
     step_seconds: float = 0.0
     step_buckets: list[int] = field(default_factory=lambda: [0] * (len(STEP_BOUNDS_S) + 1))
-    finished: dict[str, int] = field(default_factory=dict)
-    """FinishReason value -> sequences."""
-    failures: dict[str, int] = field(default_factory=dict)
-    """FailureKind value -> how often."""
 
     def note_step(self, seconds: float) -> None:
         self.steps += 1
@@ -64,7 +115,15 @@ class EngineCounters:
 
     def copy(self) -> EngineCounters:
         """A snapshot: the same numbers, independent of later steps."""
-        return replace(self, step_buckets=list(self.step_buckets), finished=dict(self.finished), failures=dict(self.failures))
+        by_label: dict[str, Any] = {name: dict(getattr(self, name)) for name in LABELLED_COUNTERS}
+        return replace(self, step_buckets=list(self.step_buckets), **by_label)
+
+
+_HINTS = get_type_hints(EngineCounters, include_extras=True)
+COUNTERS: Mapping[str, Counter] = {name: hint.__metadata__[0] for name, hint in _HINTS.items() if get_origin(hint) is Annotated}
+"""Every row of EngineCounters by its name, in order."""
+PLAIN_COUNTERS = tuple(name for name, counter in COUNTERS.items() if not counter.label)
+LABELLED_COUNTERS = tuple(name for name, counter in COUNTERS.items() if counter.label)
 
 
 class ClassLoad(NamedTuple):

@@ -25,7 +25,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from headrace.core.load import STEP_BOUNDS_S, FailureKind, LoadSnapshot
+from headrace.core.load import COUNTERS, STEP_BOUNDS_S, LoadSnapshot
 from headrace.observe.tally import CountCollector, TallyCollector
 from headrace.observe.tenant_metrics import EVERY_TENANT, ShownTenants, TenantMetrics
 from headrace.observe.upstream_metrics import ReportedLoadCollector, UpstreamCollector, UpstreamReading
@@ -167,36 +167,13 @@ def _gauges(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metric
     yield from (running, waiting, blocks)
 
 
-_COUNTERS = (
-    ("prompt_tokens", "headrace_prompt_tokens", "Prompt tokens of admitted sequences."),
-    ("generation_tokens", "headrace_generation_tokens", "Tokens generated."),
-    ("prefix_cache_hit_tokens", "headrace_prefix_cache_hit_tokens", "Prompt tokens taken from the prefix cache."),
-    ("prefix_cache_query_tokens", "headrace_prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache."),
-    ("preemptions", "headrace_preemptions", "Sequences that lost their KV blocks to other sequences and were recomputed."),
-    ("steps", "headrace_steps", "Steps committed."),
-)
-
-
 def _counters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metric]:
-    for field, name, text in _COUNTERS:
-        family = CounterMetricFamily(name, text, labels=LABELS)
+    for counted, counter in COUNTERS.items():
+        family = CounterMetricFamily(counter.metric, counter.text, labels=(*LABELS, *counter.labels))
         for reading, snapshot in known:
-            family.add_metric((reading.model, reading.replica), getattr(snapshot.counters, field))
+            for values, count in counter.series(getattr(snapshot.counters, counted)):
+                family.add_metric((reading.model, reading.replica, *values), count)
         yield family
-    finished = CounterMetricFamily(
-        "headrace_sequences_finished", "Sequences by finish reason, as the engine counts.", labels=(*LABELS, "reason")
-    )
-    for reading, snapshot in known:
-        for reason, count in sorted(snapshot.counters.finished.items()):
-            finished.add_metric((reading.model, reading.replica, reason), count)
-    yield finished
-    failures = CounterMetricFamily(
-        "headrace_engine_failures", "What raised inside the engine, by kind; its log has the tracebacks.", labels=(*LABELS, "kind")
-    )
-    for reading, snapshot in known:
-        for kind in FailureKind:
-            failures.add_metric((reading.model, reading.replica, kind.value), snapshot.counters.failures.get(kind.value, 0))
-    yield failures
 
 
 def _steps(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Metric:

@@ -10,22 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from headrace.core.load import COUNTERS
+
 NAMES: Mapping[str, tuple[str, ...]] = {
+    **{counter.metric: (counter.vllm,) for counter in COUNTERS.values() if counter.vllm},
     "headrace_requests_running": ("vllm:num_requests_running",),
     "headrace_requests_waiting": ("vllm:num_requests_waiting",),
-    "headrace_prompt_tokens": ("vllm:prompt_tokens",),
-    "headrace_generation_tokens": ("vllm:generation_tokens",),
-    "headrace_preemptions": ("vllm:num_preemptions",),
-    "headrace_prefix_cache_query_tokens": ("vllm:prefix_cache_queries",),
-    "headrace_prefix_cache_hit_tokens": ("vllm:prefix_cache_hits",),
-    "headrace_sequences_finished": ("vllm:request_success",),
     "headrace_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
     "headrace_inter_token_latency_seconds": ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
     "headrace_time_per_output_token_seconds": ("vllm:request_time_per_output_token_seconds",),
     "headrace_request_latency_seconds": ("vllm:e2e_request_latency_seconds",),
     "headrace_queue_time_seconds": ("vllm:request_queue_time_seconds",),
 }
-"""Our family -> vLLM's. The older vllm:time_per_output_token_seconds is vLLM's name of the gaps between tokens."""
+"""Our family -> vLLM's; a counter of the engine says its own. The older vllm:time_per_output_token_seconds is the gaps between tokens."""
 
 KV_BLOCKS, KV_USAGE = "headrace_kv_blocks", ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 """vLLM says the used part of the blocks, 0..1, under a newer and an older name."""

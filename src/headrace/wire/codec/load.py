@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from headrace.core.load import STEP_BOUNDS_S, ClassLoad, EngineCounters, LoadSnapshot
+from typing import Any
+
+from headrace.core.load import COUNTERS, LABELLED_COUNTERS, PLAIN_COUNTERS, STEP_BOUNDS_S, ClassLoad, EngineCounters, LoadSnapshot
 from headrace.core.request import PriorityClass
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.handles import MalformedFrame
 
 
 def encode_load(snapshot: LoadSnapshot) -> pb.Load:
-    counters = snapshot.counters
     return pb.Load(
         num_running=snapshot.num_running,
         num_waiting=snapshot.num_waiting,
@@ -26,26 +27,12 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
         step_token_s=snapshot.step_token_s,
         step_prompt_tokens=snapshot.step_prompt_tokens,
         classes=[pb.ClassLoad(**each._asdict()) for each in snapshot.classes],
-        counters=pb.Counters(
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            prefix_cache_hit_tokens=counters.prefix_cache_hit_tokens,
-            prefix_cache_query_tokens=counters.prefix_cache_query_tokens,
-            preemptions=counters.preemptions,
-            steps=counters.steps,
-            step_seconds=counters.step_seconds,
-            step_buckets=list(counters.step_buckets),
-            finished=counters.finished,
-            failures=counters.failures,
-        ),
+        counters=_encode_counters(snapshot.counters),
     )
 
 
 def decode_load(message: pb.Load) -> LoadSnapshot:
     """Raises MalformedFrame when the step histogram has other buckets than ours, or there are other classes."""
-    counters = message.counters
-    if len(counters.step_buckets) != len(STEP_BOUNDS_S) + 1:
-        raise MalformedFrame(f"load: {len(counters.step_buckets)} step buckets, not {len(STEP_BOUNDS_S) + 1}")
     if len(message.classes) not in (0, len(PriorityClass)):
         raise MalformedFrame(f"load: {len(message.classes)} classes, not {len(PriorityClass)}")
     return LoadSnapshot(
@@ -64,16 +51,18 @@ def decode_load(message: pb.Load) -> LoadSnapshot:
         step_token_s=message.step_token_s,
         step_prompt_tokens=message.step_prompt_tokens,
         classes=tuple(ClassLoad(each.num_running, each.num_waiting, each.num_queued_tokens) for each in message.classes),
-        counters=EngineCounters(
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            prefix_cache_hit_tokens=counters.prefix_cache_hit_tokens,
-            prefix_cache_query_tokens=counters.prefix_cache_query_tokens,
-            preemptions=counters.preemptions,
-            steps=counters.steps,
-            step_seconds=counters.step_seconds,
-            step_buckets=list(counters.step_buckets),
-            finished=dict(counters.finished),
-            failures=dict(counters.failures),
-        ),
+        counters=_decode_counters(message.counters),
     )
+
+
+def _encode_counters(counters: EngineCounters) -> pb.Counters:
+    rows = {name: getattr(counters, name) for name in COUNTERS}
+    return pb.Counters(**rows, step_seconds=counters.step_seconds, step_buckets=counters.step_buckets)
+
+
+def _decode_counters(message: pb.Counters) -> EngineCounters:
+    if len(message.step_buckets) != len(STEP_BOUNDS_S) + 1:
+        raise MalformedFrame(f"load: {len(message.step_buckets)} step buckets, not {len(STEP_BOUNDS_S) + 1}")
+    rows: dict[str, Any] = {name: getattr(message, name) for name in PLAIN_COUNTERS}
+    rows |= {name: dict(getattr(message, name)) for name in LABELLED_COUNTERS}
+    return EngineCounters(**rows, step_seconds=message.step_seconds, step_buckets=list(message.step_buckets))
