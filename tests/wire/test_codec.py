@@ -265,7 +265,7 @@ def test_model_facts_survive_the_wire_with_the_types_of_their_defaults() -> None
         eos_token_ids=(1, 2),
         kv_groups=(
             KvGroup(layers=(0, 2), kv_heads=2, head_dim=32, dtype_bytes=2),
-            KvGroup(layers=(1,), kv_heads=2, head_dim=32, dtype_bytes=2, window=128, state_bytes=7, scale_bytes=4),
+            KvGroup(layers=(1,), kv_heads=2, head_dim=32, dtype_bytes=2, window=128, scale_bytes=4),
         ),
         block_size=16,
         num_blocks=(100, 50),

@@ -15,7 +15,6 @@ class KvGroup:
     dtype_bytes  bytes per element of the cache
     scale_bytes  bytes beside each key and each value of a head; 0 where the cache is not rounded
     window       tokens a query sees, itself included; None = everything before it
-    state_bytes  fixed bytes per sequence beside the blocks (recurrent layers); 0 for attention
     """
 
     layers: tuple[int, ...]
@@ -23,7 +22,6 @@ class KvGroup:
     head_dim: int
     dtype_bytes: int
     window: int | None = None
-    state_bytes: int = 0
     scale_bytes: int = 0
 
     def block_bytes(self, block_size: int) -> int:

@@ -47,10 +47,6 @@ class MoveKind(IntEnum):
     """Block to host slot (offload, swap out)."""
     HOST_IN = 2
     """Host slot to block (onload, swap in)."""
-    SEND = 3
-    """Block to another engine. Reserved: nothing plans it."""
-    RECEIVE = 4
-    """Block from another engine. Reserved: nothing plans it."""
 
 
 SYNCHRONOUS = 0

@@ -1,21 +1,24 @@
 """Plans as bytes: for the replay file, and for ranks in other processes. Never pickle.
 
-    plan   = `core.columns` of COLUMNS, then one column of token ids per started sequence
-    header = {"step_id", "costs": [fixed_s, token_s], "started": [...]}
+    plan   = header length (u32) | header (JSON, utf-8) | columns, back to back, 4 bytes per entry, little endian
+    header = {"step_id", "costs": [fixed_s, token_s], "started": [...], "columns": [their lengths]}
     file   = MAGIC | plan length (u32) | plan | plan length | plan ...
+
+The columns are COLUMNS, then one of token ids per started sequence.
 
 Every length is checked against what is there before anything is read; so are the moves' kinds, which say what their numbers mean.
 """
 
 from __future__ import annotations
 
+import json
 import struct
+import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from headrace.core.columns import INT, Unpacked, pack
 from headrace.core.errors import HeadraceError
 from headrace.core.grammar import Grammar
 from headrace.core.ids import SlotId
@@ -28,6 +31,7 @@ COLUMNS = tuple(f.name for f in fields(Plan) if f.name not in ("step_id", "start
 MOVE_COLUMNS = tuple(name for name in COLUMNS if name.startswith("move_"))
 _KINDS = frozenset(MoveKind)
 _U32 = struct.Struct("<I")
+ENTRY_BYTES = 4
 
 
 class PlanCodecError(HeadraceError):
@@ -37,7 +41,14 @@ class PlanCodecError(HeadraceError):
 def encode_plan(plan: Plan) -> bytes:
     """One plan as bytes."""
     columns = [getattr(plan, name) for name in COLUMNS] + [s.token_ids for s in plan.started]
-    return pack({"step_id": plan.step_id, "costs": list(plan.costs), "started": [_started_to_json(s) for s in plan.started]}, columns)
+    header = {
+        "step_id": plan.step_id,
+        "costs": list(plan.costs),
+        "started": [_started_to_json(s) for s in plan.started],
+        "columns": [len(column) for column in columns],
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return _U32.pack(len(text)) + text + b"".join(_little_endian(column).tobytes() for column in columns)
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -75,15 +86,39 @@ def load_plans(data: bytes) -> list[Plan]:
 
 
 def _decode(data: memoryview) -> Plan:
-    found = Unpacked(data)
-    entries = found.header["started"]
-    if found.num_columns != len(COLUMNS) + len(entries):
+    (length,) = _U32.unpack_from(data, 0)
+    begin = _U32.size + length
+    header: dict[str, Any] = json.loads(bytes(data[_U32.size : begin]))
+    entries, lengths = header["started"], header["columns"]
+    if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
+        raise ValueError("column lengths are no counts")
+    if len(lengths) != len(COLUMNS) + len(entries):
         raise ValueError("column lengths do not match")
-    columns: dict[str, array[int]] = {name: found.take(INT) for name in COLUMNS}
+    if begin + ENTRY_BYTES * sum(lengths) != len(data):
+        raise ValueError("columns do not fill the data")
+    found = _columns(data[begin:], lengths)
+    columns = {name: next(found) for name in COLUMNS}
     _check_moves(columns)
-    started = tuple(_started(entry, found.take(INT)) for entry in entries)
-    fixed_s, token_s = map(float, found.header.get("costs", UNKNOWN_COSTS))
-    return Plan(step_id=int(found.header["step_id"]), started=started, costs=StepCosts(fixed_s, token_s), **columns)
+    started = tuple(_started(entry, next(found)) for entry in entries)
+    fixed_s, token_s = map(float, header.get("costs", UNKNOWN_COSTS))
+    return Plan(step_id=int(header["step_id"]), started=started, costs=StepCosts(fixed_s, token_s), **columns)
+
+
+def _columns(data: memoryview, lengths: list[int]) -> Iterator[array[int]]:
+    begin = 0
+    for length in lengths:
+        column = array("i")
+        column.frombytes(bytes(data[begin : begin + ENTRY_BYTES * length]))
+        begin += ENTRY_BYTES * length
+        yield _little_endian(column)
+
+
+def _little_endian(column: array[int]) -> array[int]:
+    """The column with its bytes in the file's order, or back in this machine's: the same exchange where they differ."""
+    if sys.byteorder == "big":
+        column = array("i", column)
+        column.byteswap()
+    return column
 
 
 def _check_moves(columns: Mapping[str, array[int]]) -> None:

@@ -108,8 +108,7 @@ class _Pools:
 
     def num_bytes(self, full_blocks: int) -> int:
         size = self.config.block_size
-        blocks = sum(count * group.block_bytes(size) for count, group in zip(self.counts(full_blocks), self.groups, strict=True))
-        return blocks + self.config.max_num_seqs * sum(group.state_bytes for group in self.groups)
+        return sum(count * group.block_bytes(size) for count, group in zip(self.counts(full_blocks), self.groups, strict=True))
 
     def within(self, max_bytes: int) -> int:
         """The most full-group blocks whose pools take at most `max_bytes`; -1: not even the pad blocks fit."""

@@ -78,11 +78,6 @@ def test_a_model_without_attention_needs_no_cache() -> None:
     assert size(CONFIG, ()).num_blocks == ()
 
 
-def test_fixed_state_is_set_aside_for_every_sequence() -> None:
-    group = replace(FULL, state_bytes=3 * BLOCK)
-    assert size(replace(CONFIG, kv_cache_bytes=100 * BLOCK), (group,), length=100).num_blocks == (88,)
-
-
 @pytest.mark.parametrize(
     ("changes", "option", "remedy"),
     [

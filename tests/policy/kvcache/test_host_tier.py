@@ -262,7 +262,7 @@ def a_plan(kind: MoveKind, source: int, target: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("kind", [MoveKind.HOST_OUT, MoveKind.HOST_IN, MoveKind.SEND])
+@pytest.mark.parametrize("kind", [MoveKind.HOST_OUT, MoveKind.HOST_IN])
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_fake_runner_without_host_memory_refuses_the_kind_by_name(kind: MoveKind, verify: bool) -> None:
     with pytest.raises(ValueError, match=kind.name):

@@ -60,7 +60,6 @@ def _encode_group(group: KvGroup) -> pb.KvGroup:
         head_dim=group.head_dim,
         dtype_bytes=group.dtype_bytes,
         window=group.window,
-        state_bytes=group.state_bytes,
         scale_bytes=group.scale_bytes,
     )
 
@@ -72,7 +71,6 @@ def _decode_group(message: pb.KvGroup) -> KvGroup:
         head_dim=message.head_dim,
         dtype_bytes=message.dtype_bytes,
         window=message.window if message.HasField("window") else None,
-        state_bytes=message.state_bytes,
         scale_bytes=message.scale_bytes,
     )
 
