@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(module, "packed_directory", lambda: tmp_path)
     monkeypatch.setattr(packed_store, "MIN_BYTES", 0)
     monkeypatch.setattr(idle_work, "REST_S", 0.0)
-    monkeypatch.setattr("headrace.engine.runner_build.apply_threads", lambda plan: None)  # of the whole process
+    monkeypatch.setattr("headrace.tensor.kernels.Backend.limit_threads", lambda self, num_threads: "none")  # of the whole process
     return tmp_path
 
 

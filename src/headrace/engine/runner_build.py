@@ -36,7 +36,7 @@ from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
-from headrace.tensor.host.threads import ThreadPlan, apply_threads, plan_threads
+from headrace.tensor.host.threads import ThreadPlan, plan_threads
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.choose import choose_kernels
 from headrace.tensor.kernels.filters import draw as plain_draw
@@ -81,7 +81,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     _check_device(config.device)
     found = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization)
     choices = _choose(config, found, packed, features or read_cpu_features())
-    with log_compiling(choices.kernels):
+    with log_compiling(choices.backend.compiler):
         loaded = _load(config, choices, packed)
         kv_dtype, why_kv = _kv_dtype(config, choices.dtype, found.dtype_name, choices.features)
         groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
@@ -120,18 +120,18 @@ class _Choices:
     features: CpuFeatures
     dtype: torch.dtype
     why_dtype: str
-    kernels: str
     why_kernels: str
     backend: Backend
     threads: ThreadPlan
+    layer: str
 
     def lines(self, config: EngineConfig) -> tuple[str, ...]:
         """One line per choice, for the log of a start."""
         return (
             f"dtype: {_name(self.dtype)}, {self.why_dtype}",
-            f"kernels: {self.kernels}, {self.why_kernels}{_invariant(config)}{_compile_cache(self.kernels)}",
+            f"kernels: {self.backend.name}, {self.why_kernels}{_invariant(config)}{_compile_cache(self.backend)}",
             f"draw: {'plain NumPy, slow for large vocabularies' if self.backend.draw is plain_draw else 'compiled'}",
-            f"threads: {self.threads.num_threads}, {self.threads.reason}; Numba's layer: {self.threads.layer}",
+            f"threads: {self.threads.num_threads}, {self.threads.reason}; Numba's layer: {self.layer}",
         )
 
 
@@ -142,16 +142,16 @@ def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder 
     _check_weights_fit(found, read_memory(config.device), 0 if packed is None else packed.num_bytes_ahead)
     kernels, why_kernels = choose_kernels(config.kernels, config.device)
     backend = load_backend(kernels, deterministic=config.deterministic, features=features)
-    threads = plan_threads(config.num_threads)  # after the kernels: Numba's threading layer is known then
-    apply_threads(threads)
+    threads = plan_threads(config.num_threads)
+    layer = backend.limit_threads(threads.num_threads)
     return _Choices(
         features=features,
         dtype=dtype,
         why_dtype=why_dtype,
-        kernels=kernels,
         why_kernels=why_kernels,
         backend=backend,
         threads=threads,
+        layer=layer,
     )
 
 
@@ -181,13 +181,13 @@ def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_d
         "quantization": config.quantization,
         "dtype": _name(loaded.dtype),
         "KV dtype": kv_dtype,
-        "kernels": " ".join(filter(None, (choices.kernels, backend.numerics))),
+        "kernels": " ".join(filter(None, (backend.name, backend.numerics))),
         "device": config.device if config.device == "cpu" else torch.cuda.get_device_name(),
         "CPU": f"{choices.features.machine} {choices.features.family}",
         # Headrace's own kernels give the same bits with any number of threads; a library's may not.
         "threads": "any" if config.deterministic else str(choices.threads.num_threads),
         "deterministic": str(config.deterministic),
-        "versions": _versions(choices.kernels),
+        "versions": _versions(backend),
         **_longrope(loaded),
     }
 
@@ -226,12 +226,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _versions(kernels: str) -> str:
+def _versions(backend: Backend) -> str:
     """Versions of the software that may change a bit of a result: what computes, and what compiled it."""
-    versions = f"headrace {__version__}, torch {torch.__version__}, llguidance {version('llguidance')}"
-    if kernels != "numba":
-        return versions
-    return f"{versions}, numba {version('numba')}, llvmlite {version('llvmlite')}"
+    packages = ("llguidance", *(() if backend.compiler is None else backend.compiler.packages))
+    return ", ".join([f"headrace {__version__}", f"torch {torch.__version__}", *(f"{name} {version(name)}" for name in packages)])
 
 
 def _rounded(config: EngineConfig) -> str:
@@ -283,13 +281,8 @@ def _invariant(config: EngineConfig) -> str:
     return "; deterministic: a sequence's bits do not depend on its batch" if config.deterministic else ""
 
 
-def _compile_cache(kernels: str) -> str:
-    if kernels != "numba":
-        return ""
-    from headrace.tensor.kernels.cpu.jit.disk_cache import DISK
-    from headrace.tensor.kernels.cpu.jit.launch import CACHE
-
-    return f"; {DISK.refusal or CACHE.reason}"
+def _compile_cache(backend: Backend) -> str:
+    return "" if backend.compiler is None else f"; {backend.compiler.kept()[1]}"
 
 
 def _make_runner(

@@ -1,6 +1,7 @@
 """Log lines for a start that compiles kernels: that it compiles, how far it is, and where the compiled kernels are kept.
 
-Kernels are compiled once per machine and version (`tensor.kernels.cpu.jit`), which takes about half a minute; later starts load them.
+Kernels are compiled once per machine and version, which takes about half a minute; later starts load them. What compiles them is a part of
+the backend (`tensor.kernels.KernelCompiler`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headrace.core.clock import Clock
+from headrace.tensor.kernels import KernelCompiler
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +49,13 @@ class CompileNotice:
 
 
 @contextmanager
-def log_compiling(kernels: str) -> Iterator[None]:
-    """Log the kernels that are compiled inside the block. kernels: name of the backend; only "numba" compiles."""
-    if kernels != "numba":
+def log_compiling(compiler: KernelCompiler | None) -> Iterator[None]:
+    """Log the kernels that are compiled inside the block. compiler: the backend's; None: it compiles nothing."""
+    if compiler is None:
         yield
         return
-    from headrace.tensor.kernels.cpu.jit.launch import CACHE
-    from headrace.tensor.kernels.cpu.jit.progress import report_compiling
-
-    notice = CompileNotice(f"once per machine and version, {CACHE.reason}" if CACHE.directory else CACHE.reason)
-    with report_compiling(notice):
+    is_kept, where = compiler.kept()
+    notice = CompileNotice(f"once per machine and version, {where}" if is_kept else where)
+    with compiler.reporting(notice):
         yield
     notice.end()

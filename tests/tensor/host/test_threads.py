@@ -9,7 +9,7 @@ import torch
 
 from headrace.core.errors import ConfigError
 from headrace.tensor.host.openmp import prepare_openmp
-from headrace.tensor.host.threads import CpuShare, ThreadPlan, apply_threads, count_cores, plan_threads, read_cpu_share, read_quota
+from headrace.tensor.host.threads import CpuShare, count_cores, plan_threads, read_cpu_share, read_quota
 
 pytestmark = pytest.mark.pure
 
@@ -111,15 +111,13 @@ def test_a_plan_reaches_torch_and_the_kernels() -> None:
     from headrace.tensor.kernels import load_backend
     from headrace.tensor.kernels.cpu.jit import launch
 
-    load_backend("numba")
+    backend = load_backend("numba")
     torch_threads, limit = torch.get_num_threads(), launch.thread_limit()
     try:
-        plan = plan_threads(1)
-        assert plan.layer in ("omp", "tbb", "workqueue")
-        apply_threads(plan)
+        assert backend.limit_threads(plan_threads(1).num_threads) in ("omp", "tbb", "workqueue")
         assert (torch.get_num_threads(), launch.thread_limit()) == (1, 1)
     finally:
-        apply_threads(ThreadPlan(torch_threads, "as before", "none"))
+        torch.set_num_threads(torch_threads)
         launch.set_thread_limit(limit)
 
 

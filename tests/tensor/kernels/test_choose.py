@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from runner_kit import DenseLlama, save_tiny_llama
 
 from headrace.core.errors import ConfigError
 from headrace.tensor.kernels import choose, load_backend
@@ -26,28 +29,41 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.choose import choose_kernels
-from headrace.tensor.host.threads import apply_threads, plan_threads
 
 name, reason = choose_kernels("auto", "cpu")
 assert name == "reference" and "numba cannot be used (ModuleNotFoundError: No module named" in reason, reason
-plan = plan_threads(None)
-assert plan.layer == "none"
-apply_threads(plan)
-packing = load_backend(name).packing
-assert packing.pack_linear(torch.ones(2, 3), None)(torch.ones(1, 3)).tolist() == [[3.0, 3.0]]
+backend = load_backend(name)
+assert backend.limit_threads(1) == "none"
+assert backend.packing.pack_linear(torch.ones(2, 3), None)(torch.ones(1, 3)).tolist() == [[3.0, 3.0]]
 try:
     choose_kernels("numba", "cpu")
 except ConfigError as error:
     print(error)
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.runner_build import build_runner
+from runner_kit import Planner, row_tokens
+
+runner, info = build_runner(EngineConfig(model=sys.argv[1], num_kv_blocks=20, max_model_len=64))
+planner = Planner(block_size=16)
+planner.start(0, [5, 6, 7])
+plans = [planner.plan((0, 0, 3, 1)), *(planner.plan((0, 3 + step, 1, 1)) for step in range(8))]
+print("generated", [row_tokens(runner.submit(plan).result())[0][0] for plan in plans])
+print(*info.decided, sep="\\n")
 """
 
 
 @pytest.mark.process
-def test_without_numba_the_reference_is_taken_and_said() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, check=False)
+def test_without_numba_the_reference_is_taken_and_said_and_generates(tmp_path: Path) -> None:
+    folder = save_tiny_llama(tmp_path / "tiny")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WITHOUT_NUMBA, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "kernels: numba cannot be used" in done.stdout
     assert "Install numba" in done.stdout
+    assert f"generated {DenseLlama(folder).greedy([5, 6, 7], 9)}" in done.stdout
+    assert "kernels: reference, slow: numba cannot be used" in done.stdout
 
 
 def test_with_numba_it_is_taken() -> None:

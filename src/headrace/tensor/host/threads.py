@@ -1,23 +1,18 @@
 """Decides how many threads compute, from the CPUs this process may use and its cgroup's quota.
 
-`plan_threads` decides from values that were read before; `apply_threads` sets the number for torch and Numba. Each has an OpenMP pool of
-its own; how a pool's threads wait between regions is set by `tensor.host.openmp`, before torch is imported.
+`plan_threads` decides from values that were read before; `kernels.Backend.limit_threads` sets the number. How threads wait between regions
+is set by `tensor.host.openmp`, before torch is imported.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from headrace.core.cpus import allowed_cpus
 from headrace.core.errors import ConfigError
-
-LAUNCH_MODULE = "headrace.tensor.kernels.cpu.jit.launch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +31,8 @@ class CpuShare:
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """layer: Numba's threading layer ("omp", "tbb", "workqueue"), or "none" if its kernels are not loaded."""
-
     num_threads: int
     reason: str
-    layer: str
 
 
 def plan_threads(requested: int | None, share: CpuShare | None = None) -> ThreadPlan:
@@ -50,32 +42,14 @@ def plan_threads(requested: int | None, share: CpuShare | None = None) -> Thread
     computing ones from a CPU.
     """
     share = share or read_cpu_share()
-    layer = _loaded_layer()
     if requested is not None:
         if not 1 <= requested <= share.cpus:
             raise ConfigError("num_threads", f"{requested} is outside 1..{share.cpus}, the CPUs this process may use", "Leave it out.")
-        return ThreadPlan(requested, "as configured", layer)
+        return ThreadPlan(requested, "as configured")
     if share.quota is not None and share.quota < share.cores:
-        return ThreadPlan(max(1, int(share.quota)), f"the cgroup allows {share.quota:g} CPUs", layer)
+        return ThreadPlan(max(1, int(share.quota)), f"the cgroup allows {share.quota:g} CPUs")
     reason = f"{share.cores} cores" if share.cores == share.cpus else f"{share.cores} cores of {share.cpus} hardware threads"
-    return ThreadPlan(share.cores, reason, layer)
-
-
-def apply_threads(plan: ThreadPlan) -> None:
-    """Set the number of threads of torch, and of Numba's kernels if they are loaded, process-wide. Call it before the first step."""
-    torch.set_num_threads(plan.num_threads)
-    if plan.layer != "none":
-        from headrace.tensor.kernels.cpu.jit import launch
-
-        launch.set_thread_limit(plan.num_threads)
-
-
-def _loaded_layer() -> str:
-    if LAUNCH_MODULE not in sys.modules:
-        return "none"
-    from headrace.tensor.kernels.cpu.jit import launch
-
-    return launch.threading_layer()
+    return ThreadPlan(share.cores, reason)
 
 
 # --- reading ---

@@ -3,6 +3,7 @@
 Kernels         the operations of a transformer block; a new backend has to write these and nothing else
 WeightPacking   prepares weights for products, once; `plain_packing` does it with torch alone
 PackedFormat    keeps prepared weights on disk between starts; optional
+KernelCompiler  compiles kernels, and runs them on threads of its own; optional
 StepExecutor    runs a step's kernels later than they are called; optional
 draw            draws random tokens on the host; optional, `filters.draw` is the plain one
 mask            applies grammar masks on the host; optional, `masks.apply_masks` is the plain one
@@ -14,7 +15,7 @@ in tests/tensor/kernels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
@@ -224,10 +225,32 @@ class StepExecutor(Protocol):
         ...
 
 
+class KernelCompiler(Protocol):
+    """What compiles a backend's kernels in this process, and runs them on threads of its own.
+
+    packages  names of those whose versions may change a bit of a result
+    """
+
+    packages: tuple[str, ...]
+
+    def limit_threads(self, num_threads: int) -> str:
+        """Set the number of threads of the kernels, process-wide. Returns the name of the layer that starts them."""
+        ...
+
+    def kept(self) -> tuple[bool, str]:
+        """(whether compiled kernels are kept for the next start; where, or why not, in words)."""
+        ...
+
+    def reporting(self, report: Callable[[int], None]) -> AbstractContextManager[None]:
+        """Inside, `report` is called with the number of functions compiled so far: 0 when the first begins, never if none is compiled."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """What one engine computes with. A new backend brings `kernels`; `plain_packing.PACKING` and the defaults serve for the rest.
 
+    compiler       None: torch and NumPy run all of it
     packed_format  None: nothing that `packing` prepares is kept on disk
     draw           one random token per row, on the host and at once; the plain one sorts, which is slow where vocabularies are large
     mask           grammar masks on rows of logits, on the host and at once; its results equal the plain one's to the bit
@@ -238,13 +261,24 @@ class Backend:
     kernels: Kernels
     packing: WeightPacking
     packed_format: PackedFormat | None = None
+    compiler: KernelCompiler | None = None
     executor: StepExecutor | None = None
     draw: Draw = draw
     mask: ApplyMasks = apply_masks
     numerics: str = ""
 
+    def limit_threads(self, num_threads: int) -> str:
+        """Set the number of threads of torch, and of the kernels' own, process-wide. Call it before the first step.
 
-_IMPLEMENTATIONS = {"reference": "headrace.tensor.kernels.reference", "numba": "headrace.tensor.kernels.cpu.backend"}
+        Each has a pool of threads. Returns the name of the kernels' threading layer, "none" if they have no threads of their own.
+        """
+        layer = "none" if self.compiler is None else self.compiler.limit_threads(num_threads)
+        torch.set_num_threads(num_threads)
+        return layer
+
+
+IMPLEMENTATIONS = {"reference": "headrace.tensor.kernels.reference", "numba": "headrace.tensor.kernels.cpu.backend"}
+"""The module of each backend, which has `make_backend`. It is found here alone, so that what it needs is imported only where it is used."""
 
 
 def load_backend(name: str, *, deterministic: bool = False, features: CpuFeatures | None = None) -> Backend:
@@ -254,6 +288,6 @@ def load_backend(name: str, *, deterministic: bool = False, features: CpuFeature
                    where the implementation cannot promise that.
     features       the CPU for which paths are chosen; None: this machine. Code is compiled for this machine in either case
     """
-    module = import_module(_IMPLEMENTATIONS[name])
+    module = import_module(IMPLEMENTATIONS[name])
     backend: Backend = module.make_backend(deterministic=deterministic, features=features or read_cpu_features())
     return backend

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from headrace.core.errors import ConfigError
+from headrace.tensor.kernels import IMPLEMENTATIONS
 
 
 def numba_problem() -> str | None:
@@ -14,7 +15,7 @@ def numba_problem() -> str | None:
     a partly installed package fails with AttributeError.
     """
     try:
-        import_module("headrace.tensor.kernels.cpu.backend")
+        import_module(IMPLEMENTATIONS["numba"])
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None

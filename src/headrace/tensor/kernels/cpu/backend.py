@@ -12,6 +12,7 @@ Where to read next: `attention`, `elementwise`, `linear`; below them `launch` (t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -26,7 +27,9 @@ from headrace.tensor.kernels.cpu.integer import packing as integer_packing
 from headrace.tensor.kernels.cpu.integer import quantized
 from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.jit import vector_ir
-from headrace.tensor.kernels.cpu.jit.launch import allocate_result, thread_limit
+from headrace.tensor.kernels.cpu.jit.disk_cache import DISK
+from headrace.tensor.kernels.cpu.jit.launch import CACHE, allocate_result, set_thread_limit, thread_limit, threading_layer
+from headrace.tensor.kernels.cpu.jit.progress import report_compiling
 from headrace.tensor.kernels.cpu.launch_list import (
     MAX_RESULT_BYTES,
     RecordedLaunches,
@@ -157,6 +160,23 @@ class NumbaExecutor:
         next_layer()
 
 
+class NumbaCompiler:
+    """Implements `KernelCompiler`."""
+
+    packages: tuple[str, ...] = ("numba", "llvmlite")
+
+    def limit_threads(self, num_threads: int) -> str:
+        layer = threading_layer()
+        set_thread_limit(num_threads)
+        return layer
+
+    def kept(self) -> tuple[bool, str]:
+        return CACHE.directory is not None and DISK.refusal is None, DISK.refusal or CACHE.reason
+
+    def reporting(self, report: Callable[[int], None]) -> AbstractContextManager[None]:
+        return report_compiling(report)
+
+
 class NumbaKernels:
     """Implements `Kernels`. deterministic: operations that only the reference can compute are refused."""
 
@@ -251,6 +271,7 @@ def mask_logits(logits: Floats, rows: Ints, masks: Words) -> tuple[Ints, Floats]
 KERNELS = NumbaKernels(deterministic=False)
 DETERMINISTIC = NumbaKernels(deterministic=True)
 EXECUTOR = NumbaExecutor()
+COMPILER = NumbaCompiler()
 
 
 def compiled_numerics() -> str:
@@ -268,6 +289,7 @@ def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
         kernels=kernels,
         packing=packing,
         packed_format=packing,
+        compiler=COMPILER,
         executor=EXECUTOR,
         draw=draw_tokens,
         mask=mask_logits,
