@@ -23,7 +23,7 @@ from headrace.gateway import memory
 from headrace.gateway.access.budget import Held, HeldLimits, RequestMemory
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.logprob_limits import first_answer_bytes
-from headrace.gateway.generation.run import Generation
+from headrace.gateway.generation.generation import Generation
 from headrace.gateway.http.asgi import ABORT_EXTENSION
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import StreamWatch

@@ -13,12 +13,10 @@ from gateway_kit import TestBench, open_bench
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.core.tools import MAX_TOOLS
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.config import Limits
-from headrace.gateway.sessions.history import History
 from headrace.gateway.surfaces import chat, completions, openapi
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.structured import READERS, VLLM_KINDS
@@ -259,14 +257,17 @@ def test_what_the_schema_allows_is_taken(surface: Surface) -> None:
     takes()
 
 
+CALLER = Principal(tenant="t", tier=Tier(class_="premium"))
+
+
 def take(body: dict[str, Any], surface: Surface) -> None:
     """Every check that needs no model. Raises InvalidRequest."""
     if surface is Surface.CHAT:
-        (request, grammar), _ = chat.parse_chat(body, LIMITS)
-        ask = chat._parsed_request(request, grammar, Principal(tenant="t", tier=Tier(class_="premium")), History(body["messages"]))
+        chatted, _ = chat.parse_chat(body, LIMITS)
+        ask = chat.chat_completions.common(chatted, CALLER)
     else:
-        (plain, prompts, grammar), _ = completions.parse_completion(body, LIMITS)
-        ask = completions._parsed_request(plain, prompts, grammar, PriorityClass.PREMIUM)
+        completed, _ = completions.parse_completion(body, LIMITS)
+        ask = completions.completions.common(completed, CALLER)
     SamplingParams(**ask.sampling).checked()
 
 

@@ -1,6 +1,6 @@
 """The response cache: whole answers by everything they depend on, and one computation at a time of each.
 
-`cache.reuse` decides which requests use it. A store that fails costs nothing but the cache: equal requests still wait for one another.
+Which requests use it: `generation.stages.reuse`. A store that fails costs only the cache: equal requests still wait for one another.
 """
 
 from __future__ import annotations

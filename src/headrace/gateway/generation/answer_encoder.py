@@ -46,7 +46,7 @@ class EventRecorder(Protocol):
 
 
 class DirectChunkWriter:
-    """An `EventListener` that writes chunks at once, while the consumer task (`Generation._stream`) waits and the socket has room."""
+    """An `EventListener` that writes chunks at once, while the consumer task (`generation.run`) waits and the socket has room."""
 
     __slots__ = ("_clock", "_encoder", "_progress", "_recorders", "_sse")
 

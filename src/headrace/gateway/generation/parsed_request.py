@@ -27,6 +27,7 @@ class ParsedRequest:
     num_shown    choices that show the prompt's log-probabilities
     num_kept_encodings  JSON forms of these that stay in memory until the answer is written
     history      the messages of `prompt`, a conversation's; fitting  what is done where they do not fit the context
+    metadata     of a conversation, as the client gave it
     """
 
     model: str | None
@@ -43,3 +44,4 @@ class ParsedRequest:
     num_kept_encodings: int = 0
     history: History = field(default_factory=History)
     fitting: ContextFitting = ContextFitting.REFUSE
+    metadata: Mapping[str, str] = field(default_factory=dict)

@@ -88,6 +88,11 @@ class RequestProgress:
         return sum(found) / len(found) if found else None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every sequence has ended with an answer."""
+        return all(sequence.finish is not None and sequence.finish.is_answer for sequence in self._sequences)
+
+    @property
     def finish_reasons(self) -> list[str]:
         return [FINISH_WORDS[sequence.finish] for sequence in self._sequences if sequence.finish is not None]
 

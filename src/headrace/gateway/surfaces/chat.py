@@ -12,20 +12,14 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.plan import wide_columns
-from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.control import CacheControl
-from headrace.gateway.cache.replays import retry_key
 from headrace.gateway.config import Limits
+from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.generation.run import Generation
-from headrace.gateway.generation.service import Service
-from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.sessions.history import History
 from headrace.gateway.sessions.names import METADATA_FIELD, checked_session_id
-from headrace.gateway.sessions.turn import SessionTurn, opened_turn
 from headrace.gateway.sessions.window import ContextFitting, prompt_messages
-from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.answers import (
     AnswerHead,
@@ -40,7 +34,6 @@ from headrace.gateway.surfaces.dialect.answers import (
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs
 from headrace.gateway.surfaces.dialect.parse import (
-    FieldsAsWritten,
     check_shared,
     convert,
     given_params,
@@ -52,7 +45,7 @@ from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields
 from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs
 from headrace.gateway.surfaces.dialect.structured import requested_grammar
 from headrace.gateway.surfaces.dialect.tools import ChosenTools, ToolDefinition, function_tools, tool_choice
-from headrace.gateway.surfaces.sessions import named_session
+from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.upstream.generation_request import Conversation, RequestedGrammar
 from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage, ToolCall
 from headrace.gateway.upstream.seam import Prepared
@@ -61,56 +54,8 @@ _encode = msgspec.json.encode
 _NUMBER = attrgetter("number")
 
 
-async def chat_completions(service: Service, exchange: Exchange) -> None:
-    tenant = exchange.principal.tenant
-    with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as held:
-        request, grammar = await parsed(service, exchange, held, parse_chat)
-        session_id = named_session(service, exchange, request.metadata)
-        with FieldsAsWritten(_names(request, grammar)):
-            if session_id is None:
-                await _answer(service, exchange, held, request, grammar)
-                return
-            check_one_line(request)
-            key = retry_key(exchange, service.config.idempotency)
-            async with opened_turn(service.sessions, exchange, session_id, retry_key=key) as turn:
-                await _answer(service, exchange, held, request, grammar, turn)
-
-
-def check_one_line(request: ChatRequest) -> None:
-    """A session is one line of messages. Raises InvalidRequest for what would make another of it."""
-    if request.n != 1:
-        raise InvalidRequest("n", "1 in a session", request.n)
-    if request.continue_final_message:
-        raise InvalidRequest("continue_final_message", "false in a session", True)
-
-
-async def _answer(
-    service: Service,
-    exchange: Exchange,
-    held: RequestHeld,
-    request: ChatRequest,
-    grammar: RequestedGrammar | None,
-    turn: SessionTurn | None = None,
-) -> None:
-    """turn: the request's place in a session; None: it is in none"""
-    history = History(template_messages(request.messages))
-    if turn is not None:
-        history = turn.conversation(history.messages, max_messages=service.config.limits.max_messages)
-        held.prompts.add(turn.check_size(history))
-    generation = Generation(service, exchange, held, _parsed_request(request, grammar, exchange.principal, history))
-    if turn is not None:
-        generation.preferred_replica = turn.preferred_replica(generation.model.name)
-    async with exchange.watching():
-        with generation.reuse:
-            prepared = await exchange.unless_ended(generation.prepare())
-            encoder = ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", generation))
-            if turn is not None and not generation.reuse.is_replayed:
-                turn.record(generation)
-            await generation.answer(encoder, prepared)
-
-
-def _names(request: ChatRequest, grammar: RequestedGrammar | None) -> dict[str, str]:
-    """Field names of the rules below this floor -> the names that this client used."""
+def _names(parsed: ParsedChat) -> dict[str, str]:
+    request, grammar = parsed
     names = {"prompt": "messages"}
     if grammar is not None:
         names["grammar"] = grammar.field
@@ -123,7 +68,9 @@ def _names(request: ChatRequest, grammar: RequestedGrammar | None) -> dict[str, 
     return names
 
 
-def _parsed_request(request: ChatRequest, grammar: RequestedGrammar | None, principal: Principal, history: History) -> ParsedRequest:
+def _common(parsed: ParsedChat, principal: Principal) -> ParsedRequest:
+    request, grammar = parsed
+    history = History(template_messages(request.messages))
     num_top = (request.top_logprobs or 0) if request.logprobs else None
     tools = function_tools(request.tools)
     return ParsedRequest(
@@ -148,6 +95,7 @@ def _parsed_request(request: ChatRequest, grammar: RequestedGrammar | None, prin
         history=history,
         fitting=_fitting(request, principal),
         cache=CacheControl.of(request.cache),
+        metadata=request.metadata,
     )
 
 
@@ -172,6 +120,10 @@ class ChatRequest(ReasoningFields, kw_only=True):
     top_logprobs: int | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     context_fitting: str | None = None
+
+
+ParsedChat = tuple[ChatRequest, RequestedGrammar | None]
+"""A chat's body, and what its answer must match."""
 
 
 class FunctionCall(Struct, omit_defaults=True, kw_only=True):
@@ -244,7 +196,7 @@ class ChatChunk(Struct):
     usage: schemas.CompletionUsage | UnsetType | None = UNSET
 
 
-def parse_chat(body: dict[str, object], limits: Limits) -> tuple[tuple[ChatRequest, RequestedGrammar | None], list[str]]:
+def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ParsedChat, list[str]]:
     """The request, what its answer must match, and the fields that change nothing.
 
     Raises InvalidRequest for the first field that is unknown, refused or of a wrong type.
@@ -370,3 +322,10 @@ def _message(output: ChoiceOutput) -> AssistantMessage:
 
 def _function(call: ToolCall) -> FunctionCall:
     return FunctionCall(name=call.name, arguments=call.arguments)
+
+
+def _answer(parsed: ParsedChat, prepared: Prepared, generation: Generation) -> ChatAnswer:
+    return ChatAnswer(parsed[0], prepared, AnswerHead.of("chatcmpl-", generation))
+
+
+chat_completions = GeneratingSurface(parse_chat, _names, _common, _answer)

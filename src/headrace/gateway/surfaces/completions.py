@@ -12,16 +12,11 @@ from msgspec import UNSET, Struct, UnsetType
 from headrace.core.counted import counted
 from headrace.core.errors import InvalidRequest
 from headrace.core.plan import wide_columns
-from headrace.core.request import PriorityClass
+from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.config import Limits
+from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.generation.run import Generation
-from headrace.gateway.generation.service import Service
-from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
-from headrace.gateway.sessions.names import RAW_HEADER
-from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.answers import (
     AnswerHead,
@@ -36,7 +31,6 @@ from headrace.gateway.surfaces.dialect.answers import (
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.logprobs import EchoedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs
 from headrace.gateway.surfaces.dialect.parse import (
-    FieldsAsWritten,
     check_shared,
     convert,
     given_params,
@@ -45,6 +39,7 @@ from headrace.gateway.surfaces.dialect.parse import (
 )
 from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields
 from headrace.gateway.surfaces.dialect.structured import requested_grammar
+from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.upstream.generation_request import PlainPrompts, RequestedGrammar
 from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
 from headrace.gateway.upstream.seam import Prepared
@@ -56,30 +51,19 @@ DEFAULT_MAX_TOKENS = 16
 """`max_tokens` of a request without it: OpenAI's default for completions. A chat may then use what the context leaves."""
 
 
-async def completions(service: Service, exchange: Exchange) -> None:
-    tenant = exchange.principal.tenant
-    with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as held:
-        request, prompts, grammar = await parsed(service, exchange, held, parse_completion)
-        if exchange.header(RAW_HEADER) is not None:
-            exchange.ignored.append(SESSION_HEADER)
-        with FieldsAsWritten({} if grammar is None else {"grammar": grammar.field}):
-            generation = Generation(service, exchange, held, _parsed_request(request, prompts, grammar, exchange.principal.priority))
-            async with exchange.watching():
-                with generation.reuse:
-                    prepared = await exchange.unless_ended(generation.prepare())
-                    answer = CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", generation), generation.memory.hold_json)
-                    await generation.answer(answer, prepared)
+def _names(parsed: ParsedCompletion) -> dict[str, str]:
+    _, _, grammar = parsed
+    return {} if grammar is None else {"grammar": grammar.field}
 
 
-def _parsed_request(
-    request: CompletionRequest, prompts: Sequence[str | list[int]], grammar: RequestedGrammar | None, own_priority: PriorityClass
-) -> ParsedRequest:
+def _common(parsed: ParsedCompletion, principal: Principal) -> ParsedRequest:
+    request, prompts, grammar = parsed
     return ParsedRequest(
         model=request.model,
         prompt=PlainPrompts(prompts=prompts, add_special_tokens=request.add_special_tokens, needs_text=request.echo),
         sampling=given_params(request) | _own_params(request),
         is_streaming=request.stream,
-        priority=lowered_priority(request.priority, own_priority),
+        priority=lowered_priority(request.priority, principal.priority),
         grammar=grammar,
         has_priority=request.priority is not None,
         cache_salt=request.cache_salt,
@@ -316,3 +300,10 @@ class CompletionAnswer:
             for page in event.prompt_logprobs if index == 0 else ():
                 self._prompt_logprobs[number].extend(page)
                 self._echoes.pop(number, None)
+
+
+def _answer(parsed: ParsedCompletion, prepared: Prepared, generation: Generation) -> CompletionAnswer:
+    return CompletionAnswer(parsed[0], prepared, AnswerHead.of("cmpl-", generation), generation.memory.hold_json)
+
+
+completions = GeneratingSurface(parse_completion, _names, _common, _answer)

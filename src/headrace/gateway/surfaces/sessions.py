@@ -1,17 +1,15 @@
-"""GET and DELETE /v1/sessions/{id}, and how a chat names its session. docs/sessions.md has the rules."""
+"""GET and DELETE /v1/sessions/{id}. docs/sessions.md has the rules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.sessions.names import HEADER, METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
+from headrace.gateway.sessions.names import SessionKey, checked_session_id
 
 _encode = msgspec.json.encode
 
@@ -31,20 +29,6 @@ class SessionDeleted(Struct):
     id: str
     object: str
     deleted: bool
-
-
-def named_session(service: Service, exchange: Exchange, metadata: Mapping[str, str]) -> str | None:
-    """The session that a chat belongs to; None: it is of none. Raises InvalidRequest."""
-    given = [(HEADER, value.decode("latin-1")) for name, value in exchange.headers if name == RAW_HEADER]
-    if "session_id" in metadata:
-        given.append((METADATA_FIELD, metadata["session_id"]))
-    if not given:
-        return None
-    names = {checked_session_id(field, value) for field, value in given}
-    if len(names) > 1:
-        raise InvalidRequest(given[-1][0], f"the same session as {given[0][0]}", None)
-    service.sessions.check_on(given[0][0])
-    return names.pop()
 
 
 async def show_session(service: Service, exchange: Exchange) -> None:

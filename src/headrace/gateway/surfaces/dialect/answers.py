@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from headrace.core.finish import FINISH_WORDS, FinishReason
 from headrace.gateway.generation.event_log import EventLog
-from headrace.gateway.generation.run import Generation
+from headrace.gateway.generation.generation import Generation
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.sessions.fitting import Fitted
 from headrace.gateway.surfaces.dialect import schemas
@@ -43,11 +43,11 @@ class AnswerHead:
     @classmethod
     def of(cls, prefix: str, generation: Generation) -> AnswerHead:
         return cls(
-            id=f"{prefix}{generation.resumable.answer_id}",
-            created=generation.resumable.created,
+            id=f"{prefix}{generation.answer_id}",
+            created=generation.created,
             model=generation.shown_model,
             fingerprint=generation.model.upstream.fingerprint,
-            event_log=generation.resumable.event_log,
+            event_log=generation.event_log,
             context=None if generation.fitted is None else context_usage(generation.fitted),
         )
 

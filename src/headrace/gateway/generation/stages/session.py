@@ -1,33 +1,88 @@
-"""One request's turn of a session: the conversation it makes, and the answer that it adds.
+"""Sessions: a request's turn of one, the conversation that it makes, and the answer that it adds.
 
-`opened_turn` claims the session. `conversation` puts the history before the request's messages, `recorded` keeps what the model says, and
-`keep` stores the turn before the answer's last bytes are sent. A turn that ends without `keep` stores nothing.
+The turn is stored before the answer's last bytes are sent. A turn that ends before that stores nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from headrace.core.errors import InvalidRequest
+from headrace.gateway.cache.replays import retry_key
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
 from headrace.gateway.generation.event_log import NO_EVENT, EventId
-from headrace.gateway.generation.run import Generation
+from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json
-from headrace.gateway.sessions.names import SessionKey
+from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
+from headrace.gateway.sessions.names import METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
 from headrace.gateway.sessions.sessions import ReadSession, Sessions
+from headrace.gateway.sessions.window import prompt_messages
+from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.output_events import OutputEvent, ToolCall
+from headrace.gateway.upstream.seam import Prepared
 
 RENEW_S = 5.0
 """Seconds between two renewals of a claim."""
 
 NOT_KEPT = ("reasoning_content", "reasoning")
 """Fields of a message that no history has."""
+
+
+async def take_turn(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+    """Put the session's history before the request's messages, and add the answer to it.
+
+    Raises InvalidRequest or RequestTooLarge, SessionConflict or Unavailable.
+    """
+    service, exchange, parsed = generation.service, generation.exchange, generation.parsed
+    if not isinstance(parsed.prompt, Conversation):
+        if exchange.header(RAW_HEADER) is not None:
+            exchange.ignored.append(SESSION_HEADER)
+        return await call_next()
+    session_id = _named_session(generation)
+    if session_id is None:
+        return await call_next()
+    _check_one_line(parsed, parsed.prompt)
+    key = retry_key(exchange, service.config.idempotency)
+    turn = await generation.ends.enter_async_context(opened_turn(service.sessions, exchange, session_id, retry_key=key))
+    history = turn.conversation(parsed.history.messages, max_messages=service.config.limits.max_messages)
+    generation.held.prompts.add(turn.check_size(history))
+    generation.parsed = replace(parsed, prompt=replace(parsed.prompt, messages=prompt_messages(history)), history=history)
+    generation.preferred_replica = turn.preferred_replica(generation.model.name)
+    prepared = await call_next()
+    if not generation.is_replayed:
+        turn.record(generation)
+    return prepared
+
+
+def _named_session(generation: Generation) -> str | None:
+    """The session that a conversation belongs to; None: it is of none. Raises InvalidRequest."""
+    exchange, metadata = generation.exchange, generation.parsed.metadata
+    given = [(SESSION_HEADER, value.decode("latin-1")) for name, value in exchange.headers if name == RAW_HEADER]
+    if "session_id" in metadata:
+        given.append((METADATA_FIELD, metadata["session_id"]))
+    if not given:
+        return None
+    names = {checked_session_id(field, value) for field, value in given}
+    if len(names) > 1:
+        raise InvalidRequest(given[-1][0], f"the same session as {given[0][0]}", None)
+    generation.service.sessions.check_on(given[0][0])
+    return names.pop()
+
+
+def _check_one_line(parsed: ParsedRequest, prompt: Conversation) -> None:
+    """A session is one line of messages. Raises InvalidRequest for what would make another of it."""
+    if (n := parsed.sampling.get("n", 1)) != 1:
+        raise InvalidRequest("n", "1 in a session", n)
+    if prompt.continue_final_message:
+        raise InvalidRequest("continue_final_message", "false in a session", True)
 
 
 @asynccontextmanager
@@ -123,7 +178,7 @@ class SessionTurn:
         """Store the answer as this turn's before its last bytes are sent."""
         answer = TurnRecorder()
         generation.recorders.append(answer)
-        generation.before_end = partial(self._keep, generation, answer)
+        generation.before_end.append(partial(self._keep, generation, answer))
 
     async def _keep(self, generation: Generation, answer: TurnRecorder, replica: str | None) -> None:
         """Store the messages that made the prompt, and the answer. Raises as `Sessions.keep`."""
@@ -134,7 +189,7 @@ class SessionTurn:
             form=FORM,
             created=now if stored is None else stored.created,
             updated=now,
-            answer_id=generation.resumable.answer_id,
+            answer_id=generation.answer_id,
             num_before=max(0, len(history.messages) - self.num_new),
             model=generation.model.name,
             replica=replica or self.preferred_replica(generation.model.name),

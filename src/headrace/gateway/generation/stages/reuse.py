@@ -1,15 +1,12 @@
-"""One request's part in answers that are given again: whether it takes one, and whether its own is kept.
-
-`generation.run` calls this in order: `find` before the prompt is read, `recorder` for the events that come, `keep` at the end. Leaving the
-`with` block ends what the request has claimed, however it ended. Rules: docs/caches.md.
-"""
+"""Answers that are given again: whether a request takes one, and whether its own is kept. Rules: docs/caches.md."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
-from headrace.core.errors import HeadraceError, InvalidRequest
+from headrace.core.errors import HeadraceError, InvalidRequest, ModelNotFound
+from headrace.gateway.access.admission import headers_of
 from headrace.gateway.access.budget import Held
 from headrace.gateway.cache.answer_cache import AnswerCache
 from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question, entry_salt
@@ -19,12 +16,13 @@ from headrace.gateway.cache.replayed_stream import RecordedPrepared
 from headrace.gateway.cache.replays import HEADER, IDEMPOTENCY_KEY, KeyClaim, Replays, retry_key
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
-from headrace.gateway.generation.service import Service
+from headrace.gateway.generation.generation import Generation
 from headrace.gateway.http.errors import ClientLeft, SlowReader
-from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.sessions.window import ContextFitting
 from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
 from headrace.gateway.upstream.seam import Prepared
 from headrace.observe.cache_metrics import CacheResult, KeptAnswer
+from headrace.policy.admission.ladder import AdmissionStep
 
 HOLD_STEP_BYTES = 16 << 10
 """A recording asks the memory budget each time it has grown by this many bytes."""
@@ -90,61 +88,107 @@ class AnswerRecorder:
             self._recording = EventRecording()
 
 
-class AnswerReuse:
-    """A context, around everything that a request does after its body was parsed."""
+async def reuse(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+    """Raises InvalidRequest for an Idempotency-Key that cannot be honoured, and what `Replays.find` raises."""
+    own = AnswerReuse(generation)
+    generation.ends.push(own.end)
+    if (found := await own.find(_question(generation))) is None:
+        prepared = await call_next()
+        if generation.model is not generation.asked:
+            own.turn_off_cache()
+    else:
+        prepared = RecordedPrepared(found)
+        _give_again(generation, prepared)
+    if (recorder := own.recorder(prepared)) is not None:
+        generation.recorders.append(recorder)
+        generation.outlives_client = own.outlives_client
+    return prepared
 
-    def __init__(self, service: Service, exchange: Exchange, held: Held) -> None:
-        self._service = service
-        self._exchange = exchange
-        self._held = held
+
+def _question(generation: Generation) -> Question:
+    parsed = generation.parsed
+    return Question(
+        model=generation.model.name,
+        prompt=parsed.prompt,
+        sampling=parsed.sampling,
+        grammar=parsed.grammar,
+        control=parsed.cache if parsed.fitting is ContextFitting.REFUSE else NEITHER,
+    )
+
+
+def _give_again(generation: Generation, recorded: RecordedPrepared) -> None:
+    """A smaller model may have computed the answer."""
+    exchange = generation.exchange
+    with suppress(ModelNotFound):
+        generation.model = generation.service.models.only(recorded.answer.model)
+    exchange.record.model, exchange.record.seed = generation.model.name, recorded.seed
+    exchange.ignored += recorded.ignored
+    exchange.more_headers = (*exchange.more_headers, *headers_of(generation.model, AdmissionStep.CACHED_ANSWER))
+
+
+class AnswerReuse:
+    """One request's part in it."""
+
+    def __init__(self, generation: Generation) -> None:
+        service = generation.service
+        self._generation = generation
+        self._exchange = generation.exchange
         self._cache: AnswerCache = service.answer_cache
         self._replays: Replays = service.replays
+        self._config, self._idempotency = service.config.cache, service.config.idempotency
         self._claim: KeyClaim | None = None
         self._flight: Flight | None = None
         self._key = ""
         self._ttl_s = 0.0
         self._recorder: AnswerRecorder | None = None
-        self.is_replayed = False
-        """The answer is that to an earlier request with the same Idempotency-Key: nothing new happened."""
 
-    def __enter__(self) -> AnswerReuse:
-        return self
+    def end(self, *error: object) -> None:
+        """Keep the answer if it is whole. What was claimed and is not kept is free for the next request."""
+        if self._generation.is_refused_at_end:
+            self._free_key()
+        if self._recorder is not None and self._recorder.is_whole:
+            self._keep(self._recorder)
+        self._free_key()
+        self.turn_off_cache()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """What was not kept is free for the next request."""
-        self.free_key()
-        if self._flight is not None:
-            self._cache.flights.land(self._flight, None)
+    def _free_key(self) -> None:
+        """The answer is not to be given to a retry: the next request with the Idempotency-Key is the first."""
+        if self._claim is not None:
+            claim, self._claim = self._claim, None
+            self._replays.free(claim)
 
     # -- before anything is computed -----------------------------------------------------------------------------------------------
 
-    async def find(self, question: Question, cache_salt: str, *, version: Callable[[], str]) -> RecordedPrepared | None:
-        """An answer that is there already; None: it has to be computed.
-
-        version  gives what `Question.key` wants; called where the response cache is looked at
-
-        Raises InvalidRequest for an Idempotency-Key that cannot be honoured, and what `Replays.find` raises.
-        """
+    async def find(self, question: Question) -> WholeAnswer | None:
+        """An answer that is there already; None: it has to be computed. Raises as `reuse`."""
+        record = self._exchange.record
         if (replayed := await self._replayed(question)) is not None:
-            self.is_replayed = True
+            self._generation.is_replayed = True
             self._say(CacheResult.OFF, (b"idempotent-replayed", b"true"))
-            self._exchange.record.cache_tier = "idempotency"
-            return RecordedPrepared(replayed)
+            record.cache_tier = "idempotency"
+            return replayed
         if not self._may_cache(question):
             self._say(CacheResult.OFF)
             return None
-        found = await self._cached(question.key(entry_salt(self._exchange.principal.tenant_key, cache_salt), version()), question.control)
+        found = await self._cached(self._key_of(question), question.control)
         if found is None:
             self._say(CacheResult.MISS)
             return None
         self._say(CacheResult.HIT, (b"age", b"%d" % self._cache.age_s(found)))
-        self._exchange.record.cache_tier = "response"
+        record.cache_tier = "response"
         self._key = ""  # it is kept already
-        return RecordedPrepared(found)
+        return found
+
+    def _key_of(self, question: Question) -> str:
+        """Of what an answer depends on: the question, the model's version, and the caller's limits as far as they bound the output."""
+        generation, salt = self._generation, self._generation.parsed.cache_salt
+        ceiling = generation.admission.ceiling(generation.price)
+        bound = ceiling.deciding(has_max_tokens=question.sampling.get("max_tokens") is not None)
+        return question.key(entry_salt(self._exchange.principal.tenant_key, salt), f"{generation.model.upstream.version}/{bound}")
 
     async def _replayed(self, question: Question) -> WholeAnswer | None:
         """The first answer under the request's key; None where it has none, where it is the first, or where the header has no effect."""
-        config, tenant = self._service.config.idempotency, self._exchange.principal.tenant_key
+        config, tenant = self._idempotency, self._exchange.principal.tenant_key
         key = retry_key(self._exchange, config)
         if not key:
             if not config.ttl_s and any(name == IDEMPOTENCY_KEY for name, _ in self._exchange.headers):
@@ -165,7 +209,7 @@ class AnswerReuse:
         return self._exchange.header(LAST_EVENT_ID) is not None
 
     def _may_cache(self, question: Question) -> bool:
-        config, control = self._service.config.cache, question.control
+        config, control = self._config, question.control
         is_on = self._exchange.principal.options.get("cache", config.enabled) is True
         if not is_on or (config.models and question.model not in config.models):
             self._exchange.ignored += ["cache"] if control not in (NO_WISH, NEITHER) else []
@@ -175,9 +219,8 @@ class AnswerReuse:
 
     async def _cached(self, key: str, control: CacheControl) -> WholeAnswer | None:
         """The cached answer, or that of an equal request that is running."""
-        config = self._service.config.cache
         if not control.no_store:
-            self._key, self._ttl_s = key, min(config.ttl_s, control.ttl or config.ttl_s)
+            self._key, self._ttl_s = key, min(self._config.ttl_s, control.ttl or self._config.ttl_s)
         if control.no_cache:
             return None
         found = await self._cache.find(key, max_age_s=control.s_maxage)
@@ -201,49 +244,26 @@ class AnswerReuse:
             self._cache.flights.land(self._flight, None)
             self._flight = None
 
-    def recorder(self, prepared: Prepared, model: str) -> AnswerRecorder | None:
-        """Gets every event of the answer. None: nothing is kept. model: name of the one that computes it"""
+    def recorder(self, prepared: Prepared) -> AnswerRecorder | None:
+        """Gets every event of the answer. None: nothing is kept."""
         if not (self._claim or self._key):
             return None
         most = max(self._replays.max_entry_bytes if self._claim else 0, self._cache.max_entry_bytes if self._key else 0)
-        self._recorder = AnswerRecorder(prepared, model, self._held, max_bytes=most)
+        self._recorder = AnswerRecorder(prepared, self._generation.model.name, self._generation.held.answers, max_bytes=most)
         return self._recorder
 
-    def cancels(self, cancel: Callable[[], None]) -> Callable[[], None]:
-        """`cancel` for the end of the exchange. An answer under an Idempotency-Key goes on without its client, for the retry."""
-
-        def end() -> None:
-            if not self.outlives_client:
-                cancel()
-
-        return end
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of the answer is there to be kept."""
-        return self._recorder is not None and self._recorder.is_whole
-
-    @property
     def outlives_client(self) -> bool:
-        return self._claim is not None and self._recorder is not None and isinstance(self._exchange.end_reason, ClientLeft | SlowReader)
+        """An answer under an Idempotency-Key goes on without its client, for the retry."""
+        return self._claim is not None and isinstance(self._exchange.end_reason, ClientLeft | SlowReader)
 
     # -- at the end ----------------------------------------------------------------------------------------------------------------
 
-    def free_key(self) -> None:
-        """The answer is not to be given to a retry: the next request with the Idempotency-Key is the first."""
+    def _keep(self, recorder: AnswerRecorder) -> None:
+        """Returns at once."""
+        answer = recorder.answer(self._generation.usage(), self._generation.service.unix_time())
         if self._claim is not None:
             claim, self._claim = self._claim, None
-            self._replays.free(claim)
-
-    def keep(self, usage: TokenUsage) -> None:
-        """Keep the answer, if it is whole. Returns at once."""
-        recorder = self._recorder
-        if recorder is None or not self.is_whole:
-            return
-        answer = recorder.answer(usage, self._service.unix_time())
-        if self._claim is not None:
-            claim, self._claim = self._claim, None
-            self._replays.keep(claim, answer, ttl_s=self._service.config.idempotency.ttl_s)
+            self._replays.keep(claim, answer, ttl_s=self._idempotency.ttl_s)
         if self._key and answer is None:
             self._cache.metrics.kept(KeptAnswer.TOO_LARGE)
         elif self._key and answer is not None:

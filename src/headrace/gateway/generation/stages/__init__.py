@@ -1,0 +1,36 @@
+"""The concerns of a generating request, a stage each. `generation.run` calls them; a request passes them in the order of `STAGES`.
+
+A stage is called with the request and with what comes behind it, as a Starlette middleware is: it does its part, awaits `call_next`, which
+gives the prepared answer, and does the rest. What has to happen later it leaves at the request's hooks (`Generation`). A stage that answers
+by itself does not call on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.stages.fitting import fit_context
+from headrace.gateway.generation.stages.ladder import choose_model
+from headrace.gateway.generation.stages.limits import reserve_limits
+from headrace.gateway.generation.stages.memory import reserve_memory
+from headrace.gateway.generation.stages.records import log_prompt, record_prepared
+from headrace.gateway.generation.stages.resume import resume
+from headrace.gateway.generation.stages.reuse import reuse
+from headrace.gateway.generation.stages.session import take_turn
+from headrace.gateway.upstream.seam import Prepared
+
+Stage = Callable[[Generation, Callable[[], Awaitable[Prepared]]], Awaitable[Prepared]]
+
+STAGES: tuple[Stage, ...] = (
+    take_turn,
+    log_prompt,
+    reuse,
+    resume,
+    choose_model,
+    reserve_memory,
+    reserve_limits,
+    record_prepared,
+    fit_context,
+)
+"""Before the upstream, in this order. A request's ends run in the reverse order."""

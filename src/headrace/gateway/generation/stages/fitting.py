@@ -1,0 +1,58 @@
+"""A conversation that does not fit its context: shortened, or summarised by the model that answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from headrace.gateway.generation.generation import Generation
+from headrace.gateway.sessions.fitting import ContextFitter
+from headrace.gateway.sessions.window import ContextFitting
+from headrace.gateway.upstream.output_events import added
+from headrace.gateway.upstream.seam import EventStream, Prepared
+
+
+async def fit_context(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+    """Raises what `ContextFitter.prepared` raises."""
+    fitting = generation.parsed.fitting
+    if fitting is ContextFitting.REFUSE:
+        return await call_next()
+    fitter = ContextFitter(
+        generation.model.upstream,
+        generation.facts(),
+        fitting,
+        generation.parsed.history,
+        max_context_tokens=generation.exchange.principal.tier.max_context_tokens,
+        open_stream=lambda prepared: _side_stream(generation, prepared),
+    )
+    prepared, generation.fitted = await fitter.prepared(generation.request())
+    if generation.fitted is not None:
+        generation.exchange.add_header("x-headrace-context", f"{fitting}; dropped={generation.fitted.num_dropped}")
+    elif prepared.prompt_tokens is None:  # only the server that answers can count them
+        generation.exchange.ignored.append("context_fitting")
+    return prepared
+
+
+@asynccontextmanager
+async def _side_stream(generation: Generation, prepared: Prepared) -> AsyncIterator[EventStream]:
+    """The events of a summary, which is reserved and charged with the answer. Raises what `Admission.reserve` raises."""
+    admission = generation.admission
+    await admission.reserve(generation.price, prepared)
+    stream = prepared.stream()
+    admission.follow(stream.usage)
+    try:
+        yield stream
+    finally:
+        await stream.close()
+        _count(generation, stream)
+
+
+def _count(generation: Generation, stream: EventStream) -> None:
+    """What no engine took costs nothing."""
+    usage, record = stream.usage(), generation.exchange.record
+    if not usage.completion_tokens and generation.exchange.end_reason is None:
+        generation.admission.count(None)
+        return
+    generation.admission.count(usage)
+    generation.side_usage = added(generation.side_usage, usage)
+    record.prompt_tokens, record.completion_tokens, record.cached_tokens = generation.side_usage[:3]

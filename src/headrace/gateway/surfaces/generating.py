@@ -1,0 +1,45 @@
+"""What makes a surface that generates: how its body is read, and how events become its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from headrace.gateway.access.principal import Principal
+from headrace.gateway.config import Limits
+from headrace.gateway.generation.answer_encoder import AnswerEncoder
+from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.parsed_request import ParsedRequest
+from headrace.gateway.generation.run import generate
+from headrace.gateway.generation.service import Service
+from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.surfaces.body import parsed
+from headrace.gateway.surfaces.dialect.parse import FieldsAsWritten
+from headrace.gateway.upstream.seam import Prepared
+
+RequestT = TypeVar("RequestT")
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratingSurface(Generic[RequestT]):
+    """The handler of one path.
+
+    parse    of the decoded body: the surface's own request, and the fields that change nothing; a row of `text_workers.work.PARSERS`
+    names    fields of `ParsedRequest` -> the names that this client used
+    common   the request as every surface has it
+    encoder  of its answer
+    """
+
+    parse: Callable[[dict[str, object], Limits], tuple[RequestT, list[str]]]
+    names: Callable[[RequestT], Mapping[str, str]]
+    common: Callable[[RequestT, Principal], ParsedRequest]
+    encoder: Callable[[RequestT, Prepared, Generation], AnswerEncoder]
+
+    async def __call__(self, service: Service, exchange: Exchange) -> None:
+        tenant = exchange.principal.tenant
+        with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as held:
+            request = await parsed(service, exchange, held, self.parse)
+            with FieldsAsWritten(self.names(request)):
+                generation = Generation(service, exchange, held, self.common(request, exchange.principal))
+                await generate(generation, lambda prepared: self.encoder(request, prepared, generation))
