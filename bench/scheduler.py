@@ -105,11 +105,11 @@ class Bench:
             self.add(prompt, outputs)
             if not workload.in_step:
                 self.step()
-        while self.scheduler.num_running < workload.num_running:
+        while self.scheduler.sequences.num_running < workload.num_running:
             self.step()
         if workload.spare_slots:  # nothing is freed any more: a prompt as large as what is left does not fit
             self.add(self.kv.pools[0].num_available * BLOCK_SIZE - BLOCK_SIZE, BLOCK_SIZE)
-        while self.scheduler.num_waiting < workload.num_waiting:
+        while self.scheduler.sequences.num_waiting < workload.num_waiting:
             self.add_waiting()
 
     def add_waiting(self) -> None:
@@ -126,7 +126,7 @@ class Bench:
             params=SamplingParams(seed=self.num_requests, max_tokens=output_tokens, ignore_eos=True),
             tenant=f"tenant-{self.num_requests % 32}",
         )
-        self.scheduler.add(request, float(self.num_requests))
+        self.scheduler.sequences.add(request, float(self.num_requests))
 
     def step(self) -> tuple[float, float]:
         """Seconds of one plan and one commit. With `depth` 2 the step that is committed is the one before."""
@@ -155,7 +155,7 @@ class Bench:
             self.step()
         taken = []
         for _ in range(steps):
-            while self.scheduler.num_waiting < self.workload.num_waiting:
+            while self.scheduler.sequences.num_waiting < self.workload.num_waiting:
                 self.add_waiting()
             taken.append(self.step())
         self.scheduler.check()

@@ -104,7 +104,7 @@ def test_what_is_preempted_for_a_higher_class_goes_on_without_losing_a_token() -
             (0.3 + i / 10, asked(f"premium-{i}", prompt_tokens=40, output_tokens=20, priority=PriorityClass.PREMIUM)) for i in range(6)
         ]
         shared.run(batch + premium)
-        assert shared.engine.scheduler.counters.preemptions > 0
+        assert shared.engine.scheduler.sequences.counters.preemptions > 0
         for name, request in shared.requests.items():
             assert shared.token_ids[name] == fake_answer(request, 0, request.params.max_tokens or 0, options), name
         assert max(shared.ttft_s("premium")) < 5 * STEP_S, "slots are made free for them"
@@ -118,7 +118,7 @@ def test_headroom_is_kept_for_premium_requests_while_they_come() -> None:
     submit = shared.engine._steps.submit
 
     def seen(plan: Plan) -> None:
-        most.append(shared.engine.scheduler.num_running)
+        most.append(shared.engine.scheduler.sequences.num_running)
         submit(plan)
 
     shared.engine._steps.submit = seen  # type: ignore[method-assign]
@@ -230,6 +230,6 @@ def test_every_request_ends_in_bounded_time_whatever_others_ask_for(seed: int, w
     for priority in PriorityClass:
         arrivals.append((1.0, asked(f"one-{priority.name}", prompt_tokens=900, output_tokens=10, priority=priority, **small)))
     shared.run(arrivals, until=50.0)
-    assert shared.engine.scheduler.num_waiting > 8, "more is asked for than can be done"
+    assert shared.engine.scheduler.sequences.num_waiting > 8, "more is asked for than can be done"
     waiting = [name for name in shared.arrived if name.startswith("one-") and name not in shared.ended]
     assert not waiting

@@ -36,9 +36,9 @@ def request(name: str, *, prompt: int = 8, deadline_at: float | None = None, **p
 
 def run(engine: Engine, clock: VirtualClock) -> None:
     """Until nothing is left; an idle engine's clock moves on to its next deadline."""
-    while engine.turn() or engine.scheduler.has_work:
+    while engine.turn() or engine.scheduler.sequences.has_work:
         deadline = engine.scheduler.next_deadline()
-        if not engine.scheduler.num_running and deadline is not None:
+        if not engine.scheduler.sequences.num_running and deadline is not None:
             clock.now = max(clock.now, deadline)
 
 
@@ -92,7 +92,7 @@ def test_a_model_without_kv_runs_without_blocks(depth: int) -> None:
     for _ in range(300):
         engine.turn()
         engine.scheduler.check()
-    assert not engine.scheduler.has_work
+    assert not engine.scheduler.sequences.has_work
     for one in asked[:5]:
         for index in range(one.params.n):
             assert tokens[one.request_id, index] == fake_answer(one, index, 10, options)

@@ -65,7 +65,7 @@ class Driven:
         for _ in range(3000):
             busy = self.engine.turn()
             self.engine.scheduler.check()
-            if not busy and not self.engine.scheduler.has_work:
+            if not busy and not self.engine.scheduler.sequences.has_work:
                 return
         raise AssertionError("the engine did not come to rest")
 

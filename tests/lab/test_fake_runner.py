@@ -40,7 +40,7 @@ def run_all(options: FakeOptions, config: EngineConfig, requests: list[EngineReq
     for one in requests:
         engine.submit(one)
     for _ in range(2000):
-        if not engine.turn() and not engine.scheduler.has_work:
+        if not engine.turn() and not engine.scheduler.sequences.has_work:
             break
     engine.scheduler.check()
     return heard

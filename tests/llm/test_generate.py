@@ -253,7 +253,7 @@ def test_a_failed_sequence_raises_after_its_neighbours_are_done(make_llm: MakeLL
     def failing(now: float, *costs: Any) -> Any:
         steps.append(now)
         if len(steps) == 3:
-            scheduler.fail(next(iter(scheduler.sequences._families.values()))[0], "its step failed", 0.0)
+            scheduler.sequences.fail(next(iter(scheduler.sequences._families.values()))[0], "its step failed", 0.0)
         return plan(now, *costs)
 
     monkeypatch.setattr(scheduler, "plan", failing)

@@ -154,12 +154,12 @@ class Crowd:
     def run(self, trials: Sequence[Trial]) -> None:
         """To the end of the last one."""
         waiting = list(reversed(trials))
-        while waiting or self.engine.engine.scheduler.has_work:
+        while waiting or self.engine.engine.scheduler.sequences.has_work:
             while waiting and len(self._open) < MOST_OPEN and self.rng.random() < 0.8:
                 self._begin(waiting.pop())
             for trial in list(self._open.values()):
                 self._look_after(trial)
-            if not self.engine.engine.turn() and self.engine.engine.scheduler.has_work:
+            if not self.engine.engine.turn() and self.engine.engine.scheduler.sequences.has_work:
                 self.engine.engine.idle()  # a grammar is compiled on another thread
 
     def _begin(self, trial: Trial) -> None:

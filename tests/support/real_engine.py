@@ -116,7 +116,7 @@ class RealEngine:
 
     @property
     def preemptions(self) -> int:
-        return self.engine.scheduler.counters.preemptions
+        return self.engine.scheduler.sequences.counters.preemptions
 
     def submit(self, *requests: EngineRequest) -> None:
         for request in requests:
@@ -129,7 +129,7 @@ class RealEngine:
             each_turn(number)
             if self.engine.turn():
                 continue
-            if not self.engine.scheduler.has_work:
+            if not self.engine.scheduler.sequences.has_work:
                 return self
             self.engine.idle()  # a grammar is compiled on another thread
         raise AssertionError("the engine did not come to rest")

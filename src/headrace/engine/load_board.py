@@ -41,21 +41,22 @@ class LoadBoard:
     def publish(self) -> None:
         """Replace what `snapshot` reads by the scheduler's counts of now. On the loop's thread."""
         scheduler, pools = self._scheduler, self._scheduler.kv.pools
-        costs = self._steps.costs
+        classes, costs = scheduler.class_loads, self._steps.costs
+        total = summed(classes)
         load = LoadSnapshot(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_running=total.num_running,
+            num_waiting=total.num_waiting,
             kv_blocks_free=sum(pool.num_free for pool in pools),
             kv_blocks_cached=sum(pool.num_cached for pool in pools),
             kv_blocks_used=sum(pool.num_used for pool in pools),
             kv_blocks_total=sum(pool.total for pool in pools),
-            counters=scheduler.counters.copy(),
-            num_queued_tokens=scheduler.num_queued_tokens,
+            counters=scheduler.sequences.counters.copy(),
+            num_queued_tokens=total.num_queued_tokens,
             max_num_seqs=scheduler.max_running,
             step_fixed_s=costs.fixed_s,
             step_token_s=costs.token_s,
             step_prompt_tokens=scheduler.step_prompt_tokens,
-            classes=scheduler.class_loads,
+            classes=classes,
         )
         self._published = _Published(load, self._inbox.taken, self._clock())
 

@@ -69,6 +69,7 @@ class Engine:
     ) -> None:
         self.info = info
         self.scheduler = scheduler
+        self._sequences = scheduler.sequences
         self._outbox = outbox
         self._clock = clock
         self._depth = depth
@@ -76,7 +77,7 @@ class Engine:
         self._steps = StepQueue(runner, clock)
         self._load = LoadBoard(scheduler, self._inbox, self._steps, clock)
         self._plan_failures = 0
-        self._failures = Failures(lambda: scheduler.counters, clock)
+        self._failures = Failures(lambda: scheduler.sequences.counters, clock)
         self._preparations = Preparations(preparer or NothingToPrepare(), self._failures)
         self._recovery = Recovery(scheduler, self._compute, self._failures, clock)
         self.closing = ExitStack()
@@ -159,7 +160,7 @@ class Engine:
         commits = len(self._steps) > 0 and (plan is None or len(self._steps) >= self._depth)
         if commits:
             self._commit_oldest()
-        updates = self.scheduler.take_updates()
+        updates = self._sequences.take_updates()
         if updates:
             self._emit(updates)
         return plan is not None or commits or bool(updates) or self._plan_failures > 0
@@ -171,7 +172,7 @@ class Engine:
             self._outbox(list(updates))
 
     def _publish(self) -> None:
-        if ended := self.scheduler.take_ended():
+        if ended := self._sequences.take_ended():
             self._preparations.end(ended)
         self._load.publish()
 
@@ -182,7 +183,7 @@ class Engine:
             timeout = min(timeout, max(0.0, deadline - self._clock()))
         if (message := self._inbox.take(timeout)) is not None:
             self._handle(message)
-        elif not self._is_checked and not self.scheduler.has_work and self._clock() >= self._next_check:
+        elif not self._is_checked and not self._sequences.has_work and self._clock() >= self._next_check:
             self._check()
 
     def _check(self) -> None:
@@ -214,11 +215,11 @@ class Engine:
             case Refuse():
                 self._reject(message, message.error)
             case Cancel(request_id):
-                self.scheduler.cancel(request_id, self._clock())
+                self._sequences.cancel(request_id, self._clock())
             case Finish(request_id, index, keep_tokens, reason):
-                self.scheduler.finish(request_id, index, keep_tokens, reason, self._clock())
+                self._sequences.finish(request_id, index, keep_tokens, reason, self._clock())
             case Satisfied(admission, what):
-                self.scheduler.satisfied(admission, what)
+                self._sequences.satisfied(admission, what)
             case PrerequisiteFailed(admission, what, error):
                 self._end_unprepared(admission, what, error)
             case Wake():
@@ -226,10 +227,10 @@ class Engine:
 
     def _admit(self, request: EngineRequest, arrived: float) -> None:
         """Nothing is prepared for a request that is refused."""
-        leaving = self.scheduler.check_admission(request)
+        leaving = self._sequences.check_admission(request)
         admission, prerequisites = self._preparations.begin(request)
         try:
-            self.scheduler.add(request, arrived, prerequisites, admission=admission, leaving=leaving)
+            self._sequences.add(request, arrived, prerequisites, admission=admission, leaving=leaving)
         except Exception:
             self._preparations.end([admission])
             raise
@@ -237,18 +238,18 @@ class Engine:
     def _end_unprepared(self, admission: AdmissionId, what: str, error: Exception) -> None:
         """A request whose prerequisite shows that it is invalid, or that there is no room for it, is refused as if it had just arrived."""
         if isinstance(error, InvalidRequest | Overloaded):
-            if (request := self.scheduler.withdraw(admission, self._clock())) is not None:
+            if (request := self._sequences.withdraw(admission, self._clock())) is not None:
                 self._reject(request, error)
             return
         if not isinstance(error, HeadraceError):
             self._failures.note(FailureKind.PREREQUISITE, f"a prerequisite failed ({what})", error)
         message = str(error) if isinstance(error, HeadraceError) else "the engine's log says why"
-        self.scheduler.failed(admission, what, f"prerequisite failed: {what}: {message}", self._clock())
+        self._sequences.failed(admission, what, f"prerequisite failed: {what}: {message}", self._clock())
 
     def _reject(self, refused: EngineRequest | Refuse, error: Exception) -> None:
         """Send a refusal. That of a full queue says when to come back, by what waits at this moment."""
         if isinstance(error, QueueFull):
-            lowest = self.scheduler.sequences.queue.traits.lowest_before(refused.priority)
+            lowest = self._sequences.queue.traits.lowest_before(refused.priority)
             wait_s = full_queue_retry_s(self.snapshot(), lowest, block_size=self.info.block_size)
             error = Overloaded(str(error), retry_after_s=wait_s)
         self._emit([Rejected(request_id=refused.request_id, epoch=refused.epoch, error=error)])
@@ -260,11 +261,11 @@ class Engine:
             known = error if isinstance(error, HeadraceError) else SequenceFailed("the engine could not add the request; its log says why")
             self._reject(message.request, known)
         elif isinstance(message, Cancel | Finish):
-            self.scheduler.cancel(message.request_id, self._clock())
+            self._sequences.cancel(message.request_id, self._clock())
         elif isinstance(message, Wake | Refuse):
             raise EngineFatal(f"a message that changes nothing raised ({type(message).__name__.lower()})") from error
         else:
-            self.scheduler.cancel_admission(message.admission, self._clock())
+            self._sequences.cancel_admission(message.admission, self._clock())
 
     def _plan(self) -> Plan | None:
         """A plan that cannot be made is tried again next turn; when it keeps failing, the scheduler's state is not to be trusted."""
@@ -279,7 +280,7 @@ class Engine:
                 raise EngineFatal(f"planning failed {self._plan_failures} times in a row: {error!r:.200}") from error
             return None
         self._plan_failures = 0
-        for request, refusal in self.scheduler.take_refused():
+        for request, refusal in self._sequences.take_refused():
             self._reject(request, refusal)
         return plan
 
@@ -294,7 +295,7 @@ class Engine:
             self._failures.note(FailureKind.STEP, f"step {plan.step_id} of {plan.num_rows} rows failed: it is repeated in parts", error)
             self._recover(plan)
             self._end_step(step)
-            self._emit(self.scheduler.take_updates())
+            self._emit(self._sequences.take_updates())
         else:
             self._end_step(step)
             self._deliver(plan, result)
@@ -302,7 +303,7 @@ class Engine:
     def _end_step(self, step: UncommittedStep) -> None:
         seconds = self._steps.end(step)
         if step.plan.num_rows:
-            self.scheduler.counters.note_step(seconds)
+            self._sequences.counters.note_step(seconds)
 
     def _recover(self, failed: Plan) -> None:
         """The failed plan and those made after it are undone, and their rows repeated."""

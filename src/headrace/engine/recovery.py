@@ -72,7 +72,7 @@ class Recovery:
                 self._scheduler.rollback(plan)
                 self._repeat_changes(plan)
                 if len(group) == 1:
-                    self._scheduler.fail(group[0], "the model step failed for this sequence", self._clock())
+                    self._scheduler.sequences.fail(group[0], "the model step failed for this sequence", self._clock())
                 else:
                     pending += _halves(group)
 

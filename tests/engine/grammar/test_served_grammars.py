@@ -48,7 +48,7 @@ def answered(engine: RealEngine, *requests: EngineRequest) -> None:
     """Turn until all have ended, those that wait for a grammar too."""
     engine.submit(*requests)
     deadline = time.monotonic() + PATIENCE_S
-    while engine.engine.turn() or engine.engine.scheduler.has_work:
+    while engine.engine.turn() or engine.engine.scheduler.sequences.has_work:
         assert time.monotonic() < deadline
         time.sleep(0.001)  # leaves a core to the thread that prepares
     engine.check_idle()

@@ -381,13 +381,15 @@ def test_waiting_is_how_many_sequences_wait_whatever_else_is_in_the_inbox() -> N
     driven.run()
 
 
-@pytest.mark.parametrize("moment", ["check_admission", "add", "cancel", "plan"])
-def test_what_leaves_the_inbox_is_never_uncounted_nor_counted_twice(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "moment"), [(SequenceTable, "check_admission"), (SequenceTable, "add"), (SequenceTable, "cancel"), (Scheduler, "plan")]
+)
+def test_what_leaves_the_inbox_is_never_uncounted_nor_counted_twice(owner: type[Any], moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked by another thread at the worst moments: between taking a request and adding it, after adding it, before the plan."""
     driven, seen = DrivenEngine(max_num_seqs=1), list[int]()
-    original = getattr(Scheduler, moment)
+    original = getattr(owner, moment)
 
-    def observed(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = driven.engine.snapshot()
         found = original(self, *args, **kwargs)
         seen.extend(load.num_running + load.num_waiting for load in (before, driven.engine.snapshot()))
@@ -395,7 +397,7 @@ def test_what_leaves_the_inbox_is_never_uncounted_nor_counted_twice(moment: str,
 
     driven.submit(request("a", [1]), request("b", [2], n=2))
     driven.engine.cancel(RequestId("unknown"))
-    monkeypatch.setattr(Scheduler, moment, observed)
+    monkeypatch.setattr(owner, moment, observed)
     driven.turn()
     assert set(seen) == {3}
 
@@ -445,7 +447,7 @@ def test_a_step_that_failed_and_was_repeated_is_in_the_next_snapshot(depth: int)
         driven.turn()
     snapshot = driven.engine.snapshot()
     assert (snapshot.num_running, snapshot.counters.finished) == (0, {"error": 1})
-    assert snapshot.counters.steps == sum(snapshot.counters.step_buckets) == driven.scheduler.counters.steps
+    assert snapshot.counters.steps == sum(snapshot.counters.step_buckets) == driven.scheduler.sequences.counters.steps
 
 
 def test_leases_used_wrongly_in_a_plan_end_the_engine_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

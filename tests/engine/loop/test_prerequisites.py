@@ -18,7 +18,6 @@ from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.request import EngineRequest
 from headrace.engine.preparation import NothingToPrepare
-from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence_table import SequenceTable
 
 pytestmark = pytest.mark.pure
@@ -236,7 +235,7 @@ def test_what_was_prepared_is_given_back_once_when_the_last_sequence_has_ended(w
     assert isinstance(driven.errors.get("a"), Unavailable) == is_refused
 
 
-@pytest.mark.parametrize(("owner", "method"), [(Scheduler, "add"), (SequenceTable, "_place")])
+@pytest.mark.parametrize(("owner", "method"), [(SequenceTable, "add"), (SequenceTable, "_place")])
 def test_a_request_that_cannot_be_added_gives_back_what_was_prepared(owner: type, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driven = DrivenEngine()
     with monkeypatch.context() as patch:

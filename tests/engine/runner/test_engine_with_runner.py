@@ -93,7 +93,7 @@ def test_every_request_gets_the_plain_loops_tokens(
     served = Served(decoder, [request(f"r{i}", p) for i, p in enumerate(given)], depth=depth, num_blocks=num_blocks, **config).run()
     assert dict(served.tokens) == {(f"r{i}", 0): dense.greedy(prompt, 10) for i, prompt in enumerate(given)}
     assert set(served.finish.values()) == {FinishReason.LENGTH}
-    assert num_blocks > 18 or served.engine.scheduler.counters.preemptions > 0
+    assert num_blocks > 18 or served.engine.scheduler.sequences.counters.preemptions > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -107,7 +107,7 @@ def test_seeded_samples_do_not_depend_on_depth_preemption_or_neighbours(decoder:
     for item in given:
         alone |= Served(decoder, [item], depth=1, num_blocks=128).run().tokens
     crowded = Served(decoder, given, depth=depth, num_blocks=16, max_num_batched_tokens=10).run()
-    assert crowded.engine.scheduler.counters.preemptions > 0
+    assert crowded.engine.scheduler.sequences.counters.preemptions > 0
     assert dict(crowded.tokens) == alone
     assert len({tuple(tokens) for tokens in alone.values()}) == 12, "samples of one prompt differ"
 

@@ -367,7 +367,7 @@ async def test_heartbeats_tell_of_a_step_that_hangs() -> None:
 
 async def test_every_gateway_reads_the_same_counts_of_steps_whenever_it_came() -> None:
     async with served(FakeOptions(step_seconds=0.001)) as engine:
-        counters = engine.engine.scheduler.counters
+        counters = engine.engine.scheduler.sequences.counters
 
         def has_all(replica: ReplicaClient) -> bool:
             seen = replica.snapshot

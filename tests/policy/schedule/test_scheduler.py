@@ -132,7 +132,7 @@ def test_short_prompts_leave_a_long_one_the_last_blocks_for_its_chunk() -> None:
     driven.submit(*(request(f"short{i}", [5 * i, 7, 9], max_tokens=4) for i in range(6)))
     plans = steps_to_first_token(driven, "long")
     assert [list(plan.counts) for plan in plans] == [[40]] * len(plans)
-    assert driven.scheduler.counters.preemptions == 0
+    assert driven.scheduler.sequences.counters.preemptions == 0
     driven.run()
     assert driven.tokens["long", 0] == expected_tokens(LONG, 1, VOCAB)
     assert driven.tokens["short5", 0] == expected_tokens([25, 7, 9], 4, VOCAB)
@@ -250,7 +250,7 @@ def test_a_prefix_hit_skips_the_shared_blocks_only_and_counts_them() -> None:
     assert driven.tokens["b", 0] == expected_tokens(second, 8, VOCAB)
     cached = [u.num_cached_tokens for u in driven.updates if u.request_id == "b" and u.num_cached_tokens is not None]
     assert cached == [12]
-    assert driven.scheduler.counters.prefix_cache_hit_tokens == 12
+    assert driven.scheduler.sequences.counters.prefix_cache_hit_tokens == 12
 
 
 def test_tenants_with_different_salts_do_not_share_blocks() -> None:
@@ -323,7 +323,7 @@ def test_a_stop_found_upstairs_ends_the_sequence_and_its_overrun_is_not_cached()
     driven.engine.finish(RequestId("r"), 0, 2)
     driven.run()
     assert driven.finish["r", 0] is FinishReason.STOP
-    assert driven.scheduler.counters.generation_tokens == 2
+    assert driven.scheduler.sequences.counters.generation_tokens == 2
     assert driven.kv.pools[0].num_cached == 1, "5 kept tokens are one full block of 4; later blocks are not left behind"
 
 
@@ -345,7 +345,7 @@ def test_a_sequence_takes_no_budget_before_its_prerequisites_are_met() -> None:
     driven.submit(request("b", [3]))
     driven.turn(12)
     assert driven.finish == {("b", 0): FinishReason.LENGTH}
-    assert driven.scheduler.num_waiting == 1
+    assert driven.scheduler.sequences.num_waiting == 1
     driven.satisfied("a", "grammar")
     driven.turn(2)
     assert ("a", 0) not in driven.tokens
@@ -542,7 +542,7 @@ def test_rows_of_sequences_with_a_grammar_name_their_slot_as_mask_slot() -> None
         has_grammar |= {started.slot: started.grammar == digits for started in plan.started}
         assert plan.mask_slots.tolist() == [slot if has_grammar[slot] else -1 for slot in plan.slots]
     assert len({plan.mask_slots[0] >= 0 for plan in plans if plan.num_rows}) == 2, "rows of both kinds were planned"
-    assert driven.scheduler.counters.preemptions, "and some were planned again"
+    assert driven.scheduler.sequences.counters.preemptions, "and some were planned again"
 
 
 def test_blocks_are_not_smaller_than_one_token_and_may_hold_a_whole_sequence() -> None:
@@ -556,7 +556,7 @@ def test_a_preallocated_pool_runs_as_many_sequences_as_it_has_blocks() -> None:
     driven = DrivenEngine(block_size=64, num_blocks=5, caching=False)
     driven.submit(*(request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
     driven.turn(4)
-    assert driven.scheduler.num_running == 4
+    assert driven.scheduler.sequences.num_running == 4
 
 
 def test_odd_groups_are_possible() -> None:
@@ -570,7 +570,7 @@ def test_odd_groups_are_possible() -> None:
 def test_a_row_planned_before_a_preemption_does_not_count_afterwards() -> None:
     driven = DrivenEngine(depth=2, caching=False)
     scheduler, runner = driven.scheduler, driven.runner
-    scheduler.add(request("r", list(range(40)), max_tokens=4), now=0.0)
+    scheduler.sequences.add(request("r", list(range(40)), max_tokens=4), now=0.0)
     before = scheduler.plan(now=0.0)
     scheduler.sequences.preempt(scheduler.sequences.running[0], 0.0)
     after = scheduler.plan(now=0.0)
@@ -617,7 +617,7 @@ def test_a_window_and_overlapped_steps_in_the_smallest_pool_make_progress() -> N
     driven.submit(request("r", prompt, max_tokens=4))
     driven.run(max_turns=100)
     assert driven.tokens["r", 0] == expected_tokens(prompt, 4, VOCAB)
-    assert driven.scheduler.counters.preemptions == 0
+    assert driven.scheduler.sequences.counters.preemptions == 0
     smaller = DrivenEngine(groups=(WINDOW,), num_blocks=7, max_model_len=90, max_num_batched_tokens=8, depth=2)
     smaller.submit(request("r", prompt, max_tokens=4))
     smaller.run()
@@ -630,7 +630,7 @@ def test_preempted_sequences_equal_the_plain_loop(depth: int, groups: str, num_b
     driven = DrivenEngine(depth=depth, groups=GROUPS[groups], num_blocks=num_blocks, max_num_batched_tokens=8, caching=False)
     driven.submit(*(request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
     assert_plain(driven.run())
-    assert driven.scheduler.counters.preemptions > 0
+    assert driven.scheduler.sequences.counters.preemptions > 0
 
 
 def test_the_sequences_of_one_request_tell_their_prompt_once() -> None:
@@ -721,10 +721,10 @@ def test_a_tenants_part_is_known_without_looking_at_every_sequence(monkeypatch: 
     driven.scheduler.check()
     with monkeypatch.context() as patched:
         patched.setattr(SequenceTable, "alive", lambda self: pytest.fail("every sequence was looked at"))
-        driven.scheduler.check_admission(request("a3", [1, 3], tenant="a"))
-        driven.scheduler.add(request("a3", [1, 3], tenant="a"), driven.clock.now)
+        driven.scheduler.sequences.check_admission(request("a3", [1, 3], tenant="a"))
+        driven.scheduler.sequences.add(request("a3", [1, 3], tenant="a"), driven.clock.now)
         with pytest.raises(Overloaded, match="3 of max_waiting_per_tenant 3"):
-            driven.scheduler.check_admission(request("a4", [1, 4], tenant="a"))
-        driven.scheduler.cancel(RequestId("a3"), driven.clock.now)
-        driven.scheduler.check_admission(request("a5", [1, 5], tenant="a"))
+            driven.scheduler.sequences.check_admission(request("a4", [1, 4], tenant="a"))
+        driven.scheduler.sequences.cancel(RequestId("a3"), driven.clock.now)
+        driven.scheduler.sequences.check_admission(request("a5", [1, 5], tenant="a"))
     driven.run()

@@ -139,7 +139,7 @@ def test_the_counted_bytes_are_about_those_that_requests_take() -> None:
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
         for data in sent:
-            driven.scheduler.add(decode_submit(message.FromString(data), 0.0), 0.0)
+            driven.scheduler.sequences.add(decode_submit(message.FromString(data), 0.0), 0.0)
         taken = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
         counted = sum(driven.scheduler.sequences.waiting.num_bytes)

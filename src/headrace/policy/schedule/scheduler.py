@@ -15,25 +15,18 @@ No torch, no clock, no lock: the loop owns the one thread that calls this.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
 from operator import add
 
-from headrace.core.errors import HeadraceError
-from headrace.core.finish import FinishReason
-from headrace.core.ids import AdmissionId, RequestId
-from headrace.core.load import ClassLoad, ClassLoads, EngineCounters
+from headrace.core.load import ClassLoad, ClassLoads
 from headrace.core.plan import UNKNOWN_COSTS, Plan, Result, StepCosts
-from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.schedule.displacement import Family
 from headrace.policy.schedule.planner import Planner
-from headrace.policy.schedule.prerequisites import NO_PREREQUISITES
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.updates import NOTHING, RowOutput, are_plain, outputs, take_not_emitted
-from headrace.policy.sequence import DONE, NO_ADMISSION, RUNNING, Sequence
+from headrace.policy.sequence import DONE, RUNNING, Sequence
 from headrace.policy.step_builder import StepBuilder
 from headrace.policy.step_rows import NO_ROWS, StepRow, StepRows
 
@@ -42,7 +35,7 @@ MOVE_POLL_S = 0.005
 
 
 class Scheduler:
-    """Decides steps over a `SequenceTable`. All methods run on the loop's thread."""
+    """Decides steps over `sequences`, which requests are added to and ended in. All methods run on the loop's thread."""
 
     def __init__(self, config: SchedulerConfig, kv: KvManager, tier: HostTier | None = None) -> None:
         self.config = config
@@ -58,27 +51,11 @@ class Scheduler:
         """When the next plan without rows may ask for moves, on the clock of `now`."""
         self._failures: list[Exception] = []
 
-    # the sequences; see `SequenceTable` for what each does
-
-    @property
-    def counters(self) -> EngineCounters:
-        return self.sequences.counters
-
-    @property
-    def num_running(self) -> int:
-        return self.sequences.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        return self.sequences.num_waiting
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens known and not planned: of waiting sequences, and of prompts that the last plan left unfinished."""
-        return sum(self.sequences.waiting.num_tokens) + sum(self._planner.prompt_tokens_left)
+    # what it knows beside its sequences
 
     @property
     def class_loads(self) -> ClassLoads:
+        """Queued are the tokens known and not planned: of waiting sequences, and of prompts that the last plan left unfinished."""
         waiting = self.sequences.waiting
         queued = map(add, waiting.num_tokens, self._planner.prompt_tokens_left)
         return tuple(map(ClassLoad, self.sequences.slots.num_of_class, waiting.num_sequences, queued))
@@ -93,64 +70,12 @@ class Scheduler:
         """Most prompt tokens of a step like the last one that had room for prompts."""
         return self._planner.step_prompt_tokens
 
-    @property
-    def has_work(self) -> bool:
-        return self.sequences.has_work
-
-    def check_admission(self, request: EngineRequest) -> list[Family]:
-        """Whether a checked request may be added now, and whose place it takes; raises as `SequenceTable.check_admission`."""
-        return self.sequences.check_admission(request)
-
-    def add(
-        self,
-        request: EngineRequest,
-        now: float,
-        prerequisites: Mapping[str, float] = NO_PREREQUISITES,
-        *,
-        admission: AdmissionId = NO_ADMISSION,
-        leaving: Iterable[Family] = (),
-    ) -> None:
-        self.sequences.add(request, now, prerequisites, admission=admission, leaving=leaving)
-
-    def cancel(self, request_id: RequestId, now: float) -> None:
-        self.sequences.cancel(request_id, now)
-
-    def cancel_admission(self, admission: AdmissionId, now: float) -> None:
-        self.sequences.cancel_admission(admission, now)
-
-    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason, now: float) -> None:
-        self.sequences.finish(request_id, index, keep_tokens, reason, now)
-
-    def satisfied(self, admission: AdmissionId, what: str) -> None:
-        self.sequences.satisfied(admission, what)
-
-    def failed(self, admission: AdmissionId, what: str, message: str, now: float) -> None:
-        self.sequences.failed(admission, what, message, now)
-
-    def withdraw(self, admission: AdmissionId, now: float) -> EngineRequest | None:
-        """A request that still waits for a prerequisite is refused after all. Returns it; None where it is not waiting."""
-        return self.sequences.withdraw(admission, now)
-
-    def take_refused(self) -> list[tuple[EngineRequest, HeadraceError]]:
-        """Requests that were let in and refused since the last call, and why. There is no update about them."""
-        return self.sequences.take_refused()
-
-    def take_ended(self) -> list[AdmissionId]:
-        return self.sequences.take_ended()
-
-    def fail(self, seq: Sequence, message: str, now: float) -> None:
-        """End one sequence with an error that the client may read."""
-        self.sequences.fail(seq, message, now)
-
     def next_deadline(self) -> float | None:
         """When `plan` has to run next at the latest, on the clock its `now` comes from."""
         deadline = self.sequences.next_deadline()
         if not self._waits_for_moves:
             return deadline
         return self._next_poll if deadline is None else min(deadline, self._next_poll)
-
-    def take_updates(self) -> list[SequenceUpdate]:
-        return self.sequences.take_updates()
 
     # planning
 
