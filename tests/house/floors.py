@@ -73,7 +73,10 @@ FLOORS: dict[str, Floor] = {
     "headrace.tensor.host.unfinished": Floor(),
     "headrace.tensor.packed.file": Floor(_ours("core", "tensor.checkpoint.header", "tensor.host.file_memory", "tensor.host.unfinished")),
     "headrace.tensor": Floor(_ours("core"), ("torch", "numpy")),
-    "headrace.tensor.kernels": Floor(_ours("core", "tensor.batch", "tensor.host"), ("torch", "numpy", "numba", "llvmlite")),
+    "headrace.tensor.kernels": Floor(_ours("core", "tensor.batch", "tensor.host"), ("torch", "numpy")),
+    "headrace.tensor.kernels.cpu": Floor(
+        _ours("core", "tensor.batch", "tensor.host", "tensor.kernels"), ("torch", "numpy", "numba", "llvmlite")
+    ),
     # 3 engine: the loop knows no tensor, the runner no socket
     "headrace.engine": Floor(_ours("core", "policy", "tensor", "wire", "observe")),
     "headrace.engine.config": Floor(_ours("core", "policy.queues")),
@@ -134,7 +137,7 @@ FLOORS: dict[str, Floor] = {
         _ours(
             "core",
             *ABOVE_THE_SEAM,
-            "gateway.memory",
+            "gateway.access.memory",
             "gateway.stores",
             "observe",
         ),
@@ -166,7 +169,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.gateway.upstream.foreign*": Floor(
         _ours(
             "core",
-            "gateway.foreign_config",
+            "gateway.upstream.foreign_config",
             "gateway.http.content_encoding",
             "gateway.http.errors",
             "gateway.upstream.foreign*",
@@ -217,8 +220,11 @@ FLOORS: dict[str, Floor] = {
 DOOR_EXPORTS = _ours("llm", "core.sampling", "core.structured")
 """What `headrace/__init__` names for people, by string or under TYPE_CHECKING only."""
 
-FOLDERS_WITHOUT_CIRCLES = ("policy",)
+FOLDERS_WITHOUT_CIRCLES = ("policy", "tensor")
 """Packages whose sub-folders and top modules, each taken as a whole, import one another in no circle."""
+
+PRIVATE = _ours("tensor.kernels.cpu")
+"""Packages that no module outside imports: a table finds them by name, where they are used."""
 
 _CONTAINERS = {"array", "bisect", "collections", "dataclasses", "enum", "heapq", "types"}
 POLICY_STDLIB = _CONTAINERS | {"__future__", "abc", "functools", "hashlib", "itertools", "math", "operator", "typing"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.floors import DOOR_EXPORTS, FLOORS, FOLDERS_WITHOUT_CIRCLES, POLICY_STDLIB, Floor, floor_of, is_within
+from tests.house.floors import DOOR_EXPORTS, FLOORS, FOLDERS_WITHOUT_CIRCLES, POLICY_STDLIB, PRIVATE, Floor, floor_of, is_within
 from tests.house.reader import ROOT, Import, Module, find_cycles
 
 pytestmark = pytest.mark.pure
@@ -95,6 +95,13 @@ def _part(name: str, package: str) -> str | None:
     """The sub-folder or top module of `package` that holds the module of this name; None outside of them."""
     parts = name.split(".")
     return parts[2] if parts[:2] == ["headrace", package] and len(parts) > 2 else None
+
+
+@pytest.mark.parametrize("package", PRIVATE)
+def test_nobody_outside_imports_what_a_table_finds(package: str, house: dict[str, Module]) -> None:
+    outside = (module for name, module in house.items() if not is_within(name, package))
+    found = [f"{module.shown_path}:{each.line}" for module in outside for each in module.imports if is_within(each.target, package)]
+    assert not found, f"{package} is imported by {', '.join(found)}"
 
 
 def test_architecture_page_names_every_package(house: dict[str, Module]) -> None:
