@@ -26,6 +26,7 @@ from patience import until
 import headrace
 from headrace.cli.child import URL_LINE
 from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec import decode_load
 from headrace.wire.service import CHANNEL_OPTIONS, SNAPSHOT
 
 SUPPORT = Path(__file__).resolve().parent
@@ -169,7 +170,7 @@ class Server:
         with grpc.insecure_channel(f"unix:{self.run_dir}/{engine}.sock", options=CHANNEL_OPTIONS) as channel:
             data = channel.unary_unary(SNAPSHOT)(pb.SnapshotRequest().SerializeToString(), timeout=PATIENCE_S)
         reply = pb.SnapshotReply.FromString(data)
-        load = reply.load
+        load = decode_load(reply.load)
         return EngineLoad(
             reply.hello.instance_id,
             load.num_running,

@@ -245,7 +245,7 @@ def test_a_load_snapshot_survives_the_wire(load: LoadSnapshot) -> None:
     assert decode_load(pb.Load.FromString(encode_load(load).SerializeToString())) == load
 
 
-def test_a_load_of_an_earlier_version_reads_as_a_speed_that_is_not_known() -> None:
+def test_a_load_without_what_may_be_missing_reads_as_not_known() -> None:
     earlier = pb.Load(num_running=2, counters=pb.Counters(step_buckets=[0] * (len(STEP_BOUNDS_S) + 1)))
     load = decode_load(pb.Load.FromString(earlier.SerializeToString()))
     assert (load.num_running, load.num_queued_tokens, load.max_num_seqs, load.step_fixed_s, load.step_token_s) == (2, 0, 0, 0.0, 0.0)

@@ -63,15 +63,6 @@ async def test_an_engine_that_reads_nothing_for_a_lease_is_given_up() -> None:
         await eventually(lambda: engine.is_idle)
 
 
-async def test_an_engine_of_an_older_version_gets_no_pings_and_is_never_found_not_to_read() -> None:
-    async with linked_virtually(step_s=0.5) as (engine, _):
-        engine.service.hello.counts_pings = False
-        async with engine.client() as replica:
-            await asyncio.sleep(2 * LEASE_S)
-            assert (replica.state, replica.unread_s) == (ConnectionState.CONNECTED, 0.0)
-            assert [stream.last_ping > 0 for stream in engine.service._streams] == [True, False]
-
-
 async def test_pings_wait_behind_a_large_prompt_for_as_long_as_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt tokens on their way are time that the link may need for them."""
     monkeypatch.setattr(session, "READ_TOKENS_PER_S", 1000)

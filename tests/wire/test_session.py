@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from wire_kit import connected, read_all, request, served
+from wire_kit import request
 
 from headrace.core.load import EngineCounters, LoadSnapshot
-from headrace.core.request import NO_TIER, EngineRequest, TierTerms
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_load
 from headrace.wire.dial import Dialer
@@ -37,26 +36,6 @@ def load(submits_seen: int) -> pb.EngineFrame:
         counters=EngineCounters(),
     )
     return pb.EngineFrame(load=encode_load(snapshot), submits_seen=submits_seen)
-
-
-@pytest.mark.socket
-@pytest.mark.parametrize("knows_tiers", [False, True])
-async def test_an_engine_of_an_older_version_gets_requests_without_their_tier(knows_tiers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would refuse a field that it does not know, and with it every request while a site is upgraded."""
-    async with served() as engine:
-        engine.service.hello.knows_tiers = knows_tiers
-        async with connected(engine) as replica:
-            sent: list[EngineRequest] = []
-            submit = engine.engine.submit
-
-            def noted(asked: EngineRequest) -> None:
-                sent.append(asked)
-                submit(asked)
-
-            monkeypatch.setattr(engine.engine, "submit", noted)
-            tier = TierTerms(name="gold", weight=2.0, kv_share=0.5, ttft_ms=300.0, tpot_ms=40.0)
-            await read_all(replica.submit(request("r", tier=tier)))
-            assert [asked.tier for asked in sent] == [tier if knows_tiers else NO_TIER]
 
 
 async def test_a_load_counts_only_the_submits_that_it_has_seen() -> None:

@@ -161,15 +161,13 @@ class LoadSnapshot:
 
     num_running, num_waiting  sequences; num_waiting includes the sequences of requests that are still in the inbox
     num_queued_tokens  tokens known and not planned yet: of waiting sequences, and what is left of prompts that are computed in chunks
-    max_num_seqs       sequences that may run at once: as configured, or fewer where goals of those that run allow no more;
-                       0: not known, from an engine of an earlier version
+    max_num_seqs       sequences that may run at once: as configured, or fewer where goals of those that run allow no more; 0: not known
     kv_blocks_*        summed over KV groups; free + cached + used == total
     step_age_s         seconds the running step has taken so far; None when idle
     step_predicted_s   duration that the loop predicted for the running step
     step_fixed_s, step_token_s  a step of N tokens takes step_fixed_s + N * step_token_s, as fitted to recent steps; both 0: not known
     step_prompt_tokens  most prompt tokens of a step beside the sequences that run now and their goals; 0: not known
-    classes            the parts of num_running, num_waiting and num_queued_tokens that each priority class has; empty: not known, from an
-                       engine of an earlier version
+    classes            the parts of num_running, num_waiting and num_queued_tokens that each priority class has; empty: not known
     loop_age_s         seconds since the loop last turned or woke (idle loops wake regularly)
     """
 

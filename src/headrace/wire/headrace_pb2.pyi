@@ -73,22 +73,20 @@ REJECT_UNAVAILABLE: RejectKind
 REJECT_FAILED: RejectKind
 
 class KvGroup(_message.Message):
-    __slots__ = ("layers", "kv_heads", "head_dim", "dtype_bytes", "window", "state_bytes", "scale_bytes")
+    __slots__ = ("layers", "kv_heads", "head_dim", "dtype_bytes", "window", "scale_bytes")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_BYTES_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
-    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SCALE_BYTES_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedScalarFieldContainer[int]
     kv_heads: int
     head_dim: int
     dtype_bytes: int
     window: int
-    state_bytes: int
     scale_bytes: int
-    def __init__(self, layers: _Optional[_Iterable[int]] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype_bytes: _Optional[int] = ..., window: _Optional[int] = ..., state_bytes: _Optional[int] = ..., scale_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype_bytes: _Optional[int] = ..., window: _Optional[int] = ..., scale_bytes: _Optional[int] = ...) -> None: ...
 
 class Scalar(_message.Message):
     __slots__ = ("number", "integer", "flag", "text")
@@ -175,20 +173,16 @@ class ClientHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class EngineHello(_message.Message):
-    __slots__ = ("protocol_version", "instance_id", "replica", "model", "counts_pings", "knows_tiers")
+    __slots__ = ("protocol_version", "instance_id", "replica", "model")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    COUNTS_PINGS_FIELD_NUMBER: _ClassVar[int]
-    KNOWS_TIERS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     instance_id: str
     replica: str
     model: ModelFacts
-    counts_pings: bool
-    knows_tiers: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., instance_id: _Optional[str] = ..., replica: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., counts_pings: bool = ..., knows_tiers: bool = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., instance_id: _Optional[str] = ..., replica: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ...) -> None: ...
 
 class Params(_message.Message):
     __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias_ids", "logit_bias_values", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "logprobs", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens", "detokenize")
@@ -507,7 +501,7 @@ class ClassLoad(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_hit_tokens", "prefix_cache_query_tokens", "preemptions", "steps", "step_seconds", "finished", "failures", "step_buckets")
+    __slots__ = ("step_seconds", "finished", "failures", "step_buckets", "plain")
     class FinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -522,27 +516,24 @@ class Counters(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_CACHE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_CACHE_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
+    class PlainEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     STEP_BUCKETS_FIELD_NUMBER: _ClassVar[int]
-    prompt_tokens: int
-    generation_tokens: int
-    prefix_cache_hit_tokens: int
-    prefix_cache_query_tokens: int
-    preemptions: int
-    steps: int
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
     step_seconds: float
     finished: _containers.ScalarMap[str, int]
     failures: _containers.ScalarMap[str, int]
     step_buckets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., finished: _Optional[_Mapping[str, int]] = ..., failures: _Optional[_Mapping[str, int]] = ..., step_buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+    plain: _containers.ScalarMap[str, int]
+    def __init__(self, step_seconds: _Optional[float] = ..., finished: _Optional[_Mapping[str, int]] = ..., failures: _Optional[_Mapping[str, int]] = ..., step_buckets: _Optional[_Iterable[int]] = ..., plain: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("reason",)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from headrace.core.errors import HeadraceError
 from headrace.core.model_info import ModelInfo
 
-PROTOCOL_VERSION = 2
-"""Raised when an older peer would misread a frame; added fields do not raise it."""
+PROTOCOL_VERSION = 3
+"""Raised when an older peer would misread a frame; added fields do not raise it. Two versions refuse each other."""
 
 INFER = "headrace.wire.v1.Infer"
 CONTROL = "headrace.wire.v1.Control"
@@ -74,8 +74,12 @@ class Expectation:
 
 
 def check_protocol(version: int, peer: str) -> None:
+    """Raises Mismatch naming both versions."""
     if version != PROTOCOL_VERSION:
-        raise Mismatch(f"protocol version: {peer} speaks {version}, this side {PROTOCOL_VERSION}. Run the same release on both ends.")
+        raise Mismatch(
+            f"protocol version: {peer} speaks {version}, this side {PROTOCOL_VERSION}. Run the same release on both ends: "
+            "a rollout across protocol versions takes a restart."
+        )
 
 
 def check_model(model: ModelInfo, expect: Expectation) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,7 +20,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.core.finish import FinishReason
 from headrace.core.load import LoadSnapshot
-from headrace.core.request import NO_TIER, EngineRequest, PriorityClass
+from headrace.core.request import EngineRequest, PriorityClass
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_load, decode_rejected
 from headrace.wire.codec.enums import PRIORITY_CLASS
@@ -80,7 +79,6 @@ class Session:
         self._next_handle = 1
         self._unseen: deque[tuple[Handle, int, PriorityClass]] = deque()  # with the number of tokens whose KV it has to compute
         self._num_submits_seen = 0
-        self._counts_pings = self._knows_tiers = False
         self._num_pings = self._num_pings_written = self._num_pings_seen = 0
         self.streams: dict[Handle, ReplicaStream] = {}
         self.deliveries = DeliveryQueue(clock)
@@ -109,12 +107,9 @@ class Session:
         return [*(handle for handle, _, _ in self._unseen), *self._commands.handles]
 
     def send_submit(self, request: EngineRequest) -> Handle:
-        """An engine of an older version gets the request without its tier, and shares its steps by tenant alone.
-
-        Raises InvalidRequest for what the wire cannot carry; nothing was sent then.
-        """
+        """Raises InvalidRequest for what the wire cannot carry; nothing was sent then."""
         handle = Handle(self._next_handle)
-        self._commands.submit(request if self._knows_tiers else replace(request, tier=NO_TIER), handle)
+        self._commands.submit(request, handle)
         self._next_handle += 1
         self._has_commands.set()
         return handle
@@ -172,7 +167,6 @@ class Session:
         if frame is None or not frame.HasField("hello"):
             raise MalformedFrame("the engine's first frame is not a hello")
         self.is_open = True
-        self._counts_pings, self._knows_tiers = frame.hello.counts_pings, frame.hello.knows_tiers
         self._on_hello(frame.hello)
         await self._take(frame)
 
@@ -228,9 +222,8 @@ class Session:
             self.last_frame_at = min(now, self.last_frame_at + max(0.0, now - self._watch_due_at))
             if self.unread_s > LEASE_S:
                 raise ConnectionLost(f"the engine has read nothing for {LEASE_S:g} s")
-            if self._counts_pings:
-                self._num_pings += 1
-                self._has_commands.set()
+            self._num_pings += 1
+            self._has_commands.set()
             self._on_beat()
         raise ConnectionLost(f"no heartbeat for {LEASE_S:g} s")
 

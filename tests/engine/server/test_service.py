@@ -418,9 +418,36 @@ async def test_equal_digests_and_unknown_kinds_fit() -> None:
         assert replica.state is ConnectionState.CONNECTED
 
 
-async def test_another_protocol_version_is_refused_by_name() -> None:
-    async with served() as engine, RawStream(engine, version=PROTOCOL_VERSION + 1) as call:
-        await expect_status(call, grpc.StatusCode.FAILED_PRECONDITION, "protocol version")
+OTHER_VERSIONS = pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+
+
+@OTHER_VERSIONS
+async def test_a_gateway_of_another_protocol_version_is_refused_by_name(version: int) -> None:
+    said = f"the gateway speaks {version}, this side {PROTOCOL_VERSION}"
+    async with served() as engine, connected(engine) as neighbour:
+        async with RawStream(engine, version=version) as call:
+            await expect_status(call, grpc.StatusCode.FAILED_PRECONDITION, said)
+        assert len((await read_all(neighbour.submit(request("n"))))[0]) == 8
+
+
+@OTHER_VERSIONS
+async def test_a_gateway_says_that_the_engine_refused_its_protocol_version(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.wire.session.PROTOCOL_VERSION", version)
+    async with served() as engine, ReplicaClient(engine.address) as replica:
+        await eventually(lambda: f"the gateway speaks {version}, this side {PROTOCOL_VERSION}" in replica.reason)
+        assert replica.state is ConnectionState.DOWN
+
+
+@OTHER_VERSIONS
+async def test_an_engine_of_another_protocol_version_is_refused_by_name(version: int) -> None:
+    """It may be one that lets this gateway in: then the gateway refuses, and its reason says what a rollout takes."""
+    async with served() as engine:
+        engine.service.hello.protocol_version = version
+        async with ReplicaClient(engine.address) as replica:
+            await eventually(lambda: f"the engine speaks {version}, this side {PROTOCOL_VERSION}" in replica.reason)
+            assert "a rollout across protocol versions takes a restart" in replica.reason
+            with pytest.raises(Unavailable, match="protocol version"):
+                replica.submit(request("r"))
 
 
 @pytest.mark.parametrize("more", [UNKNOWN_FIELD, UNKNOWN_FIELD * 5_000], ids=["one", "many"])

@@ -89,8 +89,6 @@ class EngineService:
             instance_id=secrets.token_hex(8),
             replica=replica,
             model=encode_model_info(engine.info),
-            counts_pings=True,
-            knows_tiers=True,
         )
         bridge.deliver = self._deliver
 

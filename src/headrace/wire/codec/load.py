@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.core.load import COUNTERS, LABELLED_COUNTERS, PLAIN_COUNTERS, STEP_BOUNDS_S, ClassLoad, EngineCounters, LoadSnapshot
+from headrace.core.load import LABELLED_COUNTERS, PLAIN_COUNTERS, STEP_BOUNDS_S, ClassLoad, EngineCounters, LoadSnapshot
 from headrace.core.request import PriorityClass
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.handles import MalformedFrame
@@ -56,13 +56,18 @@ def decode_load(message: pb.Load) -> LoadSnapshot:
 
 
 def _encode_counters(counters: EngineCounters) -> pb.Counters:
-    rows = {name: getattr(counters, name) for name in COUNTERS}
-    return pb.Counters(**rows, step_seconds=counters.step_seconds, step_buckets=counters.step_buckets)
+    return pb.Counters(
+        plain={name: getattr(counters, name) for name in PLAIN_COUNTERS},
+        **{name: getattr(counters, name) for name in LABELLED_COUNTERS},
+        step_seconds=counters.step_seconds,
+        step_buckets=counters.step_buckets,
+    )
 
 
 def _decode_counters(message: pb.Counters) -> EngineCounters:
     if len(message.step_buckets) != len(STEP_BOUNDS_S) + 1:
         raise MalformedFrame(f"load: {len(message.step_buckets)} step buckets, not {len(STEP_BOUNDS_S) + 1}")
-    rows: dict[str, Any] = {name: getattr(message, name) for name in PLAIN_COUNTERS}
+    plain = dict(message.plain)
+    rows: dict[str, Any] = {name: plain.get(name, 0) for name in PLAIN_COUNTERS}
     rows |= {name: dict(getattr(message, name)) for name in LABELLED_COUNTERS}
     return EngineCounters(**rows, step_seconds=message.step_seconds, step_buckets=list(message.step_buckets))
