@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.core.memory import Available
 from headrace.engine import idle_work
 from headrace.engine import read_ahead as module
 from headrace.engine.build import WRITER, build_engine, build_served_engine
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
-from headrace.engine.memory import Available
 from headrace.engine.read_ahead import read_ahead
 from headrace.tensor.host.unfinished import UNFINISHED
 from headrace.tensor.packed import store as packed_store

@@ -51,7 +51,6 @@ RUNNER_SIDE = (
     "engine.failpoints",
     "engine.kv_sizing",
     "engine.loop",
-    "engine.memory",
     "engine.read_ahead",
     "engine.runner*",
     "engine.warmup",
@@ -96,9 +95,8 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.steps": Floor(_ours("core", "policy")),
     "headrace.engine.runner*": Floor(_ours("core", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),
-    "headrace.engine.memory": Floor(_ours("core")),
     "headrace.engine.read_ahead": Floor(
-        _ours("core", "engine.config", "engine.memory", "tensor.host.cache_folder", "tensor.checkpoint.header", "tensor.packed.file")
+        _ours("core", "engine.config", "tensor.host.cache_folder", "tensor.checkpoint.header", "tensor.packed.file")
     ),
     "headrace.engine.build": Floor(_ours("core", "policy", "engine")),
     "headrace.engine.server": Floor(

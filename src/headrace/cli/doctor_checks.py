@@ -115,7 +115,7 @@ def check_threads(quota: float | None, environment: Mapping[str, str]) -> Findin
 
 def check_memory(root: Path) -> Finding:
     """What an engine could take now, as it will see it itself."""
-    from headrace.engine.memory import read_available
+    from headrace.core.memory import read_available
 
     available = read_available(root)
     found = f"{available.num_bytes / 2**30:.1f} GiB to be had (bound by {available.source})"

@@ -20,6 +20,7 @@ from headrace import __version__
 from headrace.core.digests import TEXT_FILES, text_digests
 from headrace.core.errors import ConfigError
 from headrace.core.kvgroup import KvGroup
+from headrace.core.memory import Available, read_available
 from headrace.core.model_info import ModelInfo
 from headrace.core.numerics import WEIGHTS
 from headrace.engine.config import EngineConfig
@@ -28,7 +29,6 @@ from headrace.engine.grammar.preparer import GrammarPreparer
 from headrace.engine.grammar.slots import SlotGrammars
 from headrace.engine.grammar.store import GrammarStore
 from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, size_kv
-from headrace.engine.memory import Available, read_available
 from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_compiling import log_compiling
 from headrace.engine.runner_masks import load_mask_kernel

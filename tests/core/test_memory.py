@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.memory import cgroup_available, cgroup_directories, parse_meminfo, read_available
+from headrace.core.memory import cgroup_available, cgroup_directories, parse_meminfo, read_available
 
 pytestmark = pytest.mark.pure
 
