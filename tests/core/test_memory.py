@@ -1,4 +1,4 @@
-"""Memory that may be taken, read from files of the test's own."""
+"""Memory and CPU time that may be taken, read from files of the test's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.memory import cgroup_available, cgroup_directories, parse_meminfo, read_available
+from headrace.core.cgroups import cpu_quota, folders
+from headrace.core.memory import machine_bytes, parse_meminfo, read_available
 
 pytestmark = pytest.mark.pure
 
@@ -66,8 +67,8 @@ def test_a_container_that_sees_only_its_own_root(tmp_path: Path) -> None:
 
 
 def test_more_used_than_allowed_leaves_nothing(tmp_path: Path) -> None:
-    machine(tmp_path, {"memory.max": "100\n", "memory.current": "250\n"})
-    assert cgroup_available(tmp_path) == 0
+    files = {"sys/fs/cgroup/memory.max": "100\n", "sys/fs/cgroup/memory.current": "250\n"}
+    assert read_available(machine(tmp_path, files)).num_bytes == 0
 
 
 def test_no_cgroup_at_all(tmp_path: Path) -> None:
@@ -77,7 +78,17 @@ def test_no_cgroup_at_all(tmp_path: Path) -> None:
 
 
 def test_paths_cannot_climb_out_of_the_mount(tmp_path: Path) -> None:
-    assert cgroup_directories("0::/../../etc\n", tmp_path) == [tmp_path / "etc", tmp_path]
+    mount = tmp_path / "sys/fs/cgroup"
+    assert list(folders("memory", machine(tmp_path, {}, cgroup="0::/../../etc\n"))) == [mount / "etc", mount]
+
+
+def test_the_container_bounds_the_machine(tmp_path: Path) -> None:
+    assert machine_bytes(tmp_path) > 1 << 20
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1048576\n")
+    assert machine_bytes(tmp_path) == 1 << 20, "also where nothing says which cgroup it is"
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
+    assert machine_bytes(tmp_path) > 1 << 20
 
 
 @pytest.mark.parametrize(("text", "expected"), [("MemFree: 3 kB\n", 3072), ("", 0), ("MemFree: 3 kB\nMemAvailable: 5 kB\n", 5120)])
@@ -87,3 +98,52 @@ def test_older_kernels_say_less(text: str, expected: int) -> None:
 
 def test_this_machine_has_some_memory() -> None:
     assert read_available().num_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2.5),
+        # The tightest of a cgroup and those above it.
+        (
+            {
+                "proc/self/cgroup": "0::/user.slice/job\n",
+                "sys/fs/cgroup/user.slice/cpu.max": "150000 100000\n",
+                "sys/fs/cgroup/user.slice/job/cpu.max": "400000 100000\n",
+            },
+            1.5,
+        ),
+        # Inside a container the path may lead out of its own view.
+        ({"proc/self/cgroup": "0::/../../docker/abc\n", "sys/fs/cgroup/cpu.max": "100000 100000\n"}, 1.0),
+        # Version 1: controllers mounted together, or under a plain name.
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/abc/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/abc/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpuacct,cpu:/docker/abc\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            0.5,
+        ),
+        (
+            {"proc/self/cgroup": "4:cpu:/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
+            None,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "nonsense"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "100000 0"}, None),
+    ],
+)
+def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu_quota(tmp_path) == quota

@@ -19,12 +19,12 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
+from headrace.core.cgroups import cpu_quota
 from headrace.core.cpus import allowed_cpus
 
 MIN_PYTHON = (3, 11)
 MIN_FILES = 4096
 LOW_MEMORY_BYTES = 2 << 30
-CGROUP = Path("/sys/fs/cgroup")
 CPU_FEATURES = {
     "avx2": "the SIMD width the CPU kernels are written for",
     "avx512f": "wider vectors in attention and GEMM",
@@ -55,7 +55,7 @@ def examine(port: int) -> list[Finding]:
     return [
         check_python(sysconfig.get_config_var("CONFIG_ARGS")),
         check_cpu(_read(Path("/proc/cpuinfo"))),
-        check_threads(_read_quota(CGROUP), os.environ),
+        check_threads(cpu_quota(), os.environ),
         check_memory(Path("/")),
         check_threading_layer(),
         check_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
@@ -206,12 +206,6 @@ def check_versions() -> Iterator[Finding]:
             continue
         fits = requirement.specifier.contains(version, prereleases=True)
         yield Finding(requirement.name, Health.OK if fits else Health.FAIL, version, "" if fits else f"pip install '{requirement}'")
-
-
-def _read_quota(cgroup: Path) -> float | None:
-    """CPUs of cpu.max ("200000 100000" -> 2.0)."""
-    words = _read(cgroup / "cpu.max").split()
-    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdecimal() else None
 
 
 def _cache_dir() -> Path:

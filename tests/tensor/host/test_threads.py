@@ -9,7 +9,7 @@ import torch
 
 from headrace.core.errors import ConfigError
 from headrace.tensor.host.openmp import prepare_openmp
-from headrace.tensor.host.threads import CpuShare, count_cores, plan_threads, read_cpu_share, read_quota
+from headrace.tensor.host.threads import CpuShare, count_cores, plan_threads, read_cpu_share
 
 pytestmark = pytest.mark.pure
 
@@ -43,53 +43,6 @@ def test_a_number_that_was_asked_for_is_taken_or_refused() -> None:
     for wrong in (0, -1, 9):
         with pytest.raises(ConfigError, match=r"num_threads: .* is outside 1\.\.8"):
             plan_threads(wrong, share)
-
-
-@pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({}, None),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2.5),
-        # The tightest of a cgroup and those above it.
-        (
-            {
-                "proc/self/cgroup": "0::/user.slice/job\n",
-                "sys/fs/cgroup/user.slice/cpu.max": "150000 100000\n",
-                "sys/fs/cgroup/user.slice/job/cpu.max": "400000 100000\n",
-            },
-            1.5,
-        ),
-        # Inside a container the path may lead out of its own view.
-        ({"proc/self/cgroup": "0::/../../docker/abc\n", "sys/fs/cgroup/cpu.max": "100000 100000\n"}, 1.0),
-        # Version 1: controllers mounted together, or under a plain name.
-        (
-            {
-                "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc\n",
-                "sys/fs/cgroup/cpu,cpuacct/docker/abc/cpu.cfs_quota_us": "300000\n",
-                "sys/fs/cgroup/cpu,cpuacct/docker/abc/cpu.cfs_period_us": "100000\n",
-            },
-            3.0,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:cpuacct,cpu:/docker/abc\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            0.5,
-        ),
-        (
-            {"proc/self/cgroup": "4:cpu:/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
-            None,
-        ),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "nonsense"}, None),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "100000 0"}, None),
-    ],
-)
-def test_quota(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
-    _write(tmp_path, files)
-    assert read_quota(tmp_path) == quota
 
 
 def test_hardware_threads_of_one_core_count_once(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.core.cgroups import cpu_quota, read_text
 from headrace.core.cpus import allowed_cpus
 from headrace.core.errors import ConfigError
 
@@ -59,56 +60,13 @@ def read_cpu_share(root: Path = Path("/")) -> CpuShare:
     """This process's share. root: the folder where proc and sys are mounted."""
     cpus = allowed_cpus()
     cpus = list(range(os.cpu_count() or 1)) if cpus is None else cpus
-    return CpuShare(len(cpus), count_cores(root, cpus), read_quota(root))
+    return CpuShare(len(cpus), count_cores(root, cpus), cpu_quota(root))
 
 
 def count_cores(root: Path, cpus: Iterable[int]) -> int:
     """Physical cores among `cpus`; a CPU whose siblings cannot be read counts as a core."""
     cores = set()
     for cpu in cpus:
-        siblings = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings = read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings or f"cpu {cpu}")
     return max(1, len(cores))
-
-
-def read_quota(root: Path) -> float | None:
-    """The tightest CPU quota of this process's cgroup and those above it, version 2 or 1; None = no limit."""
-    quotas = []
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            quotas += [_quota_v2(folder) for folder in _ancestors(root / "sys/fs/cgroup", path)]
-        elif "cpu" in controllers.split(","):
-            for mount in {"cpu", controllers}:
-                quotas += [_quota_v1(folder) for folder in _ancestors(root / "sys/fs/cgroup" / mount, path)]
-    return min((quota for quota in quotas if quota is not None), default=None)
-
-
-def _ancestors(mount: Path, path: str) -> list[Path]:
-    """The cgroup's folder and all above it up to the mount. A path that leads outside (another namespace) leaves the mount itself."""
-    parts = [] if ".." in path.split("/") else [part for part in path.split("/") if part]
-    return [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
-
-
-def _quota_v2(folder: Path) -> float | None:
-    """cpu.max: "QUOTA PERIOD" in microseconds, QUOTA may be "max"."""
-    fields = (_read(folder / "cpu.max") or "").split()
-    return _ratio(fields[0], fields[1]) if len(fields) == 2 else None
-
-
-def _quota_v1(folder: Path) -> float | None:
-    return _ratio(_read(folder / "cpu.cfs_quota_us") or "", _read(folder / "cpu.cfs_period_us") or "")
-
-
-def _ratio(quota: str, period: str) -> float | None:
-    """None for "max", -1 and whatever is no number."""
-    if not quota.isdigit() or not period.isdigit() or int(period) == 0:
-        return None
-    return int(quota) / int(period)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
