@@ -24,6 +24,7 @@ from bench.machine import results_file
 from headrace.core.kvgroup import KvGroup
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels.cpu.backend import EXECUTOR, KERNELS
 from headrace.tensor.kernels.cpu.jit.launch import thread_limit
 
@@ -65,7 +66,7 @@ def make_step(rows: list[tuple[int, int]], heads: int, dim: int) -> Step:
 
 def filled_cache(dtype: torch.dtype, blocks: int, kv_heads: int, dim: int) -> KvCache:
     """Every slot written through the kernel that writes slots."""
-    kv = allocate_kv([(kv_heads, dim)] * LAYERS, (0,) * LAYERS, (blocks,), BLOCK_SIZE, dtype, "cpu")
+    kv = allocate_kv([(kv_heads, dim)] * LAYERS, (0,) * LAYERS, (blocks,), BLOCK_SIZE, dtype, CPU)
     part = torch.randn(blocks * BLOCK_SIZE, kv_heads, dim, generator=torch.Generator().manual_seed(2))
     for layer in kv.layers:
         KERNELS.scatter_kv(part, part.flip(0), layer.values, torch.arange(len(part)), kv_scales=layer.scales)

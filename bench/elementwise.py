@@ -30,6 +30,7 @@ from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
 from headrace.lab.environment import ReadBandwidth, bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.batch import KvCache, allocate_kv
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels.cpu.backend import EXECUTOR, KERNELS, draw_tokens
 from headrace.tensor.kernels.cpu.jit.launch import thread_limit
 from headrace.tensor.kernels.filters import Draw, draw
@@ -61,7 +62,7 @@ def kernels(rows: int) -> Iterator[Work]:
     qkv = [torch.randn(rows, HEADS + 2 * KV_HEADS, DIM) for _ in range(LAYERS)]
     cos_sin, positions = torch.randn(rows, DIM), torch.arange(rows)
     for kind in (torch.float32, torch.bfloat16, torch.int8):
-        cache = allocate_kv([(KV_HEADS, DIM)] * LAYERS, (0,) * LAYERS, (rows // BLOCK_SIZE + 2,), BLOCK_SIZE, kind, "cpu")
+        cache = allocate_kv([(KV_HEADS, DIM)] * LAYERS, (0,) * LAYERS, (rows // BLOCK_SIZE + 2,), BLOCK_SIZE, kind, CPU)
 
         def turn(i: int, cache: KvCache = cache) -> None:
             query, key, value = torch.split(qkv[i], [HEADS, KV_HEADS, KV_HEADS], dim=1)

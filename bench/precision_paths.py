@@ -9,7 +9,8 @@ the test, compared with the constants the kernels were compiled with.
 from __future__ import annotations
 
 from bench.harness import ROOT, replace_block
-from headrace.tensor.host.cpu_features import DTYPES, CpuFeatures, LinearPath, linear_path, resolve_dtype
+from headrace.tensor.device import CPU, DTYPES
+from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path
 from headrace.tensor.kernels.cpu.integer.simd import ROWS as INTEGER_ROWS
 from headrace.tensor.kernels.cpu.integer.simd import STRIPS as INTEGER_STRIPS
 
@@ -46,7 +47,7 @@ def integer_arithmetic(precision: str, features: CpuFeatures) -> str:
 
 
 def float_row(stored: str, features: CpuFeatures) -> list[str]:
-    dtype, _ = resolve_dtype("auto", stored, features)
+    dtype, _ = CPU.resolve_dtype("auto", stored, features)
     name = next(label for label, value in DTYPES.items() if value == dtype)
     path = linear_path(features, dtype)
     if path is LinearPath.BF16_STRIPS:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import load_model
 from headrace.tensor.models.decoder import DecoderModel
@@ -74,7 +75,7 @@ def main() -> None:
         options.folder,
         backend=backend,
         dtype=DTYPES.get(options.dtype),
-        device="cpu",
+        device=CPU,
         load_format="safetensors",
         seed=0,
         max_model_len=None,

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from bench.peers.shapes import Products, Shape
-from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
+from headrace.tensor.device import CPU
+from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu.backend import EXECUTOR, FEW_TOKENS
 from headrace.tensor.kernels.cpu.launch_list import RecordedLaunches, run_pending
@@ -77,7 +78,7 @@ def kinds_of(precision: str, features: CpuFeatures | None = None) -> dict[str, K
     """Implementations that may answer for weights of `precision`, by name; ours in the dtype that an engine computes in on this CPU."""
     features = features or read_cpu_features()
     packing = load_backend("numba", features=features).packing
-    own, _ = resolve_dtype("auto", "bfloat16", features)
+    own, _ = CPU.resolve_dtype("auto", "bfloat16", features)
     kinds = {
         "headrace": Kind(lambda weight: packing.pack_linear(weight.to(own), None), own),
         "onednn-float32": Kind(lambda weight: OneDnnLinear(weight.float(), None), torch.float32),
@@ -87,7 +88,7 @@ def kinds_of(precision: str, features: CpuFeatures | None = None) -> dict[str, K
     if precision != "bf16":
         kinds["onednn-int8"] = Kind(OneDnnInt8, torch.uint8)
         width = Precision(precision)
-        rows, _ = resolve_dtype("auto", "bfloat16", features, is_rounded=True)
+        rows, _ = CPU.resolve_dtype("auto", "bfloat16", features, is_rounded=True)
         kinds[f"headrace-{width.value}"] = Kind(lambda weight: packing.pack_rounded(round_weight(weight, width), None), rows)
     return kinds
 

@@ -22,6 +22,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import Model, ModelRunner
 from headrace.engine.runner_masks import MaskSource
 from headrace.tensor.batch import allocate_kv
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.filters import draw
 from headrace.tensor.models import load_model
@@ -119,7 +120,7 @@ class DenseLlama:
 
 def load_decoder(folder: Path) -> DecoderModel:
     backend = load_backend("reference")
-    return load_model(folder, backend=backend, dtype=torch.float32, device="cpu", load_format="auto", seed=0, max_model_len=None).model
+    return load_model(folder, backend=backend, dtype=torch.float32, device=CPU, load_format="auto", seed=0, max_model_len=None).model
 
 
 def make_runner(
@@ -132,7 +133,7 @@ def make_runner(
     masks: MaskSource | None = None,
 ) -> ModelRunner:
     """A runner over the decoder's KV shapes; `model` may stand in front of it."""
-    kv = allocate_kv(decoder.kv_shapes, decoder.group_of, (num_blocks,), block_size, torch.float32, "cpu")
+    kv = allocate_kv(decoder.kv_shapes, decoder.group_of, (num_blocks,), block_size, torch.float32, CPU)
     return ModelRunner(
         model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,), masks=masks
     )  # fmt: skip

@@ -20,7 +20,7 @@ from headrace import __version__
 from headrace.core.digests import TEXT_FILES, text_digests
 from headrace.core.errors import ConfigError
 from headrace.core.kvgroup import KvGroup
-from headrace.core.memory import Available, read_available
+from headrace.core.memory import Available
 from headrace.core.model_info import ModelInfo
 from headrace.core.numerics import WEIGHTS
 from headrace.engine.config import EngineConfig
@@ -35,7 +35,8 @@ from headrace.engine.runner_masks import load_mask_kernel
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
-from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
+from headrace.tensor.device import DEVICES
+from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
 from headrace.tensor.host.threads import ThreadPlan, plan_threads
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.choose import choose_kernels
@@ -78,7 +79,8 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
 
     Raises: ConfigError, CheckpointError; before any weight is read where that is possible.
     """
-    _check_device(config.device)
+    device = DEVICES[config.device]
+    device.check()
     found = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization)
     choices = _choose(config, found, packed, features or read_cpu_features())
     with log_compiling(choices.backend.compiler):
@@ -86,7 +88,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         kv_dtype, why_kv = _kv_dtype(config, choices.dtype, found.dtype_name, choices.features)
         groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
         sizing = _size(config, loaded, groups)
-        kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, config.device)
+        kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, device)
         compiler = GrammarCompiler(Path(config.model), loaded.vocab_size, loaded.eos_token_ids)
         grammars = GrammarStore(compiler)
         runner = _make_runner(config, loaded, sizing, kv, choices.backend, SlotGrammars(grammars))
@@ -137,10 +139,10 @@ class _Choices:
 
 def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
     """Choose dtype, kernels and threads, and set the threads. Raises ConfigError, also if the weights do not fit the free memory."""
-    is_rounded = config.quantization != "none"
-    dtype, why_dtype = resolve_dtype(config.dtype, found.dtype_name, features, device=config.device, is_rounded=is_rounded)
-    _check_weights_fit(found, read_memory(config.device), 0 if packed is None else packed.num_bytes_ahead)
-    kernels, why_kernels = choose_kernels(config.kernels, config.device)
+    device, is_rounded = DEVICES[config.device], config.quantization != "none"
+    dtype, why_dtype = device.resolve_dtype(config.dtype, found.dtype_name, features, is_rounded=is_rounded)
+    _check_weights_fit(found, device.free_memory(), 0 if packed is None else packed.num_bytes_ahead)
+    kernels, why_kernels = choose_kernels(config.kernels, device)
     backend = load_backend(kernels, deterministic=config.deterministic, features=features)
     threads = plan_threads(config.num_threads)
     layer = backend.limit_threads(threads.num_threads)
@@ -162,7 +164,7 @@ def _load(config: EngineConfig, choices: _Choices, packed: PackedFolder | None) 
         Path(config.model),
         backend=choices.backend,
         dtype=choices.dtype,
-        device=config.device,
+        device=DEVICES[config.device],
         load_format=config.load_format,
         seed=config.seed,
         max_model_len=config.max_model_len,
@@ -182,7 +184,7 @@ def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_d
         "dtype": _name(loaded.dtype),
         "KV dtype": kv_dtype,
         "kernels": " ".join(filter(None, (backend.name, backend.numerics))),
-        "device": config.device if config.device == "cpu" else torch.cuda.get_device_name(),
+        "device": DEVICES[config.device].title,
         "CPU": f"{choices.features.machine} {choices.features.family}",
         # Headrace's own kernels give the same bits with any number of threads; a library's may not.
         "threads": "any" if config.deterministic else str(choices.threads.num_threads),
@@ -215,9 +217,7 @@ def _linear_scaling(spec: DecoderSpec) -> list[str]:
 def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features: CpuFeatures) -> tuple[torch.dtype, str]:
     """(dtype of the KV cache, why). stored: dtype of most stored weights."""
     if config.kv_cache_dtype == "auto":
-        if config.dtype == "auto" and stored == "bfloat16" and features.has_bf16 and config.device == "cpu":
-            return torch.bfloat16, "as the checkpoint says; this CPU computes with it"
-        return computed, "as computed"
+        return DEVICES[config.device].default_kv_dtype(config.dtype, computed, stored, features)
     scales = ", with a scale per token and head" if config.kv_cache_dtype == "int8" else ""
     return getattr(torch, config.kv_cache_dtype), f"as configured{scales}"
 
@@ -234,18 +234,6 @@ def _versions(backend: Backend) -> str:
 
 def _rounded(config: EngineConfig) -> str:
     return "" if config.quantization == "none" else f", linears rounded to {config.quantization}"
-
-
-def read_memory(device: str) -> Available:
-    """Free memory of the device that holds weights and KV cache."""
-    if device == "cuda":
-        return Available(torch.cuda.mem_get_info()[0], "the GPU")
-    return read_available()
-
-
-def _check_device(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "'cuda': torch sees no GPU here", "Use cpu.")
 
 
 def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_ahead: int) -> None:
@@ -266,7 +254,7 @@ def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_
 
 
 def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]) -> KvSizing:
-    available, model = read_memory(config.device), loaded.model
+    available, model = DEVICES[config.device].free_memory(), loaded.model
     step_bytes = activation_bytes(config, model.spec.hidden_size, loaded.vocab_size, loaded.max_model_len)
     budget = KvMemoryBudget(
         available_bytes=available.num_bytes,

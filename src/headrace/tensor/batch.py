@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.core.kvgroup import KvGroup
+from headrace.tensor.device import Device
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ def allocate_kv(
     num_blocks: tuple[int, ...],
     block_size: int,
     dtype: torch.dtype,
-    device: str,
+    device: Device,
 ) -> KvCache:
     """Zeroed caches for all layers, with scales if dtype is int8.
 
@@ -128,14 +128,14 @@ def allocate_kv(
     return KvCache([layers[layer] for layer in range(len(shapes))], group_of, block_size, tuple(pools))
 
 
-def _allocate_pool(blocks: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype, device: str) -> tuple[Tensor, list[LayerKv]]:
+def _allocate_pool(blocks: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype, device: Device) -> tuple[Tensor, list[LayerKv]]:
     """One group's pool and its layers' views of it. shapes: per layer, (S, K, D).
 
     Every view is aligned to its element size: a layer holds keys and values, and int8 heads have an even size.
     """
     scale_bytes = SCALE_BYTES if dtype == torch.int8 else 0
     sizes = [2 * math.prod(shape[:-1]) * (shape[-1] * dtype.itemsize + scale_bytes) for shape in shapes]
-    pool = _zeros((blocks, sum(sizes)), device)
+    pool = device.zeroed_bytes((blocks, sum(sizes)))
     pieces = torch.split(pool, sizes, dim=1)
     return pool, [_layer_of(piece, (2, *shape), dtype) for piece, shape in zip(pieces, shapes, strict=True)]
 
@@ -151,15 +151,3 @@ def _layer_of(piece: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Laye
 
 SCALE_BYTES = 4
 """Bytes of one scale, float32. Each key and each value of a head has one in an int8 cache."""
-_ALIGNMENT = 64
-"""Bytes: a cache line, which is also the widest vector register."""
-
-
-def _zeros(shape: tuple[int, int], device: str) -> Tensor:
-    """torch.zeros of bytes without touching the host's pages. torch itself writes them: seconds per GiB where page faults are slow."""
-    if device != "cpu":
-        return torch.zeros(shape, dtype=torch.uint8, device=device)
-    num_bytes = math.prod(shape)
-    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
-    skip = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[skip : skip + num_bytes]).view(shape)

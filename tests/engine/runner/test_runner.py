@@ -15,6 +15,7 @@ from headrace.core.plan import MoveKind, Plan, Result, TokenLogprobs
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import ModelRunner
 from headrace.tensor.batch import ForwardBatch, KvCache, allocate_kv
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels.filters import draw
 from headrace.tensor.models.decoder import DecoderModel
 
@@ -273,7 +274,7 @@ class NextWord:
 
 def test_a_model_without_kv_groups_is_run_like_any_other() -> None:
     """Prompts in pieces, several sequences a step, a slot that is used again."""
-    kv = allocate_kv([], (), (), 4, torch.float32, "cpu")
+    kv = allocate_kv([], (), (), 4, torch.float32, CPU)
     runner = ModelRunner(NextWord(), kv, max_num_seqs=4, max_model_len=CONTEXT, draw=draw)
     planner = Planner()
 

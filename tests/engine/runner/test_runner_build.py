@@ -21,6 +21,7 @@ from headrace.engine.failpoints import Injected, armed
 from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_build import build_runner
 from headrace.engine.runner_overlapped import OverlappedRunner
+from headrace.tensor.device import CPU
 from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.kernels.cpu.backend import FEW_TOKENS
 from headrace.tensor.kernels.cpu.jit import launch
@@ -182,7 +183,7 @@ def test_the_shortest_contexts_can_be_built(tiny_folder: Path, length: int) -> N
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_build, "read_memory", lambda device: Available(50_000, "the cgroup's limit"))
+    monkeypatch.setattr(CPU, "free_memory", lambda: Available(50_000, "the cgroup's limit"))
     monkeypatch.setattr(runner_build, "load_model", lambda *args, **kwargs: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match=r"model: 8\d\.\d KiB of float32 weights do not fit the 48\.8 KiB that the cgroup's limit leaves"):
         build_runner(config(tiny_folder))

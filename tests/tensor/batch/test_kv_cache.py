@@ -7,6 +7,7 @@ import torch
 
 from headrace.core.kvgroup import KvGroup
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 
 pytestmark = pytest.mark.pure
@@ -19,7 +20,7 @@ def resident_kib() -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_caches_are_zero_and_aligned_and_a_layers_block_is_contiguous(dtype: torch.dtype) -> None:
-    kv = allocate_kv([(2, 8), (1, 24)], (0, 1), (5, 3), 4, dtype, "cpu")
+    kv = allocate_kv([(2, 8), (1, 24)], (0, 1), (5, 3), 4, dtype, CPU)
     assert [tuple(layer.values.shape) for layer in kv.layers] == [(5, 2, 4, 2, 8), (3, 2, 4, 1, 24)]
     for layer in (layer.values for layer in kv.layers):
         assert layer.dtype is dtype
@@ -30,13 +31,13 @@ def test_caches_are_zero_and_aligned_and_a_layers_block_is_contiguous(dtype: tor
 
 def test_a_large_cache_takes_no_memory_before_it_is_used() -> None:
     before = resident_kib()
-    kv = allocate_kv([(8, 128)], (0,), (1 << 15,), 16, torch.bfloat16, "cpu")
+    kv = allocate_kv([(8, 128)], (0,), (1 << 15,), 16, torch.bfloat16, CPU)
     assert kv.layers[0].values.nbytes == 2 << 30
     assert resident_kib() - before < 64 * 1024
 
 
 def test_a_block_is_copied_in_all_layers_of_its_group() -> None:
-    kv = allocate_kv([(1, 2), (1, 2), (1, 2)], (0, 1, 0), (3, 3), 2, torch.float32, "cpu")
+    kv = allocate_kv([(1, 2), (1, 2), (1, 2)], (0, 1, 0), (3, 3), 2, torch.float32, CPU)
     for layer in kv.layers:
         layer.values[1] = 7.0
     kv.copy_block(0, 1, 2)
@@ -45,7 +46,7 @@ def test_a_block_is_copied_in_all_layers_of_its_group() -> None:
 
 @pytest.mark.parametrize(("heads", "dim", "block_size"), [(2, 8, 4), (1, 24, 1), (3, 2, 5), (1, 6, 16)])
 def test_a_rounded_block_and_its_scales_are_one_piece_of_the_size_that_is_counted(heads: int, dim: int, block_size: int) -> None:
-    kv = allocate_kv([(heads, dim)], (0,), (5,), block_size, torch.int8, "cpu")
+    kv = allocate_kv([(heads, dim)], (0,), (5,), block_size, torch.int8, CPU)
     values, scales = kv.layers[0].values, kv.layers[0].scales
     assert scales is not None
     assert (values.shape, values.dtype) == ((5, 2, block_size, heads, dim), torch.int8)
@@ -59,7 +60,7 @@ def test_a_rounded_block_and_its_scales_are_one_piece_of_the_size_that_is_counte
 
 
 def test_scales_are_copied_and_cleared_with_their_block() -> None:
-    kv = allocate_kv([(1, 2)], (0,), (3,), 2, torch.int8, "cpu")
+    kv = allocate_kv([(1, 2)], (0,), (3,), 2, torch.int8, CPU)
     scales = kv.layers[0].scales
     assert scales is not None
     scales[0], scales[1] = 1.0, 2.0
@@ -73,7 +74,7 @@ SHAPES, GROUP_OF, NUM_BLOCKS = [(2, 32), (1, 16), (2, 32), (2, 32)], (0, 1, 0, 0
 
 def filled(dtype: torch.dtype, seed: int = 0) -> KvCache:
     """Blocks 1.. of every layer written through the plain kernels."""
-    kv = allocate_kv(SHAPES, GROUP_OF, NUM_BLOCKS, 4, dtype, "cpu")
+    kv = allocate_kv(SHAPES, GROUP_OF, NUM_BLOCKS, 4, dtype, CPU)
     torch.manual_seed(seed)
     for (heads, dim), layer in zip(SHAPES, kv.layers, strict=True):
         slots = torch.arange(4, 4 * len(layer.values))
@@ -116,6 +117,6 @@ def test_a_block_is_as_large_as_the_group_says(dtype: torch.dtype) -> None:
 
 
 def test_a_model_that_keeps_nothing_of_a_sequence_has_no_pools() -> None:
-    kv = allocate_kv([], (), (), 4, torch.float32, "cpu")
+    kv = allocate_kv([], (), (), 4, torch.float32, CPU)
     assert (kv.layers, kv.pools) == ([], ())
     kv.clear_pad_block()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import LoadedModel, load_model
 
@@ -92,7 +93,7 @@ class Folder:
         self.weights.write_bytes(struct.pack("<Q", len(new) if claimed is None else claimed) + new + raw[8 + length :])
 
     def load(self, **options: Any) -> LoadedModel:
-        given: dict[str, Any] = {"dtype": None, "device": "cpu", "load_format": "auto", "seed": 0, "max_model_len": None, **options}
+        given: dict[str, Any] = {"dtype": None, "device": CPU, "load_format": "auto", "seed": 0, "max_model_len": None, **options}
         return load_model(self.path, backend=load_backend("reference"), **given)
 
 

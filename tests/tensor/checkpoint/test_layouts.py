@@ -12,6 +12,7 @@ from headrace.core.errors import CheckpointError
 from headrace.tensor.batch import ForwardBatch
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.random_weights import RandomWeights
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.layers.moe import MoeNames, MoeSpec, SparseMoe
 from headrace.tensor.layers.weights import Part, WeightReader
@@ -146,7 +147,7 @@ def test_random_weights_depend_on_the_seed_alone(folder: Any) -> None:
 
 
 def reader(source: Any, rank: int, world: int) -> WeightReader:
-    return WeightReader(source, BACKEND, torch.float32, "cpu", rank, world)
+    return WeightReader(source, BACKEND, torch.float32, CPU, rank, world)
 
 
 def batch_of(num_tokens: int) -> ForwardBatch:

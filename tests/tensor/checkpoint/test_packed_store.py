@@ -21,6 +21,7 @@ from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint import weights_digest
 from headrace.tensor.checkpoint.folder import Checkpoint
+from headrace.tensor.device import CPU
 from headrace.tensor.host import cache_folder
 from headrace.tensor.host.unfinished import UNFINISHED, locked
 from headrace.tensor.kernels import load_backend
@@ -59,7 +60,7 @@ def loaded_only(folder: Path, packed: Path | PackedFolder | None, quantization: 
         folder,
         backend=load_backend("numba", features=AVX2),
         dtype=torch.float32,
-        device="cpu",
+        device=CPU,
         load_format="auto",
         seed=0,
         max_model_len=64,

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.core.errors import ConfigError
-from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, parse_cpu_flags, read_cpu_features, resolve_dtype
+from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, parse_cpu_flags, read_cpu_features
 
 pytestmark = pytest.mark.pure
 
@@ -33,42 +32,6 @@ def test_families() -> None:
     families = [cpu.family for cpu in (SKYLAKE, GENOA, SAPPHIRE, ZEN2, GRAVITON, OLD)]
     assert families == ["avx512", "avx512_bf16", "bf16", "avx2", "bf16", "generic"]
     assert [cpu.has_bf16 for cpu in (SKYLAKE, GENOA, SAPPHIRE, ZEN2, GRAVITON, OLD)] == [False, True, True, False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("requested", "stored", "cpu", "dtype", "why"),
-    [
-        ("auto", "bfloat16", SKYLAKE, torch.float32, "in software"),
-        ("auto", "bfloat16", SAPPHIRE, torch.bfloat16, "bfloat16 products"),
-        ("auto", "bfloat16", GENOA, torch.bfloat16, "bfloat16 products"),
-        ("auto", "bfloat16", GRAVITON, torch.bfloat16, "bfloat16 products"),
-        ("auto", "float32", SAPPHIRE, torch.float32, "checkpoint"),
-        ("auto", "float16", SAPPHIRE, torch.float32, "float16"),
-        ("bfloat16", "float32", SKYLAKE, torch.bfloat16, "configured"),
-        ("float32", "bfloat16", SAPPHIRE, torch.float32, "configured"),
-    ],
-)
-def test_dtype_on_a_cpu(requested: str, stored: str, cpu: CpuFeatures, dtype: torch.dtype, why: str) -> None:
-    chosen, reason = resolve_dtype(requested, stored, cpu)
-    assert chosen == dtype
-    assert why in reason
-
-
-def test_what_is_multiplied_as_integers_is_computed_in_float32_unless_asked_otherwise() -> None:
-    """Casts between the integer products and bfloat16 would keep decode steps from being recorded."""
-    chosen, reason = resolve_dtype("auto", "bfloat16", SAPPHIRE, is_rounded=True)
-    assert chosen == torch.float32
-    assert "integers" in reason
-    assert resolve_dtype("bfloat16", "bfloat16", SAPPHIRE, is_rounded=True)[0] == torch.bfloat16
-    assert resolve_dtype("auto", "bfloat16", SAPPHIRE, device="cuda", is_rounded=True)[0] == torch.bfloat16
-
-
-def test_float16_is_refused_on_a_cpu_and_taken_on_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="float16 is not computed on CPUs") as caught:
-        resolve_dtype("float16", "float16", SAPPHIRE)
-    assert "float32" in caught.value.remedy
-    assert resolve_dtype("float16", "bfloat16", OLD, device="cuda")[0] == torch.float16
-    assert resolve_dtype("auto", "bfloat16", OLD, device="cuda")[0] == torch.bfloat16
 
 
 def test_linear_paths() -> None:

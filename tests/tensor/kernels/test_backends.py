@@ -8,6 +8,7 @@ import pytest
 import torch
 from runner_kit import Planner, make_runner, row_tokens, save_tiny_llama
 
+from headrace.tensor.device import CPU
 from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.kernels import Backend, Kernels, load_backend, plain_packing, reference
 from headrace.tensor.kernels.filters import draw
@@ -34,7 +35,7 @@ def test_operations_alone_answer_as_the_compiled_backend_does(quantization: str,
     mine = Backend(name="mine", kernels=reference.ReferenceKernels(), packing=plain_packing.PACKING)
     for backend in (mine, load_backend("numba")):
         loaded = load_model(
-            folder, backend=backend, dtype=torch.float32, device="cpu", load_format="auto", seed=0, max_model_len=None,
+            folder, backend=backend, dtype=torch.float32, device=CPU, load_format="auto", seed=0, max_model_len=None,
             quantization=quantization,
         )  # fmt: skip
         runner, planner = make_runner(loaded.model), Planner()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headrace.tensor.batch import LayerKv, allocate_kv
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import Kernels, load_backend
 
 pytestmark = pytest.mark.pure
@@ -38,7 +39,7 @@ def dense(dtype: torch.dtype) -> LayerKv:
 def test_a_layer_among_others_is_written_and_read_as_one_alone(kernels: Kernels, computed: torch.dtype, stored: torch.dtype) -> None:
     """No cache is wider than what is computed with."""
     torch.manual_seed(0)
-    pooled = allocate_kv([(KV_HEADS, DIM)] * LAYERS, (0,) * LAYERS, (BLOCKS,), SIZE, stored, "cpu")
+    pooled = allocate_kv([(KV_HEADS, DIM)] * LAYERS, (0,) * LAYERS, (BLOCKS,), SIZE, stored, CPU)
     table = torch.tensor([[7, 2, 9, 4, 1], [3, 11, 0, 0, 0]], dtype=torch.int32)
     contexts = torch.tensor([19, 6], dtype=torch.int32)
     starts = torch.tensor([0, 19, 25], dtype=torch.int32)

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 
 from headrace.tensor.batch import ForwardBatch, GroupBatch, allocate_kv
+from headrace.tensor.device import CPU
 from headrace.tensor.models.decoder import DecoderModel
 
 BLOCK_SIZE = 4
@@ -97,7 +98,7 @@ class PagedRun:
     def __init__(self, model: DecoderModel, *, num_blocks: int = 96, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         self.model = model
         groups = len(model.kv_groups)
-        self.kv = allocate_kv(model.kv_shapes, model.group_of, (num_blocks,) * groups, BLOCK_SIZE, dtype, "cpu")
+        self.kv = allocate_kv(model.kv_shapes, model.group_of, (num_blocks,) * groups, BLOCK_SIZE, dtype, CPU)
         for layer in self.kv.layers:
             layer.values.fill_(float("nan"))  # what was not written must not be read
         self.pools = [random.Random(seed + group).sample(range(1, num_blocks), num_blocks - 1) for group in range(groups)]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.cpu.linear import Arithmetic, StripLinear
 from headrace.tensor.kernels.plain_packing import PlainPacking
@@ -45,7 +46,7 @@ TWIN = replace(load_backend("reference"), packing=RoundingPacking())
 
 def loaded(folder: Path, backend: Backend) -> LoadedModel:
     return load_model(
-        folder, backend=backend, dtype=torch.bfloat16, device="cpu", load_format="auto", seed=0, max_model_len=None
+        folder, backend=backend, dtype=torch.bfloat16, device=CPU, load_format="auto", seed=0, max_model_len=None
     )  # fmt: skip
 
 

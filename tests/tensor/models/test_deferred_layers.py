@@ -13,6 +13,7 @@ pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.tensor.batch import ForwardBatch, GroupBatch, allocate_kv
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.layers import can_be_deferred
 from headrace.tensor.layers.mlp import Mlp
@@ -61,14 +62,14 @@ def load(backend: Backend, mlp: type[Mlp], monkeypatch: pytest.MonkeyPatch) -> D
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "Mlp", mlp)
         return load_model(
-            folder, backend=backend, dtype=torch.float32, device="cpu", load_format="auto", seed=0, max_model_len=64
+            folder, backend=backend, dtype=torch.float32, device=CPU, load_format="auto", seed=0, max_model_len=64
         ).model  # fmt: skip
 
 
 @torch.inference_mode()
 def answers(model: DecoderModel) -> Tensor:
     """Hidden states [5, E] of a prompt of 3 tokens and 2 decode steps of its kind."""
-    kv = allocate_kv(model.kv_shapes, model.group_of, (9,), 16, torch.float32, "cpu")
+    kv = allocate_kv(model.kv_shapes, model.group_of, (9,), 16, torch.float32, CPU)
 
     def step(ids: list[int], first: int) -> Tensor:
         positions = torch.arange(first, first + len(ids))

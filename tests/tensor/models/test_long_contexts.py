@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import load_model
 
@@ -46,7 +47,7 @@ def scaled(request: pytest.FixtureRequest, make_oracle: Callable[..., Any], tmp_
 
 def ours(folder: Path, paged_run: Callable[..., Any], tokens: list[int], max_model_len: int | None = None) -> torch.Tensor:
     loaded = load_model(
-        folder, backend=load_backend("reference"), dtype=None, device="cpu", load_format="auto", seed=0, max_model_len=max_model_len
+        folder, backend=load_backend("reference"), dtype=None, device=CPU, load_format="auto", seed=0, max_model_len=max_model_len
     )
     assert loaded.max_model_len == (max_model_len or CONTEXT)
     run = paged_run(loaded.model)

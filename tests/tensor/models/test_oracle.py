@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import LoadedModel, load_model
 
@@ -88,7 +89,7 @@ def pair(request: pytest.FixtureRequest, make_oracle: Callable[..., Any], tmp_pa
     folder = tmp_path_factory.mktemp(name)
     changed = NUMBA_CASES[name] if kernels == "numba" else {}
     oracle = make_oracle(family, folder, **{**TINY, **fields, **changed})
-    loaded = load_model(folder, backend=load_backend(kernels), dtype=None, device="cpu", load_format="auto", seed=0, max_model_len=None)
+    loaded = load_model(folder, backend=load_backend(kernels), dtype=None, device=CPU, load_format="auto", seed=0, max_model_len=None)
     return Pair(oracle, folder, loaded, 384 if name == "llama-linear" else 128)  # a factor of 3 is added to what the file says
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.tensor.batch import ForwardBatch, GroupBatch, LayerKv, allocate_kv
 from headrace.tensor.checkpoint.config import read_config
 from headrace.tensor.checkpoint.folder import Checkpoint
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.layers.weights import Reduce, WeightReader, no_reduce
 from headrace.tensor.models import ARCHITECTURES
@@ -56,7 +57,7 @@ def decoder(folder: Path, rank: int, world: int, reduce: Reduce = no_reduce) -> 
     config = read_config(folder)
     spec = ARCHITECTURES[str(config.items("architectures")[0])](config)
     checkpoint = Checkpoint(folder)
-    made = DecoderModel(WeightReader(checkpoint, load_backend("reference"), torch.float32, "cpu", rank, world, reduce=reduce), spec)
+    made = DecoderModel(WeightReader(checkpoint, load_backend("reference"), torch.float32, CPU, rank, world, reduce=reduce), spec)
     checkpoint.check_all_read()
     return made
 
@@ -82,7 +83,7 @@ def test_ranks_blocks_sum_to_the_whole_block(family: str, make_oracle: Callable[
 
 def forward(model: DecoderModel) -> Tensor:
     """Logits [11, V] of a prompt of 9 tokens and 2 decode steps."""
-    kv = allocate_kv(model.kv_shapes, model.group_of, (4,) * len(model.kv_groups), 4, torch.float32, "cpu")
+    kv = allocate_kv(model.kv_shapes, model.group_of, (4,) * len(model.kv_groups), 4, torch.float32, CPU)
     table, found = torch.tensor([[2, 1, 3]], dtype=torch.int32), []
     slots = torch.tensor([8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14])
     for first, last in ((0, 9), (9, 10), (10, 11)):

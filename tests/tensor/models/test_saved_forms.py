@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import load_model
 
@@ -40,7 +41,7 @@ OLDER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def ours(folder: Path, paged_run: Callable[..., Any], **options: Any) -> torch.Tensor:
-    given: dict[str, Any] = {"dtype": None, "device": "cpu", "load_format": "auto", "seed": 0, "max_model_len": None, **options}
+    given: dict[str, Any] = {"dtype": None, "device": CPU, "load_format": "auto", "seed": 0, "max_model_len": None, **options}
     loaded = load_model(folder, backend=load_backend("reference"), **given)
     run = paged_run(loaded.model, dtype=loaded.dtype)
     run.add(TOKENS)

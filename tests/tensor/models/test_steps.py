@@ -15,6 +15,7 @@ pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, allocate_kv
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu import backend as cpu
 from headrace.tensor.models import LoadedModel, load_model
@@ -35,7 +36,7 @@ def _loaded(quantization: str, dtype: torch.dtype = torch.float32) -> LoadedMode
         pytest.skip("no bundled model in this checkout")
     backend = STRIPS if dtype == torch.float32 else BF16_STRIPS
     return load_model(
-        folder, backend=backend, dtype=dtype, device="cpu", load_format="auto", seed=0, max_model_len=None,
+        folder, backend=backend, dtype=dtype, device=CPU, load_format="auto", seed=0, max_model_len=None,
         quantization=quantization,
     )  # fmt: skip
 
@@ -47,7 +48,7 @@ def _filling(num_slots: int, heads: int, dim: int) -> Tensor:
 
 def _cache(loaded: LoadedModel, dtype: torch.dtype, num_blocks: int = 1 + MOST_ROWS * BLOCKS_PER_ROW) -> KvCache:
     model = loaded.model
-    kv = allocate_kv(model.kv_shapes, model.group_of, (num_blocks,), BLOCK_SIZE, dtype, "cpu")
+    kv = allocate_kv(model.kv_shapes, model.group_of, (num_blocks,), BLOCK_SIZE, dtype, CPU)
     filling = _filling(num_blocks * BLOCK_SIZE, *model.kv_shapes[0])
     for layer in kv.layers:
         STRIPS.kernels.scatter_kv(filling, filling, layer.values, torch.arange(len(filling)), kv_scales=layer.scales)

@@ -1,7 +1,7 @@
-"""This CPU's features, and the choices that follow from them: the dtype to compute in and the linear path.
+"""This CPU's features, and the linear path that follows from them. The dtype that follows from them: `tensor.device.Cpu`.
 
-Choices come from committed tables and are never measured at start, so that two machines of a family compute alike and a start is quick.
-The measurements behind the tables are in docs/experiments.md.
+Paths come from a committed table and are never measured at start, so that two machines of a family compute alike and a start is quick.
+The measurements behind the table are in docs/experiments.md.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-
-from headrace.core.errors import ConfigError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,29 +81,3 @@ def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFeatures:
 def linear_path(features: CpuFeatures, dtype: torch.dtype) -> LinearPath:
     """The path for weights of `dtype`. For unknown families: oneDNN, or torch if torch was built without it."""
     return _LINEAR_PATHS.get((features.family, dtype), LinearPath.ONEDNN)
-
-
-def resolve_dtype(
-    requested: str, checkpoint_dtype: str, features: CpuFeatures, *, device: str = "cpu", is_rounded: bool = False
-) -> tuple[torch.dtype, str]:
-    """The dtype to compute with, and why, in words.
-
-    requested         "auto" | "float32" | "bfloat16" | "float16"
-    checkpoint_dtype  dtype of most stored weights
-    is_rounded        whether linears are rounded to small integers at load
-
-    Raises: ConfigError for float16 on a CPU: no kernel computes in it.
-    """
-    if requested == "float16" and device == "cpu":
-        raise ConfigError("dtype", "float16 is not computed on CPUs", "Use float32 (exact for float16 weights), bfloat16 or auto.")
-    if requested != "auto":
-        return DTYPES[requested], "as configured"
-    if device != "cpu" or checkpoint_dtype == "float32":
-        return DTYPES[checkpoint_dtype], "as the checkpoint says"
-    if checkpoint_dtype == "float16":
-        return torch.float32, "the checkpoint is float16, which CPUs compute in float32"
-    if is_rounded:
-        return torch.float32, "rounded weights are multiplied as integers, which casts from and to bfloat16 would only hold up"
-    if not features.has_bf16:
-        return torch.float32, "the checkpoint is bfloat16, which this CPU would compute in software; weights stay bfloat16 in memory"
-    return torch.bfloat16, "as the checkpoint says; this CPU has bfloat16 products"

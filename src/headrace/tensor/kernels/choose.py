@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from headrace.core.errors import ConfigError
+from headrace.tensor.device import ComputeDevice
 from headrace.tensor.kernels import IMPLEMENTATIONS
 
 
@@ -21,17 +22,17 @@ def numba_problem() -> str | None:
     return None
 
 
-def choose_kernels(requested: str, device: str) -> tuple[str, str]:
+def choose_kernels(requested: str, device: ComputeDevice) -> tuple[str, str]:
     """(name for `load_backend`, reason). requested: "auto" | "numba" | "reference".
 
     Raises: ConfigError where "numba" is requested and cannot be used.
     """
     if requested == "reference":
         return "reference", "as configured"
-    if device != "cpu":
+    if "numba" not in device.backends:
         if requested == "numba":
-            raise ConfigError("kernels", f"numba kernels run on the cpu, not on {device}", "Use kernels = auto.")
-        return "reference", f"the only kernels for {device}"
+            raise ConfigError("kernels", f"numba kernels run on the cpu, not on {device.name}", "Use kernels = auto.")
+        return "reference", f"the only kernels for {device.name}"
     problem = numba_problem()
     if problem is None:
         return "numba", "as configured" if requested == "numba" else "compiled for this CPU"

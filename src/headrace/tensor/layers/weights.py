@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from headrace.tensor.host.pages import empty
+from headrace.tensor.device import Device
 from headrace.tensor.kernels import Backend, Kernels, Linear
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.table import HeldTable, Table
@@ -99,7 +98,7 @@ class WeightReader:
     source: WeightSource
     backend: Backend
     dtype: torch.dtype
-    device: str
+    device: Device
     rank: int = 0
     world: int = 1
     precision: Precision = Precision.NONE
@@ -119,7 +118,7 @@ class WeightReader:
         """A norm's weight [size]. With `plus` the result is w + plus in float32, as bfloat16 would round a small w away in 1 + w."""
         stored = self.source.read(name, (size,))
         if plus:
-            return torch.empty(size, dtype=torch.float32, device=self.device).copy_(stored).add_(plus)
+            return torch.empty(size, dtype=torch.float32, device=self.device.name).copy_(stored).add_(plus)
         return self._empty(size).copy_(stored)
 
     def table(self, name: str, rows: int, columns: int) -> Table:
@@ -128,7 +127,7 @@ class WeightReader:
         def read() -> Tensor:
             stored = self.source.read(name, (rows, columns))
             dtype = stored.dtype if stored.dtype.itemsize < self.dtype.itemsize else self.dtype
-            return torch.empty((rows, columns), dtype=dtype, device=self.device).copy_(stored)
+            return torch.empty((rows, columns), dtype=dtype, device=self.device.name).copy_(stored)
 
         if self.store is not None and (known := self.store.find_table(name, (rows, columns), read)) is not None:
             self.source.expect(name, (rows, columns))
@@ -198,7 +197,7 @@ class WeightReader:
         """A copy of the regions, stacked by rows."""
         rows = [len(region) for region in regions]
         shape, dtype = (sum(rows), regions[0].shape[1]), self._weight_dtype(regions)
-        weight = empty(prod(shape), dtype).view(shape) if self.device == "cpu" else torch.empty(shape, dtype=dtype, device=self.device)
+        weight = self.device.empty_weight(shape, dtype)
         for target, region in zip(torch.split(weight, rows), regions, strict=True):
             target.copy_(region)
         return weight
@@ -231,7 +230,7 @@ class WeightReader:
         return bias
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.activations, device=self.device)
+        return torch.empty(shape, dtype=self.activations, device=self.device.name)
 
 
 def _bias_name(part: Part) -> str:

@@ -22,6 +22,7 @@ from headrace.tensor.checkpoint.end_tokens import read_end_tokens
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.random_weights import RandomWeights, WeightShapes
 from headrace.tensor.checkpoint.weights_digest import WeightsDigest
+from headrace.tensor.device import META, Device
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.weights import WeightReader
@@ -113,7 +114,7 @@ def load_model(
     *,
     backend: Backend,
     dtype: torch.dtype | None,
-    device: str,
+    device: Device,
     load_format: str,
     seed: int,
     max_model_len: int | None,
@@ -233,7 +234,7 @@ def describe(
     dtype = dtype or _named_dtype(config) or torch.float32
     shapes = WeightShapes(dtype)
     # No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds).
-    reader = WeightReader(shapes, load_backend("reference"), dtype, "meta", precision=Precision(quantization))
+    reader = WeightReader(shapes, load_backend("reference"), dtype, META, precision=Precision(quantization))
     model = DecoderModel(reader, replace(spec, max_positions=0))
     return ModelDescription(
         architecture=architecture,

@@ -120,7 +120,7 @@ class DecoderModel:
         for index, layer in enumerate(spec.layers):
             rope = layer.attention.rope
             if rope not in tables:
-                tables[rope] = rope_table(rope, spec.max_positions, reader.device)
+                tables[rope] = rope_table(rope, spec.max_positions, reader.device.name)
             self.blocks.append(Block(reader, spec, layer, index, tables[rope]))
             return_freed_memory()
         final = reader.norm(f"{names.final_norm}.weight", spec.hidden_size, plus=spec.norm_plus)

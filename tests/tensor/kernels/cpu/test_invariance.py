@@ -12,6 +12,7 @@ pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, allocate_kv
+from headrace.tensor.device import CPU
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import LoadedModel, load_model
 
@@ -28,7 +29,7 @@ def _loaded(dtype: torch.dtype) -> LoadedModel:
     if folder is None:
         pytest.skip("no bundled model in this checkout")
     backend = load_backend("numba", deterministic=True)
-    return load_model(folder, backend=backend, dtype=dtype, device="cpu", load_format="auto", seed=0, max_model_len=None)
+    return load_model(folder, backend=backend, dtype=dtype, device=CPU, load_format="auto", seed=0, max_model_len=None)
 
 
 def _batch(step: Step, computed: dict[int, int]) -> ForwardBatch:
@@ -46,7 +47,7 @@ def _logits(loaded: LoadedModel, prompts: Tensor, steps: list[Step]) -> dict[int
     """Row -> logits of all its tokens, computed step by step over a fresh cache."""
     model = loaded.model
     kv: KvCache = allocate_kv(
-        model.kv_shapes, model.group_of, (1 + len(prompts) * BLOCKS_PER_ROW,), BLOCK_SIZE, loaded.dtype, "cpu"
+        model.kv_shapes, model.group_of, (1 + len(prompts) * BLOCKS_PER_ROW,), BLOCK_SIZE, loaded.dtype, CPU
     )  # fmt: skip
     computed = dict.fromkeys(range(len(prompts)), 0)
     parts: dict[int, list[Tensor]] = {row: [] for row in computed}

@@ -1,0 +1,135 @@
+"""The devices that an engine computes on, each a value: its memory, its name where results are compared, and what is chosen for it.
+
+Nothing outside decides by a device's name. Another device is a class and a row of DEVICES here, its word in `engine.config`, and kernels of
+its own where those in plain torch are too slow (`tensor.kernels`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.core.errors import ConfigError
+from headrace.core.memory import Available, read_available
+from headrace.tensor.host import pages
+from headrace.tensor.host.cpu_features import CpuFeatures
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ALIGNMENT = 64
+"""Bytes: a cache line, which is also the widest vector register."""
+
+
+class Device:
+    """Where a model's tensors lie. name: torch's word for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def empty_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of its own for a weight, not written yet."""
+        return torch.empty(shape, dtype=dtype, device=self.name)
+
+    def zeroed_bytes(self, shape: tuple[int, ...]) -> Tensor:
+        """uint8 zeros, for a KV cache."""
+        return torch.zeros(shape, dtype=torch.uint8, device=self.name)
+
+
+class Cpu(Device):
+    """This machine's processors and memory. backends: the kernels that compute there."""
+
+    backends = ("numba", "reference")
+
+    def check(self) -> None:
+        """It is always there."""
+
+    @property
+    def title(self) -> str:
+        """Its name where results are compared; the processor's family is compared beside it."""
+        return self.name
+
+    def free_memory(self) -> Available:
+        return read_available()
+
+    def empty_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """As `Device.empty_weight`, in large pages."""
+        return pages.empty(math.prod(shape), dtype).view(shape)
+
+    def zeroed_bytes(self, shape: tuple[int, ...]) -> Tensor:
+        """As `Device.zeroed_bytes`, without touching a page. torch itself writes them: seconds per GiB where page faults are slow."""
+        num_bytes = math.prod(shape)
+        memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+        skip = -memory.ctypes.data % _ALIGNMENT
+        return torch.from_numpy(memory[skip : skip + num_bytes]).view(shape)
+
+    def resolve_dtype(
+        self, requested: str, checkpoint_dtype: str, features: CpuFeatures, *, is_rounded: bool = False
+    ) -> tuple[torch.dtype, str]:
+        """The dtype to compute with, and why, in words.
+
+        requested         "auto" | "float32" | "bfloat16" | "float16"
+        checkpoint_dtype  dtype of most stored weights
+        is_rounded        whether linears are rounded to small integers at load
+
+        Raises: ConfigError for float16: no kernel computes in it.
+        """
+        if requested == "float16":
+            raise ConfigError("dtype", "float16 is not computed on CPUs", "Use float32 (exact for float16 weights), bfloat16 or auto.")
+        if requested != "auto":
+            return DTYPES[requested], "as configured"
+        if checkpoint_dtype == "float32":
+            return torch.float32, "as the checkpoint says"
+        if checkpoint_dtype == "float16":
+            return torch.float32, "the checkpoint is float16, which CPUs compute in float32"
+        if is_rounded:
+            return torch.float32, "rounded weights are multiplied as integers, which casts from and to bfloat16 would only hold up"
+        if not features.has_bf16:
+            return torch.float32, "the checkpoint is bfloat16, which this CPU would compute in software; weights stay bfloat16 in memory"
+        return torch.bfloat16, "as the checkpoint says; this CPU has bfloat16 products"
+
+    def default_kv_dtype(
+        self, requested: str, computed: torch.dtype, checkpoint_dtype: str, features: CpuFeatures
+    ) -> tuple[torch.dtype, str]:
+        """The dtype of a KV cache for which none is configured, and why. requested, checkpoint_dtype: as `resolve_dtype` has them."""
+        if requested == "auto" and checkpoint_dtype == "bfloat16" and features.has_bf16:
+            return torch.bfloat16, "as the checkpoint says; this CPU computes with it"
+        return computed, "as computed"
+
+
+class Cuda(Device):
+    """The GPU that torch uses by itself. Methods are those of `Cpu`; `features` says nothing of it."""
+
+    backends = ("reference",)
+
+    def check(self) -> None:
+        """Raises ConfigError where torch sees none."""
+        if not torch.cuda.is_available():
+            raise ConfigError("device", "'cuda': torch sees no GPU here", "Use cpu.")
+
+    @property
+    def title(self) -> str:
+        return torch.cuda.get_device_name()
+
+    def free_memory(self) -> Available:
+        return Available(torch.cuda.mem_get_info()[0], "the GPU")
+
+    def resolve_dtype(
+        self, requested: str, checkpoint_dtype: str, features: CpuFeatures, *, is_rounded: bool = False
+    ) -> tuple[torch.dtype, str]:
+        if requested != "auto":
+            return DTYPES[requested], "as configured"
+        return DTYPES[checkpoint_dtype], "as the checkpoint says"
+
+    def default_kv_dtype(
+        self, requested: str, computed: torch.dtype, checkpoint_dtype: str, features: CpuFeatures
+    ) -> tuple[torch.dtype, str]:
+        return computed, "as computed"
+
+
+CPU, CUDA = Cpu("cpu"), Cuda("cuda")
+ComputeDevice = Cpu | Cuda
+DEVICES: dict[str, ComputeDevice] = {device.name: device for device in (CPU, CUDA)}
+META = Device("meta")
+"""Shapes without memory."""

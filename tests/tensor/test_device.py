@@ -1,0 +1,98 @@
+"""What is asked of a device: a CPU's answers on any machine, a GPU's as far as no GPU is needed."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from headrace.core.errors import ConfigError
+from headrace.core.memory import Available
+from headrace.engine.config import EngineConfig
+from headrace.tensor.device import CPU, CUDA, DEVICES, META
+from headrace.tensor.host.cpu_features import CpuFeatures
+
+pytestmark = pytest.mark.pure
+
+SKYLAKE = CpuFeatures("x86_64", frozenset({"fma", "avx2", "avx512f"}))
+GENOA = CpuFeatures("x86_64", frozenset({"fma", "avx2", "avx512f", "avx512_bf16"}))
+SAPPHIRE = CpuFeatures("x86_64", frozenset({"fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16"}))
+GRAVITON = CpuFeatures("aarch64", frozenset({"asimd", "bf16"}))
+OLD = CpuFeatures("x86_64", frozenset({"sse4_2"}))
+
+
+def test_every_device_that_can_be_configured_is_there() -> None:
+    [option] = [field.metadata["option"] for field in fields(EngineConfig) if field.name == "device"]
+    assert tuple(DEVICES) == option.one_of
+    assert {name: device.name for name, device in DEVICES.items()} == {name: name for name in DEVICES}
+
+
+def test_memory_is_taken_on_the_device() -> None:
+    weight, pool = CPU.empty_weight((3, 5), torch.bfloat16), CPU.zeroed_bytes((7, 9))
+    assert (weight.shape, weight.dtype, weight.device.type) == ((3, 5), torch.bfloat16, "cpu")
+    assert (pool.shape, pool.dtype, pool.any().item()) == ((7, 9), torch.uint8, False)
+    for tensor in (META.empty_weight((3, 5), torch.bfloat16), META.zeroed_bytes((7, 9))):
+        assert tensor.device.type == "meta"
+    assert (type(CUDA).empty_weight, type(CUDA).zeroed_bytes) == (type(META).empty_weight, type(META).zeroed_bytes), "as torch does it"
+
+
+def test_a_gpu_is_what_torch_says_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
+    CUDA.check()
+    assert CUDA.title == "NVIDIA H100"
+    assert CUDA.free_memory() == Available(70 << 30, "the GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        CUDA.check()
+
+
+def test_a_cpu_is_always_there() -> None:
+    CPU.check()
+    assert CPU.title == "cpu"
+    assert CPU.free_memory().num_bytes > 0
+
+
+def test_a_cache_on_a_gpu_has_the_dtype_that_is_computed_with() -> None:
+    for requested in ("auto", "bfloat16"):
+        assert CUDA.default_kv_dtype(requested, torch.float32, "bfloat16", SAPPHIRE) == (torch.float32, "as computed")
+    assert CPU.default_kv_dtype("auto", torch.float32, "bfloat16", SAPPHIRE)[0] == torch.bfloat16
+    assert CPU.default_kv_dtype("float32", torch.float32, "bfloat16", SAPPHIRE)[0] == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("requested", "stored", "cpu", "dtype", "why"),
+    [
+        ("auto", "bfloat16", SKYLAKE, torch.float32, "in software"),
+        ("auto", "bfloat16", SAPPHIRE, torch.bfloat16, "bfloat16 products"),
+        ("auto", "bfloat16", GENOA, torch.bfloat16, "bfloat16 products"),
+        ("auto", "bfloat16", GRAVITON, torch.bfloat16, "bfloat16 products"),
+        ("auto", "float32", SAPPHIRE, torch.float32, "checkpoint"),
+        ("auto", "float16", SAPPHIRE, torch.float32, "float16"),
+        ("bfloat16", "float32", SKYLAKE, torch.bfloat16, "configured"),
+        ("float32", "bfloat16", SAPPHIRE, torch.float32, "configured"),
+    ],
+)
+def test_dtype_on_a_cpu(requested: str, stored: str, cpu: CpuFeatures, dtype: torch.dtype, why: str) -> None:
+    chosen, reason = CPU.resolve_dtype(requested, stored, cpu)
+    assert chosen == dtype
+    assert why in reason
+
+
+def test_what_is_multiplied_as_integers_is_computed_in_float32_unless_asked_otherwise() -> None:
+    """Casts between the integer products and bfloat16 would keep decode steps from being recorded."""
+    chosen, reason = CPU.resolve_dtype("auto", "bfloat16", SAPPHIRE, is_rounded=True)
+    assert chosen == torch.float32
+    assert "integers" in reason
+    assert CPU.resolve_dtype("bfloat16", "bfloat16", SAPPHIRE, is_rounded=True)[0] == torch.bfloat16
+    assert CUDA.resolve_dtype("auto", "bfloat16", SAPPHIRE, is_rounded=True)[0] == torch.bfloat16
+
+
+def test_float16_is_refused_on_a_cpu_and_taken_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="float16 is not computed on CPUs") as caught:
+        CPU.resolve_dtype("float16", "float16", SAPPHIRE)
+    assert "float32" in caught.value.remedy
+    assert CUDA.resolve_dtype("float16", "bfloat16", OLD)[0] == torch.float16
+    assert CUDA.resolve_dtype("auto", "bfloat16", OLD)[0] == torch.bfloat16
