@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import generate_latest
 
-from headrace.observe.tally import CountCollector, TallyCollector
+from headrace.observe.tally import CountCollector, OutcomeCounter, TallyCollector
 
 pytestmark = pytest.mark.pure
 
@@ -46,6 +48,18 @@ def test_the_page_is_the_same_as_with_a_counter(counted: list[tuple[str, str, in
         counter.labels(replica, outcome).inc(number)
         counts.labels(replica, outcome).inc(number)
     assert generate_latest(ours) == generate_latest(plain)
+
+
+class Fate(StrEnum):
+    KEPT = "kept"
+    LOST = "lost"
+
+
+def test_each_outcome_is_shown_before_it_is_counted() -> None:
+    ours = CollectorRegistry()
+    count = OutcomeCounter(ours, "turns", "Turns.", Fate)
+    count(Fate.KEPT)
+    assert _samples(ours) == {'turns_total{outcome="kept"}': 1.0, 'turns_total{outcome="lost"}': 0.0}
 
 
 def test_a_series_without_labels_is_shown_at_zero() -> None:

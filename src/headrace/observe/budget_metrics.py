@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -34,6 +34,3 @@ class BudgetCollector(Collector):
             budget.add_metric((reading.label,), reading.budget)
             used.add_metric((reading.label,), reading.used)
         yield from (budget, used)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()

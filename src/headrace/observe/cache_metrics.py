@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
-from headrace.observe.tally import CountCollector
+from headrace.observe.tally import CountCollector, OutcomeCounter
 
 
 class CacheResult(StrEnum):
@@ -41,29 +41,19 @@ class ReplayOutcome(StrEnum):
 
 class AnswerCacheMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        requests = CountCollector("headrace_cache_requests", "Generating requests, by what the response cache did.", ("result",))
-        registry.register(requests)
-        answers = Counter(
-            "headrace_cache_answers", "Whole answers that could be cached, by what became of them.", ("outcome",), registry=registry
+        self.request = OutcomeCounter(
+            registry, "headrace_cache_requests", "Generating requests, by what the response cache did.", CacheResult, "result"
         )
-        self._failed = Counter("headrace_cache_lookup_failures", "Look-ups in a response cache that was down or slow.", registry=registry)
-        self._requests = {result: requests.labels(result.value) for result in CacheResult}
-        self._answers = {outcome: answers.labels(outcome.value) for outcome in KeptAnswer}
-
-    def request(self, result: CacheResult) -> None:
-        self._requests[result].inc()
-
-    def kept(self, outcome: KeptAnswer) -> None:
-        self._answers[outcome].inc()
-
-    def lookup_failed(self) -> None:
-        self._failed.inc()
+        self.kept = OutcomeCounter(
+            registry, "headrace_cache_answers", "Whole answers that could be cached, by what became of them.", KeptAnswer
+        )
+        failures = CountCollector("headrace_cache_lookup_failures", "Look-ups in a response cache that was down or slow.")
+        registry.register(failures)
+        self.lookup_failed = failures.labels().inc
 
 
 class ReplayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        replays = Counter("headrace_idempotent_requests", "Requests with an Idempotency-Key, by outcome.", ("outcome",), registry=registry)
-        self._outcomes = {outcome: replays.labels(outcome.value) for outcome in ReplayOutcome}
-
-    def count(self, outcome: ReplayOutcome) -> None:
-        self._outcomes[outcome].inc()
+        self.count = OutcomeCounter(
+            registry, "headrace_idempotent_requests", "Requests with an Idempotency-Key, by outcome.", ReplayOutcome
+        )

@@ -17,18 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from headrace.core.load import COUNTERS, STEP_BOUNDS_S, LoadSnapshot
-from headrace.observe.tally import CountCollector, TallyCollector
+from headrace.observe.tally import CountCollector, ReadCollector, TallyCollector, add_histogram
 from headrace.observe.tenant_metrics import EVERY_TENANT, ShownTenants, TenantMetrics
-from headrace.observe.upstream_metrics import ReportedLoadCollector, UpstreamCollector, UpstreamReading
+from headrace.observe.upstream_metrics import UpstreamReading, reported_load_families, upstream_families
 from headrace.observe.vllm_metrics import vllm_families
 from headrace.observe.worker_families import encode_families, merge_workers
 
@@ -63,30 +60,21 @@ class TextReading:
     busy_s: float
 
 
-class TextCollector(Collector):
-    """Prompts on their way to token ids, as metric families."""
-
-    def __init__(self, reading: Callable[[], TextReading]) -> None:
-        self._reading = reading
-
-    def collect(self) -> Iterator[Metric]:
-        reading = self._reading()
-        jobs = GaugeMetricFamily("headrace_text_jobs", "Jobs of text workers by state.", labels=("state",))
-        jobs.add_metric(("waiting",), reading.num_waiting)
-        jobs.add_metric(("running",), reading.num_running)
-        yield jobs
-        yield GaugeMetricFamily("headrace_text_waiting_bytes", "Size of the jobs that wait for a text worker.", reading.num_waiting_bytes)
-        yield CounterMetricFamily("headrace_text_refused", "Jobs for which there was no room.", reading.num_refused)
-        killed = CounterMetricFamily(
-            "headrace_text_workers_killed", "Text workers ended in the middle of a job, by what it exceeded.", labels=("reason",)
-        )
-        for reason in TEXT_KILL_REASONS:
-            killed.add_metric((reason,), reading.killed.get(reason, 0))
-        yield killed
-        yield CounterMetricFamily("headrace_text_busy_seconds", "Seconds that text workers had a job.", reading.busy_s)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
+def _text_families(reading: TextReading) -> Iterator[Metric]:
+    """Prompts on their way to token ids."""
+    jobs = GaugeMetricFamily("headrace_text_jobs", "Jobs of text workers by state.", labels=("state",))
+    jobs.add_metric(("waiting",), reading.num_waiting)
+    jobs.add_metric(("running",), reading.num_running)
+    yield jobs
+    yield GaugeMetricFamily("headrace_text_waiting_bytes", "Size of the jobs that wait for a text worker.", reading.num_waiting_bytes)
+    yield CounterMetricFamily("headrace_text_refused", "Jobs for which there was no room.", reading.num_refused)
+    killed = CounterMetricFamily(
+        "headrace_text_workers_killed", "Text workers ended in the middle of a job, by what it exceeded.", labels=("reason",)
+    )
+    for reason in TEXT_KILL_REASONS:
+        killed.add_metric((reason,), reading.killed.get(reason, 0))
+    yield killed
+    yield CounterMetricFamily("headrace_text_busy_seconds", "Seconds that text workers had a job.", reading.busy_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,59 +87,34 @@ class MemoryReading:
     num_answers_pending: int
 
 
-class MemoryCollector(Collector):
-    """What the gateway's requests hold, as metric families."""
-
-    def __init__(self, reading: Callable[[], MemoryReading]) -> None:
-        self._reading = reading
-
-    def collect(self) -> Iterator[Metric]:
-        reading = self._reading()
-        held = GaugeMetricFamily("headrace_gateway_held_bytes", "What requests hold: prompts with their bodies, answers.", labels=("of",))
-        refused = CounterMetricFamily("headrace_gateway_held_refused", "Requests refused because that sum was full.", labels=("of",))
-        for name, num_bytes in reading.held.items():
-            held.add_metric((name,), num_bytes)
-            refused.add_metric((name,), reading.refused[name])
-        yield from (held, refused)
-        text = "Streams cut because their clients did not read."
-        yield CounterMetricFamily("headrace_gateway_streams_cut", text, reading.num_streams_cut)
-        text = "Answers with many log-probabilities that are queued or being encoded."
-        yield GaugeMetricFamily("headrace_gateway_answers_pending", text, reading.num_answers_pending)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
+def _memory_families(reading: MemoryReading) -> Iterator[Metric]:
+    """What the gateway's requests hold."""
+    held = GaugeMetricFamily("headrace_gateway_held_bytes", "What requests hold: prompts with their bodies, answers.", labels=("of",))
+    refused = CounterMetricFamily("headrace_gateway_held_refused", "Requests refused because that sum was full.", labels=("of",))
+    for name, num_bytes in reading.held.items():
+        held.add_metric((name,), num_bytes)
+        refused.add_metric((name,), reading.refused[name])
+    yield from (held, refused)
+    text = "Streams cut because their clients did not read."
+    yield CounterMetricFamily("headrace_gateway_streams_cut", text, reading.num_streams_cut)
+    text = "Answers with many log-probabilities that are queued or being encoded."
+    yield GaugeMetricFamily("headrace_gateway_answers_pending", text, reading.num_answers_pending)
 
 
-class ReadyCollector(Collector):
+def _ready_families(readings: Iterable[ReplicaReading]) -> Iterator[Metric]:
     """Whether each replica is ready for this gateway."""
-
-    def __init__(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
-        self._readings = readings
-
-    def collect(self) -> Iterator[Metric]:
-        ready = GaugeMetricFamily("headrace_replica_ready", "1 while the replica answers and its loop turns.", labels=LABELS)
-        for reading in self._readings():
-            ready.add_metric((reading.model, reading.replica), float(reading.is_ready))
-        yield ready
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
+    ready = GaugeMetricFamily("headrace_replica_ready", "1 while the replica answers and its loop turns.", labels=LABELS)
+    for reading in readings:
+        ready.add_metric((reading.model, reading.replica), float(reading.is_ready))
+    yield ready
 
 
-class EngineCollector(Collector):
-    """Turns the replicas' last snapshots into metric families, one sample per replica."""
-
-    def __init__(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
-        self._readings = readings
-
-    def collect(self) -> Iterator[Metric]:
-        known = [(reading, reading.snapshot) for reading in self._readings() if reading.snapshot is not None]
-        yield from _gauges(known)
-        yield from _counters(known)
-        yield _steps(known)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # names are fixed above; nothing to collide with in this registry
+def _engine_families(readings: Iterable[ReplicaReading]) -> Iterator[Metric]:
+    """The replicas' last snapshots, one sample per replica."""
+    known = [(reading, reading.snapshot) for reading in readings if reading.snapshot is not None]
+    yield from _gauges(known)
+    yield from _counters(known)
+    yield _steps(known)
 
 
 def _gauges(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metric]:
@@ -180,9 +143,8 @@ def _steps(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Metric:
     """The engine's own histogram: every gateway shows the same counts."""
     family = HistogramMetricFamily("headrace_step_seconds", "Duration of a step.", labels=LABELS)
     for reading, snapshot in known:
-        sums = accumulate(snapshot.counters.step_buckets)
-        bounds = [*map(floatToGoString, STEP_BOUNDS_S), "+Inf"]
-        family.add_metric((reading.model, reading.replica), list(zip(bounds, sums, strict=True)), sum_value=snapshot.counters.step_seconds)
+        counters = snapshot.counters
+        add_histogram(family, (reading.model, reading.replica), STEP_BOUNDS_S, counters.step_buckets, counters.step_seconds)
     return family
 
 
@@ -291,18 +253,18 @@ class Metrics:
             histogram.remove(*leading)
 
     def read_engines(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
-        self.registry.register(ReadyCollector(readings))
-        self.reported.register(EngineCollector(readings))
+        self.registry.register(ReadCollector(_ready_families, readings))
+        self.reported.register(ReadCollector(_engine_families, readings))
 
     def read_upstreams(self, readings: Callable[[], Iterable[UpstreamReading]]) -> None:
-        self.registry.register(UpstreamCollector(readings))
-        self.reported.register(ReportedLoadCollector(readings))
+        self.registry.register(ReadCollector(upstream_families, readings))
+        self.reported.register(ReadCollector(reported_load_families, readings))
 
     def read_memory(self, reading: Callable[[], MemoryReading]) -> None:
-        self.registry.register(MemoryCollector(reading))
+        self.registry.register(ReadCollector(_memory_families, reading))
 
     def read_text(self, reading: Callable[[], TextReading]) -> None:
-        self.registry.register(TextCollector(reading))
+        self.registry.register(ReadCollector(_text_families, reading))
 
     def encoded(self) -> bytes:
         """What this process measures, for another worker's page."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
+
+from headrace.observe.tally import OutcomeCounter
 
 
 class KeepOutcome(StrEnum):
@@ -33,17 +35,7 @@ class ContinueOutcome(StrEnum):
 
 class ResumeMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._kept = Counter(
-            "headrace_streams_kept", "Event streams at their end, for their clients to continue.", ("outcome",), registry=registry
+        self.kept = OutcomeCounter(
+            registry, "headrace_streams_kept", "Event streams at their end, for their clients to continue.", KeepOutcome
         )
-        self._continued = Counter("headrace_streams_continued", "Requests that continue an event stream.", ("outcome",), registry=registry)
-        for keep in KeepOutcome:
-            self._kept.labels(keep.value)
-        for outcome in ContinueOutcome:
-            self._continued.labels(outcome.value)
-
-    def kept(self, outcome: KeepOutcome) -> None:
-        self._kept.labels(outcome.value).inc()
-
-    def continued(self, outcome: ContinueOutcome) -> None:
-        self._continued.labels(outcome.value).inc()
+        self.continued = OutcomeCounter(registry, "headrace_streams_continued", "Requests that continue an event stream.", ContinueOutcome)

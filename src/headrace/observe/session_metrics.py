@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
+
+from headrace.observe.tally import OutcomeCounter
 
 
 class TurnOutcome(StrEnum):
@@ -20,9 +22,4 @@ class TurnOutcome(StrEnum):
 
 class SessionMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._turns = Counter("headrace_session_turns", "Turns of sessions by what became of them.", ("outcome",), registry=registry)
-        for outcome in TurnOutcome:
-            self._turns.labels(outcome.value)
-
-    def turns(self, outcome: TurnOutcome) -> None:
-        self._turns.labels(outcome.value).inc()
+        self.turns = OutcomeCounter(registry, "headrace_session_turns", "Turns of sessions by what became of them.", TurnOutcome)

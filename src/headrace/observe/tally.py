@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import StrEnum
 from itertools import accumulate
 from typing import Generic, TypeVar
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
 
 
 class Count:
@@ -46,8 +49,30 @@ class Tally:
         self._sum += value * count
 
     def add_to(self, family: HistogramMetricFamily, labels: tuple[str, ...]) -> None:
-        bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
-        family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        add_histogram(family, labels, self._bounds, self._counts, self._sum)
+
+
+def add_histogram(
+    family: HistogramMetricFamily, labels: tuple[str, ...], bounds: Sequence[float], counts: Sequence[int], total: float
+) -> None:
+    """Add a histogram that was counted elsewhere.
+
+    bounds, counts  as in `Tally`: upper bounds, and how many values each bucket has alone
+    total           sum over the values
+    """
+    names = [floatToGoString(bound) for bound in (*bounds, float("inf"))]  # type: ignore[no-untyped-call]
+    family.add_metric(labels, list(zip(names, accumulate(counts), strict=True)), total)
+
+
+class ReadCollector(Collector, Generic[T]):
+    """Metric families made of what is read when the page is asked for."""
+
+    def __init__(self, families: Callable[[T], Iterable[Metric]], read: Callable[[], T]) -> None:
+        self._families = families
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families(self._read())
 
 
 class _Labelled(Collector, Generic[T]):
@@ -72,9 +97,6 @@ class _Labelled(Collector, Generic[T]):
         for labels in [labels for labels in self._by_labels if labels[: len(leading)] == leading]:
             del self._by_labels[labels]
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
 
 class CountCollector(_Labelled[Count]):
     """Counters of one name, by their labels."""
@@ -88,6 +110,18 @@ class CountCollector(_Labelled[Count]):
         for values, count in self._by_labels.items():
             family.add_metric(values, count.value)
         yield family
+
+
+class OutcomeCounter(CountCollector, Generic[E]):
+    """A counter by what became of something. Every outcome is shown, also before there was one. Called with an outcome, it counts it."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, documentation: str, outcomes: type[E], label: str = "outcome") -> None:
+        super().__init__(name, documentation, (label,))
+        self._by_outcome = {outcome: self.labels(outcome.value) for outcome in outcomes}
+        registry.register(self)
+
+    def __call__(self, outcome: E) -> None:
+        self._by_outcome[outcome].inc()
 
 
 class TallyCollector(_Labelled[Tally]):

@@ -174,9 +174,6 @@ class TenantMetrics(Collector):
         yield from _families(TIER_PREFIX, "tier", self._tiers)
         yield from _families(TENANT_PREFIX, "tenant", self._tenants)
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
 
 def _of(counts: dict[str, UseCounts], label: str) -> UseCounts:
     found = counts.get(label)

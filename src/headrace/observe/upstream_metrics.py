@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 LABELS = ("model", "replica")
 
@@ -33,64 +32,44 @@ class UpstreamReading:
     num_waiting: int | None
 
 
-class UpstreamCollector(Collector):
-    """What this gateway knows of foreign servers, as metric families."""
-
-    def __init__(self, readings: Callable[[], Iterable[UpstreamReading]]) -> None:
-        self._readings = readings
-
-    def collect(self) -> Iterator[Metric]:
-        """Nothing where there is no foreign server."""
-        readings = list(self._readings())
-        if not readings:
-            return
-        attempts = CounterMetricFamily(
-            "headrace_upstream_attempts", "Requests sent to a foreign server by result.", labels=(*LABELS, "result")
-        )
-        left_out = CounterMetricFamily(
-            "headrace_upstream_fields_left_out",
-            "Malformed fields beside text, calls and ends of a foreign server's answers, by name.",
-            labels=(*LABELS, "field"),
-        )
-        num_open = GaugeMetricFamily("headrace_upstream_requests_open", "Requests under way at a foreign server from here.", labels=LABELS)
-        circuit = GaugeMetricFamily("headrace_upstream_circuit_open", "1 while a foreign server gets at most a probe.", labels=LABELS)
-        held = GaugeMetricFamily(
-            "headrace_upstream_rate_limit_seconds", "Seconds for which a rate limit allows a foreign server no request.", labels=LABELS
-        )
-        for reading in readings:
-            labels = (reading.model, reading.replica)
-            for result, count in reading.attempts.items():
-                attempts.add_metric((*labels, result), count)
-            for field, count in reading.left_out.items():
-                left_out.add_metric((*labels, field), count)
-            num_open.add_metric(labels, reading.num_open)
-            circuit.add_metric(labels, float(reading.is_circuit_open))
-            held.add_metric(labels, reading.held_s)
-        yield from (attempts, left_out, num_open, circuit, held)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
+def upstream_families(readings: Iterable[UpstreamReading]) -> Iterator[Metric]:
+    """What this gateway knows of foreign servers; nothing where there is none."""
+    readings = list(readings)
+    if not readings:
+        return
+    attempts = CounterMetricFamily("headrace_upstream_attempts", "Requests sent to a foreign server by result.", labels=(*LABELS, "result"))
+    left_out = CounterMetricFamily(
+        "headrace_upstream_fields_left_out",
+        "Malformed fields beside text, calls and ends of a foreign server's answers, by name.",
+        labels=(*LABELS, "field"),
+    )
+    num_open = GaugeMetricFamily("headrace_upstream_requests_open", "Requests under way at a foreign server from here.", labels=LABELS)
+    circuit = GaugeMetricFamily("headrace_upstream_circuit_open", "1 while a foreign server gets at most a probe.", labels=LABELS)
+    held = GaugeMetricFamily(
+        "headrace_upstream_rate_limit_seconds", "Seconds for which a rate limit allows a foreign server no request.", labels=LABELS
+    )
+    for reading in readings:
+        labels = (reading.model, reading.replica)
+        for result, count in reading.attempts.items():
+            attempts.add_metric((*labels, result), count)
+        for field, count in reading.left_out.items():
+            left_out.add_metric((*labels, field), count)
+        num_open.add_metric(labels, reading.num_open)
+        circuit.add_metric(labels, float(reading.is_circuit_open))
+        held.add_metric(labels, reading.held_s)
+    yield from (attempts, left_out, num_open, circuit, held)
 
 
-class ReportedLoadCollector(Collector):
-    """What foreign servers say of themselves, as a metric family."""
-
-    def __init__(self, readings: Callable[[], Iterable[UpstreamReading]]) -> None:
-        self._readings = readings
-
-    def collect(self) -> Iterator[Metric]:
-        """Nothing where there is no foreign server."""
-        readings = list(self._readings())
-        if not readings:
-            return
-        reported = GaugeMetricFamily(
-            "headrace_upstream_reported_requests", "Requests that a foreign server says it has, by state.", labels=(*LABELS, "state")
-        )
-        for reading in readings:
-            for state, number in (("running", reading.num_running), ("waiting", reading.num_waiting)):
-                if number is not None:
-                    reported.add_metric((reading.model, reading.replica, state), number)
-        yield reported
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
+def reported_load_families(readings: Iterable[UpstreamReading]) -> Iterator[Metric]:
+    """What foreign servers say of themselves; nothing where there is none."""
+    readings = list(readings)
+    if not readings:
+        return
+    reported = GaugeMetricFamily(
+        "headrace_upstream_reported_requests", "Requests that a foreign server says it has, by state.", labels=(*LABELS, "state")
+    )
+    for reading in readings:
+        for state, number in (("running", reading.num_running), ("waiting", reading.num_waiting)):
+            if number is not None:
+                reported.add_metric((reading.model, reading.replica, state), number)
+    yield reported

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -51,6 +51,3 @@ class UsageCollector(Collector):
             damaged.add_metric((name,), sink.num_damaged_bytes)
             waiting.add_metric((name,), sink.waiting_bytes)
         yield from (shipped, failures, damaged, waiting)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
