@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from dict_rows import DictRows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis_kit import RedisServer
@@ -24,7 +25,7 @@ from headrace.gateway.limits.sqlite import SqliteLimits
 from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import StoreFailed
-from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, DictRows, Holder, LimitBook
+from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, Holder, LimitBook
 from headrace.policy.limits.counters import DAY_MS, Amounts, Moment, Unit, Window
 
 pytestmark = pytest.mark.socket

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dict_rows import DictRows
 from gateway_kit import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from headrace.gateway.limits.admission import NOTHING
 from headrace.gateway.limits.ended import MAX_CHARGES
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.stores.store import StoreFailed, StoreProgress
-from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, DictRows, Holder, LimitBook, TakeResult
+from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, Holder, LimitBook, TakeResult
 from headrace.policy.limits.counters import Amounts, Moment, Unit, Window
 
 pytestmark = pytest.mark.loop

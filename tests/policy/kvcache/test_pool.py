@@ -14,25 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace.core.hashing import BlockHash, block_hash, chain_root
-from headrace.policy.kvcache.events import EVENT_BYTES, BlockEvent, BlockEvents, EventKind
 from headrace.policy.kvcache.pool import MAX_CHECKED_BLOCKS, BlockPool
 
 pytestmark = pytest.mark.pure
 
 ROOT = chain_root(b"k", model_digest=b"", kv_dtype="")
-
-
-def replayed(known: set[BlockHash], events: list[BlockEvent]) -> set[BlockHash]:
-    known = set(known)
-    for kind, identity in events:
-        if kind is EventKind.CLEARED:
-            known.clear()
-        elif kind is EventKind.STORED:
-            assert identity not in known
-            known.add(identity)
-        else:
-            known.remove(identity)
-    return known
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -41,10 +27,6 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(9, cached_share=0.3)
-        self.events = self.pool.record_events(12 * EVENT_BYTES)
-        self.copy: set[BlockHash] = set()
-        """A reader's copy of the identities, and the number up to which it has read."""
-        self.read_until = 0
         self.owners: Counter[int] = Counter()
         self.names = 0
 
@@ -103,15 +85,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.reset_cache()
         assert self.pool.num_cached == 0
 
-    @rule()
-    def read_events(self) -> None:
-        """A reader that follows the events, or resyncs when told to, knows what the pool knows."""
-        events = self.events.since(self.read_until)
-        assert (events is None) == (self.events.next_number - self.read_until > 12)
-        self.copy = set(self.pool.identities()) if events is None else replayed(self.copy, events)
-        self.read_until = self.events.next_number
-        assert self.copy == set(self.pool.identities())
-
     @invariant()
     def adds_up(self) -> None:
         assert self.pool.num_free + self.pool.num_cached + self.pool.num_used == self.pool.total
@@ -167,19 +140,6 @@ def test_where_no_tenant_is_above_its_share_the_least_recently_used_block_is_evi
 def test_a_pool_needs_a_block_beside_the_pad_block() -> None:
     with pytest.raises(ValueError, match="pad block"):
         BlockPool(1)
-
-
-def test_a_reader_too_far_behind_or_of_another_engine_has_to_resync() -> None:
-    events = BlockEvents(3 * EVENT_BYTES)
-    names = [block_hash(ROOT, [i]) for i in range(5)]
-    for name in names:
-        events.stored(name)
-    assert events.since(1) is None
-    assert events.since(2) == [(EventKind.STORED, name) for name in names[2:]]
-    assert events.since(5) == []
-    assert events.since(6) is None
-    with pytest.raises(ValueError, match="17 bytes"):
-        BlockEvents(EVENT_BYTES - 1)
 
 
 def test_a_cached_block_knows_when_it_was_last_used() -> None:

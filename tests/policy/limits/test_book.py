@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 
 import pytest
+from dict_rows import DictRows
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.policy.limits.book import LATE_MS, UNNAMED_BEATS, Charges, Claim, DictRows, Holder, LimitBook, is_over
+from headrace.policy.limits.book import LATE_MS, UNNAMED_BEATS, Charges, Claim, Holder, LimitBook, is_over
 from headrace.policy.limits.counters import DAY_MS, KEPT_BUCKETS, Amounts, Moment, Unit, Window, bucket_of
 from headrace.policy.limits.peers import LEASE_S, PeerWatch
 

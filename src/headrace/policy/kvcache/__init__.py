@@ -1,5 +1,4 @@
 """KV blocks: their owners, and which of them may be reused.
 
-`pool` is one group's blocks, `events` what it stored and forgot, `leases` the owners that are no sequences, `manager` a sequence's view
-over all groups.
+`pool` is one group's blocks, `leases` the owners that are no sequences, `manager` a sequence's view over all groups.
 """

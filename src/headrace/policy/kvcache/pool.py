@@ -23,7 +23,6 @@ from itertools import combinations, takewhile
 
 from headrace.core.hashing import BlockHash
 from headrace.policy.kvcache.cached_shares import CachedShares
-from headrace.policy.kvcache.events import MAX_RING_BYTES, BlockEvents
 
 PAD_BLOCK = 0
 
@@ -57,7 +56,6 @@ class BlockPool:
             raise ValueError(f"a pool needs the pad block and at least one more, got {total}")
         self.total = total
         self.steps = steps or StepClock()
-        self.events: BlockEvents | None = None
         self._shares = CachedShares(int(cached_share * (total - 1))) if cached_share < 1 else None
         self._free = list(range(total - 1, 0, -1))
         self._num_owners = array("i", bytes(4 * total))
@@ -110,10 +108,6 @@ class BlockPool:
     def identity(self, block: int) -> BlockHash | None:
         """A registered block's identity; None for another block."""
         return self._hash_of.get(block)
-
-    def identities(self) -> list[BlockHash]:
-        """Identities of all registered blocks. A reader of `events` begins with these and `events.next_number`."""
-        return list(self._by_hash)
 
     def is_writable(self, block: int) -> bool:
         return self._num_owners[block] == 1 and block not in self._hash_of
@@ -173,12 +167,6 @@ class BlockPool:
         if last_used is not None:
             self._lent[block] = last_used
 
-    def record_events(self, max_bytes: int = MAX_RING_BYTES) -> BlockEvents:
-        """Record stored and evicted blocks from the first call on; an event costs 0.3 us, so without a reader there are none."""
-        if self.events is None:
-            self.events = BlockEvents(max_bytes)
-        return self.events
-
     def name_until(self, block: int, step_id: int) -> None:
         """Step `step_id`, which is being planned, copies from this block: it is not reusable before that step is committed."""
         self._named_until[block] = step_id
@@ -214,8 +202,6 @@ class BlockPool:
             self._shares.register(block, tenant)
         self._hash_of[block] = identity
         self._by_hash[identity] = block
-        if self.events is not None:
-            self.events.stored(identity)
         return True
 
     def unregister(self, block: int) -> None:
@@ -233,8 +219,6 @@ class BlockPool:
         self._cached.clear()
         if self._shares is not None:
             self._shares.clear()
-        if self.events is not None:
-            self.events.cleared()
 
     def _make_reusable(self, blocks: list[int]) -> None:
         registered, cached, free, now, shares = self._hash_of, self._cached, self._free, self.steps.now, self._shares
@@ -259,8 +243,6 @@ class BlockPool:
             del self._by_hash[identity]
             if self._shares is not None:
                 self._shares.forget(block)
-            if self.events is not None:
-                self.events.removed(identity)
 
     # invariants
 
