@@ -43,7 +43,7 @@ async def one(loop: VirtualTimeLoop) -> StoreGuard:
 async def asked(one: StoreGuard, work: Callable[[], Awaitable[object]]) -> str:
     """ "" for an answer, or why there is none."""
     try:
-        with one.waiting():
+        async with one.waiting():
             await work()
     except StoreFailed as error:
         return str(error)
@@ -104,8 +104,9 @@ async def test_a_store_that_answers_with_errors_is_asked_each_time(
     for _ in range(3 * MAX_UNANSWERED):
         assert await asked(one, fails) == "READONLY"
     assert await asked(one, at_once) == ""
-    with pytest.raises(EntryTooLarge), one.waiting():
-        raise EntryTooLarge("too large")
+    with pytest.raises(EntryTooLarge):
+        async with one.waiting():
+            raise EntryTooLarge("too large")
     line = "the store of limits: READONLY (at most one such line in 10 s)"
     assert [record.getMessage() for record in caplog.records] == [line]
     await asyncio.sleep(LOG_EVERY_S)
@@ -294,7 +295,7 @@ async def test_a_wait_with_little_time_left_ends_before_the_look_that_longer_one
 
 async def test_an_answer_that_came_in_time_counts_where_the_event_loop_is_late(one: StoreGuard, loop: VirtualTimeLoop) -> None:
     answer: asyncio.Future[int] = loop.create_future()
-    with one.waiting():
+    async with one.waiting():
         loop.call_soon(answer.set_result, 7)
         loop.be_late(2 * REQUEST_WAIT_S)  # the work of other requests: the loop sees the answer after the end of the wait
         assert await answer == 7
@@ -381,7 +382,7 @@ async def main():
         while not is_over.is_set():
             with one_request():
                 try:
-                    with guard.waiting():
+                    async with guard.waiting():
                         await thread.call(insert)
                     print("answered", flush=True)
                 except StoreFailed as error:

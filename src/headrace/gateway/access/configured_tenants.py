@@ -24,7 +24,7 @@ class ConfiguredTenants:
         """None: the tenant has none, or the store has not answered yet."""
         if name not in self._records:
             try:
-                with self._guard.waiting():
+                async with self._guard.waiting():
                     self._records[name] = await self._store.tenant(name)
             except StoreFailed:
                 return None

@@ -43,7 +43,7 @@ class KeyLookups:
         """What `look_up` gives. was_found: at some time before. Raises Unavailable, also where the request has waited as long as it may."""
         lookup: asyncio.Task[StoredKey | None] | None = None
         try:
-            with (self._guard if was_found else self._first_guard).waiting():
+            async with (self._guard if was_found else self._first_guard).waiting():
                 lookup = self._shared.get(blinded) or self._start(blinded, sha256, was_found=was_found)
                 return await asyncio.shield(lookup)
         except StoreFailed:

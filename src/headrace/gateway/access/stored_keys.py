@@ -204,7 +204,7 @@ class StoredKeys:
             self._reading = asyncio.create_task(self._read_once(), name="keys' version")
             self._reading.add_done_callback(_retrieve)
         try:
-            with self._guard.waiting():
+            async with self._guard.waiting():
                 await asyncio.shield(self._reading)
         except StoreFailed:
             raise unavailable() from None

@@ -182,7 +182,7 @@ class KeptStreams:
         if self._store is None:
             raise UnknownStream("This server keeps no streams (timeouts.stream_resume_s is 0).")
         with self._counted():
-            with self._store.guard.waiting():
+            async with self._store.guard.waiting():
                 await self._end_open(event.answer_id, exchange)
                 value = await self._store.store.get(event.answer_id)
                 if _is_elsewhere(value) and await self._has_ended_at_sibling(event.answer_id, exchange):

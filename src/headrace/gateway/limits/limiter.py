@@ -109,7 +109,7 @@ class Limiter:
         if admission.is_held:
             holder = Holder(id=admission.request_id, gateway=self.gateway, beat=self._beat, saved=admission.saved)
         tenant = admission.principal.tenant_key
-        with self._guard.waiting():
+        async with self._guard.waiting():
             if not self._store.is_in_order:
                 await self._ended.answered(tenant)
             for _ in range((self._ended.num_waiting(tenant) - 1) // MAX_CHARGES):

@@ -85,7 +85,7 @@ class WaitClock:
         now = self.now()
         for wait in [wait for wait in self._waits if wait.until <= now]:
             self._waits.discard(wait)
-            asyncio.get_running_loop().call_soon(wait.expire)  # what has come and is not seen yet comes first
+            wait.expire()
         if self._waits:
             self._look_later(min([wait.until for wait in self._waits]))
 
@@ -123,37 +123,35 @@ def one_request(clock: Clock = time.monotonic) -> StoreWait:
 
 
 class _Wait:
-    """`with StoreGuard.waiting():` in one task. until: time of the clock at which it ends"""
+    """`async with StoreGuard.waiting():`, an `asyncio.timeout` on the clock of waits. until: time of that clock at which it ends"""
 
-    __slots__ = ("_began_at", "_guard", "_has_ended", "_is_expired", "_num_answers", "_num_cancelled", "_request", "_task", "until")
+    __slots__ = ("_began_at", "_guard", "_num_answers", "_request", "_timeout", "until")
 
     def __init__(self, guard: StoreGuard) -> None:
         self._guard = guard
-        self._is_expired = self._has_ended = False
+        self._timeout = asyncio.timeout(None)
 
-    def __enter__(self) -> None:
+    async def __aenter__(self) -> None:
         self._request = request = _request_wait.get() or StoreWait(self._guard.clock)
         left_s = REQUEST_WAIT_S - request.waited_s
         self._guard.check_asked(left_s)
         self._num_answers = self._guard.progress.num_answers
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._num_cancelled = task, task.cancelling()
+        await self._timeout.__aenter__()
         self._began_at = request.clock.now()
         self.until = self._began_at + left_s
         request.clock.begin(self)
 
     def expire(self) -> None:
-        if not self._has_ended:
-            self._is_expired = True
-            self._task.cancel()
+        """End the wait in the event loop's next round: what has come and is not seen yet comes first."""
+        self._timeout.reschedule(0.0)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        request, self._has_ended = self._request, True
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        request = self._request
         request.clock.end(self)
         request.waited_s += request.clock.now() - self._began_at
-        # As asyncio.Timeout does: where the task was cancelled besides, it stays cancelled.
-        if self._is_expired and self._task.uncancel() <= self._num_cancelled and kind is asyncio.CancelledError:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
             self._guard.unanswered(self._num_answers)
             raise StoreFailed(NO_ANSWER) from None
         if kind is None:

@@ -54,7 +54,7 @@ class GuardedStore:
 
     async def asked(self, work: Callable[[Store], Awaitable[T]]) -> T:
         """What `work` gets from the store, while a request waits for it. Raises what `StoreGuard.waiting` raises, and EntryTooLarge."""
-        with self.guard.waiting():
+        async with self.guard.waiting():
             return await work(self.store)
 
     async def tried(self, work: Work, within_s: float) -> None:
