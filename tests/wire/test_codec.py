@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -46,6 +47,7 @@ from headrace.wire.codec import (
     encode_updates,
 )
 from headrace.wire.codec.request import MAX_REMAINING_MS, set_remaining
+from headrace.wire.codec.same_fields import SameFields
 from headrace.wire.codec.update import UpdateRows
 from headrace.wire.handles import Attempt, Handle, MalformedFrame
 
@@ -280,6 +282,18 @@ def test_model_facts_survive_the_wire_with_the_types_of_their_defaults() -> None
     assert decoded == info
     kinds = {key: type(value) for key, value in decoded.sampling_defaults.items()}
     assert kinds == {"temperature": float, "top_k": int, "do_sample": bool, "note": str}
+
+
+@dataclass(frozen=True)
+class SteppedTier(TierTerms):
+    added: int = 0
+
+
+def test_a_field_that_one_side_alone_has_is_never_left_out_silently() -> None:
+    with pytest.raises(TypeError, match="SteppedTier and its message differ in added"):
+        SameFields(SteppedTier, pb.TierTerms)
+    with pytest.raises(TypeError, match="ReasoningSpan and its message differ in kind, reasoning, source"):
+        SameFields(ReasoningSpan, pb.Grammar, but=("start", "end", "is_open"))
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from operator import add, sub
+from operator import add, attrgetter, sub
 from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 
 from headrace.core.request import PriorityClass
@@ -115,10 +115,14 @@ class EngineCounters:
 
     def copy(self) -> EngineCounters:
         """A snapshot: the same numbers, independent of later steps."""
-        by_label: dict[str, Any] = {name: dict(getattr(self, name)) for name in LABELLED_COUNTERS}
-        return replace(self, step_buckets=list(self.step_buckets), **by_label)
+        copied = EngineCounters(*_values(self))
+        copied.step_buckets = list(self.step_buckets)
+        for name in LABELLED_COUNTERS:
+            setattr(copied, name, dict(getattr(self, name)))
+        return copied
 
 
+_values = attrgetter(*(row.name for row in fields(EngineCounters)))
 _HINTS = get_type_hints(EngineCounters, include_extras=True)
 COUNTERS: Mapping[str, Counter] = {name: hint.__metadata__[0] for name, hint in _HINTS.items() if get_origin(hint) is Annotated}
 """Every row of EngineCounters by its name, in order."""

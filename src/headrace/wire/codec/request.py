@@ -15,6 +15,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.enums import FINISH_KIND, FINISH_REASON, PRIORITY, PRIORITY_CLASS
 from headrace.wire.codec.grammar import decode_grammar, encode_grammar
+from headrace.wire.codec.same_fields import SameFields
 from headrace.wire.handles import Handle, MalformedFrame
 from headrace.wire.service import PROTOCOL_VERSION
 
@@ -23,6 +24,8 @@ MAX_REMAINING_MS = 100 * 365 * 24 * 3600 * 1000
 """A deadline further away than a century travels as one: the field has 64 bits, a float of seconds may exceed them."""
 MAX_NAMED_FIELDS = 16
 _NOT_HONOURED = ("adapter_digest", "kv_ticket", "modality_digests")
+_PARAMS = SameFields(SamplingParams, pb.Params, but=("logit_bias", "logit_bias_ids", "logit_bias_values", "structured_outputs"))
+_TIER = SameFields(TierTerms, pb.TierTerms)
 _TASKS: dict[int, str] = {pb.TASK_UNSPECIFIED: "none", pb.TASK_EMBED: "embed", pb.TASK_SCORE: "score"}
 
 
@@ -54,7 +57,7 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
                 grammar=None if request.grammar is None else encode_grammar(request.grammar),
                 prefix_caching=request.prefix_caching,
                 numerics_digest=request.numerics_digest,
-                tier=None if request.tier == NO_TIER else _encode_tier(request.tier),
+                tier=None if request.tier == NO_TIER else _TIER.encode(request.tier),
             )
         )
     except (ValueError, TypeError, OverflowError) as error:
@@ -105,7 +108,7 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
         deadline_at=now + message.deadline_remaining_ms / 1000 if message.HasField("deadline_remaining_ms") else None,
         prefix_caching=message.prefix_caching,
         numerics_digest=message.numerics_digest,
-        tier=_decode_tier(message.tier) if message.HasField("tier") else NO_TIER,
+        tier=_TIER.decode(message.tier) if message.HasField("tier") else NO_TIER,
     )
 
 
@@ -156,70 +159,13 @@ def decode_finish(message: pb.Finish) -> tuple[Handle, int, int, FinishReason]:
     return Handle(message.handle), message.index, message.keep_tokens, FINISH_REASON[message.reason]
 
 
-def _encode_tier(tier: TierTerms) -> pb.TierTerms:
-    return pb.TierTerms(name=tier.name, weight=tier.weight, kv_share=tier.kv_share, ttft_ms=tier.ttft_ms, tpot_ms=tier.tpot_ms)
-
-
-def _decode_tier(message: pb.TierTerms) -> TierTerms:
-    return TierTerms(
-        name=message.name,
-        weight=message.weight,
-        kv_share=message.kv_share if message.HasField("kv_share") else None,
-        ttft_ms=message.ttft_ms if message.HasField("ttft_ms") else None,
-        tpot_ms=message.tpot_ms if message.HasField("tpot_ms") else None,
-    )
-
-
 def _encode_params(params: SamplingParams) -> pb.Params:
-    return pb.Params(
-        n=params.n,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias_ids=list(params.logit_bias.keys()),
-        logit_bias_values=list(params.logit_bias.values()),
-        seed=params.seed,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-        skip_special_tokens=params.skip_special_tokens,
-        spaces_between_special_tokens=params.spaces_between_special_tokens,
-        detokenize=params.detokenize,
-    )
+    bias = params.logit_bias
+    return _PARAMS.encode(params, logit_bias_ids=list(bias.keys()), logit_bias_values=list(bias.values()))
 
 
 def _decode_params(message: pb.Params) -> SamplingParams:
     if len(message.logit_bias_ids) != len(message.logit_bias_values):
         raise MalformedFrame("params: logit_bias columns differ in length")
-    return SamplingParams(
-        n=message.n,
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
-        logit_bias=dict(zip(message.logit_bias_ids, message.logit_bias_values, strict=True)),
-        seed=message.seed if message.HasField("seed") else None,
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        min_tokens=message.min_tokens,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        include_stop_str_in_output=message.include_stop_str_in_output,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        skip_special_tokens=message.skip_special_tokens,
-        spaces_between_special_tokens=message.spaces_between_special_tokens,
-        detokenize=message.detokenize,
-    )
+    bias = dict(zip(message.logit_bias_ids, message.logit_bias_values, strict=True))
+    return _PARAMS.decode(message, logit_bias=bias)
