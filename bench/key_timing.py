@@ -42,9 +42,9 @@ from headrace.core.clock import Clock
 from headrace.core.errors import Unauthorized, Unavailable
 from headrace.gateway.access.administration import PREFIX, Administration, NewKey
 from headrace.gateway.access.auth import Authenticator
+from headrace.gateway.access.config import ApiKey, digest_of
 from headrace.gateway.access.sqlite_keys import FILE, SqliteKeys
 from headrace.gateway.access.stored_keys import StoredKeys
-from headrace.gateway.config import ApiKey, digest_of
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
 from headrace.policy.limits.tier import BUILT_IN_TIERS

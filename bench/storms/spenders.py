@@ -36,7 +36,7 @@ from bench.storms.common import RESULTS, redis_program
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.config import Limits
+from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import RateLimitExceeded
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.limiter import Limiter

@@ -19,9 +19,10 @@ from headrace.cli.main import main
 from headrace.cli.tls import init
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig
-from headrace.gateway.config import GatewayConfig, Limits
-from headrace.gateway.model_config import ReplicaConfig
-from headrace.gateway.text_workers.work import TextContext
+from headrace.gateway.config import GatewayConfig
+from headrace.gateway.http.config import Limits
+from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.upstream.model_config import ReplicaConfig
 from headrace.observe.logs import ENVIRONMENT
 from headrace.wire.hangup import on_hangup
 from headrace.wire.stop_signals import StopSignals

@@ -36,9 +36,9 @@ from headrace.gateway.access.admin_requests import KeyRequests
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.sqlite_keys import SqliteKeys
 from headrace.gateway.cache.open import open_answer_store
-from headrace.gateway.memory import TenantShare
-from headrace.gateway.purge_requests import CacheRequests
+from headrace.gateway.control.purge_requests import CacheRequests
 from headrace.gateway.sessions.open import open_session_store
+from headrace.gateway.site.memory import TenantShare
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.wire.tls.files import TlsFiles, TlsRole, files_in
 
@@ -163,8 +163,8 @@ async def test_what_is_kept_of_a_tenant_is_removed_from_another_machine(
     def administration(actor: str) -> Administration:
         return Administration(SqliteKeys.open(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
-    for opened in (open_answer_store, open_session_store):
-        store = opened(config, TenantShare(config), time.time)
+    for opened in (partial(open_answer_store, config.cache), partial(open_session_store, config.sessions)):
+        store = opened(config.store, config.state, TenantShare(config), time.time)
         await store.put("kept", b"", tenant="acme", ttl_s=60.0)
         await store.close()
     async with made.running([CacheRequests(lambda: config, administration, time.time)]):

@@ -25,11 +25,11 @@ from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import config_from
-from headrace.gateway.foreign_config import ForeignConfig
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.http.content_encoding import SLICE_BYTES
 from headrace.gateway.upstream import foreign, foreign_events, foreign_framing, foreign_server
 from headrace.gateway.upstream.foreign import HttpStream
+from headrace.gateway.upstream.foreign_config import ForeignConfig
 from headrace.gateway.upstream.foreign_errors import BrokenStream
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink
 from headrace.gateway.upstream.foreign_route import MAX_ATTEMPTS

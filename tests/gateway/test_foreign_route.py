@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.errors import HeadraceError, Unavailable
-from headrace.gateway.foreign_config import ForeignConfig
+from headrace.gateway.upstream.foreign_config import ForeignConfig
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad
 from headrace.gateway.upstream.foreign_route import CAN_PASS, MAX_ATTEMPTS, MAX_RETRY_WAIT_S, ForeignRoute
 from headrace.gateway.upstream.foreign_server import AttemptFailed, AttemptResult, ForeignServer

@@ -19,14 +19,14 @@ from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, o
 from headrace.core.errors import ConfigError, DeadlineExceeded, Overloaded
 from headrace.core.ids import RequestId
 from headrace.core.plan import columns_of
-from headrace.gateway import memory
 from headrace.gateway.access.budget import Held, HeldLimits, RequestMemory
 from headrace.gateway.config import config_from
-from headrace.gateway.generation.logprob_limits import first_answer_bytes
 from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.logprob_limits import first_answer_bytes
 from headrace.gateway.http.asgi import ABORT_EXTENSION
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import StreamWatch
+from headrace.gateway.site import memory
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
 from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.observe.request_log import RequestLogRecord
@@ -140,7 +140,7 @@ KEYS = ({"key": "k" * 16, "tenant": "a"}, {"key": "l" * 16, "tenant": "b"})
 
 def budget_of(**limits: Any) -> RequestMemory:
     config = config_from({"models": [{"name": "m", "folder": "f", "replicas": [{"name": "r", "address": "unix:/a"}]}], **limits})
-    return memory.memory_budget(config, 16 << 30, memory.TenantShare(config)())
+    return memory.memory_budget(config.limits, 16 << 30, memory.TenantShare(config)())
 
 
 def fill(stack: ExitStack, budget: RequestMemory, tenant: str, *, of: str) -> None:
@@ -168,7 +168,7 @@ def test_without_keys_there_is_one_tenant_who_may_take_all() -> None:
     assert budget.prompts.limits.tenant == budget.prompts.limits.total == 1 << 30
     assert budget.answers.limits.tenant == budget.answers.limits.total == 40 << 20
     assert (
-        memory.memory_budget(config_from({"models": [{"name": "m", "upstreams": [{"url": "http://h/v1"}]}]}), 1, 1.0).prompts.left
+        memory.memory_budget(config_from({"models": [{"name": "m", "upstreams": [{"url": "http://h/v1"}]}]}).limits, 1, 1.0).prompts.left
         == 40 << 20
     )
 

@@ -17,7 +17,7 @@ from gateway_kit import MODEL, TestBench, model_info, open_bench
 from local_workers import LocalWorker
 from loop_watch import counted_lines, watched_loop
 
-from headrace.gateway.config import Limits
+from headrace.gateway.http.config import Limits
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.text.folder import TextModel, load_text

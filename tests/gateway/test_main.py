@@ -18,9 +18,10 @@ from headrace.core.errors import HeadraceError
 from headrace.core.ids import RequestId
 from headrace.gateway import process
 from headrace.gateway.access.open_requests import OpenRequest, OpenRequests
-from headrace.gateway.config import Limits, config_from
+from headrace.gateway.config import config_from
+from headrace.gateway.http.config import Limits
 from headrace.gateway.main import DRAIN_GRACE_S, drain
-from headrace.gateway.text_workers.work import TextContext
+from headrace.gateway.text_host.work import TextContext
 from headrace.wire.leash import Leash
 
 pytestmark = pytest.mark.socket

@@ -10,8 +10,8 @@ import pytest
 from gateway_kit import chat_body, open_bench
 
 from headrace.gateway.http.errors import MethodNotAllowed
-from headrace.gateway.paths import MAX_LOGGED_PATH, find_path, logged_path, plain_path
 from headrace.gateway.surfaces.endpoint import Endpoint
+from headrace.gateway.surfaces.paths import MAX_LOGGED_PATH, find_path, logged_path, plain_path
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 from headrace.text.folder import TextModel
 

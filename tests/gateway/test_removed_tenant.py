@@ -11,7 +11,7 @@ from gateway_kit import MODEL, TestBench, chat_body, open_bench
 from identity_kit import administration
 
 from headrace.gateway.access.administration import NewKey, TenantChange
-from headrace.gateway.purge import purge_answers
+from headrace.gateway.control.purge import purge_answers
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headrace.core.sampling import SamplingParams
 from headrace.core.tools import MAX_TOOLS
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.config import Limits
+from headrace.gateway.http.config import Limits
 from headrace.gateway.surfaces import chat, completions, openapi
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.structured import READERS, VLLM_KINDS

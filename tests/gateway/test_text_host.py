@@ -21,17 +21,18 @@ from patience import eventually
 from scripted_host import HostScript, scripted_hosts
 
 from headrace.core.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable
-from headrace.gateway.config import Limits, config_from
+from headrace.gateway.config import config_from
+from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.gateway.process import text_workers
 from headrace.gateway.text_workers import frames, processes
-from headrace.gateway.text_workers.configured import text_workers
 from headrace.gateway.text_workers.host_socket import HostSocket
 from headrace.gateway.text_workers.limits import HEAVY_BYTES
-from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import RETRY_S, TextPool
 from headrace.gateway.text_workers.processes import HostProcess, WorkerProcess
 from headrace.gateway.text_workers.workers import Worker
 from headrace.gateway.upstream.generation_request import Conversation
+from headrace.gateway.upstream.model_text import ModelText
 from headrace.text.folder import load_text
 
 pytestmark = pytest.mark.loop
@@ -222,7 +223,7 @@ async def test_a_text_is_split_by_a_worker_only(script: HostScript, folder: Path
     """Where spaces do not count, the bound splits the text: 8 ms of the event loop per megabyte."""
     text_kit.let_tokens_swallow_spaces(folder)
     loops = []
-    monkeypatch.setattr("headrace.gateway.text_workers.model_text.check_fits", lambda *_: loops.append(1))
+    monkeypatch.setattr("headrace.gateway.upstream.model_text.check_fits", lambda *_: loops.append(1))
     bound = load_text(folder).tokenizer.bound
     assert bound is not None
     assert not bound.counts_spaces

@@ -26,12 +26,12 @@ from patience import PATIENCE_S, eventually
 from server_kit import is_alive
 
 from headrace.core.errors import InvalidRequest, Unavailable
-from headrace.gateway.config import Limits
+from headrace.gateway.http.config import Limits
 from headrace.gateway.text_workers import frames
-from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import COMMAND, HostProcess
 from headrace.gateway.upstream.generation_request import Conversation
+from headrace.gateway.upstream.model_text import ModelText
 from headrace.text.folder import TextModel, load_text
 
 pytestmark = pytest.mark.process

@@ -124,7 +124,7 @@ OFFERING = (b"connection", b"upgrade", b"http2-settings", b"sec-websocket-key", 
 @asynccontextmanager
 async def echoing() -> AsyncIterator[int]:
     """`echo` behind the gateway's HTTP server."""
-    server = Server(echo, gateway_config(), lambda *_: None, ConnectionLimit(100, 8))
+    server = Server(echo, gateway_config().server, lambda *_: None, ConnectionLimit(100, 8))
     port = await server.start()
     stop = asyncio.Event()
     task = asyncio.create_task(server.serve_until(stop))

@@ -36,11 +36,10 @@ from headrace.gateway.control.reload import Reloader
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.gateway.main import follow_connections
-from headrace.gateway.model_config import ModelConfig, ReplicaConfig
-from headrace.gateway.text_workers.configured import host_config
+from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.text_workers.frames import HostConfig
-from headrace.gateway.text_workers.work import TextContext
 from headrace.gateway.text_workers.workers import Workers
+from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
 from headrace.wire.handles import Handle
@@ -319,7 +318,7 @@ async def open_bench(
         return LocalWorkers(TextContext(dict.fromkeys(host.models, text), host.limits))
 
     texts = {model.name: text for model in config.models}
-    workers = workers or make_workers(host_config(config), ())
+    workers = workers or make_workers(HostConfig(config.text_folders, config.limits), ())
     async with open_gateway(
         config, texts, workers, connect=connect, load=load or (lambda _folder: text), make_workers=make_workers, sources=sources
     ) as opened:
@@ -337,7 +336,9 @@ async def open_bench(
 @asynccontextmanager
 async def serving(gateway: Gateway, reloader: Reloader | None = None) -> AsyncIterator[int]:
     """The gateway behind its real HTTP server on a free loopback port, in this event loop. reloader: whose changes the server follows"""
-    server = Server(gateway, gateway.service.config, gateway.refused, ConnectionLimit(gateway.service.config.limits.max_connections, 8))
+    server = Server(
+        gateway, gateway.service.config.server, gateway.refused, ConnectionLimit(gateway.service.config.limits.max_connections, 8)
+    )
     port = await server.start()
     if reloader is not None:
         reloader.follow(partial(follow_connections, server))

@@ -1,4 +1,4 @@
-"""The text host in the process of a test: it says what `text_workers.host` says, when a script lets it, and forks nothing.
+"""The text host in the process of a test: it says what `text_host.host` says, when a script lets it, and forks nothing.
 
 Its workers do their jobs on the event loop, bounded by nothing. What a process of its own adds to that is in tests of the kind process.
 """
@@ -20,9 +20,9 @@ import msgspec
 import pytest
 
 from headrace.core.errors import CheckpointError
+from headrace.gateway.text_host.host import Control
+from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.text_workers import frames
-from headrace.gateway.text_workers.host import Control
-from headrace.gateway.text_workers.work import TextContext
 from headrace.text.folder import load_text
 
 

@@ -90,7 +90,7 @@ def _connection(url: str) -> HTTPConnection:
 def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
     """Print text where stderr is a terminal and the log is not JSON; else write log events. `cli.child` reads the URL from either."""
     from headrace.cli.stored_keys import has_stored_keys
-    from headrace.gateway.config import ANY_ORIGIN
+    from headrace.gateway.http.config import ANY_ORIGIN
     from headrace.observe.logs import LogFormat
 
     url, names = _url(ready.gateway), [model.served_name for model in config.models]

@@ -98,7 +98,7 @@ class KeyDirectory:
 
     def purge(self, tenant: str, *, is_all: bool) -> int:
         """Remove what is kept of a tenant: its answers, or with `is_all` everything. Returns the number of entries. Raises as `ask`."""
-        from headrace.gateway.purge import purge_all, purge_answers
+        from headrace.gateway.control.purge import purge_all, purge_answers
 
         if self.is_remote:
             return int(self._ask_deployment("DELETE", "cache", tenant, body={"all": is_all})["removed"])

@@ -1,8 +1,8 @@
 """The ASGI application: every request to every row of `surfaces.routes` enters and leaves here.
 
-`Gateway.__call__` gives a request its id and checks its Host and Origin; `gateway.paths` finds the endpoint by the decoded path; `dispatch`
-checks the key unless the path is public. Every request ends in one answer, one count, and one log line unless its path is quiet. Few frames
-stand between a handler and the socket, because each time that a request waits and goes on, all of them are entered again.
+`Gateway.__call__` gives a request its id and checks its Host and Origin; `surfaces.paths` finds the endpoint by the decoded path.
+`dispatch` checks the key unless the path is public. Every request ends in one answer, one count, and one log line unless its path is quiet.
+Few frames stand between a handler and the socket, because each time that a request waits and goes on, all of them are entered again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contextlib import nullcontext
 
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
-from headrace.gateway.access.admission import refused_headers
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.key_uses import KeyRevoked
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.generation.service import Service
+from headrace.gateway.generation.stages.ladder import refused_headers
 from headrace.gateway.http.asgi import Receive, Scope, Send
 from headrace.gateway.http.errors import (
     BAD_HTTP,
@@ -40,8 +40,8 @@ from headrace.gateway.http.forwarded import TrustedProxies
 from headrace.gateway.http.hosts import HostCheck
 from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight
 from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
-from headrace.gateway.paths import AnsweredPath, find_path, logged_path, plain_path
 from headrace.gateway.stores.guard import StoreWait, one_request
+from headrace.gateway.surfaces.paths import AnsweredPath, find_path, logged_path, plain_path
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.observe.request_log import MAX_DETAIL_CHARS, Outcome, RequestLog, RequestLogRecord
 from headrace.observe.tenant_metrics import RequestUse

@@ -31,11 +31,12 @@ from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger, open_ledger
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.open import open_limits
-from headrace.gateway.memory import TenantShare, give_back_when_idle, machine_bytes, memory_budget
 from headrace.gateway.sessions.open import open_sessions
 from headrace.gateway.sessions.sessions import Sessions
-from headrace.gateway.siblings import Siblings
-from headrace.gateway.site_metrics import SiteMetrics, answers_of
+from headrace.gateway.site.memory import TenantShare, give_back_when_idle, machine_bytes, memory_budget
+from headrace.gateway.site.siblings import Siblings
+from headrace.gateway.site.site_metrics import SiteMetrics, answers_of
+from headrace.gateway.site.worker import GatewayWorker
 from headrace.gateway.stores.guarded import GuardedStore
 from headrace.gateway.stores.open import open_store
 from headrace.gateway.text_workers.frames import HostConfig
@@ -43,7 +44,6 @@ from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
-from headrace.gateway.worker import GatewayWorker
 from headrace.observe.budget_metrics import BudgetCollector
 from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
@@ -127,7 +127,7 @@ async def _open_service(
 ) -> Service:
     """What all requests share, each part closed by `stack`. Raises ConfigError."""
     share = TenantShare(config)
-    memory = memory_budget(config, machine_bytes(), share())
+    memory = memory_budget(config.limits, machine_bytes(), share())
     stack.callback(asyncio.create_task(give_back_when_idle(memory), name="memory given back").cancel)
     open_requests = OpenRequests(config.limits.max_requests, share)
     clocks = {"clock": sources.clock, "unix_time": sources.unix_time}
@@ -144,8 +144,8 @@ async def _open_service(
         kept_streams=await stack.enter_async_context(_kept_streams(config, share, metrics, sources)),
         sessions=await stack.enter_async_context(_sessions(config, share, metrics, sources)),
         limiter=await _limiter(stack, config, metrics, sources),
-        answer_cache=await stack.enter_async_context(open_answer_cache(config, share, metrics, **clocks)),
-        replays=await stack.enter_async_context(open_replays(config, share, metrics, **clocks)),
+        answer_cache=await stack.enter_async_context(open_answer_cache(config.cache, config.store, config.state, share, metrics, **clocks)),
+        replays=await stack.enter_async_context(open_replays(config.idempotency, config.store, config.state, share, metrics, **clocks)),
         metrics=metrics,
         ledger=await _ledger(stack, config, metrics, sources),
         site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
@@ -177,7 +177,7 @@ def _share_between_tenants(app: Gateway) -> None:
     def share() -> None:
         service = app.service
         service.tenant_share.has_stored_keys = True
-        service.memory.take_limits(memory_budget(service.config, machine_bytes(), service.tenant_share()))
+        service.memory.take_limits(memory_budget(service.config.limits, machine_bytes(), service.tenant_share()))
 
     if app.service.stored_keys is not None:
         app.service.stored_keys.on_first_key(share)
@@ -224,7 +224,15 @@ def _followed(reloader: Reloader, service: Service) -> Reloader:
 
 
 def _sessions(config: GatewayConfig, share: TenantShare, metrics: Metrics, sources: Sources) -> AbstractAsyncContextManager[Sessions]:
-    return open_sessions(config, share, SessionMetrics(metrics.registry), clock=sources.clock, unix_time=sources.unix_time)
+    return open_sessions(
+        config.sessions,
+        config.store,
+        config.state,
+        share,
+        SessionMetrics(metrics.registry),
+        clock=sources.clock,
+        unix_time=sources.unix_time,
+    )
 
 
 def _text_pool(config: GatewayConfig, workers: Workers, sources: Sources) -> TextPool:

@@ -7,37 +7,25 @@ these values shows a secret.
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
-from headrace.core.request import PriorityClass
-from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
+from headrace.core.strict_decode import decode, read_json_object
+from headrace.gateway.access.config import ApiKey, check_key, with_digest
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
-from headrace.gateway.http.config import HttpTls
+from headrace.gateway.http.config import FAIL_CLOSED, FAIL_OPEN, HttpTls, Limits, ServerConfig, Timeouts, check_names
 from headrace.gateway.http.forwarded import check_networks
 from headrace.gateway.ledger.config import UsageConfig
-from headrace.gateway.model_config import ModelConfig, check_models
 from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
+from headrace.gateway.upstream.model_config import ModelConfig, check_models
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.limits.price import Price, check_money
-from headrace.policy.limits.tier import DeploymentBudget, Tier, all_tiers
+from headrace.policy.limits.tier import Tier, all_tiers
 
-SHA256_HEX = re.compile(r"[0-9a-f]{64}")
-_HOST = r"(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])"
-HOST_NAME = re.compile(_HOST)
-ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://{_HOST}(?::[0-9]{{1,5}})?")
-"""As browsers write it: lower case, no path. Apps and extensions have schemes of their own."""
-
-DEFAULT_PORTS = {"http": "80", "https": "443"}
-"""Scheme -> the port that browsers leave out of an Origin."""
-
-ANY_ORIGIN = "*"
 LOG_TARGETS = ("on", "off", "stderr")
 LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "stdout"}
 """Words that are meant as a switch and never as the name of a request log's file, in lower case."""
@@ -45,114 +33,8 @@ LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "st
 MAY_BE_ZERO = ("failover_s", "slow_start_s", "stream_resume_s", "ttl_s")
 """Times whose 0 turns something off. Any other limit or time that is not positive is refused."""
 
-FAIL_OPEN, FAIL_CLOSED = "open", "closed"
-"""Values of `limits.on_store_failure`."""
-
-MIN_KEY_CHARS = 8
-PLAIN_PRIORITY, PLAIN_WEIGHT = "standard", 1.0
-"""Class and weight of a key that names neither these nor a tier."""
-
 MAX_WORKERS = 64
 """Gateway processes on one port. Each has threads, a tokenizer and connections to every engine of its own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiKey:
-    """An API key and its tenant. Give `key` (plain, hashed at once) or `sha256` (hex of the digest), never both.
-
-    tenant    opaque name: fairness, cache salt and log; defaults to a name made from the digest
-    user      the person or program that uses it; limits and usage may be by user
-    tier      name of the tenant's rules; empty: the default tier's, with the next two
-    priority  class of this key's requests (premium | standard | batch); a body's `priority` may only lower it
-    weight    share of the tenant among the tenants of its tier
-    """
-
-    key: str = field(default="", repr=False)
-    sha256: str = field(default="", repr=False)
-    tenant: str = ""
-    user: str = ""
-    tier: str = ""
-    priority: str = PLAIN_PRIORITY
-    weight: float = PLAIN_WEIGHT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Caps at the border. Each is inclusive; what exceeds one is refused with field, limit, value and remedy.
-
-    Several gateway workers share those that count over all requests (`worker.SHARED_LIMITS`).
-
-    max_body_bytes        a whole request body
-    max_connections       open sockets, as far as open files allow (ulimit -n); one more is refused with 503
-    max_header_bytes      request line and headers together; max_headers counts them
-    max_json_depth        nesting
-    max_messages          of a chat
-    max_prompts           of one completions request
-    max_sequences         prompts times n
-    max_requests          in the gateway at once; one more is refused with 429
-    max_text_workers      processes that render templates and tokenize
-    max_text_queue        waiting jobs of less than 64 KiB, and as many larger ones; beyond it the tenant with most of them gets 429
-    max_text_queue_bytes  their bytes, counted apart for smaller and larger jobs likewise
-    max_pending_bytes     of an answer that its client has not read yet; beyond it the request is cancelled
-    max_prompt_bytes      bodies and prompts of all requests; one more is refused with 429. None: a sixteenth of the machine's memory
-    max_answer_bytes      log-probabilities of all requests, and answers until they are written; one more is refused with 429
-    max_tenant_share      of either and of each store, for one tenant. None: a quarter where keys name several tenants and from the first
-                          stored key on, all where there is one
-    max_request_held_bytes  of either, for one request; more is refused with 413
-    daily_budget, monthly_budget  money that all tenants together may use in a UTC day, a UTC month, in the currency of `prices`
-    on_store_failure      what a request with limits gets while their store fails: "closed": 503; "open": it is not counted
-    """
-
-    max_body_bytes: int = 1 << 20
-    max_connections: int = 16_384
-    max_header_bytes: int = 32 << 10
-    max_headers: int = 100
-    max_json_depth: int = 32
-    max_messages: int = 1024
-    max_prompts: int = 64
-    max_sequences: int = 128
-    max_requests: int = 4096
-    max_text_workers: int = 2
-    max_text_queue: int = 8192
-    max_text_queue_bytes: int = 64 << 20
-    max_pending_bytes: int = 256 << 10
-    max_prompt_bytes: int | None = None
-    max_answer_bytes: int = 40 << 20
-    max_tenant_share: float | None = None
-    max_request_held_bytes: int = 32 << 20
-    daily_budget: float | None = None
-    monthly_budget: float | None = None
-    on_store_failure: str = FAIL_CLOSED
-
-    @property
-    def budget(self) -> DeploymentBudget:
-        return DeploymentBudget(self.daily_budget, self.monthly_budget)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """Seconds.
-
-    header_s      connection made (or previous answer read) to the last header byte
-    body_s        headers to the last body byte
-    keep_alive_s  idle connection between requests
-    sse_ping_s    a stream without a chunk for this long gets a comment line
-    write_s       a client that does not catch up within this while more than 64 KiB wait for it is cut off
-    request_s     deadline of every request, counted from its arrival; None = none
-    drain_s       after SIGTERM: what running requests may take to end
-    failover_s    a running request whose engine was lost waits at most this long for one that can continue it; 0: it ends at once
-    stream_resume_s  how long after its end a stream can be continued by its client; 0: never, and events have no ids
-    """
-
-    header_s: float = 10.0
-    body_s: float = 30.0
-    keep_alive_s: float = 75.0
-    sse_ping_s: float = 10.0
-    write_s: float = 30.0
-    request_s: float | None = None
-    drain_s: float = 30.0
-    failover_s: float = 60.0
-    stream_resume_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +106,7 @@ class GatewayConfig:
         """This value if its rules hold. Raises ConfigError."""
         check_models(self.models)
         for index, key in enumerate(self.api_keys):
-            _check_key(f"api_keys[{index}]", key, all_tiers(self.tiers))
+            check_key(f"api_keys[{index}]", key, all_tiers(self.tiers))
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"{self.port} is outside 0..65535")
         if not 1 <= self.workers <= MAX_WORKERS:
@@ -233,7 +115,7 @@ class GatewayConfig:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)
         self._check_metrics()
-        _check_names(self.allowed_hosts, self.allowed_origins)
+        check_names(self.allowed_hosts, self.allowed_origins)
         check_networks("trusted_proxies", self.trusted_proxies)
         for part in ("limits", "timeouts", "routing", "admission", "sessions"):
             value = getattr(self, part)
@@ -287,6 +169,27 @@ class GatewayConfig:
         return "http" if self.tls is None else "https"
 
     @property
+    def server(self) -> ServerConfig:
+        return ServerConfig(
+            host=self.host,
+            port=self.port,
+            tls=self.tls,
+            limits=self.limits,
+            timeouts=self.timeouts,
+            allowed_origins=self.allowed_origins,
+        )
+
+    @property
+    def text_folders(self) -> dict[str, str]:
+        """Model -> the folder of its text, of the models that engines serve."""
+        return {model.name: model.folder for model in self.models if model.folder}
+
+    @property
+    def key_variables(self) -> frozenset[str]:
+        """Environment variables that hold the keys of foreign servers."""
+        return frozenset(upstream.api_key_env for model in self.models for upstream in model.upstreams if upstream.api_key_env)
+
+    @property
     def request_log_target(self) -> str:
         """`request_log` as `observe.request_log` names targets."""
         return self.request_log if isinstance(self.request_log, str) else "on" if self.request_log else "off"
@@ -306,52 +209,10 @@ def load_config(path: str | Path) -> GatewayConfig:
 def config_from(data: Mapping[str, object]) -> GatewayConfig:
     """The checked configuration in plain data, with keys replaced by their digests. Raises ConfigError."""
     config = decode(GatewayConfig, data)
-    hashed = tuple(_hashed(key) for key in config.checked().api_keys)
+    hashed = tuple(with_digest(key) for key in config.checked().api_keys)
     if len({key.sha256 for key in hashed}) != len(hashed):
         raise ConfigError("api_keys", "names a key twice", "Each key belongs to one tenant.")
     return replace(config, api_keys=hashed)
-
-
-def digest_of(key: bytes) -> bytes:
-    """SHA-256 of a key: keys are long and random, so no slow hash is needed."""
-    return hashlib.sha256(key).digest()
-
-
-def _hashed(key: ApiKey) -> ApiKey:
-    digest = key.sha256 or digest_of(key.key.encode()).hex()
-    return replace(key, key="", sha256=digest, tenant=key.tenant or f"key-{digest[:12]}")
-
-
-def _check_key(where: str, key: ApiKey, tiers: Mapping[str, Tier]) -> None:
-    if bool(key.key) == bool(key.sha256):
-        raise NeedsExactlyOne(where, "key", "sha256")
-    if key.key and len(key.key) < MIN_KEY_CHARS:
-        raise ConfigError(f"{where}.key", f"is shorter than {MIN_KEY_CHARS} characters", "Use 32 random bytes.")
-    if key.sha256 and SHA256_HEX.fullmatch(key.sha256) is None:
-        raise ConfigError(f"{where}.sha256", "is not 64 lower-case hex digits")
-    if key.tier and key.tier not in tiers:
-        raise ConfigError(f"{where}.tier", f"{key.tier!r} is not a tier", f"There are: {', '.join(tiers)}.")
-    if key.tier and (key.priority, key.weight) != (PLAIN_PRIORITY, PLAIN_WEIGHT):
-        raise ConfigError(f"{where}.tier", "is given beside priority or weight", "A tier has its own: leave them out.")
-    if key.priority.upper() not in PriorityClass.__members__:
-        raise ConfigError(f"{where}.priority", f"{key.priority!r} is not one of premium, standard, batch")
-    if not 0 < key.weight <= 1e6:
-        raise ConfigError(f"{where}.weight", f"{key.weight} is outside 0 < weight <= 1e6")
-
-
-def _check_names(hosts: tuple[str, ...], origins: tuple[str, ...]) -> None:
-    for index, host in enumerate(hosts):
-        if HOST_NAME.fullmatch(host.lower()) is None:
-            remedy = "Write the name alone: no scheme, no port, no path; an IPv6 address in brackets."
-            raise ConfigError(f"allowed_hosts[{index}]", f"{host!r} is not a host's name", remedy)
-    for index, origin in enumerate(origins):
-        if origin != ANY_ORIGIN and ORIGIN.fullmatch(origin.lower()) is None:
-            remedy = 'Write https://app.example, without a path and with its port where it has one, or "*" for every page there is.'
-            raise ConfigError(f"allowed_origins[{index}]", f"{origin!r} is not an origin", remedy)
-        port = origin.rpartition(":")[2]
-        if DEFAULT_PORTS.get(origin.partition(":")[0].lower()) == port:
-            remedy = f"Write {origin.removesuffix(':' + port)}: browsers leave out the port that a scheme has by default."
-            raise ConfigError(f"allowed_origins[{index}]", f"{origin!r} is an origin that no browser sends", remedy)
 
 
 def _check_share(share: float | None, num_tenants: int) -> None:

@@ -22,9 +22,9 @@ from headrace.gateway.control.requests import answering
 from headrace.gateway.http.descriptors import ConnectionLimit, connection_limit
 from headrace.gateway.http.door_tls import DoorCertificate
 from headrace.gateway.http.server import Server
+from headrace.gateway.site.worker import GatewayWorker
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
-from headrace.gateway.worker import GatewayWorker
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
 from headrace.wire.stop_signals import DUPLICATE_SIGNAL_S, StopSignals, first_of
@@ -83,7 +83,7 @@ async def _serve_until_stopped(
     """As `serve`, once everything is open but the port."""
     gateway = opened.app
     await first_connections(gateway.service.models)
-    server = Server(gateway, config, gateway.refused, limit)
+    server = Server(gateway, config.server, gateway.refused, limit)
     try:
         port = await server.start(shares_port=leash.is_held)  # with the supervisor, which keeps it
     except OSError as error:
@@ -121,7 +121,7 @@ def follow_connections(server: Server, config: GatewayConfig) -> Callable[[], No
     """Prepare to bound connections by a changed configuration, and read its certificate. Raises ConfigError."""
     limit = limit_connections(config, len(server.server_state.connections))
     certificate = None if config.tls is None else DoorCertificate(config.tls)
-    return partial(server.follow, config, limit, certificate)
+    return partial(server.follow, config.server, limit, certificate)
 
 
 async def first_connections(models: ModelTable) -> None:

@@ -17,9 +17,10 @@ from collections.abc import Callable
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.text_workers.configured import text_workers
+from headrace.gateway.site.worker import GatewayWorker
+from headrace.gateway.text_workers.frames import HostConfig
+from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
-from headrace.gateway.worker import GatewayWorker
 from headrace.observe.logs import set_up_logging
 from headrace.wire.leash import Leash
 
@@ -61,6 +62,11 @@ def run_gateway(
     except (ConfigError, CheckpointError) as error:
         _refuse(error, leash, can_retry=False)
         return REFUSED
+
+
+def text_workers(config: GatewayConfig) -> HostProcess:
+    """The text workers, not yet started. They tokenize for the models that engines serve, and parse large bodies for every model."""
+    return HostProcess(HostConfig(config.text_folders, config.limits), withheld=config.key_variables)
 
 
 def _serve(

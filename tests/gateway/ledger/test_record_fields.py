@@ -25,9 +25,8 @@ from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.control.models import Sources
 from headrace.gateway.ledger.record import UsageRecord
-from headrace.gateway.model_config import ReplicaConfig
-from headrace.gateway.text_workers.configured import host_config
-from headrace.gateway.text_workers.work import TextContext
+from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.upstream.model_config import ReplicaConfig
 from headrace.lab.fake_runner import FakeOptions
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaClient
@@ -65,7 +64,7 @@ async def opened(text: TextModel, state: Path, loop: VirtualTimeLoop) -> AsyncIt
     def connect(given: ReplicaConfig, _text: TextModel, _clock: Clock) -> ReplicaClient:
         return engine.client(name=given.name)
 
-    workers = LocalWorkers(TextContext({model.name: text for model in config.models}, host_config(config).limits))
+    workers = LocalWorkers(TextContext({model.name: text for model in config.models}, config.limits))
     texts = {model.name: text for model in config.models}
     running = asyncio.create_task(engine.run())
     sources = Sources(clock=loop.time, unix_time=loop.unix_time)

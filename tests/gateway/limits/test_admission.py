@@ -21,13 +21,14 @@ from redis_kit import RedisServer
 from scripted_store import script_limits
 
 from headrace.core.errors import ConfigError
+from headrace.core.money import NANOS
 from headrace.gateway.access.principal import KeyLimits, Principal
 from headrace.gateway.control.models import Sources
 from headrace.gateway.limits.limiter import BEAT_S
 from headrace.gateway.limits.rules import ceiling_of, limits_of, rules_of
 from headrace.gateway.stores.guard import MAX_UNANSWERED, REQUEST_WAIT_S, RETRY_S
 from headrace.policy.limits.counters import DAY_MS
-from headrace.policy.limits.price import FREE, NANOS, Price
+from headrace.policy.limits.price import FREE, Price
 from headrace.policy.limits.tier import DeploymentBudget, Tier
 from headrace.text.folder import TextModel
 

@@ -23,6 +23,7 @@ from headrace.core.errors import Unauthorized, Unavailable
 from headrace.core.request import PriorityClass
 from headrace.gateway.access.administration import Administration, NewKey, TenantChange
 from headrace.gateway.access.auth import Authenticator
+from headrace.gateway.access.config import ApiKey, digest_of
 from headrace.gateway.access.key_lookups import MAX_FIRST_LOOKUPS
 from headrace.gateway.access.key_records import StoredKey, TenantRecord
 from headrace.gateway.access.key_store import DirectoryState, KeyStore
@@ -31,12 +32,11 @@ from headrace.gateway.access.principal import KeyLimits
 from headrace.gateway.access.redis_keys import RedisKeys
 from headrace.gateway.access.sqlite_keys import SqliteKeys
 from headrace.gateway.access.stored_keys import ABSENT_S, MAX_ABSENT, OPEN_S, OUTAGE_S, OUTDATED_S, StoredKeys
-from headrace.gateway.config import ApiKey, digest_of
 from headrace.gateway.ledger.record import UsageRecord
-from headrace.gateway.paths import plain_path
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.gateway.stores.store import StoreFailed
+from headrace.gateway.surfaces.paths import plain_path
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.text.folder import TextModel

@@ -18,10 +18,10 @@ from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.texts import FailedText, LoadedText
-from headrace.gateway.model_config import ModelConfig, ReplicaConfig
-from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.fallback import FallbackUpstream
+from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig
+from headrace.gateway.upstream.model_text import ModelText
 from headrace.gateway.upstream.replica_circuit import ReplicaCircuit
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream

@@ -21,7 +21,7 @@ from headrace.gateway.config import LOG_TARGETS, GatewayConfig
 from headrace.gateway.control.changes import check_change
 from headrace.gateway.control.site_models import SiteModels
 from headrace.gateway.control.texts import LoadedTexts
-from headrace.gateway.memory import machine_bytes, memory_budget
+from headrace.gateway.site.memory import machine_bytes, memory_budget
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.observe.request_log import RequestLog
 from headrace.wire.leash import ModelStatuses
@@ -101,8 +101,8 @@ class Reloader:
         service, limits = self._app.service, config.limits
         service.open_requests.max_requests = limits.max_requests
         service.watch.change(ping_s=config.timeouts.sse_ping_s, max_pending_bytes=limits.max_pending_bytes)
-        service.tenant_share.config = config
-        service.memory.take_limits(memory_budget(config, machine_bytes(), service.tenant_share()))
+        service.tenant_share.follow(config)
+        service.memory.take_limits(memory_budget(config.limits, machine_bytes(), service.tenant_share()))
         self._app.active = ActiveConfig(replace(service, config=config, models=ModelTable(self._models.served)))
 
 

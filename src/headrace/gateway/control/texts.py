@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from headrace.core.errors import CheckpointError
-from headrace.gateway.config import GatewayConfig, Limits
-from headrace.gateway.model_config import ModelConfig
-from headrace.gateway.text_workers.configured import host_config, key_variables
+from headrace.gateway.config import GatewayConfig
+from headrace.gateway.http.config import Limits
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.workers import Workers
+from headrace.gateway.upstream.model_config import ModelConfig
 from headrace.text.folder import TextModel
 
 log = logging.getLogger("headrace.gateway")
@@ -92,12 +92,12 @@ class LoadedTexts:
         Raises CheckpointError where no model at all can be served.
         """
         self.pool = pool
-        folders = host_config(config).models
+        folders = config.text_folders
         loaded = {**texts, **pool.failures}
         self.texts: ModelTexts = {name: _text_of(name, folder, loaded[name]) for name, folder in folders.items()}
         _check_any_served(config, self.texts)
         self.host = HostConfig({text.name: text.folder for text in _loaded(self.texts)}, config.limits)
-        self._withheld = key_variables(config)
+        self._withheld = config.key_variables
         self._num_loaded = 0
         self._load = load
         self._make = make
@@ -111,7 +111,7 @@ class LoadedTexts:
         """
         texts: ModelTexts = {model.name: await self._text(model) for model in config.models if model.folder}
         needed = {text.name: text.folder for text in (*in_use, *_loaded(texts))}
-        withheld = self._withheld | key_variables(config)
+        withheld = self._withheld | config.key_variables
         is_loaded = needed.items() <= self.host.models.items() and not needed.keys() & self.pool.failures.keys()
         if is_loaded and withheld == self._withheld and _of_workers(config.limits) == _of_workers(self.host.limits):
             _check_any_served(config, texts)

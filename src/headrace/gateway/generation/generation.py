@@ -116,7 +116,7 @@ class Generation:
         return deadline_at
 
     def usage(self) -> TokenUsage:
-        """Of the answer, as far as it has come."""
+        """What the answer has used, as far as it has come."""
         return NO_USAGE if self.stream is None else self.stream.usage()
 
     def record_events(self, events: Sequence[OutputEvent]) -> None:

@@ -120,7 +120,7 @@ class OpenStream:
 
 
 class OtherWorkers(Protocol):
-    """The part of `gateway.siblings.Siblings` that is used here."""
+    """The part of `gateway.site.siblings.Siblings` that is used here."""
 
     def handle(self, question: str, handler: Callable[[str], Awaitable[bytes]]) -> None: ...
     async def ask_others(self, question: str, argument: str) -> list[bytes]: ...

@@ -41,7 +41,7 @@ async def generate(generation: Generation, encoder_of: Callable[[Prepared], Answ
 
 
 async def _prepared(generation: Generation, stage: int) -> Prepared:
-    """What the stage of this number makes of those behind it; the last one is followed by the upstream."""
+    """The answer as the stages from this number on prepare it. Behind the last one stands the upstream."""
     if stage < len(STAGES):
         return await STAGES[stage](generation, partial(_prepared, generation, stage + 1))
     return await generation.model.upstream.prepare(generation.request(), generation.facts())

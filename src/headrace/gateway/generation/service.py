@@ -16,9 +16,9 @@ from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.limits.limiter import Limiter
-from headrace.gateway.memory import TenantShare
 from headrace.gateway.sessions.sessions import Sessions
-from headrace.gateway.site_metrics import SiteMetrics
+from headrace.gateway.site.memory import TenantShare
+from headrace.gateway.site.site_metrics import SiteMetrics
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.observe.metrics import Metrics

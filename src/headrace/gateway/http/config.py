@@ -1,8 +1,25 @@
-"""The certificate of the HTTP door, as the configuration names it. What is made of it: `gateway.http.door_tls`."""
+"""What the configuration says of the HTTP door: its certificate, its bounds, and which pages and names may use it."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+from headrace.core.errors import ConfigError
+from headrace.policy.limits.tier import DeploymentBudget
+
+_HOST = r"(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])"
+HOST_NAME = re.compile(_HOST)
+ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://{_HOST}(?::[0-9]{{1,5}})?")
+"""As browsers write it: lower case, no path. Apps and extensions have schemes of their own."""
+
+DEFAULT_PORTS = {"http": "80", "https": "443"}
+"""Scheme -> the port that browsers leave out of an Origin."""
+
+ANY_ORIGIN = "*"
+
+FAIL_OPEN, FAIL_CLOSED = "open", "closed"
+"""Values of `limits.on_store_failure`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,3 +32,109 @@ class HttpTls:
 
     certificate: str
     key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Caps at the border. Each is inclusive; what exceeds one is refused with field, limit, value and remedy.
+
+    Several gateway workers share those that count over all requests (`worker.SHARED_LIMITS`).
+
+    max_body_bytes        a whole request body
+    max_connections       open sockets, as far as open files allow (ulimit -n); one more is refused with 503
+    max_header_bytes      request line and headers together; max_headers counts them
+    max_json_depth        nesting
+    max_messages          of a chat
+    max_prompts           of one completions request
+    max_sequences         prompts times n
+    max_requests          in the gateway at once; one more is refused with 429
+    max_text_workers      processes that render templates and tokenize
+    max_text_queue        waiting jobs of less than 64 KiB, and as many larger ones; beyond it the tenant with most of them gets 429
+    max_text_queue_bytes  their bytes, counted apart for smaller and larger jobs likewise
+    max_pending_bytes     of an answer that its client has not read yet; beyond it the request is cancelled
+    max_prompt_bytes      bodies and prompts of all requests; one more is refused with 429. None: a sixteenth of the machine's memory
+    max_answer_bytes      log-probabilities of all requests, and answers until they are written; one more is refused with 429
+    max_tenant_share      of either and of each store, for one tenant. None: a quarter where keys name several tenants and from the first
+                          stored key on, all where there is one
+    max_request_held_bytes  of either, for one request; more is refused with 413
+    daily_budget, monthly_budget  money that all tenants together may use in a UTC day, a UTC month, in the currency of `prices`
+    on_store_failure      what a request with limits gets while their store fails: "closed": 503; "open": it is not counted
+    """
+
+    max_body_bytes: int = 1 << 20
+    max_connections: int = 16_384
+    max_header_bytes: int = 32 << 10
+    max_headers: int = 100
+    max_json_depth: int = 32
+    max_messages: int = 1024
+    max_prompts: int = 64
+    max_sequences: int = 128
+    max_requests: int = 4096
+    max_text_workers: int = 2
+    max_text_queue: int = 8192
+    max_text_queue_bytes: int = 64 << 20
+    max_pending_bytes: int = 256 << 10
+    max_prompt_bytes: int | None = None
+    max_answer_bytes: int = 40 << 20
+    max_tenant_share: float | None = None
+    max_request_held_bytes: int = 32 << 20
+    daily_budget: float | None = None
+    monthly_budget: float | None = None
+    on_store_failure: str = FAIL_CLOSED
+
+    @property
+    def budget(self) -> DeploymentBudget:
+        return DeploymentBudget(self.daily_budget, self.monthly_budget)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Seconds.
+
+    header_s      connection made (or previous answer read) to the last header byte
+    body_s        headers to the last body byte
+    keep_alive_s  idle connection between requests
+    sse_ping_s    a stream without a chunk for this long gets a comment line
+    write_s       a client that does not catch up within this while more than 64 KiB wait for it is cut off
+    request_s     deadline of every request, counted from its arrival; None = none
+    drain_s       after SIGTERM: what running requests may take to end
+    failover_s    a running request whose engine was lost waits at most this long for one that can continue it; 0: it ends at once
+    stream_resume_s  how long after its end a stream can be continued by its client; 0: never, and events have no ids
+    """
+
+    header_s: float = 10.0
+    body_s: float = 30.0
+    keep_alive_s: float = 75.0
+    sse_ping_s: float = 10.0
+    write_s: float = 30.0
+    request_s: float | None = None
+    drain_s: float = 30.0
+    failover_s: float = 60.0
+    stream_resume_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP server reads of the gateway's configuration."""
+
+    host: str
+    port: int
+    tls: HttpTls | None
+    limits: Limits
+    timeouts: Timeouts
+    allowed_origins: tuple[str, ...]
+
+
+def check_names(hosts: tuple[str, ...], origins: tuple[str, ...]) -> None:
+    for index, host in enumerate(hosts):
+        if HOST_NAME.fullmatch(host.lower()) is None:
+            remedy = "Write the name alone: no scheme, no port, no path; an IPv6 address in brackets."
+            raise ConfigError(f"allowed_hosts[{index}]", f"{host!r} is not a host's name", remedy)
+    for index, origin in enumerate(origins):
+        if origin != ANY_ORIGIN and ORIGIN.fullmatch(origin.lower()) is None:
+            remedy = 'Write https://app.example, without a path and with its port where it has one, or "*" for every page there is.'
+            raise ConfigError(f"allowed_origins[{index}]", f"{origin!r} is not an origin", remedy)
+        port = origin.rpartition(":")[2]
+        if DEFAULT_PORTS.get(origin.partition(":")[0].lower()) == port:
+            remedy = f"Write {origin.removesuffix(':' + port)}: browsers leave out the port that a scheme has by default."
+            raise ConfigError(f"allowed_origins[{index}]", f"{origin!r} is an origin that no browser sends", remedy)

@@ -24,9 +24,9 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from headrace.gateway.config import GatewayConfig
 from headrace.gateway.http.asgi import ABORT_EXTENSION, CONNECTION_EXTENSION, LOST_EXTENSION, Headers
 from headrace.gateway.http.client_transport import ClientTransport, UntilClose
+from headrace.gateway.http.config import ServerConfig
 from headrace.gateway.http.errors import BAD_HTTP, ErrorBody, ErrorObject
 from headrace.gateway.http.origins import METHODS, Origins
 from headrace.gateway.http.tls_notice import TLS_HANDSHAKE, TlsNotice
@@ -61,7 +61,7 @@ OnRefused = Callable[[str, int, str], None]
 """Called for each answer that the protocol or the listener gives instead of the application, with its x-request-id, status and message."""
 
 
-def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[BoundedProtocol]:
+def protocol_for(config: ServerConfig, on_refused: OnRefused) -> type[BoundedProtocol]:
     """A subclass of BoundedProtocol with this configuration: uvicorn makes protocols from a class."""
 
     class ConfiguredProtocol(BoundedProtocol):
@@ -86,13 +86,13 @@ class _Refusal(NamedTuple):
 class BoundedProtocol(HttpToolsProtocol):
     """Use a subclass from `protocol_for`."""
 
-    bounds: GatewayConfig
+    bounds: ServerConfig
     origins: Origins
     tls_notice: TlsNotice
     _client: ClientTransport
 
     @classmethod
-    def follow(cls, config: GatewayConfig) -> None:
+    def follow(cls, config: ServerConfig) -> None:
         """Bound every connection of this class by `config` from now on."""
         cls.bounds, cls.origins = config, Origins(config.allowed_origins)
 

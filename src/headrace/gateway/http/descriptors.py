@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from headrace.core.descriptors import num_open, raise_limit
 from headrace.core.errors import ConfigError
-from headrace.gateway.foreign_config import MAX_FOREIGN_CONNECTIONS
 
 OWN = 40
 """Descriptors reserved for the event loop, gRPC, the request log, the listener, and files that are open for a moment."""
 
 PER_REPLICA = 4
 """Descriptors reserved for the connection to one replica."""
+
+MAX_FOREIGN_CONNECTIONS = 256
+"""Requests under way at one foreign server. Each has a connection of its own."""
 
 PER_FOREIGN = 2
 """Descriptors reserved for what a foreign server is asked beside requests: its models and its metrics."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from headrace.gateway.config import ANY_ORIGIN, ORIGIN
 from headrace.gateway.http.asgi import Headers
+from headrace.gateway.http.config import ANY_ORIGIN, ORIGIN
 from headrace.gateway.http.errors import Forbidden
 from headrace.gateway.http.exchange import Exchange
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import uvicorn
 
-from headrace.gateway.config import GatewayConfig
+from headrace.gateway.http.config import ServerConfig
 from headrace.gateway.http.connection import OnRefused, protocol_for
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.door_tls import DoorCertificate
@@ -25,7 +25,7 @@ DRAIN_GRACE_S = 1
 class Server(uvicorn.Server):
     """uvicorn's server without its signal handlers: `gateway.main` decides when to stop."""
 
-    def __init__(self, app: Any, config: GatewayConfig, on_refused: OnRefused, limit: ConnectionLimit) -> None:
+    def __init__(self, app: Any, config: ServerConfig, on_refused: OnRefused, limit: ConnectionLimit) -> None:
         """Raises ConfigError for a certificate that cannot be used."""
         self._limit, self._on_refused = limit, on_refused
         self._certificate = None if config.tls is None else DoorCertificate(config.tls)
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
         made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         return made
 
-    def follow(self, config: GatewayConfig, limit: ConnectionLimit, certificate: DoorCertificate | None) -> None:
+    def follow(self, config: ServerConfig, limit: ConnectionLimit, certificate: DoorCertificate | None) -> None:
         """Bound connections by another configuration, open ones too. Only `keep_alive_s` is an open connection's own, and its certificate.
 
         certificate  of new connections
@@ -107,6 +107,6 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def _keep_alive_s(config: GatewayConfig) -> int:
+def _keep_alive_s(config: ServerConfig) -> int:
     """uvicorn counts in whole seconds."""
     return max(1, round(config.timeouts.keep_alive_s))

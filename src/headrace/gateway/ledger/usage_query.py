@@ -17,9 +17,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from headrace.core.errors import InvalidRequest
+from headrace.core.money import NANOS
 from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, SUMMED
 from headrace.gateway.stores.sqlite_thread import has_table
-from headrace.policy.limits.price import NANOS
 
 DAY = "day"
 GROUPS: Mapping[str, Mapping[str, str]] = {

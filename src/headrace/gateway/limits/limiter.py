@@ -16,7 +16,8 @@ from typing import TypeVar
 from headrace.core.clock import Clock
 from headrace.core.counted import counted
 from headrace.core.ids import RequestId
-from headrace.gateway.config import FAIL_OPEN, Limits
+from headrace.core.money import NANOS
+from headrace.gateway.http.config import FAIL_OPEN, Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.admission import NOTHING, Admission
 from headrace.gateway.limits.ended import MAX_CHARGES, CarriedCharges, EndedRequests
@@ -29,7 +30,6 @@ from headrace.observe.budget_metrics import BudgetReading
 from headrace.policy.limits.book import Claim, Holder, TakeResult
 from headrace.policy.limits.counters import Amounts
 from headrace.policy.limits.peers import PeerWatch
-from headrace.policy.limits.price import NANOS
 from headrace.policy.limits.tier import NO_BUDGET, DeploymentBudget
 
 log = logging.getLogger("headrace.gateway")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
+from headrace.core.money import NANOS
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.key_records import KeyRecord, TenantRecord
 from headrace.gateway.access.principal import Principal
@@ -14,7 +15,6 @@ from headrace.gateway.limits.rules import LimitRule, Scope, rules_of
 from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.limits.verdict import LimitState, limits_now
 from headrace.policy.limits.counters import Unit
-from headrace.policy.limits.price import NANOS
 from headrace.policy.limits.tier import DeploymentBudget, Tier
 
 MAX_KEYS = 1000

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
+from headrace.core.money import NANOS
 from headrace.gateway.access.principal import KeyLimits, Principal
 from headrace.policy.limits.book import Claim
 from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.limits.counters import Amounts, Unit, Window
-from headrace.policy.limits.price import NANOS, Price
+from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import NO_BUDGET, DeploymentBudget, Tier
 
 MAX_CALLERS = 4096

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from headrace.core.money import NANOS
 from headrace.gateway.http.errors import QuotaExhausted, RateLimitExceeded
 from headrace.gateway.limits.rules import LimitRule
 from headrace.gateway.limits.store import LimitStore
 from headrace.policy.limits.book import Claim, ClaimReading, TakeResult, is_over
 from headrace.policy.limits.counters import Moment, Unit, Window, reset_ms, retry_after_s, used_of
-from headrace.policy.limits.price import NANOS
 
 HeaderNames = tuple[bytes, bytes, bytes]
 """Names of the headers of a limit's number, of what remains of it, and of when it is reset."""

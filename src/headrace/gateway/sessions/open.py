@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from headrace.core.clock import Clock
-from headrace.gateway.config import GatewayConfig
+from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.sessions.sessions import Sessions
+from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.guarded import GuardedStore
 from headrace.gateway.stores.open import open_part
 from headrace.gateway.stores.store import Store, StoreLimits
@@ -22,7 +23,14 @@ ENTRY_MARGIN = 2
 
 @asynccontextmanager
 async def open_sessions(
-    config: GatewayConfig, tenant_share: Callable[[], float], metrics: SessionMetrics, *, clock: Clock, unix_time: Clock
+    config: SessionConfig,
+    stores: StoreConfig,
+    state: str,
+    tenant_share: Callable[[], float],
+    metrics: SessionMetrics,
+    *,
+    clock: Clock,
+    unix_time: Clock,
 ) -> AsyncIterator[Sessions]:
     """Sessions in the file NAME.db of the state folder, or at `store.url`.
 
@@ -30,17 +38,17 @@ async def open_sessions(
 
     Raises ConfigError.
     """
-    own = config.sessions
-    store = GuardedStore(open_session_store(config, tenant_share, unix_time), NAME, clock) if own.ttl_s else None
-    sessions = Sessions(store, own, metrics=metrics, unix_time=unix_time)
+    store = GuardedStore(open_session_store(config, stores, state, tenant_share, unix_time), NAME, clock) if config.ttl_s else None
+    sessions = Sessions(store, config, metrics=metrics, unix_time=unix_time)
     try:
         yield sessions
     finally:
         await sessions.close()
 
 
-def open_session_store(config: GatewayConfig, tenant_share: Callable[[], float], unix_time: Clock) -> Store:
+def open_session_store(
+    config: SessionConfig, stores: StoreConfig, state: str, tenant_share: Callable[[], float], unix_time: Clock
+) -> Store:
     """Raises ConfigError."""
-    own = config.sessions
-    limits = StoreLimits(entry=ENTRY_MARGIN * own.max_session_bytes, total=own.max_bytes, tenant_share=tenant_share)
-    return open_part(NAME, config.store, config.state, limits, unix_time)
+    limits = StoreLimits(entry=ENTRY_MARGIN * config.max_session_bytes, total=config.max_bytes, tenant_share=tenant_share)
+    return open_part(NAME, stores, state, limits, unix_time)

@@ -10,10 +10,10 @@ import msgspec
 
 from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.cache.replays import IDEMPOTENCY_KEY
-from headrace.gateway.config import Limits
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.kept_streams import body_digest
 from headrace.gateway.generation.service import Service
+from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.json_border import Caps, decode_object
 from headrace.gateway.sessions.names import RAW_HEADER
@@ -37,7 +37,7 @@ async def parsed(
     """The request in a body. Fields that change nothing go to `exchange.ignored`. Raises what reading, decoding and `parse` raise.
 
     held   counts the bytes of the body as they arrive; the parsed request is taken to be as large and not counted again
-    parse  a row of `text_workers.work.PARSERS`: a text worker parses a large body and sends the request back
+    parse  a row of `text_host.work.PARSERS`: a text worker parses a large body and sends the request back
     """
     limits = service.config.limits
     body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.prompts.add)

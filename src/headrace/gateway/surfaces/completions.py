@@ -14,9 +14,9 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.plan import wide_columns
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.control import CacheControl
-from headrace.gateway.config import Limits
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
+from headrace.gateway.http.config import Limits
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.answers import (
     AnswerHead,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.config import Limits
 from headrace.gateway.generation.answer_encoder import AnswerEncoder
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.run import generate
 from headrace.gateway.generation.service import Service
+from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect.parse import FieldsAsWritten
@@ -25,7 +25,7 @@ RequestT = TypeVar("RequestT")
 class GeneratingSurface(Generic[RequestT]):
     """The handler of one path.
 
-    parse    of the decoded body: the surface's own request, and the fields that change nothing; a row of `text_workers.work.PARSERS`
+    parse    of the decoded body: the surface's own request, and the fields that change nothing; a row of `text_host.work.PARSERS`
     names    fields of `ParsedRequest` -> the names that this client used
     common   the request as every surface has it
     encoder  of its answer

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 import headrace
-from headrace.gateway.config import Limits
+from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import TABLE, ErrorBody
 from headrace.gateway.surfaces.dialect.field_rule import Inside
 from headrace.gateway.surfaces.dialect.request_schemas import messages_schema, object_schema

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import cache
 
-from headrace.gateway.config import Limits
 from headrace.gateway.generation.service import Service
+from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces import chat, completions, docs_page, front_page, models, openapi, probes, sessions, tokenize, usage
 from headrace.gateway.surfaces.dialect.field_rule import Surface

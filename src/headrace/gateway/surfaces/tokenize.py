@@ -7,8 +7,8 @@ from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.budget import RequestHeld
-from headrace.gateway.config import Limits
 from headrace.gateway.generation.service import Service
+from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect.parse import checked_messages, convert, template_messages

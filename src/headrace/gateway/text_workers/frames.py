@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import HeadraceError, InvalidRequest, RequestTooLarge, ShownValue
-from headrace.gateway.config import Limits
+from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import ContextLengthExceeded, UnsupportedMediaType
 from headrace.gateway.text_workers.limits import START_CPU_S
 from headrace.text.template_switch import TemplateSwitch

@@ -19,9 +19,10 @@ import msgspec
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
 from headrace.core.ids import RequestId
-from headrace.gateway.foreign_config import MAX_FOREIGN_CONNECTIONS, ForeignConfig
+from headrace.gateway.http.descriptors import MAX_FOREIGN_CONNECTIONS
 from headrace.gateway.http.errors import foreign_overflow
 from headrace.gateway.upstream.foreign_chunk import SideField
+from headrace.gateway.upstream.foreign_config import ForeignConfig
 from headrace.gateway.upstream.foreign_errors import MAX_ERROR_BYTES, BrokenStream, is_context_overflow
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink, decoder_for, unpacked
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad, exhausted_s, retry_after_s

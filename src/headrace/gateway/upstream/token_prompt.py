@@ -6,14 +6,13 @@ from array import array
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-from headrace.core.plan import LogprobColumns, TokenLogprobs, columns_of
+from headrace.core.plan import PAGE_TOKENS, LogprobColumns, TokenLogprobs, columns_of
 from headrace.text.detokenize import Detokenizer
 from headrace.text.logprobs import DecodedLogprobs
 from headrace.text.tokenizer import Tokenizer
 
-PAGE_TOKENS = 64
 OFFSET_TOKENS = 512
-"""Tokens of a page with log-probabilities, and tokens between two empty pages while offsets are counted: half a millisecond each."""
+"""Tokens between two empty pages while offsets are counted: half a millisecond, as a page of log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)

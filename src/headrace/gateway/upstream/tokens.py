@@ -15,12 +15,12 @@ from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.request import PriorityClass
-from headrace.core.sampling import SamplingParams, with_default_max_tokens
+from headrace.core.sampling import FROM_MODEL, SamplingParams, with_default_max_tokens
 from headrace.gateway.http.errors import ContextLengthExceeded, StreamConflict, context_overflow
-from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.upstream.earlier_output import EarlierCallOutput, calls_of, prompt_digest
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.merge import MergedStream
+from headrace.gateway.upstream.model_text import ModelText
 from headrace.gateway.upstream.output_binding import OutputBinding
 from headrace.gateway.upstream.output_stage import OutputParsing
 from headrace.gateway.upstream.replicas import ReplicaPool
@@ -32,9 +32,6 @@ from headrace.policy.admission.ladder import QueueState
 from headrace.policy.queues import traits_of
 from headrace.text.output.model_formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
-
-FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters whose default is the model's generation_config.json (vLLM does the same)."""
 
 MAX_TOKENS_AT_ONCE = 16_384
 """Before a prompt with more tokens is checked, the event loop runs other tasks. Checks take about 80 ns per token."""

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from headrace.gateway.access.admission import ModelBusy, admitted_model, headers_of
+from headrace.core.errors import HeadraceError, Overloaded
+from headrace.core.request import PriorityClass
+from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.upstream.seam import Prepared
-from headrace.policy.admission.ladder import AdmissionStep
+from headrace.gateway.upstream.served_models import ModelTable, ServedModel
+from headrace.policy.admission.config import AdmissionRules
+from headrace.policy.admission.ladder import ALONE, AdmissionStep, QueueState, TenantTurn, decide
+
+MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
+"""Headers of every generating answer, a refusal too: the model that answers, and an `AdmissionStep`."""
+
+AdmittedHeaders = tuple[tuple[bytes, bytes], ...]
+
+
+class ModelBusy(Overloaded):
+    """The model's queue is longer than the request may wait."""
 
 
 async def choose_model(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
@@ -33,3 +46,53 @@ def _choose(generation: Generation) -> None:
         exchange.record.model = model.name
     generation.joining = model.joining.join(priority)
     exchange.join(generation.joining)
+
+
+def admitted_model(
+    asked: ServedModel, models: ModelTable, principal: Principal, priority: PriorityClass, rules: AdmissionRules, turn: TenantTurn = ALONE
+) -> tuple[ServedModel, AdmissionStep]:
+    """The model that answers, and why.
+
+    models    that the caller may use
+    priority  of the request, which may be lower than its key's
+    turn      of its tenant among the tenants of this gateway
+
+    Raises ModelBusy.
+    """
+    smaller = _smaller(asked, models)
+    goal_ms = principal.tier.ttft_ms
+    verdict = decide(
+        _queue(asked, priority, turn),
+        None if smaller is None else _queue(smaller, priority, turn),
+        has_smaller=smaller is not None,
+        priority=priority,
+        rules=rules,
+        ttft_goal_s=None if goal_ms is None else goal_ms / 1000,
+    )
+    if verdict.step is AdmissionStep.REFUSED:
+        raise ModelBusy(f"The queue of the model {asked.name} is full; try again later.", retry_after_s=verdict.retry_after_s)
+    if verdict.step is AdmissionStep.SMALLER_MODEL:
+        assert smaller is not None
+        return smaller, verdict.step
+    return asked, verdict.step
+
+
+def _queue(model: ServedModel, priority: PriorityClass, turn: TenantTurn) -> QueueState | None:
+    queue = model.upstream.queue(priority, model.joining)
+    return None if queue is None else queue.at_turn(turn)
+
+
+def headers_of(model: ServedModel, step: AdmissionStep) -> AdmittedHeaders:
+    return ((MODEL_HEADER, model.name.encode()), (REASON_HEADER, step.encode()))
+
+
+def refused_headers(headers: Sequence[tuple[bytes, bytes]]) -> AdmittedHeaders:
+    """The headers of an answer that refuses: a request that was admitted, and refused by its engine after that, was not served."""
+    return tuple((name, AdmissionStep.REFUSED.encode() if name == REASON_HEADER else value) for name, value in headers)
+
+
+def _smaller(model: ServedModel, models: ModelTable) -> ServedModel | None:
+    try:
+        return models.get(model.smaller) if model.smaller else None
+    except HeadraceError:  # one that the caller may not use
+        return None

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from headrace.core.errors import HeadraceError, InvalidRequest, ModelNotFound
-from headrace.gateway.access.admission import headers_of
 from headrace.gateway.access.budget import Held
 from headrace.gateway.cache.answer_cache import AnswerCache
 from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question, entry_salt
@@ -14,18 +13,17 @@ from headrace.gateway.cache.flights import Flight
 from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer
 from headrace.gateway.cache.replayed_stream import RecordedPrepared
 from headrace.gateway.cache.replays import HEADER, IDEMPOTENCY_KEY, KeyClaim, Replays, retry_key
+from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.stages.ladder import headers_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader
 from headrace.gateway.sessions.window import ContextFitting
 from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
 from headrace.gateway.upstream.seam import Prepared
 from headrace.observe.cache_metrics import CacheResult, KeptAnswer
 from headrace.policy.admission.ladder import AdmissionStep
-
-HOLD_STEP_BYTES = 16 << 10
-"""A recording asks the memory budget each time it has grown by this many bytes."""
 
 
 class AnswerRecorder:
@@ -180,7 +178,7 @@ class AnswerReuse:
         return found
 
     def _key_of(self, question: Question) -> str:
-        """Of what an answer depends on: the question, the model's version, and the caller's limits as far as they bound the output."""
+        """Name of the cached answer: made of the question, the model's version, and the caller's limits as far as they bound the output."""
         generation, salt = self._generation, self._generation.parsed.cache_salt
         ceiling = generation.admission.ceiling(generation.price)
         bound = ceiling.deciding(has_max_tokens=question.sampling.get("max_tokens") is not None)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import msgspec
 
-from headrace.core.plan import LogprobColumns
+from headrace.core.plan import PAGE_TOKENS, LogprobColumns
 from headrace.gateway.surfaces.dialect.token_json import json_of
 from headrace.gateway.upstream.seam import PreparedPrompt
 from headrace.text.logprobs import DecodedLogprobs
@@ -21,9 +21,6 @@ _encode = msgspec.json.encode
 LOWEST_LOGPROB = -9999.0
 """Written for minus infinity, the log-probability of a token that the model rules out, because JSON has no infinity. Clients of this API
 read it as "never"."""
-
-PAGE_TOKENS = 64
-"""Tokens in one piece of JSON."""
 
 
 def chat_logprobs(parts: Iterable[DecodedLogprobs], num_top: int) -> Iterator[bytes]:

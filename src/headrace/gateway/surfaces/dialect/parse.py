@@ -16,8 +16,8 @@ import msgspec
 from headrace.core.counted import counted
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
-from headrace.core.sampling import check_bound
-from headrace.gateway.config import Limits
+from headrace.core.sampling import FROM_MODEL, check_bound
+from headrace.gateway.http.config import Limits
 from headrace.gateway.surfaces.dialect.field_rule import Inside, Surface
 from headrace.gateway.surfaces.dialect.fields import check_inert, honoured_fields, unknown_field
 from headrace.gateway.surfaces.dialect.reasoning import checked_reasoning
@@ -46,8 +46,6 @@ AS_GIVEN: tuple[str, ...] = (
     "prompt_logprobs",
 )
 AS_GIVEN += ("include_stop_str_in_output", "skip_special_tokens")
-FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters whose default comes from the model's generation_config.json."""
 
 _as_given_of, _from_model_of = attrgetter(*AS_GIVEN), attrgetter(*FROM_MODEL)
 

@@ -14,7 +14,7 @@ from typing import Any
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.structured import given_kind
-from headrace.gateway.config import Limits
+from headrace.gateway.http.config import Limits
 from headrace.gateway.http.json_border import Caps, decode_object
 from headrace.gateway.surfaces.dialect.schemas import ResponseFormat, SamplingFields, StructuredOutputs
 from headrace.gateway.upstream.generation_request import RequestedGrammar

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from headrace.gateway.access.budget import HeldLimits, RequestMemory
 from headrace.gateway.config import GatewayConfig
+from headrace.gateway.http.config import Limits
 
 CHECK_S = 1.0
 """Seconds between two checks whether any request runs."""
@@ -37,26 +38,29 @@ class TenantShare:
     """
 
     def __init__(self, config: GatewayConfig) -> None:
-        self.config = config
+        self.follow(config)
         self.has_stored_keys = False
+
+    def follow(self, config: GatewayConfig) -> None:
+        """Take another configuration."""
+        self._share, self._num_tenants = config.limits.max_tenant_share, config.num_tenants
 
     def __call__(self) -> float:
         """In (0, 1], at this moment."""
-        return self.config.limits.max_tenant_share or (SEVERAL_TENANTS_SHARE if self.has_several else 1.0)
+        return self._share or (SEVERAL_TENANTS_SHARE if self.has_several else 1.0)
 
     @property
     def has_several(self) -> bool:
         """Whether keys may be of several tenants: stored ones may, whatever they are of now."""
-        return self.has_stored_keys or self.config.num_tenants > 1
+        return self.has_stored_keys or self._num_tenants > 1
 
 
-def memory_budget(config: GatewayConfig, machine_bytes: int, share: float) -> RequestMemory:
+def memory_budget(limits: Limits, machine_bytes: int, share: float) -> RequestMemory:
     """The two sums of `access.budget`, empty, with their limits.
 
     machine_bytes  what `machine_bytes()` gives
     share          part of each sum that one tenant may hold
     """
-    limits = config.limits
     prompts = limits.max_prompt_bytes or default_prompt_bytes(machine_bytes)
     answers, request = limits.max_answer_bytes, limits.max_request_held_bytes
     return RequestMemory(

@@ -15,9 +15,6 @@ from urllib.parse import SplitResult, urlsplit
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_link_local
 
-MAX_FOREIGN_CONNECTIONS = 256
-"""Requests under way at one foreign server. Each has a connection of its own."""
-
 MAX_FOREIGN_SERVERS = 16
 """Foreign servers of one model."""
 

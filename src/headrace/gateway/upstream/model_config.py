@@ -1,6 +1,6 @@
 """Served models of the gateway's configuration: their replicas, and the rules that hold among all models.
 
-The foreign servers of a model are in `gateway.foreign_config`, the rest of the file in `gateway.config`.
+The foreign servers of a model are in `gateway.upstream.foreign_config`, the rest of the file in `gateway.config`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_names import check_model_names
-from headrace.gateway.foreign_config import ForeignConfig, check_foreign
+from headrace.gateway.upstream.foreign_config import ForeignConfig, check_foreign
 from headrace.text.output.formats import AUTO
 from headrace.wire.target import GrpcTarget, check_target, target_of
 from headrace.wire.tls.files import TlsFiles

@@ -1,4 +1,4 @@
-"""`python -m headrace.gateway.text_workers.host`: loads the models' text once and forks workers from itself.
+"""`python -m headrace.gateway.text_host.host`: loads the models' text once and forks workers from itself.
 
 Why a process between the gateway and the workers: a fork of what is loaded takes milliseconds and shares its memory, so that a worker
 which met its bounds is cheap to replace; and a fork is only safe in a process without threads, which the gateway is not.
@@ -33,10 +33,10 @@ from typing import Any, NoReturn
 import msgspec
 
 from headrace.core.errors import CheckpointError, HeadraceError
+from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.text_host.worker import bound_memory, memory_bytes, unbound_memory, work
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, START_MEMORY_BYTES
-from headrace.gateway.text_workers.work import TextContext
-from headrace.gateway.text_workers.worker import bound_memory, memory_bytes, unbound_memory, work
 from headrace.text.folder import TextModel, load_text
 from headrace.text.template import import_engine
 

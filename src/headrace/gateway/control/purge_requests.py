@@ -10,7 +10,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.purge import purge_all, purge_answers
+from headrace.gateway.control.purge import purge_all, purge_answers
 from headrace.gateway.stores.store import StoreFailed
 
 

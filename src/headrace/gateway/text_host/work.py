@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.sampling import check_token_ids
-from headrace.gateway.config import Limits
+from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import UnsupportedMediaType
 from headrace.gateway.http.json_border import Caps, decode_object
 from headrace.gateway.surfaces.chat import parse_chat

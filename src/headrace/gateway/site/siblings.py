@@ -1,8 +1,7 @@
 """Questions between the workers of one port, over Unix sockets in the deployment's private directory.
 
-A question is one line, its answer all that follows. What can be asked stands in `gateway.site_metrics`, and with an argument after a tab in
-`generation.kept_streams`. A worker that does not answer in
-time, perhaps because it is being started again, has an empty answer.
+A question is one line, its answer all that follows. What can be asked stands in `site.site_metrics`, and with an argument after a tab in
+`generation.kept_streams`. A worker that does not answer in time, perhaps because it is being started again, has an empty answer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 
-from headrace.gateway.worker import GatewayWorker
+from headrace.gateway.site.worker import GatewayWorker
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import signal
 import socket
 import sys
 
+from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, JobLimits
-from headrace.gateway.text_workers.work import TextContext
 
 KEEPS_BYTES = 32 * MIB
 """A worker that has grown by more than this ends after its answer: a new one costs milliseconds, and freed memory rarely returns to the

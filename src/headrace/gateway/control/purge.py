@@ -6,25 +6,28 @@ Not a lock: what runs meanwhile is kept when it ends. Whoever removes a tenant r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from headrace.core.clock import Clock
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.cache.open import open_answer_store, open_replay_store
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.memory import TenantShare
 from headrace.gateway.sessions.open import open_session_store
+from headrace.gateway.site.memory import TenantShare
 from headrace.gateway.stores.open import open_store
 from headrace.gateway.stores.store import Store
 
-OpenStore = Callable[[GatewayConfig, TenantShare, Clock], Store]
 
-ANSWERS: tuple[OpenStore, ...] = (open_answer_store, open_replay_store)
-"""Open what a request could be answered from."""
+def _answers(config: GatewayConfig, share: TenantShare, unix_time: Clock) -> list[Callable[[], Store]]:
+    """Open what a request could be answered from."""
+    place = config.store, config.state, share, unix_time
+    return [partial(open_answer_store, config.cache, *place), partial(open_replay_store, config.idempotency, *place)]
 
 
-def _open_streams(config: GatewayConfig, share: TenantShare, unix_time: Clock) -> Store:
-    """Raises ConfigError."""
-    return open_store(config.store, config.state, share, unix_time)
+def _conversations(config: GatewayConfig, share: TenantShare, unix_time: Clock) -> list[Callable[[], Store]]:
+    """Open what a request could be continued from."""
+    place = config.store, config.state, share, unix_time
+    return [partial(open_session_store, config.sessions, *place), partial(open_store, *place)]
 
 
 async def purge_answers(config: GatewayConfig, tenant: str, admin: Administration, unix_time: Clock) -> int:
@@ -45,8 +48,9 @@ async def purge_all(config: GatewayConfig, tenant: str, admin: Administration, u
 async def _purge(config: GatewayConfig, tenant: str, admin: Administration, unix_time: Clock, *, is_all: bool) -> int:
     num_removed, share = 0, TenantShare(config)
     names = await admin.tenant_keys(tenant)
-    for opened in (*ANSWERS, open_session_store, _open_streams) if is_all else ANSWERS:
-        store = opened(config, share, unix_time)
+    openers = _answers(config, share, unix_time) + (_conversations(config, share, unix_time) if is_all else [])
+    for opened in openers:
+        store = opened()
         try:
             num_removed += sum([await store.purge(name) for name in names])
         finally:

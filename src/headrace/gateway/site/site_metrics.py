@@ -1,6 +1,6 @@
 """What one gateway shows for all workers of its port: the metrics page, and how many requests run.
 
-The only gateway of a port shows itself. One of several asks the other workers (`gateway.siblings`) each time it is asked.
+The only gateway of a port shows itself. One of several asks the other workers (`gateway.site.siblings`) each time it is asked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.siblings import Siblings
+from headrace.gateway.site.siblings import Siblings
 from headrace.observe.metrics import Metrics
 from headrace.observe.tenant_metrics import EVERY_TENANT, NO_TENANT, ShownTenants
 

@@ -1,0 +1,1 @@
+"""The gateway workers of one port: which one this is, and what they tell one another."""
