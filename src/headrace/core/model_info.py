@@ -9,6 +9,9 @@ from typing import Any
 from headrace.core.kvgroup import KvGroup
 from headrace.core.numerics import WEIGHTS, numerics_digest
 
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+"""Where weights come from; dummy: they are random."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:

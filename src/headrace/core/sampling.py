@@ -25,6 +25,9 @@ MAX_SEED = 2**63 - 1
 MAX_OUTPUT_TOKENS = 2**24
 GREEDY_EPSILON = 1e-5
 
+FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters whose default is the model's generation_config.json (vLLM does the same)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:

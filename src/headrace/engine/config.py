@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 from headrace.core.errors import ConfigError
+from headrace.core.model_info import LOAD_FORMATS
 from headrace.policy.queues import QUEUES
 
 Value = TypeVar("Value")
 
 DTYPES = ("auto", "float32", "bfloat16")
 """Everywhere; float16 is computed by CUDA alone."""
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
 KERNELS = ("auto", "numba", "reference")

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headrace.core.money import NANOS
+
 MAX_TENANTS = 20
 """Tenants that have series of their own."""
 
@@ -29,8 +31,6 @@ FADE_REQUESTS = 10_000
 
 LEAD = 2
 """A tenant takes the place of the smallest one that has series when it has this many times its recent requests."""
-
-NANOS = 1_000_000_000
 
 TIER_PREFIX, TENANT_PREFIX = "headrace_tier_", "headrace_tenant_"
 """How the names of these families begin."""

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
+from headrace.core.money import NANOS
 from headrace.policy.limits.ceiling import RequestCeiling
-from headrace.policy.limits.price import NANOS, Price
+from headrace.policy.limits.price import Price
 
 pytestmark = pytest.mark.pure
 

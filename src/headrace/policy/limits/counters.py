@@ -45,7 +45,7 @@ class Unit(IntEnum):
 
 
 class Amounts(NamedTuple):
-    """What one request uses, by unit. tokens: of prompt and output together; nanos: money (`price.NANOS`)"""
+    """What one request uses, by unit. tokens: of prompt and output together; nanos: money (`core.money.NANOS`)"""
 
     requests: int = 0
     open: int = 0

@@ -1,4 +1,4 @@
-"""Prices of tokens, and money as whole numbers, so that sums are exact in every store."""
+"""Prices of tokens. Money is counted in `core.money.NANOS`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from headrace.core.errors import ConfigError
-
-NANOS = 1_000_000_000
-"""Nano-units of a currency's unit: money is counted in them. A token at 0.05 per million is 50 of them."""
 
 PICOS_PER_NANO = 1000
 

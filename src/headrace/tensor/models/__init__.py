@@ -17,6 +17,7 @@ import torch
 
 from headrace.core.errors import CheckpointError, ConfigError, shorten
 from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import LOAD_FORMATS
 from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_sampling_defaults
 from headrace.tensor.checkpoint.end_tokens import read_end_tokens
 from headrace.tensor.checkpoint.folder import Checkpoint
@@ -56,7 +57,6 @@ MODEL_TYPES = {
     "phi3": "Phi3ForCausalLM",
 }
 """`model_type` -> architecture, for a config.json that names no architecture."""
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
