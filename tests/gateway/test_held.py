@@ -9,7 +9,6 @@ import tracemalloc
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -199,16 +198,6 @@ def test_requests_that_come_are_refused_before_those_that_run_are_ended() -> Non
         with pytest.raises(Overloaded):
             fill(stack, budget, "", of="answers")
         running.answers.add(8 << 20)
-
-
-@pytest.mark.pure
-def test_the_container_bounds_the_machine(tmp_path: Path) -> None:
-    assert memory.machine_bytes(tmp_path) > 1 << 20
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1048576\n")
-    assert memory.machine_bytes(tmp_path) == 1 << 20
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
-    assert memory.machine_bytes(tmp_path) > 1 << 20
 
 
 async def test_unread_answers_of_tokenize_are_bounded(text: TextModel) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.memory import machine_bytes
 from headrace.gateway.access.budget import RequestMemory
 from headrace.gateway.access.open_keys import open_keys
 from headrace.gateway.access.open_requests import OpenRequests
@@ -33,7 +34,7 @@ from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.open import open_limits
 from headrace.gateway.sessions.open import open_sessions
 from headrace.gateway.sessions.sessions import Sessions
-from headrace.gateway.site.memory import TenantShare, give_back_when_idle, machine_bytes, memory_budget
+from headrace.gateway.site.memory import TenantShare, give_back_when_idle, memory_budget
 from headrace.gateway.site.siblings import Siblings
 from headrace.gateway.site.site_metrics import SiteMetrics, answers_of
 from headrace.gateway.site.worker import GatewayWorker

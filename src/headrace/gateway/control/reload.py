@@ -15,13 +15,14 @@ from dataclasses import replace
 
 from headrace.core.counted import counted
 from headrace.core.differences import differences
+from headrace.core.memory import machine_bytes
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.app import ActiveConfig, Gateway
 from headrace.gateway.config import LOG_TARGETS, GatewayConfig
 from headrace.gateway.control.changes import check_change
 from headrace.gateway.control.site_models import SiteModels
 from headrace.gateway.control.texts import LoadedTexts
-from headrace.gateway.site.memory import machine_bytes, memory_budget
+from headrace.gateway.site.memory import memory_budget
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.observe.request_log import RequestLog
 from headrace.wire.leash import ModelStatuses

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-import os
 from contextlib import suppress
-from pathlib import Path
 
 from headrace.gateway.access.budget import HeldLimits, RequestMemory
 from headrace.gateway.config import GatewayConfig
@@ -58,7 +56,7 @@ class TenantShare:
 def memory_budget(limits: Limits, machine_bytes: int, share: float) -> RequestMemory:
     """The two sums of `access.budget`, empty, with their limits.
 
-    machine_bytes  what `machine_bytes()` gives
+    machine_bytes  what `core.memory.machine_bytes()` gives
     share          part of each sum that one tenant may hold
     """
     prompts = limits.max_prompt_bytes or default_prompt_bytes(machine_bytes)
@@ -72,15 +70,6 @@ def memory_budget(limits: Limits, machine_bytes: int, share: float) -> RequestMe
 def default_prompt_bytes(machine_bytes: int) -> int:
     """`limits.max_prompt_bytes` where it is not set."""
     return max(MIN_PROMPT_BYTES, machine_bytes // PROMPT_SHARE)
-
-
-def machine_bytes(root: Path = Path("/")) -> int:
-    """Physical memory, or the container's limit where that is less."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # not there, or "max"
-            found.append(int((root / name).read_text()))
-    return min(found)
 
 
 async def give_back_when_idle(budget: RequestMemory) -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.memory import machine_bytes
 from headrace.gateway.config import GatewayConfig, load_config
 from headrace.gateway.http.config import Limits
-from headrace.gateway.site.memory import default_prompt_bytes, machine_bytes
+from headrace.gateway.site.memory import default_prompt_bytes
 
 SHARED_LIMITS = (
     "max_connections",
@@ -58,7 +59,7 @@ def load_part(path: Path, worker: GatewayWorker) -> GatewayConfig:
 
 
 def part_of(config: GatewayConfig, machine_bytes: int) -> GatewayConfig:
-    """The configuration with the limits of one of its workers. machine_bytes: see `gateway.site.memory`"""
+    """The configuration with the limits of one of its workers. machine_bytes: see `core.memory`"""
     limits = config.limits
     if limits.max_prompt_bytes is None:
         limits = replace(limits, max_prompt_bytes=default_prompt_bytes(machine_bytes))
