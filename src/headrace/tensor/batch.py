@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.kvgroup import KvGroup
-from headrace.tensor.device import Device
+from headrace.tensor.device import TensorDevice
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ def allocate_kv(
     num_blocks: tuple[int, ...],
     block_size: int,
     dtype: torch.dtype,
-    device: Device,
+    device: TensorDevice,
 ) -> KvCache:
     """Zeroed caches for all layers, with scales if dtype is int8.
 
@@ -128,7 +128,9 @@ def allocate_kv(
     return KvCache([layers[layer] for layer in range(len(shapes))], group_of, block_size, tuple(pools))
 
 
-def _allocate_pool(blocks: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype, device: Device) -> tuple[Tensor, list[LayerKv]]:
+def _allocate_pool(
+    blocks: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype, device: TensorDevice
+) -> tuple[Tensor, list[LayerKv]]:
     """One group's pool and its layers' views of it. shapes: per layer, (S, K, D).
 
     Every view is aligned to its element size: a layer holds keys and values, and int8 heads have an even size.

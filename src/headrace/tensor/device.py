@@ -22,7 +22,7 @@ _ALIGNMENT = 64
 """Bytes: a cache line, which is also the widest vector register."""
 
 
-class Device:
+class TensorDevice:
     """Where a model's tensors lie. name: torch's word for it."""
 
     def __init__(self, name: str) -> None:
@@ -37,7 +37,7 @@ class Device:
         return torch.zeros(shape, dtype=torch.uint8, device=self.name)
 
 
-class Cpu(Device):
+class Cpu(TensorDevice):
     """This machine's processors and memory. backends: the kernels that compute there."""
 
     backends = ("numba", "reference")
@@ -54,11 +54,11 @@ class Cpu(Device):
         return read_available()
 
     def empty_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As `Device.empty_weight`, in large pages."""
+        """As `TensorDevice.empty_weight`, in large pages."""
         return pages.empty(math.prod(shape), dtype).view(shape)
 
     def zeroed_bytes(self, shape: tuple[int, ...]) -> Tensor:
-        """As `Device.zeroed_bytes`, without touching a page. torch itself writes them: seconds per GiB where page faults are slow."""
+        """As `TensorDevice.zeroed_bytes`, without touching a page. torch itself writes them: seconds per GiB where page faults are slow."""
         num_bytes = math.prod(shape)
         memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
         skip = -memory.ctypes.data % _ALIGNMENT
@@ -98,7 +98,7 @@ class Cpu(Device):
         return computed, "as computed"
 
 
-class Cuda(Device):
+class Cuda(TensorDevice):
     """The GPU that torch uses by itself. Methods are those of `Cpu`; `features` says nothing of it."""
 
     backends = ("reference",)
@@ -131,5 +131,5 @@ class Cuda(Device):
 CPU, CUDA = Cpu("cpu"), Cuda("cuda")
 ComputeDevice = Cpu | Cuda
 DEVICES: dict[str, ComputeDevice] = {device.name: device for device in (CPU, CUDA)}
-META = Device("meta")
+META = TensorDevice("meta")
 """Shapes without memory."""

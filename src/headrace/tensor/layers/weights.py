@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace.tensor.device import Device
+from headrace.tensor.device import TensorDevice
 from headrace.tensor.kernels import Backend, Kernels, Linear
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.table import HeldTable, Table
@@ -98,7 +98,7 @@ class WeightReader:
     source: WeightSource
     backend: Backend
     dtype: torch.dtype
-    device: Device
+    device: TensorDevice
     rank: int = 0
     world: int = 1
     precision: Precision = Precision.NONE

@@ -23,7 +23,7 @@ from headrace.tensor.checkpoint.end_tokens import read_end_tokens
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.random_weights import RandomWeights, WeightShapes
 from headrace.tensor.checkpoint.weights_digest import WeightsDigest
-from headrace.tensor.device import META, Device
+from headrace.tensor.device import META, TensorDevice
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.weights import WeightReader
@@ -114,7 +114,7 @@ def load_model(
     *,
     backend: Backend,
     dtype: torch.dtype | None,
-    device: Device,
+    device: TensorDevice,
     load_format: str,
     seed: int,
     max_model_len: int | None,
