@@ -140,7 +140,12 @@ class FakeReplica:
         if self.state is not ConnectionState.CONNECTED or self.info is None:
             raise Unavailable("secret reason at unix:/run/secret.sock")
         stream = ReplicaStream(
-            request, Handle(len(self.requests) + 1), on_end=self._ended, cancel_request=self.cancel, numerics=self.info.model.numerics
+            request,
+            Handle(len(self.requests) + 1),
+            on_end=self._ended,
+            cancel_request=self.cancel,
+            request_delivery=ReplicaStream.deliver,
+            numerics=self.info.model.numerics,
         )
         self.requests.append(request)
         self.streams[request.request_id] = stream

@@ -51,7 +51,7 @@ def test_a_cancel_of_what_was_not_written_removes_both() -> None:
     waiting.submit(request("a", (1, 2)), Handle(1))
     waiting.submit(request("b", (1, 2, 3)), Handle(2))
     waiting.cancel(Handle(1))
-    assert (waiting.num_submits, waiting.num_prefill_tokens) == (1, 3)
+    assert (len(waiting.handles), waiting.num_prefill_tokens) == (1, 3)
     assert kinds(waiting.take(0.0)) == [("submit", 2)]
     waiting.cancel(Handle(2))
     assert kinds(waiting.take(0.0)) == [("cancel", 2)], "it was written"
@@ -107,5 +107,5 @@ def test_everything_is_written_once_in_order_and_in_bounded_frames(acts: list[tu
     while waiting:
         frames.append(waiting.take(0.0))
     assert [handle for frame in frames for kind, handle in kinds(frame) if kind == "submit"] == expected
-    assert (waiting.num_submits, waiting.num_prefill_tokens) == (0, 0)
+    assert (len(waiting.handles), waiting.num_prefill_tokens) == (0, 0)
     assert all(frame.ByteSize() <= MAX_FRAME_BYTES + 10_000 for frame in frames)

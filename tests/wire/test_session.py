@@ -53,13 +53,13 @@ async def test_a_load_counts_only_the_submits_that_it_has_seen() -> None:
     writing = asyncio.create_task(session._write(Call()))
     for number in range(3):
         session.send_submit(request(f"r{number}", prompt=tuple(range(number + 1))))
-    assert (session.num_unseen, session.num_unseen_tokens) == (3, 6), "counted before they are written"
+    assert (len(session.unseen_handles), session.num_unseen_tokens) == (3, 6), "counted before they are written"
     for _ in range(10):
         await asyncio.sleep(0)
     seen: list[tuple[int, int]] = []
     for submits_seen in (0, 1, 1, 3):
         await session._take(load(submits_seen))
-        seen.append((session.num_unseen, session.num_unseen_tokens))
+        seen.append((len(session.unseen_handles), session.num_unseen_tokens))
     assert seen == [(3, 6), (2, 5), (2, 5), (0, 0)]
     assert loads == [0, 1, 1, 3]
     writing.cancel()

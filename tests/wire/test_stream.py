@@ -29,7 +29,7 @@ pytestmark = pytest.mark.loop
 
 
 def made(
-    n: int = 1, *, request_delivery: Callable[[ReplicaStream], None] | None = None, left: list[RequestId] | None = None
+    n: int = 1, *, request_delivery: Callable[[ReplicaStream], object] = ReplicaStream.deliver, left: list[RequestId] | None = None
 ) -> ReplicaStream:
     """A stream of its own; leaving is noted and ends it, as a client does."""
 

@@ -45,10 +45,6 @@ class UnwrittenCommands:
         self._submits: dict[Handle, _Submit] = {}
         self.num_prefill_tokens = 0
 
-    @property
-    def num_submits(self) -> int:
-        return len(self._submits)
-
     def tokens_of(self, lowest: PriorityClass) -> list[int]:
         """The tokens to compute of each waiting Submit of this class or a higher one."""
         return [waiting.num_tokens for waiting in self._submits.values() if waiting.priority <= lowest]

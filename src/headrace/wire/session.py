@@ -88,16 +88,12 @@ class Session:
         self._watch_due_at = math.inf
 
     @property
-    def num_unseen(self) -> int:
-        """Submits sent that no load snapshot has counted yet."""
-        return len(self._unseen) + self._commands.num_submits
-
-    @property
     def num_unseen_tokens(self) -> int:
+        """The tokens to compute of the Submits that no load snapshot has counted yet."""
         return sum([num_tokens for _, num_tokens, _ in self._unseen]) + self._commands.num_prefill_tokens
 
     def unseen_tokens_of(self, lowest: PriorityClass) -> list[int]:
-        """As `num_unseen`, the tokens to compute of each Submit of this class or a higher one."""
+        """As `num_unseen_tokens`, of each Submit of this class or a higher one."""
         written = [num_tokens for _, num_tokens, priority in self._unseen if priority <= lowest]
         return written + self._commands.tokens_of(lowest)
 

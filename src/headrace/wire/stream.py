@@ -80,14 +80,14 @@ class ReplicaStream:
         *,
         on_end: Callable[[ReplicaStream], None],
         cancel_request: Callable[[RequestId], None],
-        request_delivery: Callable[[ReplicaStream], None] | None = None,
+        request_delivery: Callable[[ReplicaStream], object],
         numerics: Numerics = NO_NUMERICS,
     ) -> None:
         """
         on_end            called once, when the stream has ended
         cancel_request    cancels the request at the engine, and ends the stream if it has not ended
-        request_delivery  called when data arrives and no delivery is pending. The callee must call `deliver` later; until then it is not
-                          called again. None: `deliver` is called at once
+        request_delivery  called when data arrives and no delivery is pending. The callee must call `deliver`, now or later; until then it
+                          is not called again
         """
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
@@ -232,10 +232,7 @@ class ReplicaStream:
 
     def _schedule_delivery(self) -> None:
         self._is_delivery_pending = True
-        if self._request_delivery is None:
-            self.deliver()
-        else:
-            self._request_delivery(self)
+        self._request_delivery(self)
 
     def _plain_to_updates(self) -> None:
         """Turn plain rows into updates, before any later update is appended."""
