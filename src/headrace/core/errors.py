@@ -52,7 +52,6 @@
     |- MalformedFrame              wire: a frame breaks the format
     |- StreamLost                  wire: the gateway left, or lost its lease
     |- PlanCodecError              bytes that are not a plan
-    |- ResultCodecError            bytes that are not a result
     |- ConfigError                 start: path in the configuration, value, remedy
     |  |- MissingKey               start: a section lacks a key that it must have
     |  |- UnknownKey               start: a key that its section does not have

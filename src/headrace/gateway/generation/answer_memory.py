@@ -25,7 +25,7 @@ PROMPT_TOKEN_BYTES = 36
 """Memory of one prompt token: a reference in a tuple, and the integer object."""
 
 HOLD_STEP_BYTES = 16 << 10
-"""An answer that is held, because it is not streamed or to be recorded, asks the memory budget each time it has grown by so many bytes."""
+"""An answer that is held, as it is not streamed or will be kept, asks the memory budget each time it has grown by this many bytes."""
 
 
 class AnswerMemory:
