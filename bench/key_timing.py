@@ -45,6 +45,7 @@ from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.config import ApiKey, digest_of
 from headrace.gateway.access.sqlite_keys import FILE, SqliteKeys
 from headrace.gateway.access.stored_keys import StoredKeys
+from headrace.gateway.http.framing import OPENAI
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
 from headrace.policy.limits.tier import BUILT_IN_TIERS
@@ -95,13 +96,13 @@ async def timings(
         if path == "known":
             for headers in {headers for _, headers in batch}:
                 with suppress(Unauthorized, Unavailable):
-                    await authenticator.principal(headers)
+                    await authenticator.principal(headers, OPENAI)
         gc.collect()
         gc.disable()
         for number, headers in batch:
             began = clock()
             try:
-                await authenticator.principal(headers)
+                await authenticator.principal(headers, OPENAI)
             except Unauthorized:
                 taken[number].append(clock() - began)
             except Unavailable:  # the store took longer than a request waits for it: other work held up the machine

@@ -93,6 +93,8 @@ class Gateway:
         scope["path"] = plain_path(scope["path"])
         exchange = self._open(active, scope, receive, send)
         path, scope["path_params"] = find_path(scope["path"])
+        if path is not None:
+            exchange.framing = path.framing
         with one_request(active.service.clock) as store_wait:
             try:
                 exchange.use(active.choosing)
@@ -120,7 +122,7 @@ class Gateway:
         if path is not None:
             exchange.generates, exchange.is_quiet = path.generates, path.is_quiet
         if path is None or not (path.is_public or path.path in active.public):
-            exchange.principal = await active.authenticator.principal(exchange.headers)
+            exchange.principal = await active.authenticator.principal(exchange.headers, exchange.framing)
             exchange.record.tenant = exchange.principal.tenant
             exchange.record.user, exchange.record.key_id = exchange.principal.user or None, exchange.principal.key_id or None
         if path is None:
@@ -156,7 +158,7 @@ class Gateway:
         reply = error_reply(error)
         forget_frames(error)
         record = exchange.record
-        record.error, record.outcome = reply.code, outcome_of(error, reply.status)
+        record.error, record.outcome = reply.error.code, outcome_of(error, reply.status)
         record.param, record.reason = param_of(error), reason_of(error)
         if record.outcome is Outcome.REFUSED:
             exchange.more_headers = refused_headers(exchange.more_headers)

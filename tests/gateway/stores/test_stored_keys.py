@@ -32,6 +32,7 @@ from headrace.gateway.access.principal import KeyLimits
 from headrace.gateway.access.redis_keys import RedisKeys
 from headrace.gateway.access.sqlite_keys import SqliteKeys
 from headrace.gateway.access.stored_keys import ABSENT_S, MAX_ABSENT, OPEN_S, OUTAGE_S, OUTDATED_S, StoredKeys
+from headrace.gateway.http.framing import OPENAI
 from headrace.gateway.ledger.record import UsageRecord
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
@@ -197,7 +198,7 @@ async def test_what_a_key_may_is_its_own_or_its_tenants(text: TextModel, tmp_pat
         authenticator = bench.gateway.active.authenticator
 
         async def principal(key: str) -> Any:
-            return await authenticator.principal([(b"authorization", f"Bearer {key}".encode())])
+            return await authenticator.principal([(b"authorization", f"Bearer {key}".encode())], OPENAI)
 
         caller = await principal(issued.key)
         assert (caller.tenant, caller.user, caller.key_id, caller.tier_name) == ("acme", "bob", issued.record.id, "free")
@@ -236,7 +237,7 @@ async def test_a_tenants_record_holds_for_its_keys_of_the_configuration(text: Te
     async with open_bench(text, state=str(tmp_path), api_keys=keys, prices={MODEL: {"output": 1000.0}}) as bench:
 
         async def principal(name: str) -> Any:
-            return await bench.gateway.active.authenticator.principal([(b"authorization", f"Bearer sk-{name}-0123456789".encode())])
+            return await bench.gateway.active.authenticator.principal([(b"authorization", f"Bearer sk-{name}-0123456789".encode())], OPENAI)
 
         async def until(tier_name: str) -> None:
             async def has_it() -> bool:
@@ -370,7 +371,7 @@ async def test_the_time_of_a_lookup_says_nothing_of_how_much_of_a_key_is_right(
             headers = [(b"authorization", f"Bearer {key}".encode())]
             began = time.thread_time_ns()
             with pytest.raises(Unauthorized):
-                await authenticator.principal(headers)
+                await authenticator.principal(headers, OPENAI)
             return time.thread_time_ns() - began
 
         near, far = issued[:-1] + ("A" if issued[-1] != "A" else "B"), "hr-" + secrets.token_urlsafe(32)
@@ -464,11 +465,11 @@ async def test_a_configured_key_is_good_without_the_store_and_has_its_tenants_la
     async with stored(store) as keys:
         authenticator = Authenticator([ApiKey(sha256=digest, tenant="acme")], {}, keys)
         store.mode = "fails"
-        assert (await authenticator.principal(headers)).tenant_id == ""
+        assert (await authenticator.principal(headers, OPENAI)).tenant_id == ""
         store.mode = "works"
-        assert (await authenticator.principal(headers)).tenant_id == record.id
+        assert (await authenticator.principal(headers, OPENAI)).tenant_id == record.id
         store.mode = "fails"
-        assert (await authenticator.principal(headers)).tenant_id == record.id
+        assert (await authenticator.principal(headers, OPENAI)).tenant_id == record.id
 
 
 async def test_a_caller_is_made_once_until_its_records_change(tmp_path: Path, admin: Administration) -> None:
@@ -476,12 +477,12 @@ async def test_a_caller_is_made_once_until_its_records_change(tmp_path: Path, ad
     headers = [(b"authorization", b"Bearer " + issued.key.encode())]
     async with stored(SqliteKeys.open(str(tmp_path / "keys.db"))) as keys:
         authenticator = Authenticator((), {}, keys)
-        first = await authenticator.principal(headers)
-        assert await authenticator.principal(headers) is first
+        first = await authenticator.principal(headers, OPENAI)
+        assert await authenticator.principal(headers, OPENAI) is first
         await admin.set_tenant("acme", TenantChange(options={"log_prompts": True}))
 
         async def is_new() -> bool:
-            return (await authenticator.principal(headers)).logs_prompts
+            return (await authenticator.principal(headers, OPENAI)).logs_prompts
 
         await follows(is_new)
 
@@ -493,7 +494,7 @@ async def test_a_server_that_never_reached_its_store_is_closed(tmp_path: Path) -
         with pytest.raises(Unavailable):
             await keys.has_keys()
         with pytest.raises(Unavailable):
-            await Authenticator((), {}, keys).principal([])
+            await Authenticator((), {}, keys).principal([], OPENAI)
         store.mode = "works"
         assert not await keys.has_keys()
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unauthorized, UnusableKey
@@ -30,7 +31,14 @@ LOG_EVERY_S = 10.0
 MAX_MADE = 16_384
 """Callers that are kept for their next request: as many as keys that a gateway remembers. One more is made in the place of the oldest."""
 
-_MESSAGE = "This server wants a valid API key: send it as 'Authorization: Bearer KEY'."
+
+class KeyPlace(Protocol):
+    """Where a request has its key. key_header: lower-case name; key_scheme: what stands before the key; b"": nothing does"""
+
+    @property
+    def key_header(self) -> bytes: ...
+    @property
+    def key_scheme(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,7 @@ class Authenticator:
         self._logged_at: dict[str, float] = {}
         self._anonymous = replace(ANONYMOUS, tier=self._tiers[DEFAULT_TIER])
 
-    async def principal(self, headers: Sequence[tuple[bytes, bytes]]) -> Principal:
+    async def principal(self, headers: Sequence[tuple[bytes, bytes]], place: KeyPlace) -> Principal:
         """The caller of a request with these headers.
 
         Raises Unauthorized, whose message never says what was wrong, UnusableKey, and Unavailable where the store of keys is needed and
@@ -70,7 +78,7 @@ class Authenticator:
         """
         if not self._configured and (self._stored is None or not await self._stored.has_keys()):
             return self._anonymous
-        key = key_in(headers)
+        key = key_in(headers, place)
         digest = digest_of(key)
         configured = self._configured.get(self._blind(digest)) if self._configured else None
         if configured is not None:
@@ -78,7 +86,7 @@ class Authenticator:
             return self._known(configured, tenant) or self._keep(configured, tenant, self._of_configured(configured, tenant))
         found = None if self._stored is None else await self._stored.find(digest)
         if found is None:
-            raise Unauthorized(_MESSAGE)
+            raise _unauthorized(place)
         return self._known(found.key, found.tenant) or self._keep(found.key, found.tenant, self._of_stored(found))
 
     def _known(self, key: ApiKey | KeyRecord, tenant: TenantRecord | None) -> Principal | None:
@@ -132,12 +140,17 @@ def _with_record(principal: Principal, tenant: TenantRecord) -> Principal:
     return replace(principal, tenant_id=tenant.id, tenant_since=tenant.created_at, tier=tier, options=tenant.options)
 
 
-def key_in(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+def key_in(headers: Sequence[tuple[bytes, bytes]], place: KeyPlace) -> bytes:
     """The key that a request carries. Raises Unauthorized where it carries none, several, or one that is too long."""
-    given = [value for name, value in headers if name == b"authorization"]
+    given = [value for name, value in headers if name == place.key_header]
     if len(given) != 1 or len(given[0]) > MAX_KEY_BYTES:
-        raise Unauthorized(_MESSAGE)
-    scheme, _, key = given[0].partition(b" ")
-    if scheme.lower() != b"bearer" or not key:
-        raise Unauthorized(_MESSAGE)
+        raise _unauthorized(place)
+    scheme, _, key = given[0].partition(b" ") if place.key_scheme else (b"", b"", given[0])
+    if scheme.lower() != place.key_scheme.lower() or not key:
+        raise _unauthorized(place)
     return key.strip(b" ")
+
+
+def _unauthorized(place: KeyPlace) -> Unauthorized:
+    where = f"{place.key_header.decode().title()}: {place.key_scheme.decode()}".rstrip()
+    return Unauthorized(f"This server wants a valid API key: send it as '{where} KEY'.")

@@ -249,12 +249,15 @@ class ErrorBody(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error as an answer. `body` is the JSON of ErrorBody; in a stream the same bytes follow `data: `."""
+    """An error as an answer, which `http.framing` writes in the form of its API. body: the JSON of ErrorBody, OpenAI's"""
 
     status: int
-    body: bytes
-    code: str
+    error: ErrorObject
     headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(self.error))
 
 
 def error_reply(error: BaseException) -> ErrorReply:
@@ -262,8 +265,7 @@ def error_reply(error: BaseException) -> ErrorReply:
     row = row_of(error)
     message = printable(str(error)[:MAX_MESSAGE_CHARS])[:MAX_MESSAGE_CHARS] if row is not INTERNAL else INTERNAL_MESSAGE
     param = printable(error.field)[:MAX_PARAM_CHARS] if isinstance(error, InvalidRequest) else None
-    body = msgspec.json.encode(ErrorBody(ErrorObject(message, row.type, param, row.code)))
-    return ErrorReply(row.status, body, row.code, tuple(_headers(error)))
+    return ErrorReply(row.status, ErrorObject(message, row.type, param, row.code), tuple(_headers(error)))
 
 
 def row_of(error: BaseException) -> ErrorRow:

@@ -28,6 +28,7 @@ from headrace.gateway.http.asgi import (
 )
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
+from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.gateway.http.pieces import PIECE_BYTES, joined_pieces
 from headrace.observe.request_log import RequestLogRecord
 from headrace.policy.admission.joining import Joining
@@ -63,6 +64,7 @@ class Watching:
 class Exchange:
     """One request and its answer.
 
+    framing        of the path's API
     generates      the path generates tokens, and its requests are counted by outcome
     is_quiet       a completed answer is not logged
     arrived_at     the service clock when the request's headers were complete
@@ -92,6 +94,7 @@ class Exchange:
         "body_digest",
         "connection",
         "end_reason",
+        "framing",
         "generates",
         "headers",
         "ignored",
@@ -119,6 +122,7 @@ class Exchange:
         self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         self._values = dict(self.headers)
         self._repeated = _repeated(self.headers) if len(self._values) < len(self.headers) else frozenset()
+        self.framing: Framing = OPENAI
         self.principal: Principal = ANONYMOUS
         self.generates = False
         self.is_quiet = False
@@ -332,9 +336,9 @@ class Exchange:
         """The answer is an error: with its status before the first byte, as an event in a stream that has begun."""
         with suppress(HeadraceError):  # the client has left
             if not self.is_started:
-                await self.reply(error.status, error.body, [_JSON, *error.headers])
+                await self.reply(error.status, self.framing.error_body(error), [_JSON, *error.headers])
             elif self._is_event_stream:
-                await self.write(b"data: " + error.body + b"\n\n", is_last=True)
+                await self.write(self.framing.error_event(error), is_last=True)
 
     async def start(self, status: int, headers: Headers, *, is_event_stream: bool = False) -> None:
         self.is_started = True

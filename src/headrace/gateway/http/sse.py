@@ -6,7 +6,7 @@ connection is dropped and the request cancelled. Log-probabilities come faster t
 the bound (`logprob_bytes`). All streams together are bounded by what the budget has left. `gateway.http.connection` bounds the time that a
 client may take, for every answer alike.
 
-`Exchange.fail` writes an error after the first byte: an event with the error body, then the end, without [DONE].
+`Exchange.fail` writes an error after the first byte: an event as the framing has it, then the end, without [DONE].
 
 Coalescing needs no timer: while a stream waits for the socket or for its turn on a busy event loop, the engine's updates pile up and
 leave as one chunk, so chunks grow with the backlog. Where the socket has room, events are written without waking the stream's task
@@ -26,7 +26,6 @@ from headrace.gateway.http.errors import SlowReader
 from headrace.gateway.http.exchange import Exchange
 
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
 TICK_S = 0.25
 """Seconds between two checks of all streams."""
 
@@ -150,7 +149,7 @@ class SseStream:
 
     async def _send_ping(self) -> None:
         with suppress(HeadraceError):  # the stream's own task hears of it
-            await self._exchange.write(PING)
+            await self._exchange.write(self._exchange.framing.ping)
 
 
 class StreamWatch:

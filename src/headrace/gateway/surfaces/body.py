@@ -37,7 +37,7 @@ async def parsed(
     """The request in a body. Fields that change nothing go to `exchange.ignored`. Raises what reading, decoding and `parse` raise.
 
     held   counts the bytes of the body as they arrive; the parsed request is taken to be as large and not counted again
-    parse  a row of `text_host.work.PARSERS`: a text worker parses a large body and sends the request back
+    parse  of a row of `surfaces.routes`: a text worker parses a large body and sends the request back
     """
     limits = service.config.limits
     body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.prompts.add)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from headrace.gateway.http.config import Limits
+from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.gateway.surfaces.dialect.field_rule import Surface
+from headrace.gateway.surfaces.generating import GeneratingSurface
 
 HandlerT = TypeVar("HandlerT", covariant=True)
+
+Parse = Callable[[dict[str, object], Limits], Any]
+"""A decoded body -> the surface's own request, and the fields that change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,8 @@ class Endpoint(Generic[HandlerT]):
     reply       wire type of the answer; None: the answer has no wire type, see media_type
     chunk       wire type of a stream's events, where the body's `stream` asks for them
     query       parameters that it reads; without any it ignores what stands behind `?`
-    fields      the body's rows of the field table. Only endpoints that generate have them, and headrace_requests_total counts these
+    parse       of a large body, in a text worker; None: it reads none
+    fields      the body's rows of the field table; None: it has none
     has_limits  it does work for its caller without generating, and its requests count in the caller's limits on requests
     is_public   wants no key and answers under every Host, or without one over HTTP/1.0: the probes and the front page alone
     is_quiet    machines ask it every second: a completed answer has no line in the request log
@@ -46,6 +54,7 @@ class Endpoint(Generic[HandlerT]):
     chunk: type | None = None
     media_type: str = "application/json"
     query: tuple[QueryParameter, ...] = ()
+    parse: Parse | None = None
     fields: Surface | None = None
     has_limits: bool = False
     is_public: bool = False
@@ -54,7 +63,12 @@ class Endpoint(Generic[HandlerT]):
 
     @property
     def generates(self) -> bool:
-        return self.fields is not None
+        """Whether headrace_requests_total counts its requests."""
+        return isinstance(self.handler, GeneratingSurface)
+
+    @property
+    def framing(self) -> Framing:
+        return self.handler.framing if isinstance(self.handler, GeneratingSurface) else OPENAI
 
     @property
     def shown_path(self) -> str:

@@ -14,6 +14,7 @@ from headrace.gateway.generation.run import generate
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect.parse import FieldsAsWritten
 from headrace.gateway.upstream.seam import Prepared
@@ -25,16 +26,18 @@ RequestT = TypeVar("RequestT")
 class GeneratingSurface(Generic[RequestT]):
     """The handler of one path.
 
-    parse    of the decoded body: the surface's own request, and the fields that change nothing; a row of `text_host.work.PARSERS`
+    parse    of the decoded body: the surface's own request, and the fields that change nothing
     names    fields of `ParsedRequest` -> the names that this client used
     common   the request as every surface has it
     encoder  of its answer
+    framing  of its errors and pings, and where its clients put the key
     """
 
     parse: Callable[[dict[str, object], Limits], tuple[RequestT, list[str]]]
     names: Callable[[RequestT], Mapping[str, str]]
     common: Callable[[RequestT, Principal], ParsedRequest]
     encoder: Callable[[RequestT, Prepared, Generation], AnswerEncoder]
+    framing: Framing = OPENAI
 
     async def __call__(self, service: Service, exchange: Exchange) -> None:
         tenant = exchange.principal.tenant

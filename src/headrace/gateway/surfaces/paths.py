@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace.gateway.http.errors import MethodNotAllowed
+from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 
@@ -27,6 +28,7 @@ class AnsweredPath:
     generates  one of them generates tokens
     is_quiet   all of them are quiet
     is_public  the path needs no key: all of them are public
+    framing    of the path's API
     """
 
     path: str
@@ -35,10 +37,12 @@ class AnsweredPath:
     generates: bool = False
     is_quiet: bool = True
     is_public: bool = True
+    framing: Framing = OPENAI
 
     def add(self, endpoint: Endpoint[Handler]) -> None:
         self.methods[endpoint.method] = endpoint
         self.generates = self.generates or endpoint.generates
+        self.framing = endpoint.framing
         self.is_quiet = self.is_quiet and endpoint.is_quiet
         self.is_public = self.is_public and endpoint.is_public
 

@@ -6,7 +6,7 @@ Everything that can take long for a client's input is here: decoding large bodie
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +17,13 @@ from headrace.core.sampling import check_token_ids
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import UnsupportedMediaType
 from headrace.gateway.http.json_border import Caps, decode_object
-from headrace.gateway.surfaces.chat import parse_chat
-from headrace.gateway.surfaces.completions import parse_completion
-from headrace.gateway.surfaces.tokenize import parse_detokenize, parse_tokenize
+from headrace.gateway.surfaces.endpoint import Parse
+from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.fits import check_fits
 from headrace.text.folder import TextModel
 
-Parse = Callable[[dict[str, object], Limits], Any]
-
-PARSERS: Mapping[str, Parse] = {parse.__name__: parse for parse in (parse_chat, parse_completion, parse_tokenize, parse_detokenize)}
+PARSERS: Mapping[str, Parse] = {row.parse.__name__: row.parse for row in ENDPOINTS if row.parse is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,31 @@
+"""What an API fixes beside its bodies: where its clients put the key, and how errors and pings look. OpenAI's is that of most paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.gateway.http.errors import ErrorReply
+
+
+def _openai_event(error: ErrorReply) -> bytes:
+    return b"data: " + error.body + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """
+    key_header   lower-case name of the header with the key; key_scheme  what stands before the key in it
+    error_body   of an error as a whole answer
+    error_event  of an error in a stream that has begun, which it ends
+    ping         keeps a quiet stream alive
+    """
+
+    key_header: bytes = b"authorization"
+    key_scheme: bytes = b"Bearer"
+    error_body: Callable[[ErrorReply], bytes] = lambda error: error.body
+    error_event: Callable[[ErrorReply], bytes] = _openai_event
+    ping: bytes = b": ping\n\n"
+
+
+OPENAI = Framing()

@@ -1,0 +1,163 @@
+"""A surface of another API, made here alone: one value and one row, and the rest of the gateway serves it as it serves OpenAI's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from gateway_kit import MODEL, SAID, open_bench
+from msgspec import Struct
+
+from headrace.core.finish import FinishReason
+from headrace.core.request import PriorityClass
+from headrace.gateway.access.principal import Principal
+from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.parsed_request import ParsedRequest
+from headrace.gateway.http.config import Limits
+from headrace.gateway.http.errors import ErrorReply
+from headrace.gateway.http.framing import Framing
+from headrace.gateway.surfaces import paths
+from headrace.gateway.surfaces.dialect.parse import convert
+from headrace.gateway.surfaces.endpoint import Endpoint
+from headrace.gateway.surfaces.generating import GeneratingSurface
+from headrace.gateway.upstream.generation_request import Conversation
+from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import Prepared
+from headrace.text.folder import TextModel
+
+pytestmark = pytest.mark.loop
+
+PATH, KEY = "/v1/messages", "sk-of-acme-0123456789"
+STOPPED = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"}
+
+
+class MessagesRequest(Struct, kw_only=True):
+    model: str
+    max_tokens: int
+    messages: list[dict[str, str]]
+    stream: bool = False
+
+
+def parse_messages(body: dict[str, object], limits: Limits) -> tuple[MessagesRequest, list[str]]:
+    return convert(body, MessagesRequest), []
+
+
+def common(request: MessagesRequest, principal: Principal) -> ParsedRequest:
+    return ParsedRequest(
+        model=request.model,
+        prompt=Conversation(messages=request.messages),
+        sampling={"max_tokens": request.max_tokens},
+        is_streaming=request.stream,
+        priority=PriorityClass.STANDARD,
+    )
+
+
+def event(name: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))
+
+
+class MessagesAnswer:
+    """An `AnswerEncoder`."""
+
+    def __init__(self, request: MessagesRequest, prepared: Prepared, generation: Generation) -> None:
+        self._head = {"id": f"msg_{generation.answer_id}", "type": "message", "role": "assistant", "model": generation.shown_model}
+        self._texts: list[str] = []
+        self._stopped = ""
+        self._has_begun = False
+
+    def add(self, events: Sequence[OutputEvent]) -> None:
+        for each in events:
+            self._texts.append(each.text)
+            self._stopped = STOPPED[each.finish] if each.finish is not None else ""
+
+    def encode_body(self, usage: TokenUsage) -> Iterator[bytes]:
+        content = [{"type": "text", "text": "".join(self._texts)}]
+        used = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
+        yield msgspec.json.encode({**self._head, "content": content, "stop_reason": self._stopped, "usage": used})
+
+    def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield event("message_start", message=self._head)
+        self.add(events)
+        for each in events:
+            if each.text:
+                yield event("content_block_delta", index=0, delta={"type": "text_delta", "text": each.text})
+
+    def encode_end(self, usage: TokenUsage) -> bytes:
+        used = {"output_tokens": usage.completion_tokens}
+        return event("message_delta", delta={"stop_reason": self._stopped}, usage=used) + event("message_stop")
+
+
+def error_of(error: ErrorReply) -> dict[str, str]:
+    return {"type": error.error.type, "message": error.error.message}
+
+
+MESSAGES = GeneratingSurface(
+    parse_messages,
+    lambda request: {"prompt": "messages"},
+    common,
+    MessagesAnswer,
+    Framing(
+        key_header=b"x-api-key",
+        key_scheme=b"",
+        error_body=lambda error: msgspec.json.encode({"type": "error", "error": error_of(error)}),
+        error_event=lambda error: event("error", error=error_of(error)),
+        ping=event("ping"),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def _row(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = paths.AnsweredPath(PATH, PATH)
+    answered.add(Endpoint("POST", PATH, MESSAGES, "Anthropic's messages.", request=MessagesRequest, parse=parse_messages))
+    monkeypatch.setitem(paths._PATHS, PATH, answered)
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}], **fields}
+
+
+def events_of(text: str) -> list[tuple[str, dict[str, Any]]]:
+    blocks = [block.split("\n") for block in text.split("\n\n") if block]
+    return [(name.removeprefix("event: "), msgspec.json.decode(data.removeprefix("data: "))) for name, data in blocks]
+
+
+async def test_whole_and_streamed_answers_have_the_same_text(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        whole = (await bench.client.post(PATH, json=body())).json()
+        assert whole["stop_reason"] == "max_tokens"
+        assert whole["usage"]["output_tokens"] == 8
+        streamed = events_of((await bench.client.post(PATH, json=body(stream=True))).text)
+        assert [name for name, _ in streamed[:1] + streamed[-2:]] == ["message_start", "message_delta", "message_stop"]
+        assert streamed[-2][1]["delta"]["stop_reason"] == "max_tokens"
+        said = "".join(data["delta"]["text"] for name, data in streamed if name == "content_block_delta")
+        assert said == whole["content"][0]["text"]
+        assert said
+        assert SAID.startswith(said)
+
+
+async def test_keys_and_errors_have_the_form_of_the_api(text: TextModel) -> None:
+    async with open_bench(text, api_keys=[{"key": KEY, "tenant": "acme"}]) as bench:
+        for headers in ({}, {"authorization": f"Bearer {KEY}"}):
+            refused = await bench.client.post(PATH, json=body(), headers=headers)
+            assert refused.status_code == 401
+            assert refused.json()["type"] == "error"
+            assert "X-Api-Key" in refused.json()["error"]["message"]
+        assert (await bench.client.post(PATH, json=body(), headers={"x-api-key": KEY})).status_code == 200
+        unknown = await bench.client.post(PATH, json=body(model="none"), headers={"x-api-key": KEY})
+        assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "invalid_request_error")
+        openai = await bench.client.post("/v1/chat/completions", json=body(), headers={"x-api-key": KEY})
+        assert openai.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_a_quiet_stream_is_kept_alive_and_ends_in_an_error_of_the_api(text: TextModel) -> None:
+    async with open_bench(text, timeouts={"sse_ping_s": 1.0, "request_s": 5.0}) as bench:
+        bench.replica.go.clear()
+        streamed = events_of((await bench.client.post(PATH, json=body(stream=True))).text)
+        assert {name for name, _ in streamed[:-1]} == {"ping"}
+        assert streamed[-1][0] == "error"
+        assert streamed[-1][1]["error"]["type"] == "timeout_error"
