@@ -1,4 +1,4 @@
-"""Core values <-> wire messages. Pure functions, one module per kind of value; docs/wire.md has the rules.
+"""Core values <-> wire messages. Pure functions, one module per kind of value, `same_fields` for all; docs/wire.md has the rules.
 
 Encoding refuses what the wire cannot carry with InvalidRequest; decoding checks the schema (equal columns, rows in range, known enum
 values) and raises MalformedFrame. The rules of the values themselves live in core and are applied by the engine.

@@ -9,8 +9,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.finish import FinishReason
-from headrace.core.ids import RequestId
-from headrace.core.request import NO_TIER, EngineRequest, PriorityClass, TierTerms
+from headrace.core.request import NO_TIER, EngineRequest, TierTerms
 from headrace.core.sampling import SamplingParams
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.enums import FINISH_KIND, FINISH_REASON, PRIORITY, PRIORITY_CLASS
@@ -25,6 +24,9 @@ MAX_REMAINING_MS = 100 * 365 * 24 * 3600 * 1000
 MAX_NAMED_FIELDS = 16
 _NOT_HONOURED = ("adapter_digest", "kv_ticket", "modality_digests")
 _PARAMS = SameFields(SamplingParams, pb.Params, but=("logit_bias", "logit_bias_ids", "logit_bias_values", "structured_outputs"))
+_OTHERWISE = ("handle", "task", "params", "priority", "grammar", "tier", "deadline_at", "deadline_remaining_ms")
+"""Fields of an EngineRequest or a Submit that are not the same on both sides."""
+_SUBMIT = SameFields(EngineRequest, pb.Submit, but=(*_OTHERWISE, *_NOT_HONOURED))
 _TIER = SameFields(TierTerms, pb.TierTerms)
 _TASKS: dict[int, str] = {pb.TASK_UNSPECIFIED: "none", pb.TASK_EMBED: "embed", pb.TASK_SCORE: "score"}
 
@@ -39,31 +41,20 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
     if request.params.structured_outputs is not None:
         raise InvalidRequest("structured_outputs", "none on the wire: it travels as the request's grammar")
     try:
-        return pb.Command(
-            submit=pb.Submit(
-                handle=handle,
-                request_id=request.request_id,
-                epoch=request.epoch,
-                first_index=request.first_index,
-                task=pb.TASK_GENERATE,
-                prompt_ids=request.prompt_ids,
-                output_ids=request.output_ids,
-                params=_encode_params(request.params),
-                tenant=request.tenant,
-                weight=request.weight,
-                priority=PRIORITY[request.priority],
-                salt=request.salt,
-                adapter=request.adapter,
-                grammar=None if request.grammar is None else encode_grammar(request.grammar),
-                prefix_caching=request.prefix_caching,
-                numerics_digest=request.numerics_digest,
-                tier=None if request.tier == NO_TIER else _TIER.encode(request.tier),
-            )
+        submit = _SUBMIT.encode(
+            request,
+            handle=handle,
+            task=pb.TASK_GENERATE,
+            params=_encode_params(request.params),
+            priority=PRIORITY[request.priority],
+            grammar=None if request.grammar is None else encode_grammar(request.grammar),
+            tier=None if request.tier == NO_TIER else _TIER.encode(request.tier),
         )
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidRequest(
             "request", "text that is valid Unicode and integers of at most 32 bits", remedy=type(error).__name__
         ) from error
+    return pb.Command(submit=submit)
 
 
 def set_remaining(message: pb.Submit, deadline_at: float | None, now: float) -> None:
@@ -92,22 +83,12 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
     if message.priority not in PRIORITY_CLASS:
         raise MalformedFrame(f"submit: unknown priority {message.priority}")
     _refuse_others(message)
-    return EngineRequest(
-        request_id=RequestId(message.request_id),
-        epoch=message.epoch,
-        first_index=message.first_index,
-        prompt_ids=tuple(message.prompt_ids),
-        output_ids=tuple(message.output_ids),
+    return _SUBMIT.decode(
+        message,
         params=_decode_params(message.params),
-        tenant=message.tenant,
-        weight=message.weight,
-        priority=PriorityClass(PRIORITY_CLASS[message.priority]),
-        salt=message.salt,
-        adapter=message.adapter if message.HasField("adapter") else None,
+        priority=PRIORITY_CLASS[message.priority],
         grammar=decode_grammar(message.grammar) if message.HasField("grammar") else None,
         deadline_at=now + message.deadline_remaining_ms / 1000 if message.HasField("deadline_remaining_ms") else None,
-        prefix_caching=message.prefix_caching,
-        numerics_digest=message.numerics_digest,
         tier=_TIER.decode(message.tier) if message.HasField("tier") else NO_TIER,
     )
 
