@@ -1,6 +1,6 @@
 """An exception at any place of the engine fails the sequence it belongs to and nobody else: neighbours' answers stay byte-identical.
 
-The real engine in this process. `engine.failpoints` knows its places by reading the source, so a new one is tested here by itself.
+The real engine in this process. `failpoint_kit.sites` knows its places by reading the source, so a new one is tested here by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from failpoint_kit import armed, sites
 from grammar_kit import vetting_here
 from plain_loop import Checkpoint
 from real_engine import RealEngine, greedy_request
@@ -21,7 +22,6 @@ from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
 from headrace.core.plan import Plan, Result
 from headrace.core.request import EngineRequest
-from headrace.engine.failpoints import armed, sites
 from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_overlapped import OverlappedRunner
 
@@ -199,7 +199,7 @@ def _failing_once(owner: object, name: str) -> Callable[..., Any]:
 def test_a_request_that_cannot_be_taken_in_is_refused_alone(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = requests_of(checkpoint)
     with RealEngine(checkpoint.folder) as engine:
-        scheduler = engine.engine.scheduler
+        scheduler = engine.engine.scheduler.sequences
         raised = _raise_once(monkeypatch, scheduler, "add", when=lambda request, *_: request.request_id == CULPRIT)
         engine.run(*requests)
         assert raised
@@ -213,7 +213,7 @@ def test_a_request_that_cannot_be_taken_in_is_refused_alone(checkpoint: Checkpoi
 def test_a_finish_that_cannot_be_carried_out_ends_its_request_alone(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = requests_of(checkpoint)
     with RealEngine(checkpoint.folder) as engine:
-        raised = _raise_once(monkeypatch, engine.engine.scheduler, "finish")
+        raised = _raise_once(monkeypatch, engine.engine.scheduler.sequences, "finish")
 
         def stop_string(turn: int) -> None:
             if turn == 4:

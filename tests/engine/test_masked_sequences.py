@@ -21,12 +21,13 @@ from real_engine import Answers, RealEngine, greedy_request, resumed_anywhere
 
 pytest.importorskip("numba")
 
+from failpoint_kit import armed
+
 from headrace.bundled import bundled_path
 from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
-from headrace.engine.failpoints import armed
 from headrace.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.socket

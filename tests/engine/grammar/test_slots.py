@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from failpoint_kit import Injected, armed
 from grammar_kit import EOS, PERSON, CompilingSource, encode, lark, mask_of, regex, schema, trie
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from headrace.core.grammar import CANNOT_CONTINUE, Grammar
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
-from headrace.engine.failpoints import Injected, armed
 from headrace.engine.grammar.compiling import compile_grammar
 from headrace.engine.grammar.slots import SlotGrammars
 from headrace.engine.runner_masks import NO_MASKS, StepMasks

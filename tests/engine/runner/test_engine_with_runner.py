@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from failpoint_kit import armed, sites
 from runner_kit import CONTEXT, VOCAB, DenseLlama, make_runner
 
 from headrace.core.finish import FinishReason
@@ -17,7 +18,6 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
-from headrace.engine.failpoints import armed, sites
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.tensor.models.decoder import DecoderModel
 

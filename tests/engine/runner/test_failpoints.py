@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import failpoint_kit
 import pytest
+from failpoint_kit import Injected, armed, sites
 
-from headrace.engine import failpoints
-from headrace.engine.failpoints import Injected, armed, failpoint, sites
+from headrace.engine.failpoints import failpoint
 
 pytestmark = pytest.mark.pure
 
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.pure
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> str:
     """A place that exists for this test alone."""
-    monkeypatch.setattr(failpoints, "sites", lambda: ("test.here",))
+    monkeypatch.setattr(failpoint_kit, "sites", lambda: ("test.here",))
     return "test.here"
 
 

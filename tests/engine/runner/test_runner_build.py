@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from failpoint_kit import Injected, armed
 from runner_kit import CONTEXT, VOCAB, DenseLlama, Planner, row_tokens
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.memory import Available
 from headrace.engine import runner_build
 from headrace.engine.config import EngineConfig
-from headrace.engine.failpoints import Injected, armed
 from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_build import build_runner
 from headrace.engine.runner_overlapped import OverlappedRunner

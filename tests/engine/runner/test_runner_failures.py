@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 import torch
+from failpoint_kit import Injected, armed, sites
 from patience import PATIENCE_S
 from plain_masks import PlainMasks
 from runner_kit import VOCAB, Planner, make_runner, row_tokens
@@ -16,7 +17,6 @@ from headrace.core.errors import EngineFatal
 from headrace.core.grammar import Grammar
 from headrace.core.plan import Plan, Result
 from headrace.core.sampling import SamplingParams
-from headrace.engine.failpoints import Injected, armed, sites
 from headrace.engine.runner import Model, ModelRunner
 from headrace.engine.runner_batch import UnknownToken
 from headrace.engine.runner_overlapped import OverlappedRunner
