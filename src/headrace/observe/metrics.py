@@ -2,8 +2,8 @@
 
 There are two sources. The gateway's own measurements (latencies, outcomes) are counted here as they happen. An engine's state (running and
 waiting sequences, KV blocks, its monotonic counters, the histogram of its steps) is read from the engine's last snapshot when the page is
-asked for: any number of gateways may export it, with equal numbers. The counters of a restarted engine begin at zero, which Prometheus'
-rate() expects.
+asked for: any number of gateways may export it, with equal numbers. A counter of the engine is a row of `core.load.EngineCounters`, which
+says its names too. The counters of a restarted engine begin at zero, which Prometheus' rate() expects.
 
 Several gateway workers show one page: each worker's own measurements with the label `worker` (`observe.worker_families`), what is read from
 engines once.
