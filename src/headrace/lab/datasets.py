@@ -5,7 +5,9 @@ Ids are drawn from [low_id, high_id): the lowest ids of most vocabularies are co
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -47,6 +49,11 @@ class WorkloadShape:
 
 def make_requests(num_requests: int, shape: WorkloadShape, *, seed: int = 0) -> list[LoadRequest]:
     """Random prompts of `shape`. The same seed gives the same prompts."""
+    return list(itertools.islice(draw_requests(shape, seed=seed), num_requests))
+
+
+def draw_requests(shape: WorkloadShape, *, seed: int = 0) -> Iterator[LoadRequest]:
+    """The requests of `make_requests` one by one, without an end."""
     shape.checked()
     draw = random.Random(seed)
 
@@ -57,8 +64,6 @@ def make_requests(num_requests: int, shape: WorkloadShape, *, seed: int = 0) -> 
         return max(1, draw.randint(int(mean * (1 - shape.spread)), int(mean * (1 + shape.spread))))
 
     prefixes = [ids(shape.prefix_tokens) for _ in range(shape.num_prefixes)]
-    requests = []
-    for _ in range(num_requests):
+    while True:
         prefix = draw.choice(prefixes)
-        requests.append(LoadRequest(prefix + ids(length(shape.input_tokens - shape.prefix_tokens)), length(shape.output_tokens)))
-    return requests
+        yield LoadRequest(prefix + ids(length(shape.input_tokens - shape.prefix_tokens)), length(shape.output_tokens))

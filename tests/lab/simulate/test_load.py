@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
+from headrace.lab import datasets
+from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests
 from headrace.lab.simulate.build import SimulatedModel
-from headrace.lab.simulate.load import read_trace
+from headrace.lab.simulate.load import drawn, read_trace
 from headrace.lab.simulate.site import SimulatedSite
 from headrace.lab.simulate.step_times import FittedLatency
 
@@ -68,6 +71,28 @@ def test_what_is_wrong_with_a_line_is_named(tmp_path: Path, line: object, named:
     with pytest.raises(ConfigError) as refused:
         list(read_trace(written(tmp_path, entry(1), line)))
     assert named in str(refused.value)
+
+
+def test_requests_are_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that nothing asked for yet takes no memory."""
+    made: list[LoadRequest] = []
+
+    def make(prompt_ids: tuple[int, ...], output_tokens: int) -> LoadRequest:
+        made.append(LoadRequest(prompt_ids, output_tokens))
+        return made[-1]
+
+    monkeypatch.setattr(datasets, "LoadRequest", make)
+    list(itertools.islice(drawn(10.0, 60.0, WorkloadShape(input_tokens=8, output_tokens=2)), 3))
+    assert len(made) == 3
+
+
+def test_a_load_draws_the_prompts_of_the_live_commands() -> None:
+    """The shared beginning is the same for all of them, however many there are."""
+    shape = WorkloadShape(input_tokens=20, output_tokens=4, spread=0.5, prefix_tokens=10)
+    arrivals = list(drawn(100.0, 6.0, shape, seed=3))
+    found = [LoadRequest(each.prompt_ids, each.output_tokens) for each in arrivals]
+    assert found == make_requests(len(found), shape, seed=3)
+    assert len({each.prompt_ids[:10] for each in arrivals}) == 1
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

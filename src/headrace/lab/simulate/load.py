@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
-from headrace.lab.datasets import WorkloadShape, make_requests
+from headrace.lab.datasets import WorkloadShape, draw_requests
 
 MAX_LINE_BYTES = 1 << 20
 """Most bytes of one line of a trace."""
@@ -18,10 +18,7 @@ TRACE_BLOCK_TOKENS = 512
 """Tokens that one entry of `hash_ids` stands for."""
 
 MAX_TOKENS = 1 << 20
-"""Most tokens of one prompt or answer in a trace."""
-
-BATCH = 256
-"""Requests that are drawn together."""
+"""Most tokens of one prompt or answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +40,11 @@ class Spike:
 
 
 def drawn(rate: float, duration_s: float, shape: WorkloadShape, *, seed: int = 0, spike: Spike | None = None) -> Iterator[Arrival]:
-    """Requests at random times (Poisson), `rate` per second in the mean. The same seed gives the same requests."""
-    batch = make_requests(BATCH, shape, seed=seed)
-    for number, at in enumerate(_times(rate, duration_s, spike, random.Random(seed))):
-        if number and number % BATCH == 0:
-            batch = make_requests(BATCH, shape, seed=seed + number)
-        request = batch[number % BATCH]
+    """Requests at random times (Poisson), `rate` per second in the mean. The same seed gives the same requests.
+
+    Each is drawn when it is asked for: what is kept of prompts is that of the requests that are open.
+    """
+    for at, request in zip(_times(rate, duration_s, spike, random.Random(seed)), draw_requests(shape, seed=seed), strict=False):
         yield Arrival(at, request.prompt_ids, request.output_tokens)
 
 
