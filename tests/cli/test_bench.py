@@ -12,14 +12,16 @@ import typer
 
 from headrace.cli import bench_offline
 from headrace.cli.bench_common import make_shape
-from headrace.cli.bench_offline import latency, throughput
+from headrace.cli.bench_offline import latency, steps, throughput
 from headrace.cli.bench_serve import serve
 from headrace.cli.exits import CommandExitCode, UsageRefused
 from headrace.engine.config import EngineConfig
-from headrace.engine.loop import Engine
+from headrace.engine.loop import Engine, Outbox
 from headrace.lab import environment
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.offline import Collector
+from headrace.lab.simulate import step_times
+from headrace.lab.simulate.step_times import read_steps
 from tests.cli.scripted import scripted_server
 
 pytestmark = pytest.mark.pure
@@ -126,6 +128,23 @@ def test_latency_measures_whole_batches(fake_model: list[EngineConfig], capsys: 
     assert values["latency of a batch (ms), mean"] >= 4.0  # four steps of at least a millisecond
     assert values["decode step (ms), p50"] >= 1.0
     assert fake_model[0].max_num_seqs == 3
+
+
+def test_steps_are_kept_with_the_options_they_were_measured_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def engine(config: EngineConfig, outbox: Outbox) -> Engine:
+        return fake_engine(outbox, FakeOptions(verify=False, max_model_len=200), config)
+
+    monkeypatch.setattr(bench_offline, "_built", engine)
+    monkeypatch.setattr(step_times, "mean_error", lambda *_: 0.01)
+    file = tmp_path / "steps.json"
+    steps(output=file, limit=1e9, max_num_seqs=4, quantization="int8")
+    assert read_steps(file).engine == EngineConfig(model="headrace-tiny", max_num_seqs=4, quantization="int8")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(step_times, "mean_error", lambda *_: 0.449)
+    steps(output=file, limit=1e9, max_num_seqs=4)
+    assert "Warning: the fit is off by 45%" in capsys.readouterr().err
 
 
 def test_prompts_that_cannot_fit_are_refused(fake_model: list[EngineConfig]) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.bundled import bundled_path
+from headrace.engine.config import EngineConfig
+from headrace.lab.simulate.step_times import FittedLatency, StepFile, write_steps
 from tests.cli.conftest import Headrace
 
 pytestmark = pytest.mark.pure
@@ -96,6 +99,11 @@ def test_a_trace_is_replayed(headrace: Headrace, tmp_path: Path) -> None:
         (["--gpu", "h100", "--trace", "/dev/null", "--spike", "1:1:2"], 2, "--spike: a trace has its own times"),
         (["--gpu", "h100", "--trace", "/dev/null", "--duration", "9"], 2, "--duration: a trace has its own times"),
         (["--gpu", "h100", "--trace", "/dev/null", "--plot", "x.svg"], 2, "--plot: a trace has its own times"),
+        (["--gpu", "h100", "--load", "1", "--input-len", "100000000"], 2, "prompts of up to 150,000,000 and answers of up to 192"),
+        (["--gpu", "h100", "--load", "1", "--input-len", "1400"], 2, "more than the longest context (2,048)"),
+        (["--model", "llama-3-8b", "--gpu", "h100", "--load", "5", "--spike", "60:20:5"], 2, "requests arrive for 60 s"),
+        (["--model", "llama-3-8b", "--gpu", "h100", "--load", "5", "--kill", "60:0:90"], 2, "requests arrive for 60 s"),
+        (["--gpu", "h100", "--tp", "4", "--load", "5"], 3, "6 heads are not divisible by TP 4"),
         (["--model", "bge-m3", "--gpu", "h100", "--load", "5"], 2, "bge-m3 generates nothing"),
     ],
 )
@@ -103,6 +111,117 @@ def test_what_cannot_be_simulated_is_refused_by_name(headrace: Headrace, argumen
     done = headrace("simulate", *arguments)
     assert done.returncode == code, done.stderr
     assert named in done.stderr
+
+
+def test_a_death_after_a_trace_has_been_answered_is_refused(headrace: Headrace, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 100, "input_length": 600, "output_length": 8}) + "\n")
+    done = headrace("simulate", "--gpu", "h100", "--trace", str(trace), "--kill", "30:0:1")
+    assert done.returncode == 2
+    assert "would die at 30 s, after the last answer (0." in done.stderr
+
+
+def test_what_is_assumed_of_a_device_is_printed(headrace: Headrace) -> None:
+    done = headrace("simulate", "--model", "llama-3-8b", "--load", "5", *QUICK)
+    assert "426,784 tokens of KV (bf16) each, steps of up to 256 sequences and 2,048 tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ("quantization: int4", 0, "int4, "),
+        ("dtype: float32", 0, "fp32, "),
+        ("kv_cache_dtype: int8", 0, "tokens of KV (int8)"),
+        ("memory_fraction: 0.3", 0, "60,560 tokens of KV"),
+        ("num_kv_blocks: 1000", 0, "16,000 tokens of KV"),
+        ("kv_cache_bytes: 2097152000", 0, "16,000 tokens of KV"),
+        ("max_num_seqs: 8", 0, "steps of up to 8 sequences and 2,048 tokens"),
+        ("num_kv_blocks: 1000000", 3, "num_kv_blocks: 1,000,000 do not fit"),
+        ("num_kv_blocks: 1", 3, "num_kv_blocks: 1 block(s)"),
+        ("device: cpu", 3, "device: cpu is not what --gpu h100 simulates"),
+    ],
+)
+def test_an_engine_option_of_the_file_is_simulated_or_refused(
+    headrace: Headrace, tmp_path: Path, options: str, code: int, said: str
+) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text(f"models: [{{name: chat, engine: {{model: llama-3-8b, {options}}}}}]")
+    done = headrace("simulate", str(file), "--load", "2", "--tp", "1", *QUICK)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+
+
+def test_a_file_of_several_models_wants_one_named(headrace: Headrace, tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text("models: [{name: chat, engine: {model: llama-3-8b}}, {name: big, engine: {model: llama-70b}}]")
+    done = headrace("simulate", str(file), "--load", "1", *QUICK)
+    assert done.returncode == 2
+    assert "has several models, and one is simulated at a time; give one of them: chat, big" in done.stderr
+    done = headrace("simulate", str(file), "--model", "big", "--load", "1", *QUICK)
+    assert "Simulated: 1 x llama-70b" in done.stdout
+
+
+def test_more_replicas_than_can_be_simulated_are_refused(headrace: Headrace, tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text("models: [{name: chat, replicas: 1000000, engine: {model: llama-3-8b}}]")
+    done = headrace("simulate", str(file), "--load", "1", *QUICK)
+    assert done.returncode == 2
+    assert "1,000,000 replicas; one simulation has at most 256" in done.stderr
+
+
+def measured(folder: Path, error: float = 0.01, **options: object) -> str:
+    latency = FittedLatency(step_s=0.003, row_s=2e-4, context_s=1e-7, prompt_s=5e-5, attention_s=1e-9)
+    engine = EngineConfig(model="headrace-tiny", **options)  # type: ignore[arg-type]
+    file = folder / "steps.json"
+    write_steps(file, StepFile(engine=engine, latency=latency, num_blocks=500, num_steps=50, error=error))
+    return str(file)
+
+
+BRIEF = ("--load", "5", "--duration", "5", "--input-len", "64", "--output-len", "8")
+
+
+def test_measured_steps_are_those_of_the_engine_that_was_measured(headrace: Headrace, tmp_path: Path) -> None:
+    done = headrace("simulate", "--steps", measured(tmp_path, max_num_seqs=7), *BRIEF)
+    assert done.returncode == 0, done.stderr
+    assert "Simulated: 1 x headrace-tiny, times of" in done.stdout
+    assert "whose fit is off by 1.0% in the mean, steps of up to 7 sequences and 512 tokens" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_fit_that_is_far_off_is_warned_of(headrace: Headrace, tmp_path: Path) -> None:
+    done = headrace("simulate", "--steps", measured(tmp_path, error=0.449), *BRIEF)
+    assert done.returncode == 0, done.stderr
+    assert "Warning: " in done.stderr
+    assert "the fit is off by 45%" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["--model", "llama-3-8b"], 2, "--model: llama-3-8b has other steps than headrace-tiny"),
+        (["--model", "headrace-draft"], 2, "--model: headrace-draft has other steps than headrace-tiny"),
+        (["--tp", "2"], 2, "--tp: the steps of --steps are those of the engine that was measured"),
+    ],
+)
+def test_measured_steps_are_of_one_model_and_one_layout(
+    headrace: Headrace, tmp_path: Path, arguments: list[str], code: int, named: str
+) -> None:
+    done = headrace("simulate", "--steps", measured(tmp_path), *arguments, *BRIEF)
+    assert done.returncode == code, done.stderr
+    assert named in done.stderr
+
+
+def test_a_file_with_other_options_than_were_measured_is_refused(headrace: Headrace, tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text("models: [{name: chat, engine: {model: headrace-tiny, quantization: int8}}]")
+    done = headrace("simulate", str(file), "--steps", measured(tmp_path), *BRIEF)
+    assert done.returncode == 3
+    assert "quantization: int8 cannot be simulated with these steps: they were measured with none" in done.stderr
+
+
+def test_a_folder_of_the_measured_model_is_that_model(headrace: Headrace, tmp_path: Path) -> None:
+    done = headrace("simulate", "--steps", measured(tmp_path), "--model", str(bundled_path("headrace-tiny")), *BRIEF)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_that_the_file_does_not_have_is_named(headrace: Headrace, tmp_path: Path) -> None:

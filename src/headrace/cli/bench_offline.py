@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -149,10 +150,11 @@ def steps(
     found = measure_steps(loop, limit_s=limit, seed=seed)
     latency = fit(found)
     error = mean_error(latency, found)
-    write_steps(
-        output, StepFile(model=config.model, latency=latency, num_blocks=loop.info.num_blocks[0], num_steps=len(found), error=error)
-    )
+    kept = StepFile(engine=config, latency=latency, num_blocks=loop.info.num_blocks[0], num_steps=len(found), error=error)
+    write_steps(output, kept)
     print(f"{len(found)} steps measured; the fit is off by {error:.1%} in the mean. Written: {output}")
+    if kept.warning:
+        print(f"Warning: {kept.warning}", file=sys.stderr)
 
 
 def _shown(samples: Distribution, quantile: str) -> object:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
     from headrace.lab.simulate.build import SimulatedModel
     from headrace.lab.simulate.load import Arrival, Spike
     from headrace.lab.simulate.site import Death
+    from headrace.policy.placement.layout import Traffic
+    from headrace.policy.placement.model import ModelShape
 
 GATEWAY_S = 0.002
 """Seconds that a gateway adds to a request, before its engine and behind it: 1.2 to 2.6 ms were measured (docs/experiments.md)."""
+
+MAX_REPLICAS = 256
 
 
 REPLACED_BY_TRACE = {
@@ -47,7 +52,7 @@ def simulate(
     gpu: Annotated[str | None, Flag("--gpu", help="Device whose roofline gives the steps' times.")] = None,
     steps: Annotated[Path | None, Flag("--steps", help="Steps' times measured by `headrace bench steps`, instead of --gpu.")] = None,
     tp: Annotated[int | None, Flag("--tp", min=1, help="Devices of one replica; default: the fewest that the model fits on.")] = None,
-    replicas: Annotated[int | None, Flag("--replicas", min=1, max=256, help="Default: the file's.")] = None,
+    replicas: Annotated[int | None, Flag("--replicas", min=1, max=MAX_REPLICAS, help="Default: the file's.")] = None,
     load: Annotated[str | None, Flag("--load", help="Requests per second; several with commas are simulated one by one.")] = None,
     trace: Annotated[Path | None, Flag("--trace", help="JSON lines: timestamp (ms), input_length, output_length, hash_ids.")] = None,
     duration: Annotated[float, Flag("--duration", help="Seconds in which requests arrive.")] = 60.0,
@@ -77,14 +82,18 @@ def simulate(
         shape = make_shape("random", input_len, output_len, range_ratio, prefix_len, 1, 2000)
     except ValueError as error:
         raise UsageRefused(str(error)) from error
-    site = _site(config, model, gpu, steps, tp, replicas)
-    deaths = [_death(text, site.replicas) for text in kill or ()]
-    loads = _arrivals(load, trace, duration, shape, seed, _spike(spike))
+    if not 0 < duration < math.inf:
+        raise UsageRefused(f"--duration: expected a number of seconds above 0, got {duration:g}.")
+    until = duration if trace is None else math.inf
+    risen = _spike(spike, until)
+    site = _site(_Asked(config, model, gpu, steps, tp, replicas), None if trace else shape)
+    deaths = [_death(text, site.replicas, until) for text in kill or ()]
+    loads = _arrivals(load, trace, duration, shape, seed, risen)
     reports = [(rate, _report(site, arrivals, deaths, slo, seed)) for rate, arrivals in loads]
     if plot is not None:
         from headrace.lab.simulate.chart import write_chart
 
-        write_chart(plot, [(rate, report) for rate, report in reports if rate is not None], site.price_per_hour, site.described)
+        write_chart(plot, [(rate, report) for rate, report in reports if rate is not None], site.price_per_hour, site.title)
     _print(site, reports, as_json)
     if not any(report.finished for _, report in reports):
         raise typer.Exit(CommandExitCode.FAILED)
@@ -100,6 +109,10 @@ def _report(site: _Site, arrivals: Iterator[Arrival], deaths: Sequence[Death], s
     records = simulated.run(arrivals, deaths)
     if not records:
         raise UsageRefused("No request arrives: give more seconds (--duration) or a higher --load, or a trace that has one.")
+    last = max(record.end_s for record in records)
+    for death in deaths:
+        if death.at > last:
+            raise UsageRefused(f"--kill: replica {death.replica} would die at {death.at:g} s, after the last answer ({last:.1f} s).")
     return summarize(records, slo)
 
 
@@ -119,61 +132,173 @@ def _print(site: _Site, reports: Sequence[tuple[float | None, LoadReport]], as_j
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """price_per_hour: of all replicas; None where no device with a price is named"""
+    """
+    title           model, replicas and devices
+    details         what was assumed of memory and steps
+    price_per_hour  of all replicas; None where no device with a price is named
+    """
 
     model: SimulatedModel
     replicas: int
     gateway: GatewayConfig
-    described: str
+    title: str
+    details: str
     price_per_hour: float | None
 
+    @property
+    def described(self) -> str:
+        config = self.model.config
+        limits = f"steps of up to {config.max_num_seqs:,} sequences and {config.max_num_batched_tokens:,} tokens"
+        return f"{self.title}, {self.details}, {limits}"
 
-def _site(file: Path | None, model: str | None, gpu: str | None, steps: Path | None, tp: int | None, replicas: int | None) -> _Site:
-    from headrace.lab.plan.catalogue import read_catalogue
-    from headrace.lab.plan.shapes import find_model
-    from headrace.lab.simulate.build import measured_model, planned_model
-    from headrace.lab.simulate.step_times import read_steps
-    from headrace.policy.placement.layout import Need, Traffic
 
-    if (gpu is None) == (steps is None):
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The flags that say what is simulated."""
+
+    file: Path | None
+    model: str | None
+    gpu: str | None
+    steps: Path | None
+    tp: int | None
+    replicas: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """A model of a file of `headrace serve`. named: engine options that the file has"""
+
+    engine: EngineConfig
+    named: Collection[str]
+    replicas: int
+    gateway: GatewayConfig
+
+
+def _site(asked: _Asked, lengths: WorkloadShape | None) -> _Site:
+    """lengths: of the requests; None for a trace"""
+    if (asked.gpu is None) == (asked.steps is None):
         raise UsageRefused("Give --gpu, whose roofline is used, or --steps, a file of measured times: exactly one of them.")
-    engine, count, gateway = _section(file, model)
-    count = replicas or count
-    known = read_catalogue()
-    shape, dtype = find_model(engine.model, known.models)
-    if shape.is_encoder:
-        raise UsageRefused(f"--model: {shape.name} generates nothing; `headrace plan` says how many inputs it reads.")
-    if steps is not None:
-        measured = read_steps(steps)
-        described = f"{count} x {shape.name}, steps of {steps}"
-        return _Site(measured_model(engine, measured.latency, shape, measured.num_blocks), count, gateway, described, None)
-    device = known.device(gpu or "")
-    traffic = Traffic(prompt_tokens=1, output_tokens=1)
-    need = Need(model=shape, device=device, dtype=dtype, kv_dtype="bf16", traffic=traffic, memory_fraction=0.9)
-    simulated, best = planned_model(engine, need, tp)
-    price = device.price_per_hour
-    described = f"{count} x {shape.name} on {best.layout} {device.name}, {simulated.num_blocks * engine.block_size:,} tokens of KV each"
-    return _Site(simulated, count, gateway, described, None if price is None else price * count * best.layout.num_devices)
+    section = _section(asked.file, asked.model)
+    if section is not None and section.replicas > MAX_REPLICAS:
+        raise UsageRefused(f"{asked.file}: {section.replicas:,} replicas; one simulation has at most {MAX_REPLICAS}.")
+    site = _planned_site(asked, section, lengths) if asked.steps is None else _measured_site(asked, asked.steps, section)
+    if lengths is not None:
+        _check_lengths(lengths, site.model.max_model_len)
+    return site
 
 
-def _section(file: Path | None, model: str | None) -> tuple[EngineConfig, int, GatewayConfig]:
-    """The engine's options, replicas and admission of the model. Folders need not exist: a name of the catalogue will do."""
+def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShape | None) -> _Site:
     from headrace.bundled import DEFAULT_MODEL
-    from headrace.cli.config import decoded
-    from headrace.cli.config_yaml import read_yaml
     from headrace.engine.config import EngineConfig
     from headrace.gateway.config import GatewayConfig
+    from headrace.lab.plan.catalogue import read_catalogue
+    from headrace.lab.simulate.build import planned_model
+    from headrace.lab.simulate.options import make_need, on_device
+
+    known = read_catalogue()
+    device = known.device(asked.gpu or "")
+    section = section or _Section(EngineConfig(model=asked.model or DEFAULT_MODEL), (), 1, GatewayConfig(models=()))
+    engine = on_device(section.engine, section.named, device.name)
+    shape, dtype = _shape(engine, known.models)
+    longest = engine.max_model_len or shape.max_positions
+    if lengths is not None:
+        _check_lengths(lengths, longest)
+    need = make_need(engine, shape, dtype, device, _traffic(lengths, longest))
+    simulated, best = planned_model(engine, need, asked.tp)
+    count = asked.replicas or section.replicas
+    price = None if device.price_per_hour is None else device.price_per_hour * count * best.layout.num_devices
+    cache = f"{need.dtype}, {simulated.num_blocks * engine.block_size:,} tokens of KV ({need.kv_dtype}) each"
+    return _Site(simulated, count, section.gateway, f"{count} x {shape.name} on {best.layout} {device.name}", cache, price)
+
+
+def _measured_site(asked: _Asked, steps: Path, section: _Section | None) -> _Site:
+    from headrace.gateway.config import GatewayConfig
+    from headrace.lab.plan.catalogue import read_catalogue
+    from headrace.lab.simulate.build import measured_model
+    from headrace.lab.simulate.options import check_measured
+    from headrace.lab.simulate.step_times import read_steps
+
+    if asked.tp is not None:
+        raise UsageRefused("--tp: the steps of --steps are those of the engine that was measured; only --gpu has layouts.")
+    measured = read_steps(steps)
+    section = section or _Section(replace(measured.engine, model=asked.model or measured.engine.model), (), 1, GatewayConfig(models=()))
+    engine = section.engine.checked()
+    known = read_catalogue().models
+    shape, _ = _shape(engine, known)
+    if engine.model != measured.engine.model and shape != replace(_shape(measured.engine, known)[0], name=shape.name):
+        raise UsageRefused(f"--model: {shape.name} has other steps than {measured.engine.model}, of which {steps} was measured.")
+    check_measured(engine, measured.engine)
+    if measured.warning:
+        print(f"Warning: {steps}: {measured.warning}", file=sys.stderr)
+    count = asked.replicas or section.replicas
+    model = measured_model(engine, measured.latency, shape, measured.num_blocks)
+    fitted = f"times of {steps}, whose fit is off by {measured.error:.1%} in the mean"
+    return _Site(model, count, section.gateway, f"{count} x {shape.name}", fitted, None)
+
+
+def _shape(engine: EngineConfig, models: Mapping[str, Mapping[str, object]]) -> tuple[ModelShape, str]:
+    from headrace.lab.plan.shapes import find_model
+
+    shape, dtype = find_model(engine.model, models)
+    if shape.is_encoder:
+        raise UsageRefused(f"--model: {shape.name} generates nothing; `headrace plan` says how many inputs it reads.")
+    return shape, dtype
+
+
+def _check_lengths(lengths: WorkloadShape, max_model_len: int) -> None:
+    """Refuse, before anything is drawn, lengths that no engine would take."""
+    from headrace.lab.simulate.load import MAX_TOKENS
+
+    most = min(max_model_len, MAX_TOKENS)
+    prompt = lengths.prefix_tokens + int((lengths.input_tokens - lengths.prefix_tokens) * (1 + lengths.spread))
+    answer = int(lengths.output_tokens * (1 + lengths.spread))
+    if prompt + answer > most:
+        raise UsageRefused(
+            f"--input-len, --output-len: prompts of up to {prompt:,} and answers of up to {answer:,} tokens are more than the longest "
+            f"context ({most:,})."
+        )
+
+
+def _traffic(lengths: WorkloadShape | None, longest: int) -> Traffic:
+    """What a layout is chosen for. The lengths of a trace are not known before it is read: what `headrace plan` assumes is taken."""
+    from headrace.cli.plan import DEFAULT_CONTEXT
+    from headrace.lab.plan.plan import OUTPUT_SHARE
+    from headrace.policy.placement.layout import Traffic
+
+    if lengths is not None:
+        return Traffic(prompt_tokens=lengths.input_tokens, output_tokens=lengths.output_tokens, counts_prompts=True)
+    context = min(DEFAULT_CONTEXT, longest)
+    output = max(1, context // OUTPUT_SHARE)
+    return Traffic(prompt_tokens=max(1, context - output), output_tokens=output)
+
+
+def _section(file: Path | None, model: str | None) -> _Section | None:
+    """The model's part of the file. Folders need not exist: a name of the catalogue will do. None without a file."""
+    from headrace.cli.config import decoded
+    from headrace.cli.config_yaml import read_yaml
 
     if file is None:
-        return EngineConfig(model=model or DEFAULT_MODEL).checked(), 1, GatewayConfig(models=())
-    config = decoded(read_yaml(file))
-    sections = [
-        section for section in config.models if section.engine is not None and model in (None, section.served_name, *section.aliases)
-    ]
-    if not sections or sections[0].engine is None:
-        named = ", ".join(section.served_name for section in config.models if section.engine is not None)
-        raise UsageRefused(f"{file}: no model with engines is named {model}; there are: {named or 'none'}.")
-    return sections[0].engine.checked(), sections[0].replicas, config.gateway
+        return None
+    raw = read_yaml(file)
+    config = decoded(raw)
+    there = [section for section in config.models if section.engine is not None]
+    names = ", ".join(section.served_name for section in there) or "none"
+    sections = [section for section in there if model in (None, section.served_name, *section.aliases)]
+    if not sections:
+        raise UsageRefused(f"{file}: no model with engines is named {model}; there are: {names}.")
+    if len(sections) > 1:
+        raise UsageRefused(f"--model: {file} has several models, and one is simulated at a time; give one of them: {names}.")
+    (section,) = sections
+    assert section.engine is not None
+    return _Section(section.engine, _named(raw, config.models.index(section)), section.replicas, config.gateway)
+
+
+def _named(raw: Mapping[str, object], index: int) -> Collection[str]:
+    """Engine options that a model of the file has."""
+    models = raw.get("models")
+    section = models[index] if isinstance(models, list) else None
+    engine = section.get("engine") if isinstance(section, dict) else None
+    return frozenset(engine) if isinstance(engine, dict) else ()
 
 
 def _arrivals(
@@ -187,8 +312,6 @@ def _arrivals(
     if trace is not None:
         yield None, read_trace(trace)
         return
-    if not 0 < duration < math.inf:
-        raise UsageRefused(f"--duration: expected a number of seconds above 0, got {duration:g}.")
     for rate in _rates(load or ""):
         if (count := expected_requests(rate, duration, spike)) > MAX_REQUESTS:
             raise UsageRefused(
@@ -207,7 +330,7 @@ def _rates(text: str) -> Sequence[float]:
     return rates
 
 
-def _spike(text: str | None) -> Spike | None:
+def _spike(text: str | None, until: float) -> Spike | None:
     from headrace.lab.simulate.load import Spike
 
     if text is None:
@@ -215,15 +338,19 @@ def _spike(text: str | None) -> Spike | None:
     begin, seconds, factor = _three(text, "--spike", "BEGIN:SECONDS:FACTOR")
     if not factor > 0 or not seconds > 0:
         raise UsageRefused(f"--spike: {text!r} has no seconds or no factor above 0.")
+    if begin >= until:
+        raise UsageRefused(f"--spike: {text!r} begins after the last arrival: requests arrive for {until:g} s (--duration).")
     return Spike(begin, seconds, factor)
 
 
-def _death(text: str, replicas: int) -> Death:
+def _death(text: str, replicas: int, until: float) -> Death:
     from headrace.lab.simulate.site import Death
 
     at, replica, back_s = _three(text, "--kill", "SECOND:REPLICA:BACK")
     if not replica.is_integer() or replica >= replicas:
         raise UsageRefused(f"--kill: {text!r} names replica {replica:g}; there are replicas 0 to {replicas - 1}.")
+    if at >= until:
+        raise UsageRefused(f"--kill: {text!r} comes after the last arrival: requests arrive for {until:g} s (--duration).")
     return Death(at, int(replica), back_s)
 
 

@@ -65,14 +65,13 @@ class Engine:
         outbox: Outbox,
         preparer: Preparer | None = None,
         clock: Clock = time.monotonic,
-        depth: int = 1,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
         self._sequences = scheduler.sequences
         self._outbox = outbox
         self._clock = clock
-        self._depth = depth
+        self._depth = scheduler.config.depth
         self._inbox = Inbox(scheduler.config.max_waiting_bytes)
         self._steps = StepQueue(runner, clock)
         self._load = LoadBoard(scheduler, self._inbox, self._steps, clock)
@@ -138,6 +137,11 @@ class Engine:
     def recent_plans(self) -> bytes:
         """The last plans, in the file format of `headrace replay`. They hold prompts: a caller that writes them down keeps them private."""
         return dump_plans(list(self._steps.recent))
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan that was made last; None before the first."""
+        return self._steps.recent[-1] if self._steps.recent else None
 
     # the loop
 

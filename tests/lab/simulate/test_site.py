@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.lab.datasets import WorkloadShape
 from headrace.lab.metrics import LoadRecord, summarize
 from headrace.lab.simulate.build import SimulatedModel
 from headrace.lab.simulate.load import Arrival, Spike, drawn
-from headrace.lab.simulate.site import Death, SimulatedSite
+from headrace.lab.simulate.site import MAX_BLOCKS, Death, SimulatedSite
 from headrace.lab.simulate.step_times import FittedLatency
 from headrace.policy.admission.config import AdmissionRules
 
@@ -121,6 +122,13 @@ def test_the_same_seed_gives_the_same_times() -> None:
     runs = [simulated(drawn(20.0, 10.0, shape, seed=7), [Death(3.0, 1, 2.0)], replicas=3) for _ in range(2)]
     assert runs[0] == runs[1]
     assert simulated(drawn(20.0, 10.0, shape, seed=8)) != runs[0]
+
+
+def test_more_blocks_than_can_be_kept_are_refused_before_they_are_made() -> None:
+    with pytest.raises(ConfigError, match="num_kv_blocks: 99,999,999,999 blocks in 1 replicas"):
+        SimulatedSite([model(num_blocks=99_999_999_999)])
+    with pytest.raises(ConfigError, match="in 3 replicas are more than one simulation keeps"):
+        SimulatedSite([model(num_blocks=MAX_BLOCKS // 2)] * 3)
 
 
 def test_a_spike_brings_its_factor_more() -> None:

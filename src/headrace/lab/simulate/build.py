@@ -10,7 +10,7 @@ from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.lab.simulate.replica import SimulatedReplica, TimedRunner
 from headrace.lab.simulate.step_times import step_s
-from headrace.policy.placement.layout import Need, Placement, judge, layouts
+from headrace.policy.placement.layout import Need, Placement, choose_layout
 from headrace.policy.placement.model import ModelShape
 from headrace.policy.placement.roofline import Roofline, StepLatency
 
@@ -48,16 +48,33 @@ class SimulatedModel:
 
 
 def planned_model(config: EngineConfig, need: Need, tp: int | None) -> tuple[SimulatedModel, Placement]:
-    """A replica over `tp` devices, or over the fewest that it fits on, with its roofline. Raises ConfigError where there is no such one."""
-    flat = [judge(need, layout) for layout in layouts(need) if layout.pp == 1 and tp in (None, layout.tp)]
+    """A replica over `tp` devices, or over those that `choose_layout` prefers, with its roofline. Pipelines are not simulated.
+
+    Raises ConfigError where no layout serves the model, or none holds the KV cache that the options name.
+    """
+    flat = [each for each in choose_layout(need) if each.layout.pp == 1 and tp in (None, each.layout.tp)]
     if not flat:
         raise ConfigError("--tp", f"{need.device.name} has no layout of {tp} devices", "A power of two, within one machine's links.")
-    best = next((each for each in flat if each.num_sequences), flat[-1])
-    if not best.num_sequences:
-        raise ConfigError("--gpu", best.reason)
+    usable = [each for each in flat if each.batch]
+    if not usable:
+        raise ConfigError("--gpu" if tp is None else "--tp", flat[0].reason)
+    best = next((each for each in usable if _num_blocks(config, need, each) * config.block_size <= each.resident_tokens), None)
+    if best is None:
+        most = max(usable, key=lambda each: each.resident_tokens)
+        option = "kv_cache_bytes" if config.num_kv_blocks is None else "num_kv_blocks"
+        reason = f"{getattr(config, option):,} do not fit: {most.layout} {need.device.name} holds {most.resident_tokens:,} tokens of KV"
+        raise ConfigError(option, f"{reason}, {most.resident_tokens // config.block_size:,} blocks")
     latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
-    num_blocks = config.num_kv_blocks or best.resident_tokens // config.block_size
-    return _model(config, latency, num_blocks, need.model), best
+    return _model(config, latency, _num_blocks(config, need, best), need.model), best
+
+
+def _num_blocks(config: EngineConfig, need: Need, placement: Placement) -> int:
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if config.kv_cache_bytes is None:
+        return placement.resident_tokens // config.block_size
+    token_bytes = Roofline(need.model, need.device, placement.layout, need.dtype, need.kv_dtype).kv_bytes_per_token
+    return int(config.kv_cache_bytes // (token_bytes * config.block_size))
 
 
 def measured_model(config: EngineConfig, latency: StepLatency, shape: ModelShape, num_blocks: int) -> SimulatedModel:
@@ -66,5 +83,11 @@ def measured_model(config: EngineConfig, latency: StepLatency, shape: ModelShape
 
 
 def _model(config: EngineConfig, latency: StepLatency, num_blocks: int, shape: ModelShape) -> SimulatedModel:
-    longest = min(config.max_model_len or shape.max_positions, (num_blocks - 1) * config.block_size)
+    held = (num_blocks - 1) * config.block_size
+    if num_blocks < 2:
+        reason = f"{max(0, num_blocks)} block(s) of {config.block_size:,} tokens hold nothing: the first one is padding"
+        raise ConfigError("num_kv_blocks", reason, "Give more memory or blocks, or a smaller block_size.")
+    if config.max_model_len is not None and config.max_model_len > held:
+        raise ConfigError("max_model_len", f"{config.max_model_len:,} tokens do not fit the KV cache, which holds {held:,}")
+    longest = min(config.max_model_len or shape.max_positions, held)
     return SimulatedModel(replace(config, num_kv_blocks=num_blocks), latency, num_blocks, longest)

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from headrace.core.clock import Clock
 from headrace.core.ids import RequestId
-from headrace.core.plan import Plan
-from headrace.core.plan_codec import load_plans
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.engine.loop import Engine
@@ -27,6 +25,8 @@ MAX_BATCH_TOKENS = 16_384
 
 def measure_steps(engine: Engine, *, limit_s: float, seed: int = 0, clock: Clock = time.perf_counter) -> list[MeasuredStep]:
     """Steps of batches of 1, 2, 4, ... sequences with prompts of several lengths, until `limit_s` are over or all were measured.
+
+    The last prompt of a batch arrives while the others decode, so that steps with both are measured too.
 
     engine  of depth 1, with an outbox that takes everything: one turn is then one step
     """
@@ -65,21 +65,27 @@ def _batches(engine: Engine) -> Iterator[tuple[WorkloadShape, int]]:
 
 
 def _run(engine: Engine, shape: WorkloadShape, size: int, seed: int, clock: Clock) -> list[MeasuredStep]:
-    for number, request in enumerate(make_requests(size, shape, seed=seed)):
-        params = SamplingParams(seed=0, temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
-        engine.submit(EngineRequest(request_id=RequestId(f"{seed}.{number}"), prompt_ids=request.prompt_ids, params=params))
+    requests = [
+        EngineRequest(
+            request_id=RequestId(f"{seed}.{number}"),
+            prompt_ids=request.prompt_ids,
+            params=SamplingParams(seed=0, temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True),
+        )
+        for number, request in enumerate(make_requests(size, shape, seed=seed))
+    ]
+    late = requests.pop() if size > 1 else None
+    for request in requests:
+        engine.submit(request)
     steps: list[MeasuredStep] = []
     while True:
+        if late is not None and steps and not steps[-1].prompt_tokens:
+            engine.submit(late)
+            late = None
         began = clock()
         did_work = engine.turn()
         seconds = clock() - began
         if not did_work:
             return steps
-        plan = _last_plan(engine)
+        plan = engine.last_plan
         if plan is not None and plan.num_rows:
             steps.append(MeasuredStep.of(plan, seconds))
-
-
-def _last_plan(engine: Engine) -> Plan | None:
-    plans: Sequence[Plan] = load_plans(engine.recent_plans())
-    return plans[-1] if plans else None

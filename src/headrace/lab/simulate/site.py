@@ -35,6 +35,9 @@ MAX_REQUESTS = 1_000_000
 MAX_OUTPUT_TOKENS = 50_000_000
 """Most requests and output tokens of one simulation: what is kept of them takes about 2 GB."""
 
+MAX_BLOCKS = 1 << 25
+"""Most KV blocks of all replicas together: their tables take about 50 bytes for each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Death:
@@ -85,7 +88,12 @@ class SimulatedSite:
         models     of each replica what it is made from: they may differ in speed and memory
         failover_s  for which a request whose replica was lost waits for one, as the gateway's option
         gateway_s  that the gateway takes between a request and its engine, and between a token and its client, together
+
+        Raises ConfigError where the replicas have more than MAX_BLOCKS.
         """
+        if (num_blocks := sum(model.num_blocks for model in models)) > MAX_BLOCKS:
+            reason = f"{num_blocks:,} blocks in {len(models)} replicas are more than one simulation keeps ({MAX_BLOCKS:,})"
+            raise ConfigError("num_kv_blocks", reason, "Give fewer, a larger block_size, or fewer replicas.")
         self._places = [_Place(number, model, model.replica(0.0)) for number, model in enumerate(models)]
         self._rules = rules or AdmissionRules()
         self._gateway_s = gateway_s

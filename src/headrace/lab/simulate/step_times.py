@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.plan import Plan
-from headrace.core.strict_decode import decode, read_json_object
+from headrace.core.strict_decode import decode, plain, read_json_object
+from headrace.engine.config import EngineConfig
 from headrace.policy.placement.roofline import StepLatency
+
+MAX_ERROR = 0.2
+"""A fit that is further off in the mean is warned of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,7 @@ class FittedLatency:
 
 
 def step_s(latency: StepLatency, plan: Plan) -> float:
-    """Seconds of one step. Prompts beside decoding sequences cost what they take more than an empty step: weights are read once for all."""
+    """Seconds of one step, whatever is in it."""
     num_rows, num_tokens = plan.num_rows, plan.num_tokens
     if not num_rows:
         return 0.0
@@ -46,12 +50,21 @@ def step_s(latency: StepLatency, plan: Plan) -> float:
     prompts = [(count, start) for count, start in zip(plan.counts, plan.starts, strict=True) if count > 1]
     prompt_tokens = sum(count for count, _ in prompts)
     mean_start = sum(count * start for count, start in prompts) / prompt_tokens
-    prefill_s = latency.prefill_s(prompt_tokens, int(mean_start))
-    num_decoding = num_rows - len(prompts)
+    context = sum(plan.starts) - sum(start for _, start in prompts)
+    return _step_s(latency, num_rows - len(prompts), context, prompt_tokens, int(mean_start))
+
+
+def _step_s(latency: StepLatency, num_decoding: int, context: int, prompt_tokens: int, start: int) -> float:
+    """Seconds of a step. context: of the sequences that decode, together; start: tokens before those of the prompts, in the mean
+
+    Prompts beside decoding sequences cost what they add to a step of as many tokens: weights are read, and kernels started, once for all.
+    """
+    decode_s = latency.decode_s(num_decoding, context / num_decoding) if num_decoding else 0.0
+    if not prompt_tokens:
+        return decode_s
     if not num_decoding:
-        return prefill_s
-    decode_s = latency.decode_s(num_decoding, (sum(plan.starts) - sum(start for _, start in prompts)) / num_decoding)
-    return decode_s + max(0.0, prefill_s - latency.prefill_s(1))
+        return latency.prefill_s(prompt_tokens, start)
+    return decode_s + max(0.0, latency.prefill_s(num_decoding + prompt_tokens, start) - latency.prefill_s(num_decoding, start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +119,26 @@ def _non_negative(rows: Sequence[Sequence[float]], rounds: int = 2000) -> list[f
 class StepFile:
     """What `headrace bench steps` writes, and a simulation reads.
 
-    model       as it was named
-    num_blocks  of the KV cache that the measured engine had
+    engine      options of the measured engine; its model as it was named
+    num_blocks  of the KV cache that it had
     error       mean relative error of the fit over the measured steps
     """
 
-    model: str
+    engine: EngineConfig
     latency: FittedLatency
     num_blocks: int
     num_steps: int
     error: float
+
+    @property
+    def warning(self) -> str:
+        """What is wrong with a fit that is too far off to simulate with; empty where nothing is."""
+        if self.error <= MAX_ERROR:
+            return ""
+        return (
+            f"the fit is off by {self.error:.0%} in the mean: steps of one size took very different times, so that a simulation with it "
+            "says little. Measure again while nothing else runs on this machine."
+        )
 
 
 def mean_error(latency: StepLatency, steps: Sequence[MeasuredStep]) -> float:
@@ -124,16 +147,12 @@ def mean_error(latency: StepLatency, steps: Sequence[MeasuredStep]) -> float:
 
 
 def _fitted(latency: StepLatency, step: MeasuredStep) -> float:
-    decode_s = latency.decode_s(step.num_decoding, step.context / step.num_decoding) if step.num_decoding else 0.0
-    if not step.prompt_tokens:
-        return decode_s
-    context = step.attention / step.prompt_tokens - step.prompt_tokens / 2
-    prefill_s = latency.prefill_s(step.prompt_tokens, max(0, round(context)))
-    return prefill_s if not step.num_decoding else decode_s + prefill_s - latency.prefill_s(1)
+    start = step.attention / step.prompt_tokens - step.prompt_tokens / 2 if step.prompt_tokens else 0.0
+    return _step_s(latency, step.num_decoding, step.context, step.prompt_tokens, max(0, round(start)))
 
 
 def write_steps(file: Path, found: StepFile) -> None:
-    file.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(plain(found), indent=1) + "\n", encoding="utf-8")
 
 
 def read_steps(file: Path) -> StepFile:
@@ -141,6 +160,7 @@ def read_steps(file: Path) -> StepFile:
     data = read_json_object(file)
     try:
         found = decode(StepFile, data)
+        found.engine.checked()
     except ConfigError as error:
         raise error.at(f"{file}: {error.where}") from None
     for item in fields(found.latency):
@@ -149,6 +169,8 @@ def read_steps(file: Path) -> StepFile:
             raise ConfigError(f"{file}: latency.{item.name}", f"must be a number of seconds, 0 or more, got {value}")
     if found.latency.step_s + found.latency.row_s <= 0:
         raise ConfigError(f"{file}: latency", "says that a step takes no time")
+    if not 0 <= found.error < math.inf:
+        raise ConfigError(f"{file}: error", f"must be a share, 0 or more, got {found.error}")
     if found.num_blocks < 2:
         raise ConfigError(f"{file}: num_blocks", f"must be 2 or more, got {found.num_blocks}")
     return found

@@ -1,0 +1,90 @@
+"""An engine's options, as far as they decide what a simulated replica has: its device, its defaults there, its dtypes and its memory.
+
+Not simulated on a device of the catalogue: `kernels`, `deterministic` and `num_threads`, of which a roofline knows nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from headrace.core.errors import ConfigError
+from headrace.engine.config import EngineConfig
+from headrace.policy.placement.device import Device
+from headrace.policy.placement.layout import Need, Traffic
+from headrace.policy.placement.model import ModelShape
+
+GPU_NUM_SEQS = 256
+GPU_BATCHED_TOKENS = 2048
+GPU_MEMORY_FRACTION = 0.9
+"""max_num_seqs, max_num_batched_tokens and memory_fraction that are simulated on a GPU where the file names none. They are those that vLLM
+has documented for GPUs. The engine's own defaults are made for CPUs: a GPU would compute its steps of 512 tokens half empty.
+"""
+
+MEASURED = (
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "block_size",
+    "memory_fraction",
+    "kv_cache_bytes",
+    "device",
+    "kernels",
+    "deterministic",
+    "num_threads",
+)
+"""Options that decide what a step takes and how many blocks there are: measured steps are those of one value."""
+
+WEIGHT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+KV_DTYPES = {"bfloat16": "bf16", "int8": "int8"}
+
+
+def on_device(config: EngineConfig, named: Collection[str], device: str) -> EngineConfig:
+    """The options as they are simulated on a device of the catalogue.
+
+    named  options that the file has; of the others, some have other defaults on a GPU
+
+    Raises ConfigError where the file names another device, or values that no engine takes.
+    """
+    kind = "cpu" if device == "cpu" else "cuda"
+    if "device" in named and config.device != kind:
+        raise ConfigError("device", f"{config.device} is not what --gpu {device} simulates", f"Write {kind}, or leave it out.")
+    config = replace(config, device=kind)
+    if kind == "cpu":
+        return config.checked()
+    num_seqs, num_tokens, fraction = config.max_num_seqs, config.max_num_batched_tokens, config.memory_fraction
+    if "max_num_seqs" not in named:
+        num_seqs = min(GPU_NUM_SEQS, num_tokens) if "max_num_batched_tokens" in named else GPU_NUM_SEQS
+    if "max_num_batched_tokens" not in named:
+        num_tokens = max(GPU_BATCHED_TOKENS, num_seqs)
+    if "memory_fraction" not in named:
+        fraction = GPU_MEMORY_FRACTION
+    return replace(config, max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens, memory_fraction=fraction).checked()
+
+
+def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device, traffic: Traffic) -> Need:
+    """What a replica with these options wants of its devices. kept: dtype of the weights as they are stored
+
+    A cache whose blocks or bytes are named may fill the whole memory, as the engine allows it.
+    """
+    computed = WEIGHT_DTYPES.get(config.dtype, kept)
+    is_small = kept not in WEIGHT_DTYPES.values()
+    weights = config.quantization if config.quantization != "none" else kept if is_small else computed
+    names_cache = config.num_kv_blocks is not None or config.kv_cache_bytes is not None
+    return Need(
+        model=shape,
+        device=device,
+        dtype=weights,
+        kv_dtype=KV_DTYPES.get(config.kv_cache_dtype, "fp32" if computed == "fp32" else "bf16"),
+        traffic=traffic,
+        memory_fraction=1.0 if names_cache else config.memory_fraction,
+    )
+
+
+def check_measured(config: EngineConfig, measured: EngineConfig) -> None:
+    """Raises ConfigError naming an option with which the steps were not measured."""
+    for name in MEASURED:
+        wanted, had = getattr(config, name), getattr(measured, name)
+        if wanted != had:
+            reason = f"{wanted} cannot be simulated with these steps: they were measured with {had}"
+            raise ConfigError(name, reason, "Measure with it, by the flags of `headrace bench steps`.")
