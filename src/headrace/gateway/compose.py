@@ -45,13 +45,11 @@ from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
-from headrace.observe.budget_metrics import BudgetCollector
 from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
 from headrace.observe.resume_metrics import ResumeMetrics
 from headrace.observe.session_metrics import SessionMetrics
-from headrace.observe.usage_metrics import UsageCollector
 from headrace.text.folder import TextModel, load_text
 
 
@@ -204,7 +202,7 @@ async def _kept_streams(config: GatewayConfig, share: TenantShare, metrics: Metr
 async def _limiter(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics, sources: Sources) -> Limiter:
     store = open_limits(config.store, config.state, clock=sources.clock, unix_time=sources.unix_time)
     limiter = await stack.enter_async_context(Limiter.running(store, clock=sources.clock, budget=config.limits.budget))
-    metrics.registry.register(BudgetCollector(limiter.budget_readings))
+    metrics.read_budgets(limiter.budget_readings)
     return limiter
 
 
@@ -212,7 +210,7 @@ async def _ledger(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics
     ledger = open_ledger(config.state, config.usage, sources.unix_time)
     if ledger is not None:
         stack.push_async_callback(ledger.close)
-        metrics.registry.register(UsageCollector(ledger.reading))
+        metrics.read_usage(ledger.reading)
     return ledger
 
 

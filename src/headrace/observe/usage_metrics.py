@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,26 +27,20 @@ class UsageReading:
     sinks: Mapping[str, SinkReading]
 
 
-class UsageCollector(Collector):
-    """The ledger of this gateway, as metric families."""
-
-    def __init__(self, reading: Callable[[], UsageReading]) -> None:
-        self._reading = reading
-
-    def collect(self) -> Iterator[Metric]:
-        reading = self._reading()
-        yield CounterMetricFamily("headrace_usage_records", "Usage records that were written to the spool.", reading.num_recorded)
-        dropped = CounterMetricFamily("headrace_usage_dropped", "Usage records that were lost, by reason.", labels=("reason",))
-        for reason in sorted({"queue", "disk", *reading.dropped}):
-            dropped.add_metric((reason,), reading.dropped.get(reason, 0))
-        yield dropped
-        shipped = CounterMetricFamily("headrace_usage_shipped", "Usage records that this process gave to a sink.", labels=("sink",))
-        failures = CounterMetricFamily("headrace_usage_sink_failures", "Attempts that a sink did not take.", labels=("sink",))
-        damaged = CounterMetricFamily("headrace_usage_damaged_bytes", "Bytes of the spool that were no whole record.", labels=("sink",))
-        waiting = GaugeMetricFamily("headrace_usage_waiting_bytes", "What waits for a sink on the disk.", labels=("sink",))
-        for name, sink in reading.sinks.items():
-            shipped.add_metric((name,), sink.num_shipped)
-            failures.add_metric((name,), sink.num_failures)
-            damaged.add_metric((name,), sink.num_damaged_bytes)
-            waiting.add_metric((name,), sink.waiting_bytes)
-        yield from (shipped, failures, damaged, waiting)
+def usage_families(reading: UsageReading) -> Iterator[Metric]:
+    """The ledger of this gateway."""
+    yield CounterMetricFamily("headrace_usage_records", "Usage records that were written to the spool.", reading.num_recorded)
+    dropped = CounterMetricFamily("headrace_usage_dropped", "Usage records that were lost, by reason.", labels=("reason",))
+    for reason in sorted({"queue", "disk", *reading.dropped}):
+        dropped.add_metric((reason,), reading.dropped.get(reason, 0))
+    yield dropped
+    shipped = CounterMetricFamily("headrace_usage_shipped", "Usage records that this process gave to a sink.", labels=("sink",))
+    failures = CounterMetricFamily("headrace_usage_sink_failures", "Attempts that a sink did not take.", labels=("sink",))
+    damaged = CounterMetricFamily("headrace_usage_damaged_bytes", "Bytes of the spool that were no whole record.", labels=("sink",))
+    waiting = GaugeMetricFamily("headrace_usage_waiting_bytes", "What waits for a sink on the disk.", labels=("sink",))
+    for name, sink in reading.sinks.items():
+        shipped.add_metric((name,), sink.num_shipped)
+        failures.add_metric((name,), sink.num_failures)
+        damaged.add_metric((name,), sink.num_damaged_bytes)
+        waiting.add_metric((name,), sink.waiting_bytes)
+    yield from (shipped, failures, damaged, waiting)
