@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -75,9 +76,82 @@ def test_every_goal_of_an_encoder_counts(headrace: Headrace) -> None:
 
 
 def test_every_number_has_its_formula(headrace: Headrace) -> None:
-    done = headrace("plan", "mistral-7b", "--gpu", "h100", "--count", "1", "--explain")
-    assert "2 (key, value) x 32 layers x 8 KV heads x 128 x 2 bytes" in done.stdout
-    assert "$3 per hour / 3600" in done.stdout
+    arguments = ("mistral-7b", "--gpu", "h100", "--count", "1")
+    formulas = planned(headrace, *arguments)["formulas"]
+    assert isinstance(formulas, dict)
+    shown = headrace("plan", *arguments, "--explain").stdout
+    for name, formula in formulas.items():
+        assert re.search(rf"  {name} +\S.*  = {re.escape(formula)}\n", shown), name
+        assert re.search(r"\d", formula) or name in ("num_params", "num_active_params"), f"{name} has no number: {formula}"
+    assert formulas["kv_bytes_per_token"] == "2 (key, value) x 32 layers x 8 KV heads x 128 x 2 bytes"
+
+
+def test_three_cards_are_all_used(headrace: Headrace) -> None:
+    assert "Chosen: 3 x TP 1, 3 device(s)." in headrace("plan", "llama-3-8b", "--gpu", "h100", "--count", "3").stdout
+
+
+def test_no_pipeline_over_machines_is_advised_where_one_machine_does(headrace: Headrace) -> None:
+    assert "Chosen: 1 x TP 8, 8 device(s)." in headrace("plan", "llama-3-70b", "--gpu", "h100").stdout
+
+
+def test_a_device_that_is_named_twice_is_compared_once(headrace: Headrace) -> None:
+    found = planned(headrace, "llama-3-8b", "--gpu", "H100,h100")
+    assert "plans" not in found
+    assert found["gpu"] == "h100"
+
+
+def test_a_price_is_not_asked_for_where_there_is_none(headrace: Headrace) -> None:
+    assert "look up its price" in headrace("plan", "llama-3-8b", "--gpu", "h100").stdout
+    shown = headrace("plan", "llama-3-8b", "--gpu", "groq").stdout
+    assert "more than a year old." in shown
+    assert "look up its price" not in shown
+    assert "No layout serves this: weights of 16.1 GB do not fit in 14.7 GB." in shown
+
+
+def test_an_encoder_has_no_time_per_token(headrace: Headrace) -> None:
+    shown = headrace("plan", "bge-m3", "--gpu", "l40s,h100").stdout
+    assert " 0.0 ms" not in shown
+    plans = planned(headrace, "bge-m3", "--gpu", "l40s")
+    layouts = plans["layouts"]
+    assert isinstance(layouts, list)
+    assert layouts[0]["tpot_s"] is None
+
+
+def test_the_cost_of_tokens_has_one_meaning(headrace: Headrace) -> None:
+    found = planned(headrace, "llama-3-8b", "--gpu", "h100", "--users", "10")
+    cost, layouts = found["cost_per_1m_tokens"], found["layouts"]
+    assert isinstance(layouts, list)
+    assert isinstance(cost, float)
+    assert "cost_per_1m_tokens" not in layouts[0]
+    per_hour = layouts[0]["price_per_hour"] / (200 * 3600) * 1e6  # 10 users, 20 tokens/s each
+    assert cost == pytest.approx(per_hour + found["egress_per_1m_tokens"] + found["storage_per_1m_tokens"])
+
+
+def test_prices_are_written_in_the_order_of_the_help(headrace: Headrace, tmp_path: Path) -> None:
+    shown = " ".join(headrace("plan", "--help").stdout.replace("│", " ").split())
+    assert "egress_per_gb, storage_per_gb_month, then [gpu] and h100 = 2.5" in shown
+    file = tmp_path / "prices.toml"
+    file.write_text("egress_per_gb = 0.05\nstorage_per_gb_month = 0.02\n[gpu]\nh100 = 2.5\n")
+    assert planned(headrace, "llama-3-8b", "--gpu", "h100", "--count", "1", "--prices", str(file))["price_per_hour"] == 2.5
+
+
+def test_a_shape_of_an_unknown_family_is_said_to_be_read_as_llama(headrace: Headrace, tmp_path: Path) -> None:
+    config = {"model_type": "brand_new", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 100, "max_position_embeddings": 64}))
+    assert "the shape is read as Llama's" in headrace("plan", str(tmp_path), "--gpu", "h100").stdout
+
+
+def test_the_largest_numbers_that_are_accepted_give_finite_figures(headrace: Headrace) -> None:
+    for arguments in (
+        ["--requests-per-second", "1e9"],
+        ["--requests-per-second", "1e-6"],
+        ["--users", "1000000000", "--tokens-per-user", "30"],
+        ["--count", "1000000"],
+        ["--context", "67108864"],
+        ["--memory-fraction", "0.01"],
+        ["--slo", "tpot=1000000s,ttft=0.001ms"],
+    ):
+        planned(headrace, "llama-3-8b", "--gpu", "h100", *arguments)
 
 
 def test_prompts_count_where_their_rate_is_known(headrace: Headrace) -> None:
@@ -137,14 +211,27 @@ def test_a_quantized_folder_is_planned_with_its_own_dtype_or_the_given_one(headr
         (["llama-70b", "--slo", "ttfb=1s"], 2, "'ttfb=1s' is no goal"),
         (["llama-70b", "--slo", "tpot=0ms"], 2, "'tpot=0ms' is no goal"),
         (["llama-70b", "--tokens-per-user", "30"], 2, "--tokens-per-user needs --users"),
-        (["llama-70b", "--users", "10", "--tokens-per-user", "nan"], 2, "--tokens-per-user: expected a number above 0"),
-        (["llama-70b", "--requests-per-second", "0"], 2, "--requests-per-second: expected a number above 0"),
+        (
+            ["llama-70b", "--users", "10", "--tokens-per-user", "nan"],
+            2,
+            "--tokens-per-user: expected a number from 0.001 to 1e+06, got nan",
+        ),
+        (["llama-70b", "--requests-per-second", "0"], 2, "--requests-per-second: expected a number from 1e-06 to 1e+09, got 0"),
         (["llama-70b", "--users", "10", "--tokens-per-user", "10", "--requests-per-second", "500"], 2, "an answer must have at least 1"),
         (["llama-70b", "--prices", "/nowhere.toml"], 3, "/nowhere.toml: cannot be read"),
         (["llama-70b", "--gpu", ","], 2, "names no device"),
         (["bge-m3", "--users", "50"], 2, "bge-m3 generates nothing"),
         (["bge-m3", "--slo", "tpot=1ms"], 2, "it has no tpot"),
         (["70B"], 3, "Did you mean llama-3-70b?"),
+        (["llama-70b", "--slo", "tpot=40ms,tpot=50ms"], 2, "--slo: tpot is given twice"),
+        (["llama-70b", "--slo", f"tpot={'9' * 400}s"], 2, "--slo: tpot must be from 1e-06 to 1e+06 s, got inf s"),
+        (["llama-70b", "--plot", "plan.png"], 2, "--plot: an SVG is written, so the file must end in .svg, got plan.png"),
+        (["bge-m3", "--plot", "plan.svg"], 2, "--plot: bge-m3 generates nothing"),
+        (["llama-3-405b", "--gpu", "rtx4090", "--count", "2", "--plot", "plan.svg"], 3, "nothing is there to draw: weights of 811.7 GB"),
+        (["llama-70b", "--requests-per-second", "1e300"], 2, "--requests-per-second: expected a number from 1e-06 to 1e+09, got 1e+300"),
+        (["llama-70b", "--users", "1", "--tokens-per-user", "1e300"], 2, "--tokens-per-user: expected a number from 0.001 to 1e+06"),
+        (["llama-70b", "--users", f"1{'0' * 29}", "--tokens-per-user", "1"], 2, "--users"),
+        (["llama-70b", "--memory-fraction", "1e-320"], 2, "--memory-fraction: expected a share from 0.01 to 1"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(headrace: Headrace, arguments: list[str], code: int, named: str) -> None:
@@ -155,11 +242,13 @@ def test_what_cannot_be_planned_is_refused_by_name(headrace: Headrace, arguments
 
 @pytest.mark.process
 def test_a_plot_shows_the_devices(headrace: Headrace, tmp_path: Path) -> None:
-
     file = tmp_path / "plan.svg"
     done = headrace("plan", "llama-3-8b", "--gpu", "h100,l40s", "--slo", "tpot=40ms", "--plot", str(file))
     assert done.returncode == 0, done.stderr
-    assert file.read_text().startswith("<?xml")
+    text = file.read_text()
+    for drawn in ("h100, TP", "l40s, TP", "sequences decoded together, per replica"):
+        assert f"<!-- {drawn}" in text, drawn
+    assert "stroke-dasharray" in text, "the goal is a broken line"
 
 
 def test_a_plot_without_matplotlib_says_how_to_get_it(headrace: Headrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

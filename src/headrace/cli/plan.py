@@ -24,6 +24,18 @@ SLO_NAMES = {"ttft": "ttft_s", "ttft_p95": "ttft_p95_s", "tpot": "tpot_s"}
 
 DEFAULT_CONTEXT = 4096
 
+DEFAULT_USER_TOKENS_PER_S = 20.0
+
+MAX_NUM_USERS = 10**9
+MAX_NUM_DEVICES = 10**6
+MAX_CONTEXT = 2**26
+
+RATE_LIMITS = {"--tokens-per-user": (1e-3, 1e6), "--requests-per-second": (1e-6, 1e9)}
+"""Flag -> the least and the most that it may be: beyond them a figure would overflow, and none is a plan."""
+
+MIN_MEMORY_FRACTION = 0.01
+GOAL_LIMITS_S = (1e-6, 1e6)
+
 
 def plan(
     model: Annotated[
@@ -32,17 +44,19 @@ def plan(
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="As h100, or several: h100,a100,l40s,rtx4090; default: all with a price, compared.")
     ] = None,
-    count: Annotated[int | None, typer.Option("--count", min=1, help="Devices that there are; default: as many as it takes.")] = None,
+    count: Annotated[int | None, typer.Option("--count", min=1, max=MAX_NUM_DEVICES, help="Devices; default: what it takes.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Weights: fp32, bf16, fp16, fp8, int8, int4; default: the model's.")] = None,
     kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="KV cache: fp32, bf16, fp16, fp8, int8.")] = "bf16",
-    context: Annotated[int | None, typer.Option("--context", min=2, help="Tokens of one sequence, prompt and answer.")] = None,
-    users: Annotated[int | None, typer.Option("--users", min=1, help="Users whose answers are generated at the same time.")] = None,
+    context: Annotated[int | None, typer.Option("--context", min=2, max=MAX_CONTEXT, help="Tokens of prompt and answer.")] = None,
+    users: Annotated[int | None, typer.Option("--users", min=1, max=MAX_NUM_USERS, help="Users served at the same time.")] = None,
     tokens_per_user: Annotated[float | None, typer.Option("--tokens-per-user", help="Tokens per second that each of them sees.")] = None,
     requests_per_second: Annotated[
         float | None, typer.Option("--requests-per-second", help="Requests that begin per second; their prompts count as load then.")
     ] = None,
     slo: Annotated[str | None, typer.Option("--slo", help="Goals: ttft_p95=500ms,tpot=40ms; also ttft, the mean.")] = None,
-    prices: Annotated[Path | None, typer.Option("--prices", help="TOML: [gpu] h100 = 2.5, egress_per_gb, storage_per_gb_month.")] = None,
+    prices: Annotated[
+        Path | None, typer.Option("--prices", help="TOML: egress_per_gb, storage_per_gb_month, then [gpu] and h100 = 2.5.")
+    ] = None,
     catalogue: Annotated[
         Path | None, typer.Option("--catalogue", help="TOML with more devices and models, as in docs/planning.md.")
     ] = None,
@@ -58,7 +72,7 @@ def plan(
     from headrace.policy.placement.layout import Need
 
     known = read_catalogue(catalogue, prices)
-    _check(dtype, kv_dtype, memory_fraction)
+    _check(dtype, kv_dtype, memory_fraction, plot)
     shape, weights_dtype = find_model(model, known.models, dtype)
     traffic, notes = _traffic(shape, context, users, tokens_per_user, requests_per_second)
     goals = _goals(slo, shape)
@@ -77,12 +91,18 @@ def plan(
     ]
     plans = sorted([make_plan(need, known.prices, [*notes, *_age_notes(need)]) for need in needs], key=_cheapness)
     if plot is not None:
-        from headrace.lab.plan.chart import write_chart
-
-        write_chart(plot, plans)
+        _draw(plot, plans)
     _print(plans, explain, as_json)
     if not plans[0].is_met:
         raise typer.Exit(CommandExitCode.FAILED)
+
+
+def _draw(file: Path, plans: list[CapacityPlan]) -> None:
+    from headrace.lab.plan.chart import write_chart
+
+    if (shape := plans[0].need.model).is_encoder:
+        raise UsageRefused(f"--plot: {shape.name} generates nothing, so it has no batch to draw over.")
+    write_chart(file, plans)
 
 
 def _print(plans: list[CapacityPlan], explain: bool, as_json: bool) -> None:
@@ -91,7 +111,7 @@ def _print(plans: list[CapacityPlan], explain: bool, as_json: bool) -> None:
 
     if as_json:
         several = {"plans": [as_object(each) for each in plans], "cheapest": plans[0].need.device.name}
-        print(json.dumps(several if len(plans) > 1 else as_object(plans[0]), indent=2))
+        print(json.dumps(several if len(plans) > 1 else as_object(plans[0]), indent=2, allow_nan=False))
         return
     if len(plans) > 1:
         print("\n".join(["Cheapest first:", *comparison(plans), ""]))
@@ -106,7 +126,7 @@ def _devices(gpu: str | None, known: Catalogue) -> list[Device]:
     names = [name.strip() for name in gpu.split(",") if name.strip()]
     if not names:
         raise UsageRefused(f"--gpu: {gpu!r} names no device. Known: {', '.join(sorted(known.devices))}.")
-    return [known.device(name) for name in names]
+    return list({device.name: device for device in map(known.device, names)}.values())
 
 
 def _cheapness(plan: CapacityPlan) -> tuple[bool, float, int]:
@@ -123,8 +143,9 @@ def _traffic(
     from headrace.policy.placement.layout import Traffic
 
     for flag, value in (("--tokens-per-user", tokens_per_user), ("--requests-per-second", requests_per_second)):
-        if value is not None and not 0 < value < math.inf:
-            raise UsageRefused(f"{flag}: expected a number above 0, got {value:g}.")
+        low, high = RATE_LIMITS[flag]
+        if value is not None and not low <= value <= high:
+            raise UsageRefused(f"{flag}: expected a number from {low:g} to {high:g}, got {value:g}.")
     if (tokens_per_user is None) is not (users is None) and requests_per_second is None:
         missing, given = ("--tokens-per-user", "--users") if users is not None else ("--users", "--tokens-per-user")
         if missing == "--users":
@@ -164,9 +185,6 @@ def _traffic(
     )
 
 
-DEFAULT_USER_TOKENS_PER_S = 20.0
-
-
 def _goals(slo: str | None, shape: ModelShape) -> Goals:
     from headrace.policy.placement.layout import Goals
 
@@ -177,21 +195,29 @@ def _goals(slo: str | None, shape: ModelShape) -> Goals:
         found = re.fullmatch(r"\s*([a-z0-9_]+)\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", part)
         if found is None or found[1] not in SLO_NAMES or not float(found[2]):
             raise UsageRefused(f"--slo: {part.strip()!r} is no goal. Write {', '.join(SLO_NAMES)} as ttft_p95=500ms, with commas between.")
-        values[SLO_NAMES[found[1]]] = float(found[2]) / (1000 if found[3] == "ms" else 1)
+        if SLO_NAMES[found[1]] in values:
+            raise UsageRefused(f"--slo: {found[1]} is given twice.")
+        seconds = float(found[2]) / (1000 if found[3] == "ms" else 1)
+        low, high = GOAL_LIMITS_S
+        if not low <= seconds <= high:
+            raise UsageRefused(f"--slo: {found[1]} must be from {low:g} to {high:g} s, got {seconds:g} s.")
+        values[SLO_NAMES[found[1]]] = seconds
     if shape.is_encoder and "tpot_s" in values:
         raise UsageRefused(f"--slo: {shape.name} generates nothing, so it has no tpot. ttft is the time of one input.")
     return Goals(**values)
 
 
-def _check(dtype: str | None, kv_dtype: str, memory_fraction: float) -> None:
+def _check(dtype: str | None, kv_dtype: str, memory_fraction: float, plot: Path | None) -> None:
     from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES
 
     if dtype is not None and dtype not in WEIGHT_BYTES:
         raise UsageRefused(f"--dtype: {dtype!r} is not known. One of {', '.join(WEIGHT_BYTES)}.")
     if kv_dtype not in KV_BYTES:
         raise UsageRefused(f"--kv-dtype: {kv_dtype!r} is not known. One of {', '.join(KV_BYTES)}.")
-    if not 0 < memory_fraction <= 1:
-        raise UsageRefused(f"--memory-fraction: expected a share above 0 and up to 1, got {memory_fraction:g}.")
+    if not MIN_MEMORY_FRACTION <= memory_fraction <= 1:
+        raise UsageRefused(f"--memory-fraction: expected a share from {MIN_MEMORY_FRACTION:g} to 1, got {memory_fraction:g}.")
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise UsageRefused(f"--plot: an SVG is written, so the file must end in .svg, got {plot}.")
 
 
 def _age_notes(need: Need) -> list[str]:
@@ -201,4 +227,5 @@ def _age_notes(need: Need) -> list[str]:
     device = need.device
     if not is_old(device.as_of, today):
         return []
-    return [f"The entry of {device.name} is of {device.as_of} ({device.source}), more than a year old: look up its price."]
+    remedy = "" if device.price_per_hour is None else ": look up its price"
+    return [f"The entry of {device.name} is of {device.as_of} ({device.source}), more than a year old{remedy}."]

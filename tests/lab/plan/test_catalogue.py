@@ -9,7 +9,7 @@ import pytest
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.lab.plan.catalogue import is_old, read_catalogue
-from headrace.lab.plan.shapes import find_model
+from headrace.lab.plan.shapes import find_model, read_shape
 from headrace.tensor.checkpoint.config import ConfigFile
 
 pytestmark = pytest.mark.pure
@@ -82,16 +82,21 @@ def test_a_file_of_ones_own_adds_devices_links_and_models(tmp_path: Path) -> Non
     ("old", "new", "named"),
     [
         ("memory_gb = 10", "memry_gb = 10", "devices.mine.memry_gb: is not a known key. Did you mean memory_gb?"),
-        ("memory_gb = 10", "memory_gb = -1", "devices.mine.memory_gb: must be a number above 0"),
+        ("memory_gb = 10", "memory_gb = -1", "devices.mine.memory_gb: must be a number from 0.001 to 1e+06, got -1"),
         ("memory_gb = 10", 'memory_gb = "10"', "devices.mine.memory_gb: expected float, got str"),
-        ("price_per_hour = 0.2", "price_per_hour = nan", "devices.mine.price_per_hour: must be a number above 0"),
+        ("price_per_hour = 0.2", "price_per_hour = nan", "devices.mine.price_per_hour: must be a number from 1e-06 to 1e+06, got nan"),
         ("bf16 = 10", "fp8 = 10", "devices.mine.tflops: lacks bf16"),
-        ("bf16 = 10", "bf16 = inf", "devices.mine.tflops.bf16: must be a number above 0"),
+        ("bf16 = 10", "bf16 = inf", "devices.mine.tflops.bf16: must be a number from 0.001 to 1e+09, got inf"),
         ('link = "wire"', 'link = "wires"', "devices.mine.link: 'wires' is no link"),
         ('as_of = "2026-10"', 'as_of = "October"', "devices.mine.as_of: 'October' is no month"),
         ('source = "measured"', "", "devices.mine.source: is missing"),
-        ("devices = 2", "devices = 0", "links.wire.devices: must be a number above 0"),
+        ("devices = 2", "devices = 0", "links.wire.devices: must be a number from 1 to 65536, got 0"),
         ("[devices.mine]", "[devices.mine", "is not TOML"),
+        ("memory_gb = 10", "memory_gb = 1e308", "own.toml: devices.mine.memory_gb: must be a number from 0.001 to 1e+06, got 1e+308"),
+        ("gb_per_s = 100", "gb_per_s = 1e-320", "own.toml: devices.mine.gb_per_s: must be a number from"),
+        ("price_per_hour = 0.2", "price_per_hour = 1e308", "own.toml: devices.mine.price_per_hour: must be a number from"),
+        ("memory_gb = 10", f"memory_gb = 1{'0' * 400}", "own.toml: holds an integer that is too large"),
+        ('link = "wire"', 'link = "wires"', "own.toml: devices.mine.link"),
     ],
 )
 def test_what_is_wrong_in_a_catalogue_is_named(tmp_path: Path, old: str, new: str, named: str) -> None:
@@ -100,9 +105,45 @@ def test_what_is_wrong_in_a_catalogue_is_named(tmp_path: Path, old: str, new: st
     assert named in str(refused.value)
 
 
+def test_a_link_that_no_device_has_is_checked(tmp_path: Path) -> None:
+    unused = DEVICE + "\n[links.unused]\ngb_per_s = -5\nlatency_us = 1\ndevices = 2\n"
+    with pytest.raises(ConfigError, match=r"own\.toml: links\.unused\.gb_per_s: must be a number from 0\.001"):
+        read_catalogue(written(tmp_path, unused))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        (
+            "num_key_value_heads",
+            "num_key_value_head",
+            "models.typo.num_key_value_head: is not a known key. Did you mean num_key_value_heads?",
+        ),
+        ("num_hidden_layers = 2", "num_hidden_layers = -2", "own.toml: models.typo: num_hidden_layers = -2: must be an integer"),
+        ("vocab_size = 100", "", "own.toml: models.typo: vocab_size: is missing"),
+        (
+            "vocab_size = 100",
+            "vocab_size = 100\nquantization_config = { method = 'awq' }",
+            "quantization_config.method: is not a known key",
+        ),
+        ("vocab_size = 100", "vocab_size = 100\nstate_size = 16", "models.typo.state_size: is not a known key"),
+    ],
+)
+def test_a_model_of_ones_own_is_checked_whether_it_is_planned_or_not(tmp_path: Path, old: str, new: str, named: str) -> None:
+    lines = [f"{key} = {value!r}".replace("'", '"') for key, value in (GOOD | {"num_key_value_heads": 2}).items()]
+    with pytest.raises((ConfigError, CheckpointError)) as refused:
+        read_catalogue(written(tmp_path, "[models.typo]\n" + "\n".join(lines).replace(old, new)))
+    assert named in str(refused.value)
+
+
+def test_a_price_above_its_table_has_its_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gpu\.egress_per_gb: is not in the catalogue\. Write it above \[gpu\]"):
+        read_catalogue(prices=written(tmp_path, "[gpu]\nh100 = 2.5\negress_per_gb = 0.05\n"))
+
+
 @pytest.mark.parametrize("price", ["0", "0.0", "nan", "-3", "inf"])
 def test_a_price_that_is_no_price_is_refused_by_name(tmp_path: Path, price: str) -> None:
-    with pytest.raises(ConfigError, match=r"gpu\.h100: must be a number above 0"):
+    with pytest.raises(ConfigError, match=r"gpu\.h100: must be a number from 1e-06 to 1e\+06, got"):
         read_catalogue(prices=written(tmp_path, f"[gpu]\nh100 = {price}\n"))
 
 
@@ -111,7 +152,7 @@ def test_a_price_that_is_no_price_is_refused_by_name(tmp_path: Path, price: str)
     [
         ("[gpu]\nh101 = 1.0\n", "gpu.h101: is not in the catalogue"),
         ("egress = 0.1\n", "egress: is not a known key. Did you mean egress_per_gb?"),
-        ("egress_per_gb = nan\n", "egress_per_gb: must be a number of dollars"),
+        ("egress_per_gb = nan\n", "egress_per_gb: must be a number from 0 to 1e+06, got nan"),
     ],
 )
 def test_what_is_wrong_in_a_file_of_prices_is_named(tmp_path: Path, text: str, named: str) -> None:
@@ -170,6 +211,50 @@ def test_absurd_fields_of_a_config_are_refused_by_name(tmp_path: Path, fields: d
     assert named in str(refused.value)
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model_type": "qwen3_next", "full_attention_interval": 4}, "full_attention_interval = 4: only layers of attention"),
+        ({"layer_types": ["linear_attention", FULL]}, "layer_types"),
+        ({"layer_types": [FULL]}, "layer_types"),
+        ({"layer_types": [SLIDING] * 5, "sliding_window": 8}, "must name full_attention or sliding_attention for each of 2 layers"),
+        ({"layer_types": [1, 2]}, "layer_types"),
+        ({"layer_types": [SLIDING, FULL]}, "names sliding_attention, but there is no sliding_window"),
+        ({"state_size": 16}, "state_size = 16: only layers of attention"),
+        ({"linear_num_key_heads": 16}, "linear_num_key_heads = 16: only layers of attention"),
+        ({"mamba_d_state": 128}, "mamba_d_state"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "is_encoder_decoder = true: only layers of attention"),
+        ({"num_decoder_layers": 6}, "num_decoder_layers"),
+    ],
+)
+def test_layers_that_are_not_planned_for_are_refused_by_name(tmp_path: Path, fields: dict[str, object], named: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GOOD | fields))
+    with pytest.raises(CheckpointError) as refused:
+        find_model(str(tmp_path), {})
+    assert named in str(refused.value)
+
+
+def test_layers_with_a_window_are_counted_by_their_types() -> None:
+    shape = read_shape(ConfigFile("config.json", GOOD | {"layer_types": [SLIDING, FULL], "sliding_window": 8}), "mixed")[0]
+    assert (shape.window, shape.num_window_layers) == (8, 1)
+    assert shape.num_resident_kv_values(64) == shape.num_kv_values / 2 * (64 + 8)
+
+
+def test_a_family_that_is_not_known_is_read_as_llama_and_says_so() -> None:
+    known, unknown = (read_shape(ConfigFile("config.json", GOOD | {"model_type": kind}), "some")[0] for kind in ("llama", "brand_new"))
+    assert unknown.is_assumed
+    assert not known.is_assumed
+    assert unknown.num_params == known.num_params
+
+
+def test_encoders_with_gates_have_three_matrices() -> None:
+    two, three = (read_shape(ConfigFile("config.json", GOOD | {"model_type": kind}), "some")[0] for kind in ("bert", "modernbert"))
+    assert three.num_params - two.num_params == 2 * 64 * 128
+
+
 @pytest.mark.parametrize(
     ("fields", "dtype"),
     [
@@ -222,8 +307,6 @@ def test_products_in_fp32_take_longer(tmp_path: Path) -> None:
 
 
 def test_a_text_model_inside_a_larger_one_is_read() -> None:
-    from headrace.lab.plan.shapes import read_shape
-
     shape, dtype = read_shape(ConfigFile("config.json", {"model_type": "gemma3", "text_config": GOOD, "dtype": "float32"}), "nested")
     assert (shape.num_layers, dtype) == (2, "fp32")
 

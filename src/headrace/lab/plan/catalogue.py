@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode
+from headrace.lab.plan.shapes import check_entry
 from headrace.policy.placement.device import COMPUTE_EFFICIENCY, LAYER_OVERHEAD_S, WEIGHT_EFFICIENCY, Device, Link
+
+File = TypeVar("File")
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -23,6 +25,22 @@ OLD_MONTHS = 12
 """Months after which an entry is said to be old."""
 
 HOURS_PER_MONTH = 730
+
+LIMITS = {
+    "memory_gb": (1e-3, 1e6),
+    "gb_per_s": (1e-3, 1e9),
+    "latency_us": (1e-3, 1e6),
+    "devices": (1, 65_536),
+    "price_per_hour": (1e-6, 1e6),
+    "layer_overhead_us": (1e-3, 1e6),
+    "weight_efficiency": (1e-3, 1),
+    "compute_efficiency": (1e-3, 1),
+    "egress_per_gb": (0, 1e6),
+    "storage_per_gb_month": (0, 1e6),
+}
+"""Field -> the least and the most that it may be: wide enough for any device, and small enough that every figure is a finite number."""
+
+TFLOPS_LIMITS = (1e-3, 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +100,21 @@ class _DeviceFile:
 
 def read_catalogue(own: Path | None = None, prices: Path | None = None) -> Catalogue:
     """The package's catalogue with the entries of the user's files. Raises ConfigError naming file, entry and key."""
-    links, devices, _ = _entries(FOLDER / "devices.toml")
+    bundled = FOLDER / "devices.toml"
+    links, devices, _ = _entries(bundled)
+    files = dict.fromkeys(devices, bundled)
     models: dict[str, Mapping[str, object]] = dict(_read_toml(FOLDER / "models.toml"))
     if own is not None:
         more_links, more_devices, more_models = _entries(own)
+        files |= dict.fromkeys(more_devices, own)
         links, devices, models = links | more_links, devices | more_devices, models | more_models
-    made = {name: _device(name, entry, links) for name, entry in devices.items()}
+    made = {name: _device(name, entry, links, f"{files[name]}: devices.{name}") for name, entry in devices.items()}
     asked = Prices() if prices is None else _prices(prices)
     for name, price in asked.gpu.items():
         if name not in made:
-            raise ConfigError(f"{prices}: gpu.{name}", "is not in the catalogue", f"Known: {', '.join(sorted(made))}.")
+            is_misplaced = name in {item.name for item in fields(Prices)}
+            remedy = "Write it above [gpu]." if is_misplaced else f"Known: {', '.join(sorted(made))}."
+            raise ConfigError(f"{prices}: gpu.{name}", "is not in the catalogue", remedy)
         made[name] = replace(made[name], price_per_hour=price, as_of="", source=f"{prices}")
     return Catalogue(devices=made, models=models, prices=asked)
 
@@ -110,20 +133,20 @@ def _entries(path: Path) -> tuple[dict[str, LinkEntry], dict[str, DeviceEntry], 
     models = data.pop("models", {})
     if not isinstance(models, dict) or not all(isinstance(model, dict) for model in models.values()):
         raise ConfigError(f"{path}: models", "must hold tables, one per model", "Write [models.NAME] and the fields of its config.json.")
-    try:
-        found = decode(_DeviceFile, data)
-    except ConfigError as error:
-        raise error.at(f"{path}: {error.where}") from None
+    found = _decoded(_DeviceFile, data, path)
+    for name, link in found.links.items():
+        _check_limits(f"{path}: links.{name}.", link)
+    for name, model in models.items():
+        check_entry(f"{path}: models.{name}", name, model)
     return found.links, found.devices, models
 
 
-def _device(name: str, entry: DeviceEntry, links: Mapping[str, LinkEntry]) -> Device:
-    where = f"devices.{name}"
-    _check_positive(where, entry)
+def _device(name: str, entry: DeviceEntry, links: Mapping[str, LinkEntry], where: str) -> Device:
+    _check_limits(f"{where}.", entry)
     if "bf16" not in entry.tflops:
         raise ConfigError(f"{where}.tflops", "lacks bf16", "Give the dense FLOP/s of bf16 or fp16 products.")
     for dtype, rate in entry.tflops.items():
-        _check_number(f"{where}.tflops.{dtype}", rate)
+        _check_limit(f"{where}.tflops.{dtype}", rate, TFLOPS_LIMITS)
     if not re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])", entry.as_of):
         raise ConfigError(f"{where}.as_of", f"{entry.as_of!r} is no month", "Write it as 2026-11.")
     own_weight, own_compute = entry.weight_efficiency, entry.compute_efficiency
@@ -149,35 +172,37 @@ def _link(name: str, links: Mapping[str, LinkEntry], where: str) -> Link:
     entry = links.get(name)
     if entry is None:
         raise ConfigError(where, f"{name!r} is no link", f"Known: {', '.join(sorted(links))}.")
-    _check_positive(f"links.{name}", entry)
     return Link(name, entry.gb_per_s * 1e9, entry.latency_us * 1e-6, entry.devices)
 
 
 def _prices(path: Path) -> Prices:
-    try:
-        found = decode(Prices, _read_toml(path))
-    except ConfigError as error:
-        raise error.at(f"{path}: {error.where}") from None
+    found = _decoded(Prices, _read_toml(path), path)
     for name, price in found.gpu.items():
-        _check_number(f"{path}: gpu.{name}", price)
-    for name in ("egress_per_gb", "storage_per_gb_month"):
-        if not 0 <= (price := getattr(found, name)) < math.inf:
-            raise ConfigError(f"{path}: {name}", f"must be a number of dollars, 0 or more, got {price}")
+        _check_limit(f"{path}: gpu.{name}", price, LIMITS["price_per_hour"])
+    _check_limits(f"{path}: ", found)
     return found
 
 
-def _check_positive(where: str, entry: DeviceEntry | LinkEntry) -> None:
+def _decoded(kind: type[File], data: dict[str, Any], path: Path) -> File:
+    try:
+        return decode(kind, data)
+    except ConfigError as error:
+        raise error.at(f"{path}: {error.where}") from None
+    except OverflowError:
+        raise ConfigError(str(path), "holds an integer that is too large for a number with a point") from None
+
+
+def _check_limits(where: str, entry: DeviceEntry | LinkEntry | Prices) -> None:
     for item in fields(entry):
         value = getattr(entry, item.name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            _check_number(f"{where}.{item.name}", value)
-        if item.name.endswith("_efficiency") and value is not None and value > 1:
-            raise ConfigError(f"{where}.{item.name}", f"must be a share up to 1, got {value}")
+        if item.name in LIMITS and value is not None:
+            _check_limit(f"{where}{item.name}", value, LIMITS[item.name])
 
 
-def _check_number(where: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(where, f"must be a number above 0, got {value}")
+def _check_limit(where: str, value: float, limits: tuple[float, float]) -> None:
+    low, high = limits
+    if not low <= value <= high:
+        raise ConfigError(where, f"must be a number from {low:g} to {high:g}, got {value:g}")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.core.errors import ConfigError
 from headrace.lab.plan.plan import CapacityPlan
 from headrace.lab.svg import write_svg
-from headrace.policy.placement.layout import MAX_NUM_SEQS
+from headrace.policy.placement.layout import MAX_NUM_SEQS, decode_rate, tpot_s
 from headrace.policy.placement.roofline import Roofline
 
 if TYPE_CHECKING:
@@ -16,36 +17,39 @@ if TYPE_CHECKING:
 
 
 def write_chart(file: Path, plans: Sequence[CapacityPlan]) -> None:
-    """Write an SVG of the plans that have a layout. Raises ConfigError as `write_svg` does."""
-    write_svg(file, lambda pyplot: _figure(pyplot, plans))
-
-
-def _figure(pyplot: Any, plans: Sequence[CapacityPlan]) -> Figure:
-    figure, (rates, times) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    """Write an SVG of the plans whose layout holds a sequence. Raises ConfigError where there is none, and as `write_svg` does."""
     drawn = [plan for plan in plans if plan.best.num_sequences]
+    if not drawn:
+        raise ConfigError("--plot", f"nothing is there to draw: {plans[0].best.reason}")
+    write_svg(file, lambda pyplot: _figure(pyplot, drawn))
+
+
+def curve(plan: CapacityPlan) -> tuple[list[int], list[float], list[float]]:
+    """Batches of one replica of the chosen layout, tokens/s of each device, and seconds per token: by the formulas of the plan."""
+    need, best = plan.need, plan.best
+    latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
+    most = min(best.num_sequences, MAX_NUM_SEQS)
+    batches = sorted({best.batch or 1, *(round(most ** (step / 60)) for step in range(61))})
+    rates = [decode_rate(need, latency, batch) / best.layout.num_devices for batch in batches]
+    return batches, rates, [tpot_s(need, latency, batch) for batch in batches]
+
+
+def _figure(pyplot: Any, drawn: Sequence[CapacityPlan]) -> Figure:
+    figure, (rates, times) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for plan in drawn:
-        need, best = plan.need, plan.best
-        latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
-        most = min(best.num_sequences, MAX_NUM_SEQS)
-        batches = sorted({round(most ** (step / 60)) for step in range(61)})
-        seconds = [latency.decode_s(batch, need.traffic.context) for batch in batches]
-        label = f"{need.device.name}, {best.layout}"
-        (line,) = rates.plot(
-            batches, [batch / each / best.layout.num_devices for batch, each in zip(batches, seconds, strict=True)], label=label
-        )
-        times.plot(batches, [1e3 * each for each in seconds], label=label)
+        best = plan.best
+        batches, per_device, seconds = curve(plan)
+        label = f"{plan.need.device.name}, {best.layout}"
+        (line,) = rates.plot(batches, per_device, label=label)
+        times.plot(batches, [1e3 * each for each in seconds], color=line.get_color(), label=label)
         if best.batch:
-            rates.plot(
-                best.batch,
-                best.batch / latency.decode_s(best.batch, need.traffic.context) / best.layout.num_devices,
-                "o",
-                color=line.get_color(),
-            )
-    goal = drawn[0].need.goals.tpot_s if drawn else None
+            rates.plot(best.batch, best.decode_tokens_per_s / best.layout.num_devices, "o", color=line.get_color())
+            times.plot(best.batch, 1e3 * best.tpot_s, "o", color=line.get_color())
+    goal = drawn[0].need.goals.tpot_s
     if goal is not None:
         times.axhline(1e3 * goal, color="grey", linestyle="--", label="goal")
     rates.set_title("Tokens/s per device (dot: planned batch)")
-    times.set_title("Time per token (ms)")
+    times.set_title("TPOT (ms)")
     for axes in (rates, times):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -54,6 +58,5 @@ def _figure(pyplot: Any, plans: Sequence[CapacityPlan]) -> Figure:
         axes.set_xlabel("sequences decoded together, per replica")
         axes.grid(alpha=0.3, which="both")
     times.yaxis.set_minor_formatter("{x:g}")
-    if drawn:
-        rates.legend(fontsize=8)
+    rates.legend(fontsize=8)
     return figure  # type: ignore[no-any-return]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.lab.plan.catalogue import HOURS_PER_MONTH, Prices
-from headrace.policy.placement.layout import HEADROOM, TAIL, Need, Placement, choose_layout
+from headrace.policy.placement.device import KV_EFFICIENCY
+from headrace.policy.placement.layout import HEADROOM, TAIL, Need, Placement, choose_layout, free_bytes, ttft_terms
 from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES
-from headrace.policy.placement.roofline import Roofline
+from headrace.policy.placement.roofline import COLLECTIVES, COMPUTING, GAPS, READING_KV, READING_WEIGHTS, Roofline
 
 EGRESS_BYTES_PER_TOKEN = 250
 """Bytes that a client is sent for each token of a stream: one event of a chat completion, with its headers' share."""
@@ -84,21 +85,22 @@ def _memory_figures(need: Need, best: Placement, latency: Roofline) -> dict[str,
         "num_active_params": Figure(model.num_active_params, "", "weights that one token is multiplied with"),
         "weights_bytes": Figure(weights, "bytes", f"{model.num_params:,} weights x {WEIGHT_BYTES[need.dtype]:g} bytes ({need.dtype})"),
         "memory_bytes": Figure(memory, "bytes", f"{best.num_devices} device(s) x {share}"),
-        "free_bytes": Figure(memory - replicas * weights, "bytes", f"memory - {replicas} x weights"),
+        "free_bytes": Figure(memory - replicas * weights, "bytes", f"memory - {replicas} x {weights / 1e9:,.2f} GB of weights"),
     }
     if model.is_encoder:
         return figures
     copies = best.layout.tp // model.kv_shards(best.layout.tp)
+    room = f"{replicas} replica(s) x {max(0.0, free_bytes(need, best.layout)):,.0f} bytes that are free in one"
     held = f"; {copies} devices hold the same heads" if copies > 1 else ""
     return figures | {
         "kv_bytes_per_token": Figure(model.num_kv_values * KV_BYTES[need.kv_dtype], "bytes", _kv_formula(need)),
         "resident_tokens": Figure(
-            replicas * best.resident_tokens, "tokens", f"{replicas} replica(s) x free bytes of one / KV bytes per token{held}"
+            replicas * best.resident_tokens, "tokens", f"{room} / {latency.kv_bytes_per_token:,.0f} bytes per token{held}"
         ),
         "sequences": Figure(
             replicas * best.num_sequences,
             "",
-            f"{replicas} replica(s) x free bytes of one / KV bytes of {need.traffic.context} tokens{held}",
+            f"{room} / {latency.kv_bytes(need.traffic.context):,.0f} bytes of {need.traffic.context} tokens{held}",
         ),
     }
 
@@ -111,46 +113,65 @@ def _kv_formula(need: Need) -> str:
 
 
 def _speed_figures(need: Need, best: Placement, latency: Roofline) -> dict[str, Figure]:
-    traffic, batch, device = need.traffic, max(1, best.batch), need.device
-    size = WEIGHT_BYTES[need.dtype]
+    traffic = need.traffic
+    asked = f"{traffic.tokens_per_s:,.0f} tokens/s that are asked for / {best.decode_tokens_per_s:,.1f} of one replica, rounded up"
+    there = "one: no rate is asked for" if need.num_devices is None else f"{need.num_devices} devices / {best.layout.num_devices} of one"
     prompt_s = latency.prefill_busy_s(traffic.prompt_tokens)
+    terms = _sum(need, latency, latency.prefill_terms(traffic.prompt_tokens))
     figures = {
-        "replicas": Figure(
-            best.replicas, "", f"tokens/s that are asked for ({traffic.tokens_per_s:,.0f}) / tokens/s of one replica, rounded up"
-        ),
+        "replicas": Figure(best.replicas, "", asked if traffic.tokens_per_s else there),
         "devices": Figure(best.num_devices, "", f"{best.replicas} replicas x {best.layout}"),
         "prefill_tokens_per_s": Figure(
-            best.prefill_tokens_per_s,
-            "tokens/s",
-            f"{traffic.prompt_tokens} tokens / {prompt_s:.3g} s; FLOPs of the prompt / ({best.layout.num_devices} x "
-            f"{device.flops_of(need.dtype) / 1e12:g} TFLOP/s x {device.compute_efficiency[size]:g}) + layers x gap + collectives",
+            best.prefill_tokens_per_s, "tokens/s", f"{traffic.prompt_tokens} tokens / {prompt_s * 1e3:.3f} ms: {terms}"
         ),
     }
     if need.model.is_encoder:
-        return figures | {"tokens_per_s": Figure(best.tokens_per_s, "tokens/s", f"replicas x {HEADROOM:.0%} of the prefill rate")}
-    step = (
-        f"weights read in {latency.read_weights_s(batch / best.layout.pp) * 1e3:.2f} ms ({device.bytes_per_s / 1e9:,.0f} GB/s x "
-        f"{device.weight_efficiency[size]:g}) + KV {latency.read_kv_s(batch / best.layout.pp, traffic.context) * 1e3:.2f} ms + "
-        f"{need.model.num_layers} layers x {device.layer_overhead_s * 1e6:g} us + collectives "
-        f"{latency.collectives_s(batch / best.layout.pp) * 1e3:.2f} ms"
-    )
-    prompts = f" + {batch} x {traffic.ratio:.3g} prompt tokens x {prompt_s / traffic.prompt_tokens * 1e6:.1f} us" if traffic.ratio else ""
-    return figures | {
-        "batch": Figure(best.batch, "sequences", f"most that keep {HEADROOM:.0%} of every goal, and that fit"),
-        "tpot_s": Figure(best.tpot_s, "s", f"of {batch} sequences: {step}{prompts}"),
-        "ttft_s": Figure(
-            best.ttft_s, "s", "prompt's own computation + half a step and one per chunk + mean wait for other prompts (M/D/1)"
-        ),
-        "ttft_p95_s": Figure(best.ttft_p95_s, "s", f"the same with {TAIL:.2f} times the mean wait (exponential tail)"),
-        "decode_tokens_per_s": Figure(best.decode_tokens_per_s, "tokens/s", "of one replica: batch / TPOT, or what its users ask for"),
-        "tokens_per_s": Figure(best.tokens_per_s, "tokens/s", f"{best.replicas} x tokens/s of one replica"),
-        "mbu": Figure(best.mbu, "", "bytes of weights and KV that a step reads / (step time x bandwidth of all devices)"),
+        formula = f"{best.replicas} x {HEADROOM:.0%} of the prefill rate"
+        return figures | {"tokens_per_s": Figure(best.tokens_per_s, "tokens/s", formula)}
+    return figures | _decode_figures(need, best, latency)
+
+
+def _decode_figures(need: Need, best: Placement, latency: Roofline) -> dict[str, Figure]:
+    traffic, batch, layout = need.traffic, best.batch, best.layout
+    step = f"of {batch} sequences: {_sum(need, latency, latency.decode_terms(batch, traffic.context))}"
+    if traffic.ratio:
+        token_s = latency.prefill_busy_s(traffic.prompt_tokens) / traffic.prompt_tokens
+        prompts_s = batch * traffic.ratio * token_s
+        step += f" + prompts {prompts_s * 1e3:.3f} ms ({batch} x {traffic.ratio:.3g} prompt tokens x {token_s * 1e6:.1f} us)"
+    own_s, steps_s, wait_s = ttft_terms(need, latency, batch)
+    own = f"prompt alone {own_s * 1e3:.3f} ms + half a step and one per chunk {steps_s * 1e3:.3f} ms"
+    filled, wished = f"{batch} / {best.tpot_s * 1e3:.3f} ms", f"{batch} users x {traffic.user_tokens_per_s:g}, all that they ask for"
+    is_wish = traffic.user_tokens_per_s and best.decode_tokens_per_s < batch / best.tpot_s
+    read = latency.decode_bytes(batch, traffic.context)
+    there = f"{best.tpot_s * 1e3:.3f} ms x {layout.num_devices} x {need.device.bytes_per_s / 1e9:,.0f} GB/s"
+    return {
+        "batch": Figure(batch, "sequences", f"most that keep {HEADROOM:.0%} of every goal, and that fit"),
+        "tpot_s": Figure(best.tpot_s, "s", step),
+        "ttft_s": Figure(best.ttft_s, "s", f"{own} + mean wait for other prompts (M/D/1) {wait_s * 1e3:.3f} ms"),
+        "ttft_p95_s": Figure(best.ttft_p95_s, "s", f"{own} + {TAIL:.2f} times that wait (exponential tail) {TAIL * wait_s * 1e3:.3f} ms"),
+        "decode_tokens_per_s": Figure(best.decode_tokens_per_s, "tokens/s", f"of one replica: {wished if is_wish else filled}"),
+        "tokens_per_s": Figure(best.tokens_per_s, "tokens/s", f"{best.replicas} replica(s) x {best.decode_tokens_per_s:,.1f} tokens/s"),
+        "mbu": Figure(best.mbu, "", f"{read / 1e9:,.3f} GB of weights and KV read per token of every sequence / ({there})"),
     }
 
 
+def _sum(need: Need, latency: Roofline, terms: Mapping[str, float]) -> str:
+    """Terms in milliseconds, with what each comes from."""
+    device, model = need.device, need.model
+    size = WEIGHT_BYTES[need.dtype]
+    sources = {
+        READING_WEIGHTS: f"{device.bytes_per_s / 1e9:,.0f} GB/s x {device.weight_efficiency[size]:g}",
+        COMPUTING: f"{device.flops_of(need.dtype) / 1e12:g} TFLOP/s x {latency.compute_efficiency:g}",
+        READING_KV: f"{device.bytes_per_s / 1e9:,.0f} GB/s x {KV_EFFICIENCY:g}",
+        GAPS: f"{model.num_layers} layers x {device.layer_overhead_s * 1e6:g} us",
+        COLLECTIVES: str(latency.layout),
+    }
+    return " + ".join(f"{name} {seconds * 1e3:.3f} ms ({sources[name]})" for name, seconds in terms.items())
+
+
 def _cost_figures(need: Need, best: Placement, prices: Prices) -> dict[str, Figure]:
-    """Costs at the rate that is asked for, or else at the rate of filled replicas."""
-    rate = need.traffic.tokens_per_s or best.tokens_per_s
+    """Costs at the rate that is asked for, or else at the rate of filled replicas, which is also the most that can be paid for."""
+    rate = min(need.traffic.tokens_per_s or best.tokens_per_s, best.tokens_per_s)
     egress_bytes = 0 if need.model.is_encoder else EGRESS_BYTES_PER_TOKEN
     egress = egress_bytes * 1e6 / 1e9 * prices.egress_per_gb
     weights_gb = need.model.num_params * WEIGHT_BYTES[need.dtype] / 1e9
@@ -169,7 +190,7 @@ def _cost_figures(need: Need, best: Placement, prices: Prices) -> dict[str, Figu
         "price_per_hour": Figure(best.price_per_hour, "$", f"{best.num_devices} devices x ${need.device.price_per_hour:g}"),
         "price_per_month": Figure(best.price_per_hour * HOURS_PER_MONTH, "$", f"price per hour x {HOURS_PER_MONTH}"),
         "devices_per_1m_tokens": Figure(hourly, "$", f"${best.price_per_hour:g} per hour / 3600 / {rate:,.0f} tokens/s x 1M"),
-        "cost_per_1m_tokens": Figure(total, "$", "devices + egress + storage, per 1M tokens"),
+        "cost_per_1m_tokens": Figure(total, "$", f"devices ${hourly:.6f} + egress ${egress:.6f} + storage ${storage:.6f}"),
         "cost_per_1k_tokens": Figure(total / 1000, "$", "cost per 1M tokens / 1000"),
     }
 
@@ -195,6 +216,13 @@ def _notes(need: Need, best: Placement) -> list[str]:
         )
     if not need.traffic.counts_prompts and not need.model.is_encoder:
         notes.append("Prompts are not counted as load: --requests-per-second says how many there are.")
+    if need.goals.ttft_p95_s is not None and (need.model.is_encoder or not need.traffic.counts_prompts):
+        remedy = "" if need.model.is_encoder else " --requests-per-second says how many prompts there are."
+        notes.append(f"No queue of prompts is modelled here: ttft_p95 is the mean.{remedy}")
+    if need.model.is_assumed:
+        notes.append("model_type is none that the planner knows: the shape is read as Llama's.")
+    if need.dtype in ("fp8", "int8") and need.dtype not in device.flops:
+        notes.append(f"{device.title} has no {need.dtype} products: {need.dtype} weights save memory and are multiplied in 16 bits.")
     if need.memory_fraction == 1:
         notes.append("All memory counts. An engine needs some for activations: --memory-fraction 0.9 is what engines take.")
     if need.dtype == "int4":
@@ -205,11 +233,8 @@ def _notes(need: Need, best: Placement) -> list[str]:
         notes.append(f"{device.title} has no price here: --prices FILE gives it one.")
     if need.num_devices is not None and best.batch and (idle := need.num_devices - best.num_devices) > 0:
         notes.append(f"{idle} of {need.num_devices} devices are not needed, or are too few for one more replica.")
-    size = WEIGHT_BYTES[need.dtype]
-    notes.append(
-        f"Rates assume {device.weight_efficiency[size]:.0%} of the bandwidth for weights and {device.compute_efficiency[size]:.0%} of the "
-        f"FLOP/s, fitted on one H100; goals are used to {HEADROOM:.0%}."
-        if device.name != "cpu"
-        else f"Rates assume {device.weight_efficiency[size]:.0%} of the bandwidth and {device.compute_efficiency[size]:.0%} of the FLOP/s."
-    )
+    reading = f"{device.weight_efficiency[WEIGHT_BYTES[need.dtype]]:.0%} of the bandwidth for weights"
+    computing = f"{Roofline(need.model, device, best.layout, need.dtype, need.kv_dtype).compute_efficiency:.0%} of the FLOP/s"
+    fitted = "" if device.name == "cpu" else ", fitted on one H100"
+    notes.append(f"Rates assume {reading} and {computing}{fitted}; goals are used to {HEADROOM:.0%}.")
     return notes

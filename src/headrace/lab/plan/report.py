@@ -72,7 +72,7 @@ def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:
             continue
         layout = f"{best.replicas} x {best.layout}"
         rate, prices = f"{best.tokens_per_s:,.0f}", (_dollars(best.price_per_hour), _dollars(plan.cost_per_1m_tokens))
-        yield _row(widths, name, layout, best.num_devices, rate, _ms(best.tpot_s), _ms(best.ttft_s), *prices)
+        yield _row(widths, name, layout, best.num_devices, rate, _tpot(best), _ms(best.ttft_s), *prices)
 
 
 def as_object(plan: CapacityPlan) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _table(placements: Sequence[Placement]) -> Iterator[str]:
             yield f"  {each.layout!s:<16} {each.reason}"
             continue
         rates = f"{each.tokens_per_s:,.0f}", f"{each.prefill_tokens_per_s:,.0f}"
-        times = _ms(each.tpot_s), _ms(each.ttft_s), f"{each.mbu:.0%}", _dollars(each.price_per_hour)
+        times = _tpot(each), _ms(each.ttft_s), f"{each.mbu:.0%}" if each.mbu else "-", _dollars(each.price_per_hour)
         row = _row(widths, each.layout, each.replicas, each.num_devices, each.batch, *rates, *times)
         yield f"{row}  {each.reason}".rstrip()
 
@@ -136,21 +136,25 @@ def _layout(each: Placement) -> dict[str, Any]:
         "resident_tokens": each.resident_tokens,
         "sequences": each.num_sequences,
         "batch": each.batch,
-        "tpot_s": each.tpot_s,
+        "tpot_s": each.tpot_s or None,
         "ttft_s": each.ttft_s,
         "ttft_p95_s": each.ttft_p95_s,
         "decode_tokens_per_s": each.decode_tokens_per_s,
         "prefill_tokens_per_s": each.prefill_tokens_per_s,
         "tokens_per_s": each.tokens_per_s,
-        "mbu": each.mbu,
+        "mbu": each.mbu or None,
         "price_per_hour": each.price_per_hour,
-        "cost_per_1m_tokens": each.cost_per_1m_tokens,
         "reason": each.reason,
     }
 
 
 def _number(figure: Figure) -> float | int:
     return int(figure.value) if figure.unit in ("bytes", "tokens", "sequences") or float(figure.value).is_integer() else figure.value
+
+
+def _tpot(each: Placement) -> str:
+    """An encoder has none."""
+    return _ms(each.tpot_s) if each.tpot_s else "-"
 
 
 def _ms(seconds: float) -> str:

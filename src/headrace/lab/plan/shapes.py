@@ -8,11 +8,12 @@ from pathlib import Path
 
 from headrace.bundled import bundled_names, bundled_path
 from headrace.core.errors import ConfigError
+from headrace.core.strict_decode import UnknownKey
 from headrace.policy.placement.model import WEIGHT_BYTES, LatentAttention, ModelShape
 from headrace.tensor.checkpoint.config import ConfigFile, read_config
 
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "nomic_bert", "modernbert"})
-UNGATED = ENCODERS | {"opt", "gpt_neox", "phi", "starcoder2", "gpt_bigcode", "nemotron"} - {"modernbert", "nomic_bert"}
+UNGATED = (ENCODERS - {"modernbert", "nomic_bert"}) | {"opt", "gpt_neox", "phi", "starcoder2", "gpt_bigcode", "nemotron"}
 """Families whose feed-forward blocks have two matrices."""
 
 EVERY_OTHER = frozenset({"gemma2"})
@@ -20,6 +21,39 @@ EVERY_OTHER = frozenset({"gemma2"})
 
 TIED = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
 """Families whose head is the table of embeddings where config.json says nothing."""
+
+FAMILIES = (
+    ENCODERS
+    | UNGATED
+    | TIED
+    | {"llama", "mistral", "ministral", "mixtral", "phi3", "phimoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmo", "olmo2", "olmo3"}
+    | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "olmoe", "granite", "granitemoe", "cohere", "cohere2", "glm", "glm4", "glm4_moe"}
+    | {"smollm3", "stablelm", "seed_oss", "exaone4"}
+)
+"""Values of model_type whose sizes stand in the fields that are read here. Any other is read as Llama, and the plan says so."""
+
+OTHER_LAYERS = (
+    "state_size",
+    "ssm_",
+    "mamba_",
+    "linear_",
+    "full_attention_interval",
+    "attn_layer_period",
+    "attn_type_list",
+    "conv_L_cache",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "block_types",
+    "cross_attention_layers",
+    "num_decoder_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "is_encoder_decoder",
+    "add_cross_attention",
+)
+"""Fields, or beginnings of their names, of layers with another state than keys and values of one sequence."""
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 NOT_READ = {"interleave_moe_layer_step": 1, "decoder_sparse_step": 1, "moe_layer_freq": 1, "mlp_only_layers": []}
 """Fields that say which layers have experts -> the value with which all have."""
@@ -30,6 +64,54 @@ MAX_WIDTH = 2**20
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
 MAX_POSITIONS = 2**26
+
+FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "sliding_window",
+    "use_sliding_window",
+    "sliding_window_pattern",
+    "layer_types",
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "shared_expert_intermediate_size",
+    "first_k_dense_replace",
+    *NOT_READ,
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+"""Fields of config.json that are read. An entry of a catalogue has no other."""
+
+QUANTIZATION_FIELDS = ("quant_method", "bits")
+
+
+def check_entry(where: str, name: str, entry: Mapping[str, object]) -> None:
+    """Raises UnknownKey for a field that is not read, CheckpointError for one that is absurd."""
+    for field in entry:
+        if field not in FIELDS:
+            raise UnknownKey(f"{where}.{field}", FIELDS, {})
+    for field in ConfigFile(where, entry).section("quantization_config").values:
+        if field not in QUANTIZATION_FIELDS:
+            raise UnknownKey(f"{where}.quantization_config.{field}", QUANTIZATION_FIELDS, {})
+    read_shape(ConfigFile(where, entry), name)
 
 
 def find_model(name: str, catalogue: Mapping[str, Mapping[str, object]], dtype: str | None = None) -> tuple[ModelShape, str]:
@@ -55,6 +137,8 @@ def read_shape(config: ConfigFile, name: str, dtype: str | None = None) -> tuple
     """The shape, and the dtype as in `find_model`. Raises CheckpointError naming the field."""
     outer, config = config, config.section("text_config") if config.has("text_config") else config
     kind = config.text("model_type", "llama")
+    for field in (field for field in config.values if field.startswith(OTHER_LAYERS) and config.values[field]):
+        config.refuse(field, "only layers of attention to one sequence's keys and values are planned for")
     layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     hidden, heads = config.integer("hidden_size", 1, MAX_WIDTH), config.integer("num_attention_heads", 1, 4096)
     kv_heads = config.integer("num_key_value_heads", 1, heads, default=heads)
@@ -90,6 +174,7 @@ def read_shape(config: ConfigFile, name: str, dtype: str | None = None) -> tuple
         num_window_layers=num_window_layers,
         latent=_latent(config),
         is_encoder=kind in ENCODERS,
+        is_assumed=kind not in FAMILIES,
     )
     return shape, dtype or _kept_dtype(outer, config)
 
@@ -99,11 +184,16 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 def _window(config: ConfigFile, kind: str, layers: int) -> tuple[int, int]:
     """Tokens of the window and the number of layers that have it; (0, 0) without one."""
+    types = config.items("layer_types")
+    if types and (len(types) != layers or any(each not in LAYER_TYPES for each in types)):
+        config.refuse("layer_types", f"must name {' or '.join(LAYER_TYPES)} for each of {layers} layers")
     if not config.has("sliding_window") or not config.flag("use_sliding_window", True):
+        if "sliding_attention" in types:
+            config.refuse("layer_types", "names sliding_attention, but there is no sliding_window")
         return 0, 0
     window = config.integer("sliding_window", 1, MAX_POSITIONS)
-    if config.has("layer_types"):
-        return window, sum(kind == "sliding_attention" for kind in config.items("layer_types"))
+    if types:
+        return window, types.count("sliding_attention")
     if config.has("sliding_window_pattern"):
         every = config.integer("sliding_window_pattern", 1, layers)
         return window, layers - layers // every

@@ -41,7 +41,8 @@ class Device:
     """
     memory_bytes     as the sheet says: 80 GB are 80e9 bytes
     bytes_per_s      read bandwidth of that memory
-    flops            dtype of weights -> FLOP/s of dense products; fp32 that is not there takes 16 times as long as bf16, others as long
+    flops            dtype of weights -> FLOP/s of dense products; fp32 that is not there takes 16 times as long as bf16, others as long,
+                     with the efficiency of two bytes
     link             within a machine; network: between machines
     price_per_hour   of one device, in dollars; None: not known
     as_of            date of the entry, yyyy-mm; source: what kind of source it has

@@ -27,6 +27,9 @@ MAX_NUM_SEQS = 1024
 MAX_DEVICES = 64
 """Most devices of one replica."""
 
+TIE = 0.05
+"""Layouts whose rates differ by no more than this share are equally good: the roofline is not more exact."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
@@ -83,7 +86,7 @@ class Placement:
 
     resident_tokens, num_sequences  that the cache of one replica holds; a sequence has the traffic's whole context
     batch                           sequences that a replica decodes together when it is filled; 0: the layout cannot be used
-    tpot_s, ttft_s, ttft_p95_s      at that batch
+    tpot_s, ttft_s, ttft_p95_s      at that batch; an encoder has no tpot_s and no mbu: 0
     decode_tokens_per_s             of one replica at that batch, with its share of prompts
     prefill_tokens_per_s            of one replica that does nothing else
     mbu                             share of the sheet's bandwidth that decoding uses
@@ -115,20 +118,16 @@ class Placement:
         """The rate of all replicas together."""
         return self.replicas * self.decode_tokens_per_s
 
-    @property
-    def cost_per_1m_tokens(self) -> float | None:
-        """Dollars of device time while every replica is filled; None without a price."""
-        return None if self.price_per_hour is None or not self.batch else self.price_per_hour / 3600 / self.tokens_per_s * 1e6
-
 
 def choose_layout(need: Need) -> list[Placement]:
     """Every layout, the chosen one first. Its `reason` is empty; where none keeps the goals, the first has a reason too."""
     judged = [judge(need, layout) for layout in layouts(need)]
-    judged.sort(key=lambda each: (bool(each.reason), *(_shortfall(each) if each.reason else _cost(need, each))))
+    most = max((_output(need, each) for each in judged if not each.reason), default=0.0)
+    judged.sort(key=lambda each: (bool(each.reason), *(_shortfall(need, each) if each.reason else _cost(need, each, most))))
     if judged[0].reason:
         return judged
     best = judged[0]
-    return [best, *(each if each.reason else _with_reason(each, _dearer(need, each, best)) for each in judged[1:])]
+    return [best, *(each if each.reason else replace(each, reason=_why_not(need, each, best, most)) for each in judged[1:])]
 
 
 def layouts(need: Need) -> Iterator[Layout]:
@@ -150,7 +149,7 @@ def judge(need: Need, layout: Layout) -> Placement:
     batch = 0 if refused else _largest(most, lambda batch: not _why_late(need, latency, batch))
     reason = refused or ("" if batch else _why_late(need, latency, 1))
     shown = max(1, batch)
-    tpot_s, rate = _tpot_s(need, latency, shown), _rate(need, latency, shown)
+    step_s, rate = tpot_s(need, latency, shown), decode_rate(need, latency, shown)
     replicas, lacking = _replicas(need, layout, rate)
     ttft_s, ttft_p95_s = ttft(need, latency, shown)
     price = need.device.price_per_hour
@@ -159,12 +158,12 @@ def judge(need: Need, layout: Layout) -> Placement:
         resident_tokens=resident,
         num_sequences=sequences,
         batch=batch,
-        tpot_s=tpot_s,
+        tpot_s=step_s,
         ttft_s=ttft_s,
         ttft_p95_s=ttft_p95_s,
         decode_tokens_per_s=rate if batch else 0.0,
         prefill_tokens_per_s=need.traffic.prompt_tokens / latency.prefill_busy_s(need.traffic.prompt_tokens),
-        mbu=latency.bandwidth_use(shown, need.traffic.context),
+        mbu=latency.decode_bytes(shown, need.traffic.context) / (step_s * layout.num_devices * need.device.bytes_per_s),
         replicas=replicas,
         price_per_hour=None if price is None else price * replicas * layout.num_devices,
         reason=reason or lacking,
@@ -173,62 +172,85 @@ def judge(need: Need, layout: Layout) -> Placement:
 
 def capacity(need: Need, layout: Layout) -> tuple[int, int]:
     """Tokens that the cache of one replica holds, and sequences of the whole context. The group with the most layers sets the bound."""
-    model, latency = need.model, Roofline(need.model, need.device, layout, need.dtype, need.kv_dtype)
-    share = math.ceil(model.num_layers / layout.pp) / model.num_layers
-    free = layout.tp * need.device.memory_bytes * need.memory_fraction / share - latency.weights_bytes
-    if free <= 0 or model.is_encoder:
+    free = free_bytes(need, layout)
+    if free <= 0 or need.model.is_encoder:
         return 0, 0
+    latency = Roofline(need.model, need.device, layout, need.dtype, need.kv_dtype)
     return int(free // latency.kv_bytes_per_token), int(free // latency.kv_bytes(need.traffic.context))
+
+
+def free_bytes(need: Need, layout: Layout) -> float:
+    """What the weights leave of a replica's memory; negative where they do not fit."""
+    share = math.ceil(need.model.num_layers / layout.pp) / need.model.num_layers
+    return layout.tp * need.device.memory_bytes * need.memory_fraction / share - need.model.num_params * WEIGHT_BYTES[need.dtype]
 
 
 def ttft(need: Need, latency: Roofline, batch: float) -> tuple[float, float]:
     """Mean and p95 of the time to the first token: half a step, the prompt's own computation among decode steps, and the wait for prompts
     before it, as in a queue with one server and equal service times (M/D/1).
     """
+    own_s, steps_s, wait_s = ttft_terms(need, latency, batch)
+    return own_s + steps_s + wait_s, own_s + steps_s + TAIL * wait_s
+
+
+def ttft_terms(need: Need, latency: Roofline, batch: float) -> tuple[float, float, float]:
+    """Seconds of the prompt's own computation, of decode steps meanwhile, and of the mean wait for other prompts."""
     prompt, context = need.traffic.prompt_tokens, need.traffic.context
     step_s, busy_s = latency.decode_s(batch, context), latency.prefill_busy_s(prompt)
-    use = min(batch * need.traffic.ratio / max(prompt, 1) * busy_s / _tpot_s(need, latency, batch), 0.999) if need.traffic.ratio else 0.0
-    own_s = latency.prefill_s(prompt) + (0.5 + math.ceil(prompt / CHUNK_TOKENS)) * step_s
-    wait_s = use / (2 * (1 - use)) * busy_s
-    return own_s + wait_s, own_s + TAIL * wait_s
+    use = min(batch * need.traffic.ratio / max(prompt, 1) * busy_s / tpot_s(need, latency, batch), 0.999) if need.traffic.ratio else 0.0
+    return latency.prefill_s(prompt), (0.5 + math.ceil(prompt / CHUNK_TOKENS)) * step_s, use / (2 * (1 - use)) * busy_s
 
 
-def _tpot_s(need: Need, latency: Roofline, batch: float) -> float:
+def tpot_s(need: Need, latency: Roofline, batch: float) -> float:
+    """Seconds from one token to the next, with the prompts that are computed meanwhile where they are counted."""
     prompt, context = need.traffic.prompt_tokens, need.traffic.context
     prompts_s = batch * need.traffic.ratio * latency.prefill_busy_s(prompt) / prompt if need.traffic.ratio else 0.0
     return latency.decode_s(batch, context) + prompts_s
 
 
-def _rate(need: Need, latency: Roofline, batch: int) -> float:
+def decode_rate(need: Need, latency: Roofline, batch: int) -> float:
     """Tokens per second that a replica generates when it is filled: a user takes no more than asked for."""
     wanted = need.traffic.user_tokens_per_s
-    rate = batch / _tpot_s(need, latency, batch)
+    rate = batch / tpot_s(need, latency, batch)
     return min(rate, batch * wanted) if wanted else rate
 
 
 def _why_late(need: Need, latency: Roofline, batch: int) -> str:
     """The goal that a replica with this batch does not keep; empty where it keeps all."""
-    goals, traffic = need.goals, need.traffic
-    limits = [limit for limit in (goals.tpot_s, 1 / traffic.user_tokens_per_s if traffic.user_tokens_per_s else None) if limit]
-    tpot_s = _tpot_s(need, latency, batch)
-    if limits and tpot_s > HEADROOM * min(limits):
-        return f"TPOT {tpot_s * 1e3:.1f} ms with {batch} sequence(s): more than {HEADROOM:.0%} of {min(limits) * 1e3:.1f} ms"
-    for name, goal, value in zip(("TTFT", "TTFT p95"), (goals.ttft_s, goals.ttft_p95_s), ttft(need, latency, batch), strict=True):
-        if goal is not None and value > HEADROOM * goal:
-            return f"{name} {value * 1e3:.0f} ms with {batch} sequence(s): more than {HEADROOM:.0%} of {goal * 1e3:.0f} ms"
+    for name, value_s, most_s in _limits(need, latency, batch):
+        if value_s > most_s:
+            value, most = _apart(value_s * 1e3, most_s * 1e3, 1)
+            return f"{name} {value} ms with {batch} sequence(s): more than {most} ms, {HEADROOM:.0%} of the goal"
     return ""
 
 
-def _why_impossible(need: Need, layout: Layout, resident: int, sequences: int) -> str:
-    model, tp = need.model, layout.tp
+def _limits(need: Need, latency: Roofline, batch: int) -> Iterator[tuple[str, float, float]]:
+    """Each goal's name, the seconds with this batch, and the most that they may be."""
+    goals, wanted = need.goals, need.traffic.user_tokens_per_s
+    if limits := [limit for limit in (goals.tpot_s, 1 / wanted if wanted else None) if limit]:
+        yield "TPOT", tpot_s(need, latency, batch), HEADROOM * min(limits)
+    for name, goal, value in zip(("TTFT", "TTFT p95"), (goals.ttft_s, goals.ttft_p95_s), ttft(need, latency, batch), strict=True):
+        if goal is not None:
+            yield name, value, HEADROOM * goal
+
+
+def _why_indivisible(model: ModelShape, tp: int) -> str:
     if model.heads % tp:
         return f"{model.heads} heads are not divisible by TP {tp}"
     if model.latent is None and model.kv_heads % tp and tp % model.kv_heads:
         return f"{model.kv_heads} KV heads do not fit TP {tp}"
+    return ""
+
+
+def _why_impossible(need: Need, layout: Layout, resident: int, sequences: int) -> str:
+    model = need.model
+    if odd := _why_indivisible(model, layout.tp):
+        return odd
     memory = layout.num_devices * need.device.memory_bytes * need.memory_fraction
     weights = model.num_params * WEIGHT_BYTES[need.dtype]
     if weights >= memory:
-        return f"weights of {weights / 1e9:.1f} GB do not fit in {memory / 1e9:.1f} GB"
+        held, there = _apart(weights / 1e9, memory / 1e9, 1)
+        return f"weights of {held} GB do not fit in {there} GB"
     if not model.is_encoder and sequences < 1:
         return f"the cache holds {resident} tokens, less than one sequence of {need.traffic.context}"
     return ""
@@ -250,8 +272,9 @@ def _encoder(need: Need, latency: Roofline, refused: str) -> Placement:
     prompt = need.traffic.prompt_tokens
     alone_s = latency.prefill_s(prompt)
     rate = HEADROOM * prompt / latency.prefill_busy_s(prompt)
-    late = min((goal for goal in (need.goals.ttft_s, need.goals.ttft_p95_s) if goal is not None), default=None)
-    reason = refused or (f"{alone_s * 1e3:.0f} ms for one input" if late is not None and alone_s > HEADROOM * late else "")
+    most_s = _encoder_limit_s(need)
+    taken, most = _apart(alone_s * 1e3, most_s * 1e3, 1)
+    reason = refused or (f"{taken} ms for one input: more than {most} ms, {HEADROOM:.0%} of the goal" if alone_s > most_s else "")
     replicas, lacking = _replicas(need, latency.layout, rate)
     price = need.device.price_per_hour
     return Placement(
@@ -271,6 +294,11 @@ def _encoder(need: Need, latency: Roofline, refused: str) -> Placement:
     )
 
 
+def _encoder_limit_s(need: Need) -> float:
+    """Most seconds of one input."""
+    return HEADROOM * min((goal for goal in (need.goals.ttft_s, need.goals.ttft_p95_s) if goal is not None), default=math.inf)
+
+
 def _largest(most: int, is_good: Callable[[int], bool]) -> int:
     """The largest number from 1 to `most` that is good; 0 where 1 is not. If a number is good, so are those below it."""
     low, high = 0, most
@@ -280,28 +308,67 @@ def _largest(most: int, is_good: Callable[[int], bool]) -> int:
     return low
 
 
-def _cost(need: Need, each: Placement) -> tuple[float, int, float]:
-    """What is kept low: devices where a rate is asked for, else devices per token; then what one failure takes away; then TPOT."""
-    devices = each.num_devices if need.traffic.tokens_per_s else each.num_devices / max(each.tokens_per_s, 1e-9)
-    return devices, each.layout.num_devices, each.tpot_s
+def _output(need: Need, each: Placement) -> float:
+    """What is kept high without a rate: the tokens per second of the devices that are there, else of each device."""
+    return each.tokens_per_s if need.num_devices is not None else each.tokens_per_s / each.num_devices
 
 
-def _shortfall(each: Placement) -> tuple[bool, float, float]:
+def _is_tie(need: Need, each: Placement, most: float) -> bool:
+    return _output(need, each) >= (1 - TIE) * most
+
+
+def _cost(need: Need, each: Placement, most: float) -> tuple[float, float, float, float]:
+    """What is kept low. With a rate: devices, then what one failure takes away, then TPOT. Without one: of the layouts that give `most`
+    tokens or nearly as many, what one failure takes away, then stages of a pipeline.
+    """
+    layout = each.layout
+    if need.traffic.tokens_per_s:
+        return each.num_devices, layout.num_devices, each.tpot_s, 0.0
+    if _is_tie(need, each, most):
+        return 0.0, layout.num_devices, layout.pp, each.tpot_s
+    return 1.0, -_output(need, each), layout.num_devices, layout.pp
+
+
+def _shortfall(need: Need, each: Placement) -> tuple[int, float]:
     """Layouts that cannot serve, those first that come nearest: too few devices, then a goal that is missed, then too little memory."""
-    return not each.batch, not each.num_sequences, each.tpot_s
+    layout = each.layout
+    latency = Roofline(need.model, need.device, layout, need.dtype, need.kv_dtype)
+    lacking_bytes = (0.0 if need.model.is_encoder else latency.kv_bytes(need.traffic.context)) - free_bytes(need, layout)
+    if _why_indivisible(need.model, layout.tp):
+        return 3, layout.tp
+    if lacking_bytes > 0:
+        return 2, lacking_bytes
+    if each.batch:
+        return 0, need.traffic.tokens_per_s / each.decode_tokens_per_s * layout.num_devices
+    if need.model.is_encoder:
+        return 1, each.ttft_s / _encoder_limit_s(need)
+    return 1, max((value_s / most_s for _, value_s, most_s in _limits(need, latency, 1)), default=0.0)
 
 
-def _dearer(need: Need, each: Placement, best: Placement) -> str:
+def _why_not(need: Need, each: Placement, best: Placement, most: float) -> str:
+    """Why a layout that serves is not the chosen one."""
+    is_larger = each.layout.num_devices > best.layout.num_devices
     if need.traffic.tokens_per_s:
         if each.num_devices == best.num_devices:
-            is_larger = each.layout.num_devices > best.layout.num_devices
-            return "as many devices, " + ("in larger replicas: a failure takes more away" if is_larger else "and later tokens")
+            return "as many devices, " + (LARGER if is_larger else "and later tokens")
         return f"{each.num_devices} devices instead of {best.num_devices}"
-    return f"{each.tokens_per_s / each.num_devices:,.0f} tokens/s per device instead of {best.tokens_per_s / best.num_devices:,.0f}"
+    unit = "tokens/s" if need.num_devices is not None else "tokens/s per device"
+    if _is_tie(need, each, most):
+        return f"as many {unit} within {TIE:.0%}, {LARGER if is_larger else 'through a longer pipeline'}"
+    fewer, more = _apart(_output(need, each), _output(need, best), 0)
+    return f"{fewer} {unit} instead of {more}"
 
 
-def _with_reason(each: Placement, reason: str) -> Placement:
-    return replace(each, reason=reason)
+LARGER = "in larger replicas: a failure takes more away"
+
+
+def _apart(first: float, second: float, places: int) -> tuple[str, str]:
+    """Two numbers that differ, with `places` behind the point, or with as many as show that they do."""
+    for more in range(places, places + 12):
+        shown = f"{first:,.{more}f}", f"{second:,.{more}f}"
+        if shown[0] != shown[1]:
+            break
+    return shown
 
 
 def _powers(most: int) -> Iterator[int]:

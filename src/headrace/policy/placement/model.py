@@ -38,6 +38,7 @@ class ModelShape:
     latent              takes the place of heads' own keys and values
     max_positions       longest context the model was made for
     is_encoder          no tokens are generated and nothing is cached
+    is_assumed          its family is not known, and its sizes were read as those of Llama's
     """
 
     name: str
@@ -60,6 +61,7 @@ class ModelShape:
     num_window_layers: int = 0
     latent: LatentAttention | None = None
     is_encoder: bool = False
+    is_assumed: bool = False
 
     # -- weights -----------------------------------------------------------------------------------------------------------------
 

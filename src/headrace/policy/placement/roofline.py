@@ -19,6 +19,10 @@ ACTIVATION_BYTES = 2
 """Bytes of one activation that devices send one another."""
 
 
+READING_WEIGHTS, COMPUTING, READING_KV, GAPS, COLLECTIVES = "reading weights", "computing", "reading KV", "gaps", "collectives"
+"""Names of the terms that a step or a prompt takes its time for."""
+
+
 class StepLatency(Protocol):
     """What steps cost."""
 
@@ -83,21 +87,31 @@ class Roofline:
 
     def prefill_busy_s(self, num_tokens: float, context: float = 0.0) -> float:
         """Seconds for which a prompt keeps the replica from other work."""
-        device, tp = self.device, self.layout.tp
+        return sum(self.prefill_terms(num_tokens, context).values())
+
+    def prefill_terms(self, num_tokens: float, context: float = 0.0) -> dict[str, float]:
+        """What `prefill_busy_s` adds up, in seconds by name. Of reading weights and computing with them, only the longer counts."""
+        pp = self.layout.pp
         flops = num_tokens * (2 * self.model.num_active_params + self.model.attention_flops(context + num_tokens / 2))
-        compute_s = flops / (tp * self._flops)
         num_chunks = max(1.0, num_tokens / CHUNK_TOKENS)
         read_s = num_chunks * self.read_weights_s(num_tokens / num_chunks)
-        fixed_s = num_chunks * (self.model.num_layers * device.layer_overhead_s + self.collectives_s(num_tokens / num_chunks))
-        return (max(compute_s, read_s) + fixed_s) / self.layout.pp
+        return _longer(read_s / pp, flops / (self.layout.tp * self.compute_rate) / pp) | {
+            GAPS: num_chunks * self.model.num_layers * self.device.layer_overhead_s / pp,
+            COLLECTIVES: num_chunks * self.collectives_s(num_tokens / num_chunks) / pp,
+        }
 
     def decode_s(self, num_sequences: float, context: float) -> float:
+        return sum(self.decode_terms(num_sequences, context).values())
+
+    def decode_terms(self, num_sequences: float, context: float) -> dict[str, float]:
+        """What `decode_s` adds up, in seconds by name. Of reading weights and computing with them, only the longer counts."""
         batch = num_sequences / self.layout.pp
-        compute_s = 2 * batch * self.model.num_active_params / (self.layout.tp * self._flops)
-        products_s = max(self.read_weights_s(batch), compute_s)
-        return (
-            products_s + self.read_kv_s(batch, context) + self.model.num_layers * self.device.layer_overhead_s + self.collectives_s(batch)
-        )
+        compute_s = 2 * batch * self.model.num_active_params / (self.layout.tp * self.compute_rate)
+        return _longer(self.read_weights_s(batch), compute_s) | {
+            READING_KV: self.read_kv_s(batch, context),
+            GAPS: self.model.num_layers * self.device.layer_overhead_s,
+            COLLECTIVES: self.collectives_s(batch),
+        }
 
     def read_weights_s(self, num_tokens: float) -> float:
         """Seconds of one batch, over all groups of the pipeline one after the other."""
@@ -117,13 +131,23 @@ class Roofline:
         between = link if self.layout.num_devices <= link.num_devices else network
         return reduce_s + (self.layout.pp - 1) * (between.latency_s + message / (tp * between.bytes_per_s))
 
-    def bandwidth_use(self, num_sequences: float, context: float) -> float:
-        """MBU: bytes of weights and KV that decoding reads, over what the memories could read in the same time."""
+    def decode_bytes(self, num_sequences: float, context: float) -> float:
+        """Bytes of weights and KV that all devices read while each sequence gets one token."""
         batch = num_sequences / self.layout.pp
         weights = self.model.num_read_params(batch) * WEIGHT_BYTES[self.dtype] * self.layout.pp
-        read = weights + num_sequences * self.kv_bytes(context)
-        return read / (self.decode_s(num_sequences, context) * self.layout.num_devices * self.device.bytes_per_s)
+        return weights + num_sequences * self.kv_bytes(context)
 
     @property
-    def _flops(self) -> float:
-        return self.device.flops_of(self.dtype) * self.device.compute_efficiency[WEIGHT_BYTES[self.dtype]]
+    def compute_rate(self) -> float:
+        """FLOP/s that one device reaches."""
+        return self.device.flops_of(self.dtype) * self.compute_efficiency
+
+    @property
+    def compute_efficiency(self) -> float:
+        """Share of the sheet's FLOP/s. Weights that the device has no products for are multiplied in 16 bits, at the share of those."""
+        size = WEIGHT_BYTES[self.dtype] if self.dtype in self.device.flops else WEIGHT_BYTES["bf16"]
+        return self.device.compute_efficiency[size]
+
+
+def _longer(read_s: float, compute_s: float) -> dict[str, float]:
+    return {READING_WEIGHTS: read_s} if read_s >= compute_s else {COMPUTING: compute_s}

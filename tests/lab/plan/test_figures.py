@@ -1,0 +1,103 @@
+"""Figures of a plan: their formulas add up, and the picture shows what the plan says."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from headrace.lab.plan.catalogue import Catalogue, read_catalogue
+from headrace.lab.plan.chart import curve, write_chart
+from headrace.lab.plan.plan import CapacityPlan, make_plan
+from headrace.lab.plan.shapes import find_model
+from headrace.policy.placement.layout import Goals, Need, Traffic
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.fixture(scope="module")
+def catalogue() -> Catalogue:
+    return read_catalogue()
+
+
+def planned(
+    catalogue: Catalogue, model: str, device: str, dtype: str = "bf16", *, num_devices: int | None = None, **traffic: float
+) -> CapacityPlan:
+    asked = Traffic(prompt_tokens=3072, output_tokens=1024, **traffic)  # type: ignore[arg-type]
+    shape = find_model(model, catalogue.models)[0]
+    need = Need(model=shape, device=catalogue.device(device), dtype=dtype, kv_dtype="bf16", traffic=asked, num_devices=num_devices)
+    return make_plan(need, catalogue.prices)
+
+
+def milliseconds(formula: str) -> list[float]:
+    return [float(term) for term in re.findall(r"([\d.]+) ms", formula)]
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "dtype"),
+    [("llama-3-8b", "h100", "bf16"), ("llama-3-8b", "a100", "fp8"), ("llama-3-70b", "h100", "fp8"), ("mixtral-8x7b", "l40s", "int8")],
+)
+@pytest.mark.parametrize("counts_prompts", [False, True])
+def test_terms_of_a_formula_add_up_to_its_value(catalogue: Catalogue, model: str, device: str, dtype: str, counts_prompts: bool) -> None:
+    plan = planned(catalogue, model, device, dtype, tokens_per_s=5000.0, counts_prompts=counts_prompts)
+    figures = plan.figures
+    for name in ("tpot_s", "ttft_s", "ttft_p95_s"):
+        assert sum(milliseconds(figures[name].formula)) == pytest.approx(figures[name].value * 1e3, abs=0.004), name
+    whole, *terms = milliseconds(figures["prefill_tokens_per_s"].formula)
+    assert sum(terms) == pytest.approx(whole, abs=0.004)
+    assert 3072 / whole * 1e3 == pytest.approx(figures["prefill_tokens_per_s"].value, rel=1e-4)
+    dollars = [float(term) for term in re.findall(r"\$([\d.]+)", figures["cost_per_1m_tokens"].formula)]
+    assert sum(dollars) == pytest.approx(figures["cost_per_1m_tokens"].value, abs=2e-6)
+
+
+def test_a_step_that_computes_longer_than_it_reads_says_so(catalogue: Catalogue) -> None:
+    few, many = (planned(catalogue, "llama-3-8b", device, "fp8", num_devices=1).figures["tpot_s"].formula for device in ("h100", "a100"))
+    assert "reading weights" in few
+    assert "computing" in many
+    assert "reading weights" not in many
+
+
+def test_what_too_few_devices_cost_is_what_they_generate(catalogue: Catalogue) -> None:
+    plan = planned(catalogue, "llama-3-8b", "h100", num_devices=1, tokens_per_s=1e6)
+    assert not plan.is_met
+    assert plan.dollars_per_hour == 3.0
+    assert plan.figures["devices_per_1m_tokens"].value == pytest.approx(3.0 / 3600 / plan.best.tokens_per_s * 1e6)
+
+
+@pytest.mark.parametrize(
+    "traffic", [{}, {"tokens_per_s": 3000.0, "counts_prompts": True}, {"tokens_per_s": 3000.0, "user_tokens_per_s": 8.0}]
+)
+def test_the_planned_batch_is_a_point_of_the_curve(catalogue: Catalogue, traffic: dict[str, float]) -> None:
+    plan = planned(catalogue, "llama-3-70b", "h100", **traffic)  # type: ignore[arg-type]
+    batches, per_device, seconds = curve(plan)
+    at = batches.index(plan.best.batch)
+    assert seconds[at] == pytest.approx(plan.figures["tpot_s"].value)
+    assert per_device[at] * plan.best.layout.num_devices == pytest.approx(plan.figures["decode_tokens_per_s"].value)
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.process
+def test_a_picture_has_a_line_and_a_dot_for_each_device(catalogue: Catalogue, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("plot") / "plan.svg"
+    write_chart(file, [planned(catalogue, "llama-3-8b", device) for device in ("h100", "l40s")])
+    ElementTree.parse(file)
+    text = file.read_text()
+    for drawn in ("h100, TP", "l40s, TP", "TPOT (ms)", "Tokens/s per device"):
+        assert f"<!-- {drawn}" in text, drawn
+    assert len(set(re.findall(r"clip-path.*?stroke: (#[0-9a-f]{6}); stroke-width: 1.5", text))) == 2, "one colour for each device"
+
+
+def test_what_a_plan_assumes_is_said(catalogue: Catalogue) -> None:
+    shape = find_model("llama-3-8b", catalogue.models)[0]
+    traffic = Traffic(prompt_tokens=3072, output_tokens=1024)
+    need = Need(model=shape, device=catalogue.device("a100"), dtype="fp8", kv_dtype="bf16", traffic=traffic, goals=Goals(ttft_p95_s=10.0))
+    notes = "\n".join(make_plan(need, catalogue.prices).notes)
+    assert "No queue of prompts is modelled here: ttft_p95 is the mean." in notes
+    assert "has no fp8 products" in notes
+    assert "65% of the FLOP/s" in notes
+    counted = Traffic(prompt_tokens=3072, output_tokens=1024, tokens_per_s=100.0, counts_prompts=True)
+    more = Need(model=shape, device=catalogue.device("h100"), dtype="fp8", kv_dtype="bf16", traffic=counted, goals=Goals(ttft_p95_s=10.0))
+    notes = "\n".join(make_plan(more, catalogue.prices).notes)
+    assert "No queue" not in notes
+    assert "has no fp8" not in notes
