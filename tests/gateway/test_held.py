@@ -20,14 +20,14 @@ from headrace.core.ids import RequestId
 from headrace.core.plan import columns_of
 from headrace.gateway.access.budget import Held, HeldLimits, RequestMemory
 from headrace.gateway.config import config_from
+from headrace.gateway.generation.answer_memory import first_answer_bytes
 from headrace.gateway.generation.generation import Generation
-from headrace.gateway.generation.logprob_limits import first_answer_bytes
 from headrace.gateway.http.asgi import ABORT_EXTENSION
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.site import memory
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
-from headrace.gateway.upstream.token_prompt import TokenPrompt
+from headrace.gateway.upstream.tokens import TokenPrompt
 from headrace.observe.request_log import RequestLogRecord
 from headrace.text.folder import TextModel
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.plan import LogprobColumns, TokenLogprobs, columns_of
-from headrace.gateway.surfaces.dialect import logprobs, token_json
-from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, completion_logprobs, echo_logprobs, prompt_logprobs
-from headrace.gateway.surfaces.dialect.token_json import json_of
+from headrace.gateway.surfaces.dialect import logprobs
+from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, completion_logprobs, echo_logprobs, json_of, prompt_logprobs
 from headrace.text.logprobs import DecodedLogprobs
 
 pytestmark = pytest.mark.pure
@@ -120,17 +119,17 @@ def test_a_prompts_bytes_are_those_of_objects(given_part: DecodedLogprobs, num_t
 
 
 def test_a_table_of_tokens_is_bounded_and_goes_with_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_json, "MAX_TOKENS", 3)
+    monkeypatch.setattr(logprobs, "MAX_TOKENS", 3)
     texts = Texts()
     tables = json_of(texts)
     assert json_of(texts) is tables
     for token_id in range(len(NAMES)):
         assert tables.keys[token_id] == tables.names[token_id] + b":"
         assert len(tables.keys) <= 3
-    num_known = len(token_json._made)
+    num_known = len(logprobs._made)
     del texts
     gc.collect()
-    assert len(token_json._made) == num_known - 1
+    assert len(logprobs._made) == num_known - 1
 
 
 def test_a_page_is_all_that_is_made_before_the_next_one_is_asked_for() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from headrace.core.finish import FinishReason
 from headrace.core.plan import LogprobColumns, TokenLogprobs, wide_columns
-from headrace.gateway.generation.logprob_limits import encoded_prompt_logprob_bytes, prompt_logprob_bytes
+from headrace.gateway.generation.answer_memory import encoded_prompt_logprob_bytes, prompt_logprob_bytes
 from headrace.gateway.surfaces.dialect.logprobs import echo_logprobs, prompt_logprobs
 from headrace.gateway.upstream.output_events import OutputEvent
-from headrace.gateway.upstream.token_prompt import TokenPrompt
+from headrace.gateway.upstream.tokens import TokenPrompt
 from headrace.text.folder import TextModel
 
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("frozen_heap")]  # or each collection would walk what other tests left

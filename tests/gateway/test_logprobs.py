@@ -15,7 +15,7 @@ from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually, open_be
 
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs, columns_of
-from headrace.gateway.generation import logprob_limits
+from headrace.gateway.generation import answer_memory
 from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.http.errors import ClientLeft
 from headrace.gateway.http.exchange import Exchange
@@ -170,7 +170,7 @@ async def test_kept_json_that_is_longer_than_charged_beforehand_is_charged_as_it
     text: TextModel, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     """An entry of " alphabetically" took 85 bytes where 76 were charged."""
-    monkeypatch.setattr(logprob_limits, "ENCODED_PROMPT_LOGPROB_BYTES", 1)
+    monkeypatch.setattr(answer_memory, "ENCODED_PROMPT_LOGPROB_BYTES", 1)
     body = {"prompt": [5] * 300, "max_tokens": 1, **fields}
     async with open_bench(text) as bench:
         answered = await bench.complete(**body)
@@ -193,7 +193,7 @@ async def test_logprobs_of_a_whole_answer_are_capped_before_it_runs_where_its_le
 
 
 async def test_logprobs_of_a_whole_answer_are_capped_while_it_runs(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprob_limits, "MAX_OUTPUT_LOGPROBS", 30)
+    monkeypatch.setattr(answer_memory, "MAX_OUTPUT_LOGPROBS", 30)
     assert (await bench.chat(logprobs=True, top_logprobs=2, max_tokens=10)).status_code == 200
     response = await bench.chat(logprobs=True, top_logprobs=2)
     assert (response.status_code, response.json()["error"]["param"]) == (413, "top_logprobs")

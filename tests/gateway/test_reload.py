@@ -35,7 +35,7 @@ from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.control.changes import CHANGEABLE, check_change
+from headrace.gateway.control.reload import CHANGEABLE, check_change
 from headrace.gateway.control.site_models import SERIES_KEPT_S
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.http.config import Limits, Timeouts

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB
+from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, token_name
 from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, CompletionLogprobs, PromptLogprob, TokenLogprob, TopLogprob
-from headrace.gateway.surfaces.dialect.token_json import token_name
 from headrace.text.logprobs import TokenEntry
 
 

@@ -1,6 +1,6 @@
 """What of a deployment's configuration may change while it runs. Pure; `fleet.reconciler` follows the change.
 
-What gateways refuse by themselves is in `gateway.control.changes`.
+What gateways refuse by themselves is in `gateway.control.reload`.
 """
 
 from __future__ import annotations

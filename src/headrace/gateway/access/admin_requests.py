@@ -9,8 +9,8 @@ from typing import Any
 from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.core.strict_decode import decode
 from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, TenantChange
+from headrace.gateway.access.key_records import AuditRecord, KeyRecord, TenantRecord
 from headrace.gateway.access.principal import KeyLimits
-from headrace.gateway.access.shown_records import shown_audit, shown_key, shown_tenant
 from headrace.gateway.stores.store import StoreFailed
 
 MAX_AUDIT = 10_000
@@ -177,3 +177,48 @@ REQUESTS: Mapping[tuple[str, ...], Callable[[_Call], Awaitable[object]]] = {
     ("GET", "audit"): _audit,
 }
 """Method and parts of the path -> what answers."""
+
+
+def shown_key(key: KeyRecord, now: float) -> dict[str, object]:
+    return {
+        "id": key.id,
+        "first_chars": key.first_chars,
+        "tenant": key.tenant,
+        "user": key.user,
+        "tier": key.tier or None,
+        "state": state_of(key, now),
+        "created_at": key.created_at,
+        "expires_at": key.expires_at,
+        "revoked_at": key.revoked_at,
+        "previous_until": key.previous_until if key.previous_until > now else None,
+        "budget": key.limits.monthly_budget,
+        "requests_per_minute": key.limits.requests_per_minute,
+        "models": list(key.limits.models),
+    }
+
+
+def state_of(key: KeyRecord, now: float) -> str:
+    if key.revoked_at is not None:
+        return "revoked"
+    return "active" if key.is_active(now) else "expired"
+
+
+def shown_tenant(tenant: TenantRecord) -> dict[str, object]:
+    return {
+        "name": tenant.name,
+        "id": tenant.id,
+        "tier": tenant.tier,
+        "budget": tenant.monthly_budget,
+        "options": dict(tenant.options),
+        "created_at": tenant.created_at,
+    }
+
+
+def shown_audit(record: AuditRecord) -> dict[str, object]:
+    return {
+        "time": record.time,
+        "actor": record.actor,
+        "action": record.action,
+        "subject": record.subject,
+        "detail": dict(record.detail),
+    }

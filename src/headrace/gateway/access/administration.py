@@ -18,10 +18,33 @@ from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.key_records import AuditRecord, KeyRecord, TenantRecord
 from headrace.gateway.access.key_store import DirectoryChange, KeyStore
 from headrace.gateway.access.principal import KeyLimits
-from headrace.gateway.access.tenant_options import checked_options
 from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.price import MAX_MONEY, MIN_MONEY
 from headrace.policy.limits.tier import DEFAULT_TIER
+
+OPTION_VALUES: Mapping[str, tuple[object, ...]] = {
+    "log_prompts": (True, False),
+    "cache": (True, False),
+    "context_fitting": ("refuse", "sliding_window", "summary"),
+}
+"""What a tenant may choose for itself, option -> its values. log_prompts: usage records hold prompts; cache: whether answers are cached,
+whatever `cache.enabled` says; context_fitting: what happens to a conversation that is longer than its model's context, where the request
+does not say."""
+
+
+def checked_options(options: Mapping[str, object]) -> dict[str, object]:
+    """The options if their rules hold. Raises InvalidRequest."""
+    for name, value in options.items():
+        if name not in OPTION_VALUES:
+            raise InvalidRequest("options", f"names of {', '.join(OPTION_VALUES)}", name)
+        if value not in OPTION_VALUES[name] or type(value) is not type(OPTION_VALUES[name][0]):
+            raise InvalidRequest(f"options.{name}", f"one of {', '.join(map(_option_text, OPTION_VALUES[name]))}", value)
+    return dict(options)
+
+
+def _option_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
 
 T = TypeVar("T")
 

@@ -53,7 +53,7 @@ class TenantRecord:
     id              drawn when the tenant was created: a later tenant of the same name has another one. "" in records of earlier versions
     tier            name of the tier, of which each key may have another
     monthly_budget  in the place of the tier's; None: the tier's
-    options         what the tenant chose for itself (`access.tenant_options`)
+    options         what the tenant chose for itself (`access.administration`)
     """
 
     name: str

@@ -18,7 +18,6 @@ from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.steady_time import SteadyUnixTime
 from headrace.gateway.access.blinding import Blinding
-from headrace.gateway.access.configured_tenants import ConfiguredTenants
 from headrace.gateway.access.key_lookups import KeyLookups, unavailable
 from headrace.gateway.access.key_records import StoredKey, TenantRecord
 from headrace.gateway.access.key_store import DirectoryState, KeyStore
@@ -247,3 +246,36 @@ def _retrieve(task: asyncio.Task[None]) -> None:
     """Take a failed task's error, which asyncio would log where all that waited for it were cancelled."""
     if not task.cancelled():
         task.exception()
+
+
+class ConfiguredTenants:
+    """Records in the store of tenants that keys of the configuration belong to, as they were read last.
+
+    These keys are good without the store, so a request waits for a record once at most: the first time that its tenant is asked for. From
+    then on records are read again after each change of the directory, in the background, and stay as they were while the store does not
+    answer.
+    """
+
+    def __init__(self, store: KeyStore, guard: StoreGuard) -> None:
+        """guard: of the store"""
+        self._store = store
+        self._guard = guard
+        self._records: dict[str, TenantRecord | None] = {}
+        self._version: int | None = None
+
+    async def record(self, name: str) -> TenantRecord | None:
+        """None: the tenant has none, or the store has not answered yet."""
+        if name not in self._records:
+            try:
+                async with self._guard.waiting():
+                    self._records[name] = await self._store.tenant(name)
+            except StoreFailed:
+                return None
+        return self._records[name]
+
+    async def read_again(self, version: int) -> None:
+        """Read what was asked for, unless that was done for this version of the directory. Raises StoreFailed."""
+        if version != self._version:
+            for name in list(self._records):
+                self._records[name] = await self._store.tenant(name)
+            self._version = version

@@ -1,6 +1,6 @@
 """Opens models, and says what a changed configuration makes of one that is open.
 
-Which of them are served now is in `control.site_models`; what may change at all in `control.changes`.
+Which of them are served now is in `control.site_models`; what may change at all in `control.reload`.
 """
 
 from __future__ import annotations

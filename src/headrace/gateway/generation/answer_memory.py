@@ -1,25 +1,106 @@
-"""Memory of one request's tokens and log-probabilities, charged to the request: what is known beforehand, the rest as it comes."""
+"""Memory of one request's tokens and log-probabilities, charged to the request: what is known beforehand, the rest as it comes.
+
+Log-probabilities have limits as well: each takes far more memory than the request that asks for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.core.errors import RequestTooLarge
 from headrace.core.sampling import SamplingParams
 from headrace.gateway.access.budget import RequestHeld
-from headrace.gateway.generation.logprob_limits import (
-    MAX_INLINE_LOGPROBS,
-    OUTPUT_LOGPROB_BYTES,
-    check_output_logprobs,
-    encoded_prompt_logprob_bytes,
-    first_answer_bytes,
-    num_prompt_logprobs,
-    prompt_logprob_bytes,
-    unread_logprob_bytes,
-)
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.pieces import PIECE_BYTES
 from headrace.gateway.upstream.output_events import OutputEvent
 from headrace.gateway.upstream.seam import Prepared
+
+MAX_PROMPT_LOGPROBS = 1 << 20
+"""Most log-probabilities of prompt tokens in one answer, some 60 bytes each: tokens x (alternatives + 1) x choices that show them."""
+
+PROMPT_TOKEN_LOGPROB_BYTES = 34
+PROMPT_ALTERNATIVE_BYTES = 13
+"""Bytes charged for a prompt token's log-probability (id, value, rank, count, offset in the text, visibility) and for each of its
+alternatives (id, value), until the answer is written. The entries of the columns are 29 and 12 bytes. Measured, with the room that arrays
+leave to grow: 25 bytes and 13, the offset's 8 and the visibility's 1 not included."""
+
+ENCODED_PROMPT_LOGPROB_BYTES = 76
+"""Charged beforehand for one prompt log-probability as JSON, where the answer keeps it to show it again. With the bundled model's tokenizer
+the average is 71 to 75 bytes in `prompt_logprobs`, 29 to 61 in an echo. JSON of longer tokens is charged beyond this, as it is encoded."""
+
+OUTPUT_LOGPROB_BYTES = 24
+"""Bytes charged for each log-probability of an output token, its own and an alternative's alike, while an answer is collected: the mean of
+34 and 13, exact with one alternative per token, 10 bytes short per token without alternatives."""
+
+OUTPUT_TOKEN_BYTES = 8
+FIRST_TEXT_BYTES = 4 << 10
+FIRST_LOGPROB_BYTES = 64 << 10
+"""Charged before an answer that is not streamed begins, for its text and for its log-probabilities. A shorter answer is charged less."""
+
+UNREAD_LOGPROB_BYTES = 24
+MAX_UNREAD_LOGPROB_BYTES = 2 << 20
+"""Bytes of output log-probabilities that may wait for a slow client, in addition to the limit on other unread bytes."""
+
+MAX_OUTPUT_LOGPROBS = 1 << 18
+"""Most log-probabilities of output tokens in one answer that is not streamed."""
+
+MAX_INLINE_LOGPROBS = 4096
+"""An answer with at most this many log-probabilities is encoded in one go (a few milliseconds); a larger one in slices (`encoding`)."""
+
+
+def num_prompt_logprobs(field: str, num_top: int | None, *, num_tokens: int, num_shown: int) -> int:
+    """Log-probabilities of prompt tokens in the answer. Raises RequestTooLarge beyond MAX_PROMPT_LOGPROBS.
+
+    field      request field that asked for them
+    num_top    alternatives per token; None: not asked for
+    num_shown  choices that show them; a chat shows them once
+    """
+    if num_top is None:
+        return 0
+    num_logprobs = num_tokens * (num_top + 1) * num_shown
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
+        rule = f"prompt tokens ({num_tokens}) x ({field} + 1) x choices ({num_shown}) <= {MAX_PROMPT_LOGPROBS}"
+        raise RequestTooLarge(field, rule, num_top, "Ask for fewer alternatives or choices, or send the prompt in parts.")
+    return num_logprobs
+
+
+def prompt_logprob_bytes(num_top: int | None, *, num_tokens: int) -> int:
+    """Memory that the columns of the prompt's log-probabilities take until the answer is written. Choices that show the same ones share it.
+
+    num_tokens  of all prompts
+    """
+    return 0 if num_top is None else num_tokens * (PROMPT_TOKEN_LOGPROB_BYTES + num_top * PROMPT_ALTERNATIVE_BYTES)
+
+
+def encoded_prompt_logprob_bytes(num_top: int | None, *, num_tokens: int, num_encodings: int) -> int:
+    """Charged beforehand for the JSON that the answer keeps of them. num_encodings: see `ParsedRequest.num_kept_encodings`"""
+    return 0 if num_top is None else num_tokens * num_encodings * (num_top + 1) * ENCODED_PROMPT_LOGPROB_BYTES
+
+
+def check_output_logprobs(num_top: int | None, *, num_tokens: int) -> None:
+    """An answer that is not streamed is held in memory until it is whole. Raises RequestTooLarge.
+
+    num_tokens  of all choices
+    """
+    if num_top is not None and num_tokens * (num_top + 1) > MAX_OUTPUT_LOGPROBS:
+        rule = f"tokens of all choices ({num_tokens}) x (alternatives + 1) <= {MAX_OUTPUT_LOGPROBS} without stream"
+        raise RequestTooLarge("logprobs", rule, num_top, "Stream the answer, or lower max_tokens, n or the alternatives.")
+
+
+def unread_logprob_bytes(num_top: int | None, *, num_tokens: int) -> int:
+    """Bytes of a stream's log-probabilities that may wait for its client. Not charged beforehand: most clients read in time.
+
+    num_tokens  of all sequences, at most
+    """
+    return 0 if num_top is None else min(MAX_UNREAD_LOGPROB_BYTES, num_tokens * (num_top + 1) * UNREAD_LOGPROB_BYTES)
+
+
+def first_answer_bytes(num_top: int | None, *, num_tokens: int | None) -> int:
+    """Bytes charged before an answer that is not streamed begins. num_tokens: of all sequences, at most; None: not known"""
+    first = FIRST_TEXT_BYTES + (0 if num_top is None else FIRST_LOGPROB_BYTES)
+    token_bytes = OUTPUT_TOKEN_BYTES + (0 if num_top is None else (num_top + 1) * OUTPUT_LOGPROB_BYTES)
+    return first if num_tokens is None else min(first, num_tokens * token_bytes)
+
 
 PROMPT_TOKEN_BYTES = 36
 """Memory of one prompt token: a reference in a tuple, and the integer object."""

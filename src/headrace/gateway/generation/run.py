@@ -21,8 +21,7 @@ from functools import partial
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, DirectChunkWriter
 from headrace.gateway.generation.generation import Generation
-from headrace.gateway.generation.outcome import DEADLINE_PASSED, raise_if_failed, record_end
-from headrace.gateway.generation.progress import RequestProgress
+from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed, record_end
 from headrace.gateway.generation.stages import STAGES
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.upstream.output_events import NO_USAGE, OutputEvent, added

@@ -18,14 +18,13 @@ from headrace.gateway.ledger.clickhouse_usage import ClickHouseUsage
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.ledger.kafka import KafkaSink
 from headrace.gateway.ledger.left_over import SPOOL
-from headrace.gateway.ledger.local_usage import LocalUsage
 from headrace.gateway.ledger.record import UsageRecord
 from headrace.gateway.ledger.shipper import Shipper
 from headrace.gateway.ledger.sink import Sink, SinkFailed
 from headrace.gateway.ledger.spool import Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
 from headrace.gateway.ledger.usage_db import FILE, USAGE, UsageDb
-from headrace.gateway.ledger.usage_query import UsageQuery
+from headrace.gateway.ledger.usage_query import LocalUsage, UsageQuery
 from headrace.gateway.stores.sqlite_thread import SqliteThread
 from headrace.gateway.stores.store import StoreFailed
 from headrace.observe.usage_metrics import SinkReading, UsageReading

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing import Any
 from headrace.core.errors import InvalidRequest
 from headrace.core.money import NANOS
 from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, SUMMED
-from headrace.gateway.stores.sqlite_thread import has_table
+from headrace.gateway.stores.sqlite_thread import SqliteThread, has_table
 
 DAY = "day"
 GROUPS: Mapping[str, Mapping[str, str]] = {
@@ -217,3 +218,29 @@ def unix_ms_of(field: str, text: str, now: float) -> int:
         return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
     except (ValueError, OverflowError):
         raise InvalidRequest(field, TIME_RULE, text) from None
+
+
+class LocalUsage:
+    """Usage of one machine, from its usage.db beside the gateways that write it. A `ledger.UsageSource`, open until `end`."""
+
+    def __init__(self, reader: SqliteThread) -> None:
+        self._reader = reader
+
+    async def rows(self, query: UsageQuery, timeout_s: float) -> list[dict[str, object]]:
+        """Raises StoreFailed, also where it takes longer than `timeout_s`."""
+        return await self._reader.call(lambda: self._rows_in_time(query, timeout_s), is_read=True)
+
+    def close(self) -> None:
+        """Its file stays open: a later configuration may read it again."""
+
+    async def end(self) -> None:
+        await self._reader.close()
+
+    def _rows_in_time(self, query: UsageQuery, timeout_s: float) -> list[dict[str, object]]:
+        deadline = time.monotonic() + timeout_s
+        connection = self._reader.connection
+        connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+        try:
+            return usage_rows(connection, query)
+        finally:
+            connection.set_progress_handler(None, 0)

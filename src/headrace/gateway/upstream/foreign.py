@@ -25,8 +25,7 @@ from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import StageSeconds
 from headrace.gateway.http.errors import context_overflow
-from headrace.gateway.upstream.foreign_body import foreign_body
-from headrace.gateway.upstream.foreign_bound import most_prompt_tokens
+from headrace.gateway.upstream.foreign_body import foreign_body, most_prompt_tokens
 from headrace.gateway.upstream.foreign_chunk import SideField
 from headrace.gateway.upstream.foreign_config import ForeignConfig, named
 from headrace.gateway.upstream.foreign_events import EventReader

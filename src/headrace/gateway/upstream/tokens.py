@@ -6,7 +6,8 @@ Templates and tokenizing run in the text workers (`text_workers`). One `TokenUps
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from headrace.core.errors import Unavailable
 from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
+from headrace.core.plan import PAGE_TOKENS, LogprobColumns, TokenLogprobs, columns_of
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import FROM_MODEL, SamplingParams, with_default_max_tokens
 from headrace.gateway.http.errors import ContextLengthExceeded, StreamConflict, context_overflow
@@ -25,11 +27,12 @@ from headrace.gateway.upstream.output_binding import OutputBinding
 from headrace.gateway.upstream.output_stage import OutputParsing
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import EventStream, ReplicaHealth, Tokenization
-from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.gateway.upstream.token_stream import Call, TokenStream
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
 from headrace.policy.queues import traits_of
+from headrace.text.detokenize import Detokenizer
+from headrace.text.logprobs import DecodedLogprobs
 from headrace.text.output.model_formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
 
@@ -289,3 +292,45 @@ def _call(
     )
     call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
     return call
+
+
+OFFSET_TOKENS = 512
+"""Tokens between two empty pages while offsets are counted: half a millisecond, as a page of log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt as token ids, with what its log-probabilities need. text: as echo shows it; empty where it is not shown"""
+
+    token_ids: tuple[int, ...]
+    text: str
+    tokenizer: Tokenizer
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
+        """See `seam.PreparedPrompt.decoded_logprobs`."""
+        offsets = yield from self._offsets()
+        first = columns_of([TokenLogprobs(self.token_ids[0], 0.0, 0)])
+        yield DecodedLogprobs(self.tokenizer, first, offsets[:1], bytearray(b"\1"))
+        end = 1
+        for page in logprobs.pages(PAGE_TOKENS):
+            begin, end = end, end + len(page)
+            yield DecodedLogprobs(self.tokenizer, page, offsets[begin:end], bytearray(b"\1" * len(page)))
+
+    def _offsets(self) -> Generator[DecodedLogprobs, None, array[int]]:
+        """Number of characters of `text` before each token; yields empty pages to pause. A space that some tokenizers put before the first
+        word is not in the text: offsets shift by it. All zero where the text is not shown.
+        """
+        if not self.text:
+            return array("q", bytes(8 * len(self.token_ids)))
+        offsets, reader = array("q"), Detokenizer(self.tokenizer)
+        for begin in range(0, len(self.token_ids), OFFSET_TOKENS):
+            for token_id in self.token_ids[begin : begin + OFFSET_TOKENS]:
+                offsets.append(reader.num_chars)
+                reader.push((token_id,))
+            yield DecodedLogprobs(self.tokenizer)
+        shift = max(0, reader.num_chars - len(self.text))
+        return array("q", [max(0, offset - shift) for offset in offsets]) if shift else offsets
