@@ -105,7 +105,7 @@ class Bench:
             self.add(prompt, outputs)
             if not workload.in_step:
                 self.step()
-        while self.scheduler.sequences.num_running < workload.num_running:
+        while len(self.scheduler.sequences.slots) < workload.num_running:
             self.step()
         if workload.spare_slots:  # nothing is freed any more: a prompt as large as what is left does not fit
             self.add(self.kv.pools[0].num_available * BLOCK_SIZE - BLOCK_SIZE, BLOCK_SIZE)

@@ -123,7 +123,7 @@ def step_by_step(engine: Any, watch: Watch) -> threading.Semaphore:
     turn = engine.turn
 
     def when_permitted() -> bool:
-        if engine.scheduler.sequences.num_running:
+        if len(engine.scheduler.sequences.slots):
             assert permits.acquire(timeout=60)
         with watch.turning, watch.looking():
             start = len(watch.entered)

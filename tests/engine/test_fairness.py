@@ -118,7 +118,7 @@ def test_headroom_is_kept_for_premium_requests_while_they_come() -> None:
     submit = shared.engine._steps.submit
 
     def seen(plan: Plan) -> None:
-        most.append(shared.engine.scheduler.sequences.num_running)
+        most.append(len(shared.engine.scheduler.sequences.slots))
         submit(plan)
 
     shared.engine._steps.submit = seen  # type: ignore[method-assign]
@@ -165,7 +165,7 @@ def test_a_kv_share_is_a_cap_while_others_wait_and_none_while_a_tenant_is_alone(
 
     def seen(plan: Plan) -> None:
         counts: dict[str, int] = {}
-        for seq in scheduler.sequences.running:
+        for seq in scheduler.sequences.slots.running:
             counts[seq.request.tenant] = counts.get(seq.request.tenant, 0) + len(seq.blocks[0])
         held.append((shared.now, counts))
         submit(plan)

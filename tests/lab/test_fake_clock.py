@@ -38,7 +38,7 @@ def run(engine: Engine, clock: VirtualClock) -> None:
     """Until nothing is left; an idle engine's clock moves on to its next deadline."""
     while engine.turn() or engine.scheduler.sequences.has_work:
         deadline = engine.scheduler.next_deadline()
-        if not engine.scheduler.sequences.num_running and deadline is not None:
+        if not len(engine.scheduler.sequences.slots) and deadline is not None:
             clock.now = max(clock.now, deadline)
 
 

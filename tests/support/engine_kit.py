@@ -112,9 +112,7 @@ class DrivenEngine:
         self.finish: dict[tuple[str, int], FinishReason] = {}
         self.errors: dict[str, Exception] = {}
         self.updates: list[SequenceUpdate] = []
-        self.engine = Engine(
-            self.scheduler, self.runner, info=info, outbox=self.take, preparer=self.preparer, clock=self.clock, depth=depth
-        )
+        self.engine = Engine(self.scheduler, self.runner, info=info, outbox=self.take, preparer=self.preparer, clock=self.clock)
 
     def take(self, updates: list[SequenceUpdate | Rejected]) -> None:
         for update in updates:

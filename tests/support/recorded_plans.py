@@ -179,8 +179,8 @@ class Life:
             self.driven.satisfied(name, "thing")
         elif chance < 0.50:
             self.driven.clock.now += draw.choice([0.5, 3.0, 25.0])
-        elif chance < 0.53 and self.driven.scheduler.sequences.running:
-            self.driven.scheduler.sequences.preempt(draw.choice(self.driven.scheduler.sequences.running), self.driven.clock.now)
+        elif chance < 0.53 and self.driven.scheduler.sequences.slots.running:
+            self.driven.scheduler.sequences.preempt(draw.choice(self.driven.scheduler.sequences.slots.running), self.driven.clock.now)
         else:
             self.driven.turn(draw.randint(1, 6))
         self.driven.scheduler.check()

@@ -63,7 +63,7 @@ class TieredEngine:
         self.tier = HostTier(self.kv, tier or HostTierConfig(num_slots=options.host_slots)) if is_tiered else None
         settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": options.max_model_len, **config}
         self.scheduler = Scheduler(SchedulerConfig(depth=depth, **settings), self.kv, self.tier)
-        self.engine = Engine(self.scheduler, self.runner, info=info, outbox=self.take, clock=self.clock, depth=depth)
+        self.engine = Engine(self.scheduler, self.runner, info=info, outbox=self.take, clock=self.clock)
         self.requests: dict[str, EngineRequest] = {}
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.finish: dict[tuple[str, int], FinishReason] = {}

@@ -78,7 +78,7 @@ def assemble(
     """An engine around any runner (the simulator's and the tests' fake one included), on any clock. block_key: see `make_scheduler`."""
     scheduler = make_scheduler(config, info, block_key=block_key)
     info = replace(info, queue_policy=config.queue_policy)
-    return Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, clock=clock, depth=config.depth)
+    return Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, clock=clock)
 
 
 def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:

@@ -7,6 +7,7 @@ business (`policy.schedule.scheduler`); what follows a step that raised is `engi
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -84,7 +85,9 @@ class StepQueue:
         except EngineFatal:
             raise
         except Exception as error:
-            return _FailedTicket(error)
+            failed: Future[Result] = Future()
+            failed.set_exception(error)
+            return failed
 
     def compute(self, plan: Plan) -> Result:
         """Submit a plan and wait for it, while no other step is uncommitted. Raises what the step raised."""
@@ -109,13 +112,3 @@ class StepQueue:
             self._timer.observe(step.plan.num_tokens, now - began)
             self.costs = self._timer.costs
         return now - began
-
-
-class _FailedTicket:
-    """The ticket of a plan whose submission raised."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> Result:
-        raise self._error

@@ -231,19 +231,6 @@ def test_a_move_that_nobody_planned_ends_the_engine() -> None:
         driven.run()
 
 
-def test_after_a_reset_nothing_comes_back_from_the_host() -> None:
-    driven = moved_out(TieredEngine())
-    assert driven.tier is not None
-    driven.submit(request("second", list(range(13)), max_tokens=5))
-    driven.turn()  # its blocks are on their way
-    driven.tier.reset_cache()
-    driven.run()
-    driven.submit(request("third", list(range(13)), max_tokens=5, salt=b""))
-    driven.run()
-    driven.check_answers()
-    assert driven.cached["second", 0] == 0
-
-
 def test_a_host_tier_refuses_groups_it_cannot_serve() -> None:
     for groups in ((), (WINDOW,), (FULL, FULL)):
         with pytest.raises(ValueError, match="exactly one KV group"):
@@ -339,7 +326,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 3))
     def preempt(self, which: int) -> None:
-        running = self.driven.scheduler.sequences.running
+        running = self.driven.scheduler.sequences.slots.running
         if running:
             self.driven.scheduler.sequences.preempt(running[which % len(running)], self.driven.clock.now)
 
@@ -351,11 +338,6 @@ class TierMachine(RuleBasedStateMachine):
     @rule(site=st.sampled_from(SITES), after=st.integers(0, 4))
     def fail_a_plan(self, site: str, after: int) -> None:
         fail_next_plan(self.driven.scheduler, site, after)
-
-    @rule()
-    def reset(self) -> None:
-        assert self.driven.tier is not None
-        self.driven.tier.reset_cache()
 
     @invariant()
     def adds_up(self) -> None:

@@ -70,7 +70,7 @@ def test_a_model_without_kv_groups_is_scheduled(depth: int, chunked: bool) -> No
     prompts = {"a": list(range(13)), "b": [5], "c": list(range(13))}
     driven.submit(*(request(name, prompt, n=2 if name == "a" else 1) for name, prompt in prompts.items()))
     driven.turn(3)
-    driven.scheduler.sequences.preempt(driven.scheduler.sequences.running[0], driven.clock.now)
+    driven.scheduler.sequences.preempt(driven.scheduler.sequences.slots.running[0], driven.clock.now)
     driven.run()
     for (name, index), tokens in driven.tokens.items():
         assert tokens == expected_tokens(prompts[name], 8, VOCAB, index)

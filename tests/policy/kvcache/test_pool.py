@@ -80,11 +80,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release_pending()
         assert self.pool.num_pending_free == 0
 
-    @rule()
-    def forget_everything(self) -> None:
-        self.pool.reset_cache()
-        assert self.pool.num_cached == 0
-
     @invariant()
     def adds_up(self) -> None:
         assert self.pool.num_free + self.pool.num_cached + self.pool.num_used == self.pool.total

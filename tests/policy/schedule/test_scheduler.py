@@ -400,7 +400,7 @@ def test_static_batching_admits_only_when_the_batch_has_ended() -> None:
     driven.submit(*(request(f"r{i}", prompt, max_tokens=4 + 6 * (i % 2)) for i, prompt in enumerate(PROMPTS[:8])))
     batches: list[set[str]] = []
     while driven.engine.turn():
-        running = {str(seq.request.request_id) for seq in driven.scheduler.sequences.running}
+        running = {str(seq.request.request_id) for seq in driven.scheduler.sequences.slots.running}
         if running and not any(running <= batch for batch in batches):
             batches.append(running)
     assert batches == [{"r0", "r1", "r2", "r3"}, {"r4", "r5", "r6", "r7"}]
@@ -556,7 +556,7 @@ def test_a_preallocated_pool_runs_as_many_sequences_as_it_has_blocks() -> None:
     driven = DrivenEngine(block_size=64, num_blocks=5, caching=False)
     driven.submit(*(request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
     driven.turn(4)
-    assert driven.scheduler.sequences.num_running == 4
+    assert len(driven.scheduler.sequences.slots) == 4
 
 
 def test_odd_groups_are_possible() -> None:
@@ -572,15 +572,15 @@ def test_a_row_planned_before_a_preemption_does_not_count_afterwards() -> None:
     scheduler, runner = driven.scheduler, driven.runner
     scheduler.sequences.add(request("r", list(range(40)), max_tokens=4), now=0.0)
     before = scheduler.plan(now=0.0)
-    scheduler.sequences.preempt(scheduler.sequences.running[0], 0.0)
+    scheduler.sequences.preempt(scheduler.sequences.slots.running[0], 0.0)
     after = scheduler.plan(now=0.0)
     assert before is not None
     assert after is not None
     scheduler.commit(before, runner.compute(before), 0.0)
     scheduler.check()
-    assert scheduler.sequences.running[0].num_computed == 0
+    assert scheduler.sequences.slots.running[0].num_computed == 0
     scheduler.commit(after, runner.compute(after), 0.0)
-    assert scheduler.sequences.running[0].num_computed == 16
+    assert scheduler.sequences.slots.running[0].num_computed == 16
     driven.run()
     assert driven.tokens["r", 0] == expected_tokens(list(range(40)), 4, VOCAB)
 
@@ -591,7 +591,7 @@ def test_a_preempted_prompt_is_computed_again_but_told_once(depth: int) -> None:
     driven = DrivenEngine(depth=depth, num_blocks=16, max_num_batched_tokens=7)
     driven.submit(*(request(f"r{i}", prompt, prompt_logprobs=0, max_tokens=14) for i, prompt in enumerate(prompts)))
     driven.turn(9)
-    driven.scheduler.sequences.preempt(driven.scheduler.sequences.running[0], driven.clock.now)
+    driven.scheduler.sequences.preempt(driven.scheduler.sequences.slots.running[0], driven.clock.now)
     driven.run()
     for i, prompt in enumerate(prompts):
         told = [entry for update in driven.updates if update.request_id == f"r{i}" for entry in update.prompt_logprobs]
@@ -674,7 +674,7 @@ def test_preempting_anybody_at_any_moment_changes_no_token(depth: int, groups: s
     driven.submit(*(request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
     for turn in range(40):
         driven.turn()
-        if running := driven.scheduler.sequences.running:
+        if running := driven.scheduler.sequences.slots.running:
             driven.scheduler.sequences.preempt(running[turn % len(running)], driven.clock.now)
         driven.scheduler.check()
     assert_plain(driven.run())
@@ -717,7 +717,7 @@ def test_a_tenants_part_is_known_without_looking_at_every_sequence(monkeypatch: 
     driven = DrivenEngine(max_num_seqs=2, max_waiting=8, max_waiting_per_tenant=3)
     driven.submit(*(request(f"a{i}", [1, i], tenant="a", max_tokens=20) for i in range(3)))
     driven.turn(2)
-    driven.scheduler.sequences.preempt(driven.scheduler.sequences.running[0], driven.clock.now)
+    driven.scheduler.sequences.preempt(driven.scheduler.sequences.slots.running[0], driven.clock.now)
     driven.scheduler.check()
     with monkeypatch.context() as patched:
         patched.setattr(SequenceTable, "alive", lambda self: pytest.fail("every sequence was looked at"))

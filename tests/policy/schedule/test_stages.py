@@ -58,7 +58,7 @@ def test_time_without_a_slot_after_a_preemption_is_preempted_and_recomputing_is_
     driven = DrivenEngine(depth=depth, caching=False)
     driven.submit(request("r", list(range(20)), max_tokens=30))
     driven.turn(6)
-    driven.scheduler.sequences.preempt(driven.scheduler.sequences.running[0], driven.clock.now)
+    driven.scheduler.sequences.preempt(driven.scheduler.sequences.slots.running[0], driven.clock.now)
     driven.clock.now += 3.0
     driven.turn(depth)
     driven.clock.now += 4.0

@@ -91,7 +91,7 @@ def test_a_preempted_sequence_waits_again_with_all_its_bytes() -> None:
     driven = DrivenEngine(max_num_seqs=2)
     driven.submit(request("a", [1, 2, 3], max_tokens=30))
     driven.turn(4)
-    waiting, (seq,) = driven.scheduler.sequences.waiting, driven.scheduler.sequences.running
+    waiting, (seq,) = driven.scheduler.sequences.waiting, driven.scheduler.sequences.slots.running
     assert sum(waiting.num_bytes) == 0
     driven.scheduler.sequences.preempt(seq, driven.clock.now)
     assert sum(waiting.num_bytes) > submitted_bytes(seq.request), "the tokens that it has generated are held, too"
@@ -213,7 +213,7 @@ def test_what_was_computed_before_never_leaves() -> None:
     driven = full_queue(*resumed)
     assert refused(driven, request("o", [2, 2], tenant="other", max_tokens=2)) == ["o"]
     driven = full_queue(*flood(2))
-    driven.scheduler.sequences.preempt(driven.scheduler.sequences.running[0], driven.clock.now)
+    driven.scheduler.sequences.preempt(driven.scheduler.sequences.slots.running[0], driven.clock.now)
     assert "runs" not in refused(driven, *(request(f"o{i}", [2, i], tenant="other", max_tokens=2) for i in range(2)))
 
 

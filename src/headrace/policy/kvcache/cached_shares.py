@@ -59,11 +59,6 @@ class CachedShares:
         """A cached block counts as the last one used, or as the first."""
         self._cached[self._tenant_of[block]].move_to_end(block, last=last)
 
-    def clear(self) -> None:
-        self._tenant_of.clear()
-        self._cached.clear()
-        self._above.clear()
-
     def check(self, cached: Collection[int], registered: Collection[int]) -> None:
         """Raise AssertionError unless every cached block is its tenant's, and the sums agree."""
         assert self._tenant_of.keys() == set(registered), "a registered block has no tenant"

@@ -27,11 +27,10 @@ GROUP = 0
 
 @dataclass(slots=True)
 class _Out:
-    """A block being copied to a slot. is_void: the cache was reset meanwhile, so the copy is dropped."""
+    """A block being copied to a slot."""
 
     identity: BlockHash
     slot: int
-    is_void: bool = False
 
 
 @dataclass(slots=True)
@@ -41,7 +40,6 @@ class _In:
     identities: list[BlockHash]
     slots: list[int]
     waiting: Sequence | None
-    is_void: bool = False
 
 
 @dataclass(slots=True)
@@ -72,14 +70,12 @@ class _Slots:
     stored   identity -> slot that holds it, about in the order of their last use
     used_at  slot -> when its block was last used
     readers  slot -> transfers that read it: not given away until they end
-    doomed   slots still being read whose content was dropped; free when the reads end
     """
 
     free: list[int]
     stored: OrderedDict[BlockHash, int] = field(default_factory=OrderedDict)
     used_at: dict[int, float] = field(default_factory=dict)
     readers: Counter[int] = field(default_factory=Counter)
-    doomed: set[int] = field(default_factory=set)
 
     def take(self, used_at: float) -> int | None:
         """A slot for a block last used then: a free one, else that of the first block no transfer reads, if it was used before.
@@ -92,21 +88,6 @@ class _Slots:
         if identity is None or self.used_at[self.stored[identity]] >= used_at:
             return None
         return self.stored.pop(identity)
-
-    def end_read(self, slot: int) -> None:
-        self.readers[slot] -= 1
-        if slot in self.doomed and not self.readers[slot]:
-            self.doomed.remove(slot)
-            self.free.append(slot)
-
-    def clear(self) -> None:
-        """Nothing is stored any more."""
-        for slot in self.stored.values():
-            if self.readers[slot]:
-                self.doomed.add(slot)
-            else:
-                self.free.append(slot)
-        self.stored.clear()
 
 
 class HostTier:
@@ -220,38 +201,25 @@ class HostTier:
         return ready
 
     def _end_out(self, move: _Out) -> None:
-        if move.is_void:
-            self._slots.free.append(move.slot)
-        else:
-            self._slots.stored[move.identity] = move.slot
-            self.counters.blocks_out += 1
+        self._slots.stored[move.identity] = move.slot
+        self.counters.blocks_out += 1
 
     def _end_in(self, lease: Lease, move: _In) -> list[Sequence]:
         """Cache the blocks, those left out that were computed meanwhile: they are free when the lease is released."""
         for identity, slot, block in zip(move.identities, move.slots, lease.blocks, strict=True):
-            if not move.is_void:
-                self._pool.register(block, identity)
-            self._slots.end_read(slot)
+            self._pool.register(block, identity)
+            self._slots.readers[slot] -= 1
         self.counters.blocks_in += len(move.identities)
         return [] if move.waiting is None else [move.waiting]
-
-    def reset_cache(self) -> None:
-        """Drop every reusable block, here and on the device. Blocks being copied are neither stored nor cached when they arrive."""
-        self.kv.reset_cache()
-        self._slots.clear()
-        for out in self._outs.values():
-            out.is_void = True
-        for arriving in self._ins.values():
-            arriving.is_void = True
 
     # invariants
 
     def check(self) -> None:
         """Raise AssertionError unless every slot has one place and every transfer a lease in flight."""
         held = self._slots
-        slots = [*held.free, *held.stored.values(), *held.doomed, *(move.slot for move in self._outs.values())]
+        slots = [*held.free, *held.stored.values(), *(move.slot for move in self._outs.values())]
         assert sorted(slots) == list(range(self.config.num_slots)), "a host slot was lost, or is in two places"
         assert all(lease.moves for lease in (*self._outs, *self._ins)), "a transfer without a move in flight"
         readers = Counter(slot for move in self._ins.values() for slot in move.slots)
         assert +held.readers == readers, "a slot is read and not counted"
-        assert readers.keys() <= {*held.stored.values(), *held.doomed}, "a slot that is being read was given away"
+        assert readers.keys() <= {*held.stored.values()}, "a slot that is being read was given away"

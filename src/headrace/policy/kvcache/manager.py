@@ -322,11 +322,6 @@ class KvManager:
         for pool in self.pools:
             pool.release_pending()
 
-    def reset_cache(self) -> None:
-        """Drop every reusable block (after warm-up, or when weights are loaded anew)."""
-        for pool in self.pools:
-            pool.reset_cache()
-
     def _extend_hashes(self, seq: Sequence, count: int) -> None:
         size, hashes = self.block_size, seq.hashes
         parent = hashes[-1] if hashes else seq.root

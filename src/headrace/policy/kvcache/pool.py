@@ -211,15 +211,6 @@ class BlockPool:
             self._free.append(block)
         self._forget(block)
 
-    def reset_cache(self) -> None:
-        """Remove every block from the prefix cache; used blocks stay with their owners."""
-        self._hash_of.clear()
-        self._by_hash.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
-        if self._shares is not None:
-            self._shares.clear()
-
     def _make_reusable(self, blocks: list[int]) -> None:
         registered, cached, free, now, shares = self._hash_of, self._cached, self._free, self.steps.now, self._shares
         for block in blocks:

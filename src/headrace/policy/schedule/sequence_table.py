@@ -68,15 +68,6 @@ class SequenceTable:
         return sum(self.waiting.num_sequences)
 
     @property
-    def running(self) -> list[Sequence]:
-        """Running sequences in the order in which they started. The list is the caller's own."""
-        return self.slots.running
-
-    @property
-    def num_running(self) -> int:
-        return len(self.slots)
-
-    @property
     def has_work(self) -> bool:
         return bool(len(self.slots) or len(self.queue) or self._blocked or self._updates or self.slots.has_ended)
 
