@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
+from headrace.lab.plan.plan import dollars_per_1m_tokens
 from headrace.lab.plan.shapes import find_model
 from headrace.lab.plan.sizings import fleet, known_sizings, levers, resident, routing_saving, shape, standby_replicas
 from headrace.policy.placement.layout import Goals, Need, Traffic, choose_layout
 from headrace.policy.placement.roofline import Layout, Roofline
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = tuple(ROOT / "docs" / name for name in ("planning.md", "cost.md", "choosing.md", "hardware.md"))
+PAGES = tuple(ROOT / "docs" / name for name in ("planning.md", "sizings.md", "cost.md", "choosing.md", "hardware.md"))
 
 PLACE = re.compile(r"(<!-- plan: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -38,6 +39,17 @@ MEASURED = (
 MEASURED_PREFILL = (("bf16", 40_919), ("fp8", 63_530))
 """dtype, tokens/s of eight prompts of 2,048 tokens on the same device."""
 
+
+ANSWER = 200
+"""Tokens of an answer of the design loads."""
+
+A_DAY = 1e6 / 86_400
+LOADS = (
+    ("1,000 requests/s of 70B", "llama-70b", 1000.0, 1000.0),
+    ("1M requests a day of 70B, peak 3 x the mean", "llama-70b", 3 * A_DAY, A_DAY),
+    ("1M requests a day of 8B, peak 3 x the mean", "llama-3-8b", 3 * A_DAY, A_DAY),
+)
+"""Name, model, and requests per second: at the peak, for which devices are there, and in the mean, which pays for them."""
 
 BESIDE = (("llama-70b", "h100", 4, 2048, 238), ("llama-3-8b", "l40s", 1, 4096, 52), ("mixtral-8x7b", "a100", 2, 8192, 51))
 """model, device, TP, context, and the sequences that llm-d-planner 0.3.3 gives (`max_concurrent_requests`, utilization 0.9, bf16)."""
@@ -108,17 +120,17 @@ def bill(catalogue: Catalogue) -> Iterator[str]:
 def loads(catalogue: Catalogue) -> Iterator[str]:
     yield "| load | on | replicas | devices | TPOT | $/hour | $/1M tokens |"
     yield "|---|---|---|---|---|---|---|"
-    for label, name, device, rate in (
-        ("1,000 requests/s of 70B", "llama-70b", "h100", 1000.0),
-        ("1,000 requests/s of 70B", "llama-70b", "h200", 1000.0),
-        ("1M requests a day of 70B, peak 3 x the mean", "llama-70b", "h100", 3e6 / 86_400),
-        ("1M requests a day of 8B, peak 3 x the mean", "llama-3-8b", "l40s", 3e6 / 86_400),
-    ):
-        plan = fleet(catalogue, name, device, context=700, tokens_per_s=rate * 200, output_tokens=200, tpot_s=0.05)
-        best = plan.best
-        replicas = f"{best.replicas} x {best.layout}"
-        costs = f"${best.price_per_hour:,.2f} | ${plan.cost_per_1m_tokens:.2f}"
-        yield f"| {label} | {device} | {replicas} | {best.num_devices} | {best.tpot_s * 1e3:.0f} ms | {costs} |"
+    for label, name, peak, mean in LOADS:
+        plans = [
+            fleet(catalogue, name, device.name, context=700, tokens_per_s=peak * ANSWER, output_tokens=ANSWER, tpot_s=0.05)
+            for device in catalogue.devices.values()
+            if device.price_per_hour is not None and device.is_served
+        ]
+        for plan in sorted((plan for plan in plans if plan.is_met), key=lambda plan: plan.dollars_per_hour or 0.0)[:2]:
+            best, hourly = plan.best, plan.dollars_per_hour or 0.0
+            dollars = dollars_per_1m_tokens(hourly, mean * ANSWER) + plan.figures["egress_per_1m_tokens"].value
+            replicas = f"{best.replicas} x {best.layout} | {best.num_devices}"
+            yield f"| {label} | {plan.need.device.name} | {replicas} | {best.tpot_s * 1e3:.0f} ms | ${hourly:,.2f} | ${dollars:.2f} |"
 
 
 def up_or_out(catalogue: Catalogue) -> Iterator[str]:
@@ -142,15 +154,16 @@ def up_or_out(catalogue: Catalogue) -> Iterator[str]:
 
 
 def layouts(catalogue: Catalogue) -> Iterator[str]:
-    yield "| layout on H100 | TPOT | tokens/s | per device | all-reduces of a step |"
-    yield "|---|---|---|---|---|"
+    yield "| layout on H100 | TPOT | tokens/s | per device | all-reduces of a step | their share |"
+    yield "|---|---|---|---|---|---|"
     model, device = shape(catalogue, "llama-70b"), catalogue.device("h100")
     for layout in (Layout(2), Layout(4), Layout(8), Layout(2, 2), Layout(4, 2)):
         latency = Roofline(model, device, layout, "fp16", "fp16")
         seconds = latency.decode_s(64, 2048)
         rate = 64 / seconds
         reduces = latency.collectives_s(64 / layout.pp)
-        yield f"| {layout} | {seconds * 1e3:.1f} ms | {rate:,.0f} | {rate / layout.num_devices:,.0f} | {reduces * 1e3:.1f} ms |"
+        shared = f"{reduces * 1e3:.1f} ms | {reduces / seconds:.0%}"
+        yield f"| {layout} | {seconds * 1e3:.1f} ms | {rate:,.0f} | {rate / layout.num_devices:,.0f} | {shared} |"
 
 
 def routing(catalogue: Catalogue) -> Iterator[str]:

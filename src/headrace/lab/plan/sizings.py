@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headrace.lab.plan.catalogue import Catalogue
 from headrace.lab.plan.plan import CapacityPlan, dollars_per_1m_tokens, make_plan
 from headrace.lab.plan.shapes import find_model
-from headrace.policy.placement.layout import Goals, Need, Traffic, capacity
+from headrace.policy.placement.layout import Goals, Need, Traffic, capacity, judge, layouts
 from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES, ModelShape
 from headrace.policy.placement.roofline import Layout, Roofline
 
@@ -84,10 +84,11 @@ def fleet(
 
 
 def standby_replicas(*, requests_per_s: float, replica_requests_per_s: float, running: int, load_s: float, patience_s: float) -> int:
-    """Replicas that must be warm beside those that run, so that a spike times no client out while further ones load for `load_s`.
+    """Replicas that must be warm beside those that run, so that clients do not time out in the mean while further ones load for `load_s`.
 
     Requests that come while the load takes and are not served then wait in a queue. The last of them waits for the whole queue, and may not
     wait longer than `patience_s`, also if no further replica helps: rate x load / (load + patience) is what must be served meanwhile.
+    Arrivals are taken as even: where they bunch, some requests wait longer.
     """
     wanted = requests_per_s * load_s / (load_s + patience_s) / replica_requests_per_s
     return max(0, math.ceil(wanted - 1e-9) - running)
@@ -100,8 +101,12 @@ def routing_saving(share_small: float, cost_ratio: float) -> float:
 
 def known_sizings(catalogue: Catalogue) -> Iterator[Sizing]:
     """The figures that most texts about serving quote."""
-    large, small = shape(catalogue, "llama-70b"), shape(catalogue, "llama-2-7b")
-    giant, grouped = shape(catalogue, "llama-3-405b"), shape(catalogue, "mistral-7b")
+    yield from _fleets(catalogue)
+    yield from _memory(catalogue)
+    yield from _costs(catalogue)
+
+
+def _fleets(catalogue: Catalogue) -> Iterator[Sizing]:
     tokens, sequences = resident(catalogue, "llama-70b", "h100", 4, 2048)
     yield Sizing("Resident tokens, 70B fp16 on 4 H100", "560k", f"{tokens:,}", "(4 x 80 GB - 138 GB) / 320 KiB")
     yield Sizing("Sequences of 2K tokens there", "270", f"{sequences:,}", "resident tokens / 2,048")
@@ -117,35 +122,103 @@ def known_sizings(catalogue: Catalogue) -> Iterator[Sizing]:
         "200,000 tokens/s, 40 % by 70B and 60 % by 7B, on A100",
         "80 + 30 A100",
         f"{first.best.num_devices} + {second.best.num_devices} A100",
-        f"70B with 640 tokens of context: {first.best.tokens_per_s / first.best.num_devices:,.0f} tok/s per A100; 7B with 2K: "
-        f"{second.best.tokens_per_s / second.best.num_devices:,.0f}",
+        f"70B with {first.need.traffic.context} tokens of context: {first.best.tokens_per_s / first.best.num_devices:,.0f} tok/s per A100; "
+        f"7B with {second.need.traffic.context:,}: {second.best.tokens_per_s / second.best.num_devices:,.0f}",
     )
+    each = [
+        fleet(catalogue, name, "a100", context=2048, tokens_per_s=200_000, user_tokens_per_s=200).best
+        for name in ("mistral-7b", "llama-70b")
+    ]
+    found = ["not on A100" if best.reason else f"{best.num_devices} A100" for best in each]
+    yield Sizing(
+        "200,000 tokens/s for 1,000 users",
+        "200 tok/s each",
+        f"yes: 7B {found[0]}, 70B {found[1]}",
+        f"a TPOT of 5 ms; 70B over {each[1].layout}: {each[1].reason or 'it is'}",
+    )
+
+
+def _memory(catalogue: Catalogue) -> Iterator[Sizing]:
+    large, small = shape(catalogue, "llama-70b"), shape(catalogue, "llama-2-7b")
+    giant, grouped = shape(catalogue, "llama-3-405b"), shape(catalogue, "mistral-7b")
     for name, said, model in (("7B with 8 KV heads", "128 KB", grouped), ("70B", "320 KB", large), ("405B", "~500 KB", giant)):
         yield Sizing(
             f"KV of one token, {name}, fp16", said, f"{kv_bytes(model, 1) / 1024:,.0f} KiB", "2 x layers x KV heads x 128 x 2 bytes"
         )
     yield Sizing("KV of 128K tokens, 70B", "40 GB", f"{kv_bytes(large, 131_072) / 2**30:.1f} GiB", "320 KiB x 131,072 = 42.9e9 bytes")
     yield Sizing("KV of 4,096 tokens, 7B with 32 KV heads", "2 GB", f"{kv_bytes(small, 4096) / 2**30:.1f} GiB", "512 KiB x 4,096")
-    for name, said, model, dtype in (
-        ("70B fp16", "140 GB", large, "fp16"),
-        ("70B int4", "35 GB", large, "int4"),
-        ("405B fp16", "810 GB", giant, "fp16"),
-        ("405B fp8", "405 GB", giant, "fp8"),
-        ("7B fp16", "14 GB", small, "fp16"),
+    for name, said, key, dtype, device in (
+        ("70B fp16", "140 GB, 2 A100", "llama-70b", "fp16", "a100"),
+        ("70B int4", "35 GB, 1 A100", "llama-70b", "int4", "a100"),
+        ("405B fp16", "810 GB, 8 H100", "llama-3-405b", "fp16", "h100"),
+        ("405B fp8", "405 GB, 8 H100", "llama-3-405b", "fp8", "h100"),
+        ("7B fp16", "14 GB", "llama-2-7b", "fp16", "rtx4090"),
     ):
-        yield Sizing(f"Weights, {name}", said, f"{weights_bytes(model, dtype) / 1e9:,.1f} GB", f"{model.num_params / 1e9:.2f}e9 weights")
+        model, layout, memory = shape(catalogue, key), smallest_layout(catalogue, key, device, dtype), catalogue.device(device).memory_bytes
+        weights = weights_bytes(model, dtype)
+        yield Sizing(
+            f"Weights, {name}, and what they fit on",
+            said,
+            f"{weights / 1e9:,.1f} GB, {layout.num_devices} x {device} ({layout})",
+            f"{model.num_params / 1e9:.2f}e9 weights; 1 device has {memory / 1e9:g} GB, 8 have {8 * memory / 1e9:,g} GB",
+        )
+    sizes = {dtype: weights_bytes(large, dtype) for dtype in ("fp32", "fp16", "int8", "int4")}
+    yield Sizing(
+        "Weights in int8 and int4 against fp16; fp32",
+        "2 x, 4 x; 4 x, 8 x smaller",
+        "; ".join(", ".join(f"{sizes[wide] / sizes[narrow]:.0f} x" for narrow in ("int8", "int4")) for wide in ("fp16", "fp32")),
+        "bytes of a weight, without scales (int4: 3 to 6 % more)",
+    )
+
+
+def smallest_layout(catalogue: Catalogue, name: str, device: str, dtype: str) -> Layout:
+    """The fewest devices on which weights and one sequence of 2K tokens fit. Raises ValueError where no layout is large enough."""
+    traffic = Traffic(prompt_tokens=2047, output_tokens=1)
+    need = Need(model=shape(catalogue, name), device=catalogue.device(device), dtype=dtype, kv_dtype="fp16", traffic=traffic)
+    return min((each for each in layouts(need) if judge(need, each).batch), key=lambda each: (each.num_devices, each.pp))
+
+
+def _costs(catalogue: Catalogue) -> Iterator[Sizing]:
     cost = dollars_per_1m_tokens(2.0, 1000.0) / 1000
     yield Sizing("1K tokens at $2 per hour and 1,000 tokens/s", "$0.0002 to $0.002", f"${cost:.5f}", "2 / 3600 / 1,000 x 1,000")
-    ratio = catalogue.device("h100").bytes_per_s / catalogue.device("a100").bytes_per_s
+    alone, counted = (cost_ratio(catalogue, "llama-3-70b", "llama-3-8b", counts_prompts=counts) for counts in (False, True))
     yield Sizing(
-        "Decoding on H100 against A100", "5 x", f"{ratio:.2f} x", "3,350 / 1,935 GB/s: decoding reads memory; 5 x needs FP8 and prompts"
+        "A token of 70B against one of 8B, on H100",
+        "8 x (large models 5 to 10 x)",
+        f"{alone:.1f} x; with prompts {counted:.1f} x",
+        "9 x the weights, 2.5 x the KV: long contexts and large batches bring them together, prompts apart",
     )
+    new, old, card = (catalogue.device(name) for name in ("h100", "a100", "a100-pcie"))
+    model = shape(catalogue, "llama-3-8b")
+    prompts = {
+        dtype: Roofline(model, old, Layout(), "bf16", "bf16").prefill_busy_s(2048)
+        / Roofline(model, new, Layout(), dtype, "bf16").prefill_busy_s(2048)
+        for dtype in ("bf16", "fp8")
+    }
+    rate, sxm, pcie = (device.bytes_per_s / 1e9 for device in (new, old, card))
+    yield Sizing(
+        "H100 against A100",
+        'bandwidth 3.35 : 1.9 = 1.76 x; "5 x"',
+        f"decoding {rate / sxm:.2f} x, prompts {prompts['bf16']:.1f} x; FP8 prompts {prompts['fp8']:.1f} x",
+        f"{rate:,.0f} / {sxm:,.0f} GB/s of the SXM card; {rate / pcie:.2f} x the PCIe card's {pcie:,.0f}",
+    )
+    yield Sizing(
+        "Bandwidth of an RTX 4090", "0.92 TB/s", f"{catalogue.device('rtx4090').bytes_per_s / 1e12:.3f} TB/s", "384 bits x 21 Gbit/s / 8"
+    )
+
+
+def cost_ratio(catalogue: Catalogue, large: str, small: str, *, counts_prompts: bool) -> float:
+    """Device time of a token of `large` over one of `small`, each on its best layout on H100, TPOT goal 50 ms, 2K of context."""
+    output = 512 if counts_prompts else 0
+    plans = [fleet(catalogue, name, "h100", context=2048, tokens_per_s=0, tpot_s=0.05, output_tokens=output) for name in (large, small)]
+    dear, cheap = (plan.figures["devices_per_1m_tokens"].value for plan in plans)
+    return dear / cheap
 
 
 def mixed_fleet(catalogue: Catalogue) -> tuple[CapacityPlan, CapacityPlan]:
     """200,000 tokens/s: 40 % of them by 70B, 60 % by 7B."""
-    large = fleet(catalogue, "llama-70b", "a100", context=640, tokens_per_s=80_000, tpot_s=0.05)
-    return large, fleet(catalogue, "mistral-7b", "a100", context=2048, tokens_per_s=120_000, tpot_s=0.05)
+    large = fleet(catalogue, "llama-70b", "a100", context=700, tokens_per_s=80_000, tpot_s=0.05)
+    return large, fleet(catalogue, "mistral-7b", "a100", context=2100, tokens_per_s=120_000, tpot_s=0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +234,9 @@ def levers(catalogue: Catalogue) -> Iterator[Lever]:
     """From fp16 70B, 32 sequences at a time on A100, to what the steps make of it; each applies to what the steps before left."""
     before = _dollars_per_1m(catalogue, "llama-70b", "fp16", 32)
     quantized = _dollars_per_1m(catalogue, "llama-70b", "int8", 32)
-    yield Lever("Quantize", "int8 weights: half the bytes, half the devices of a replica", quantized / before)
+    wide, narrow = (_on_a100(catalogue, "llama-70b", dtype).best.layout.num_devices for dtype in ("fp16", "int8"))
+    replica = f"{narrow} devices to a replica" + (f" instead of {wide}" if narrow != wide else " as before")
+    yield Lever("Quantize", f"int8 weights: half the bytes, {replica}", quantized / before)
     batched = _dollars_per_1m(catalogue, "llama-70b", "int8")
     yield Lever("Batch", "continuous batching fills a replica up to a TPOT of 48 ms, instead of 32 sequences", batched / quantized)
     yield Lever("Cache", "15 % of the requests are answered from the response cache", 0.85)
@@ -173,10 +248,14 @@ def levers(catalogue: Catalogue) -> Iterator[Lever]:
 
 def _dollars_per_1m(catalogue: Catalogue, name: str, dtype: str, batch: int | None = None) -> float:
     """Device time of 1M tokens on A100 with 2K of context. batch: sequences of a replica; None: as many as keep the goal"""
-    plan = fleet(catalogue, name, "a100", context=2048, tokens_per_s=0, tpot_s=0.06, dtype=dtype)
+    plan = _on_a100(catalogue, name, dtype)
     best, need = plan.best, plan.need
     assert best.price_per_hour is not None, "the catalogue's A100 has a price"
     rate = best.tokens_per_s
     if batch is not None:
         rate = best.replicas * batch / Roofline(need.model, need.device, best.layout, dtype, "fp16").decode_s(batch, need.traffic.context)
     return dollars_per_1m_tokens(best.price_per_hour, rate)
+
+
+def _on_a100(catalogue: Catalogue, name: str, dtype: str) -> CapacityPlan:
+    return fleet(catalogue, name, "a100", context=2048, tokens_per_s=0, tpot_s=0.06, dtype=dtype)
