@@ -176,7 +176,7 @@ async def test_a_tenants_option_counts_more_than_the_configuration(
     async with open_bench(text, cache={"enabled": not option}) as bench:
         tenant = replace(ANONYMOUS, options={"cache": option})
 
-        async def principal(_: object) -> Principal:
+        async def principal(_: object, framing: object) -> Principal:
             return tenant
 
         monkeypatch.setattr(bench.gateway.active.authenticator, "principal", principal)
@@ -195,7 +195,7 @@ async def test_an_answer_that_a_budget_cut_is_for_keys_of_that_budget(
         found = []
         for caller in (POOR, RICH, POOR, RICH):
 
-            async def principal(_: object, caller: Principal = caller) -> Principal:
+            async def principal(_: object, framing: object, caller: Principal = caller) -> Principal:
                 return caller
 
             monkeypatch.setattr(bench.gateway.active.authenticator, "principal", principal)
