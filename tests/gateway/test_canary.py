@@ -22,7 +22,7 @@ from headrace.cli.main import app
 from headrace.core.request import EngineRequest
 from headrace.gateway.access.admin_requests import KeyRequests
 from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, TenantChange
-from headrace.gateway.control.purge_requests import CacheRequests
+from headrace.gateway.control.purge import CacheRequests
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
 

@@ -42,7 +42,7 @@ from headrace.gateway.http.config import Limits, Timeouts
 from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.workers import Owner, Worker
-from headrace.gateway.upstream.replica_circuit import ReplicaCircuit
+from headrace.gateway.upstream.replica_health import ReplicaCircuit
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.leash import ReplicaStatus

@@ -159,9 +159,9 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     from headrace.fleet.supervisor import run_fleet
     from headrace.fleet.weights import resolve_model
     from headrace.gateway.access.admin_requests import KeyRequests
-    from headrace.gateway.control.purge_requests import CacheRequests
+    from headrace.gateway.control.purge import CacheRequests
     from headrace.gateway.http.descriptors import connection_limit
-    from headrace.gateway.limits.admin_requests import LimitRequests
+    from headrace.gateway.limits.report import LimitRequests
     from headrace.observe.logs import LogFormat, set_up_logging
 
     set_up_logging(LogFormat(config.log_format))

@@ -42,8 +42,7 @@ def usage(
     """Show what was used, and what it costs."""
     from headrace.cli.config import load_settings
     from headrace.cli.exits import UsageRefused
-    from headrace.gateway.ledger.latency_figures import LATENCY
-    from headrace.gateway.ledger.usage_query import USE, UsageQuery, groups_of, unix_ms_of
+    from headrace.gateway.ledger.usage_query import LATENCY, USE, UsageQuery, groups_of, unix_ms_of
 
     if as_json and as_csv:
         raise UsageRefused("--json and --csv: give one of them")

@@ -22,13 +22,12 @@ from headrace.gateway.ledger.clickhouse import ClickHouseRefused, ClickHouseSink
 from headrace.gateway.ledger.clickhouse_usage import clickhouse_dialect
 from headrace.gateway.ledger.config import ClickHouseConfig, KafkaConfig, UsageConfig
 from headrace.gateway.ledger.kafka import KafkaSink
-from headrace.gateway.ledger.latency_figures import LATENCY
 from headrace.gateway.ledger.record import encode_record
 from headrace.gateway.ledger.shipper import Shipper
 from headrace.gateway.ledger.sink import SinkFailed
 from headrace.gateway.ledger.spool import Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
-from headrace.gateway.ledger.usage_query import USE, UsageQuery, usage_statement
+from headrace.gateway.ledger.usage_query import LATENCY, USE, UsageQuery, usage_statement
 
 pytestmark = pytest.mark.process
 

@@ -27,10 +27,9 @@ from headrace.core.strict_decode import plain
 from headrace.gateway.ledger.clickhouse import ClickHouseSink
 from headrace.gateway.ledger.clickhouse_usage import clickhouse_dialect, clickhouse_rows
 from headrace.gateway.ledger.config import ClickHouseConfig
-from headrace.gateway.ledger.latency_figures import LATENCY
 from headrace.gateway.ledger.record import encode_record
 from headrace.gateway.ledger.usage_db import DAY_MS, FILE, UsageDb
-from headrace.gateway.ledger.usage_query import GROUPS, UsageQuery, usage_rows, usage_statement
+from headrace.gateway.ledger.usage_query import GROUPS, LATENCY, UsageQuery, usage_rows, usage_statement
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.process

@@ -13,10 +13,9 @@ import pytest
 from ledger_kit import usage
 
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.ledger.latency_figures import LATENCY
 from headrace.gateway.ledger.record import encode_record
 from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, FILE, USAGE, UsageDb
-from headrace.gateway.ledger.usage_query import UsageQuery, groups_of, unix_ms_of, usage_rows
+from headrace.gateway.ledger.usage_query import LATENCY, UsageQuery, groups_of, unix_ms_of, usage_rows
 from headrace.gateway.stores.sqlite_thread import has_table, open_sqlite
 
 pytestmark = pytest.mark.pure

@@ -24,14 +24,13 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.access.administration import Administration, NewKey, TenantChange
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.config import ApiKey, digest_of
-from headrace.gateway.access.key_lookups import MAX_FIRST_LOOKUPS
 from headrace.gateway.access.key_records import StoredKey, TenantRecord
 from headrace.gateway.access.key_store import DirectoryState, KeyStore
 from headrace.gateway.access.open_keys import open_keys
 from headrace.gateway.access.principal import KeyLimits
 from headrace.gateway.access.redis_keys import RedisKeys
 from headrace.gateway.access.sqlite_keys import SqliteKeys
-from headrace.gateway.access.stored_keys import ABSENT_S, MAX_ABSENT, OPEN_S, OUTAGE_S, OUTDATED_S, StoredKeys
+from headrace.gateway.access.stored_keys import ABSENT_S, MAX_ABSENT, MAX_FIRST_LOOKUPS, OPEN_S, OUTAGE_S, OUTDATED_S, StoredKeys
 from headrace.gateway.http.framing import OPENAI
 from headrace.gateway.ledger.record import UsageRecord
 from headrace.gateway.stores.config import StoreConfig

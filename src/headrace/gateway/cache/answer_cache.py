@@ -1,4 +1,4 @@
-"""The response cache: whole answers by everything they depend on, and one computation at a time of each.
+"""The response cache: whole answers by everything they depend on, and one computation (a `Flight`) at a time of each.
 
 Which requests use it: `generation.stages.reuse`. A store that fails costs only the cache: equal requests still wait for one another.
 """
@@ -6,13 +6,57 @@ Which requests use it: `generation.stages.reuse`. A store that fails costs only 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
-from headrace.gateway.cache.flights import Flight, Flights
 from headrace.gateway.cache.recorded_answer import WholeAnswer, decode_answer, encode_answer
 from headrace.gateway.stores.guarded import GuardedStore
 from headrace.gateway.stores.store import StoreFailed
 from headrace.observe.cache_metrics import AnswerCacheMetrics, KeptAnswer
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One answer. answer: None until it is whole, and for ever where it failed;  ended: set once it is whole or has failed"""
+
+    key: str
+    answer: WholeAnswer | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Flights:
+    """At most one flight per key. A flight stays after its end until its answer is in the store."""
+
+    def __init__(self) -> None:
+        self._flights: dict[str, Flight] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def find(self, key: str) -> Flight | None:
+        return self._flights.get(key)
+
+    def begin(self, key: str) -> Flight:
+        """A flight that the caller has to `land`, whatever happens. For a key of which `find` knows none."""
+        assert key not in self._flights
+        flight = self._flights[key] = Flight(key)
+        return flight
+
+    def land(self, flight: Flight, answer: WholeAnswer | None) -> None:
+        """Wake the requests that wait for the flight. answer: None where it failed"""
+        flight.answer = answer
+        flight.ended.set()
+        if answer is None:
+            self.forget(flight)
+
+    def forget(self, flight: Flight) -> None:
+        if self._flights.get(flight.key) is flight:
+            del self._flights[flight.key]
+
+    def check(self) -> None:
+        """Assert that no request is open: nothing is being made."""
+        assert all(flight.ended.is_set() for flight in self._flights.values()), "a flight was not ended"
+
 
 FLIGHT_WAIT_S = 30.0
 """Seconds that a request waits for an equal one; then it is computed too."""

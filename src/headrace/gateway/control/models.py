@@ -22,7 +22,7 @@ from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.fallback import FallbackUpstream
 from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig
 from headrace.gateway.upstream.model_text import ModelText
-from headrace.gateway.upstream.replica_circuit import ReplicaCircuit
+from headrace.gateway.upstream.replica_health import ReplicaCircuit
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ServedModel

@@ -27,9 +27,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from headrace.gateway.http.asgi import ABORT_EXTENSION, CONNECTION_EXTENSION, LOST_EXTENSION, Headers
 from headrace.gateway.http.client_transport import ClientTransport, UntilClose
 from headrace.gateway.http.config import ServerConfig
+from headrace.gateway.http.door_tls import TLS_HANDSHAKE, TlsNotice
 from headrace.gateway.http.errors import BAD_HTTP, ErrorBody, ErrorObject
 from headrace.gateway.http.origins import METHODS, Origins
-from headrace.gateway.http.tls_notice import TLS_HANDSHAKE, TlsNotice
 
 SEND_BUFFER_BYTES = 64 << 10
 """Unsent bytes beyond which the transport asks its writers to wait."""

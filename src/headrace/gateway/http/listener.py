@@ -20,9 +20,8 @@ import msgspec
 
 from headrace.gateway.http.connection import OnRefused
 from headrace.gateway.http.descriptors import ConnectionLimit
-from headrace.gateway.http.door_tls import DoorCertificate
+from headrace.gateway.http.door_tls import HANDSHAKE_FAILED, DoorCertificate, TlsNotice
 from headrace.gateway.http.errors import ErrorBody, ErrorObject
-from headrace.gateway.http.tls_notice import HANDSHAKE_FAILED, TlsNotice
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,10 @@
-"""Cross-origin requests (the Fetch standard's CORS): which pages may use this server, and which headers their browsers get.
+"""Which Host a request may name, and which pages of other origins may send one.
 
+The Host header: a page in a visitor's browser must not reach a server on loopback through a rebound DNS name. Bound to loopback, the server
+answers to loopback names and to the names that the operator lists; bound elsewhere, to every name, or to the listed names alone. Probes are
+answered under every name. The Host has no part in routing or in permissions.
+
+Cross-origin requests (the Fetch standard's CORS): which pages may use this server, and which headers their browsers get.
 Off unless the operator lists origins. Then every answer to a listed origin, errors and streams included, says that the page may read it,
 and a preflight is answered without a key, because browsers send none with it. Credentials in the browser's sense are never allowed,
 because no cookies are used; a page sends its key as any client does.
@@ -10,6 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from headrace.core.errors import InvalidRequest
+from headrace.core.hosts import is_loopback
 from headrace.gateway.http.asgi import Headers
 from headrace.gateway.http.config import ANY_ORIGIN, ORIGIN
 from headrace.gateway.http.errors import Forbidden
@@ -107,3 +114,43 @@ def _refusal(origin: str) -> str:
 def _is_same_origin(origin: str, host: str) -> bool:
     scheme, separator, rest = origin.partition("://")
     return bool(separator) and scheme in ("http", "https") and rest.lower() == host.lower()
+
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?")
+
+
+class HostCheck:
+    def __init__(self, bound_to: str, allowed_hosts: Sequence[str]) -> None:
+        self._allowed: frozenset[str] | None = frozenset(name.lower() for name in allowed_hosts) or None
+        if is_loopback(bound_to):
+            self._allowed = LOOPBACK_NAMES | {bound_to.lower()} | (self._allowed or set())
+
+    def __call__(self, exchange: Exchange, *, is_probe: bool) -> str:
+        """The Host of a request that may be answered; empty where an HTTP/1.0 client sent none.
+
+        is_probe  its path is public and says nothing but how the server is. Load balancers ask such a path under an address of the
+                  server or without a Host, so every name is answered there
+
+        Raises InvalidRequest for no, several or malformed Host headers, Forbidden for one that is not answered to.
+        """
+        value = exchange.header(b"host")
+        if value is None and self._may_lack_host(exchange, is_probe=is_probe):
+            return ""
+        host = "" if value is None else value.decode("latin-1")
+        match = _HOST.fullmatch(host)
+        if match is None:
+            raise InvalidRequest("Host", "exactly one well-formed Host header")
+        name = match["name"].lower()
+        if not is_probe and self._allowed is not None and name not in self._allowed:
+            raise Forbidden(
+                f"This server does not answer to the Host name {name}. If it should, start it with --allowed-hosts {name} "
+                f'(gateway.allowed_hosts: ["{name}"]).',
+                rule="This server does not answer to the Host name.",
+            )
+        return host
+
+    def _may_lack_host(self, exchange: Exchange, *, is_probe: bool) -> bool:
+        """Whether a request without a Host is answered."""
+        may_lack = exchange.scope.get("http_version") == "1.0" and (is_probe or self._allowed is None)
+        return may_lack and not exchange.has_header(b"host")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from headrace.core.clock import Clock
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.core.money import NANOS
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.key_records import KeyRecord, TenantRecord
@@ -14,6 +15,7 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.limits.rules import LimitRule, Scope, rules_of
 from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.limits.verdict import LimitState, limits_now
+from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.counters import Unit
 from headrace.policy.limits.tier import DeploymentBudget, Tier
 
@@ -103,3 +105,33 @@ def _row(of: str, state: LimitState) -> dict[str, object]:
 
 def _in_units(rule: LimitRule, value: int) -> float | int:
     return value / NANOS if rule.unit is Unit.NANOS else value
+
+
+ReadLimits = Callable[[Callable[[LimitReport], Awaitable[list[dict[str, object]]]]], Awaitable[list[dict[str, object]]]]
+
+
+class LimitRequests:
+    """`GET /limits`, `/tenants/NAME/limits` and `/keys/ID/limits` on the admin socket. A `fleet.admin.AdminRequests`."""
+
+    def __init__(self, read: ReadLimits) -> None:
+        """read: gives what its argument makes of a report, opened for it alone"""
+        self._read = read
+
+    async def answer(
+        self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
+    ) -> tuple[int, object] | None:
+        """Status and JSON; None: no request of these. path: its parts"""
+        work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]]
+        match [method, *path]:
+            case ["GET", "limits"]:
+                work = LimitReport.of_deployment
+            case ["GET", "keys" | "tenants" as kind, name, "limits"]:
+                work = partial(LimitReport.of, kind=kind, name=name)
+            case _:
+                return None
+        try:
+            return 200, await self._read(work)
+        except (InvalidRequest, ConfigError) as error:
+            return 400, {"error": str(error)}
+        except StoreFailed as error:
+            return 503, {"error": str(error)}

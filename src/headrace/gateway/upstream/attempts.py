@@ -19,7 +19,7 @@ from headrace.core.ids import RequestId
 from headrace.core.numerics import Numerics, numerics_digest
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
-from headrace.gateway.upstream.replica_circuit import ConnectionKey, ReplicaAttempt
+from headrace.gateway.upstream.replica_health import ConnectionKey, ReplicaAttempt
 from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.policy.admission.joining import Joining

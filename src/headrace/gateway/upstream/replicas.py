@@ -21,8 +21,7 @@ from headrace.core.model_info import ModelInfo
 from headrace.core.numerics import Numerics, why_not_resume
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import Rejected, SequenceUpdate
-from headrace.gateway.upstream.replica_circuit import EJECTED, ReplicaAttempt, ReplicaCircuit
-from headrace.gateway.upstream.replica_health import verdict
+from headrace.gateway.upstream.replica_health import EJECTED, ReplicaAttempt, ReplicaCircuit, verdict
 from headrace.gateway.upstream.replica_watch import ReplicaWatch, WatchedConnection
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.admission.joining import JoiningRequests

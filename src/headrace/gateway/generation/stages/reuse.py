@@ -7,9 +7,8 @@ from contextlib import suppress
 
 from headrace.core.errors import HeadraceError, InvalidRequest, ModelNotFound
 from headrace.gateway.access.budget import Held
-from headrace.gateway.cache.answer_cache import AnswerCache
+from headrace.gateway.cache.answer_cache import AnswerCache, Flight
 from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question, entry_salt
-from headrace.gateway.cache.flights import Flight
 from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer
 from headrace.gateway.cache.replayed_stream import RecordedPrepared
 from headrace.gateway.cache.replays import HEADER, IDEMPOTENCY_KEY, KeyClaim, Replays, retry_key
