@@ -228,6 +228,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ({"mamba_d_state": 128}, "mamba_d_state"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "is_encoder_decoder = true: only layers of attention"),
         ({"num_decoder_layers": 6}, "num_decoder_layers"),
+        ({"is_encoder_decoder": True, "text_config": GOOD}, "is_encoder_decoder = true: only layers of attention"),
     ],
 )
 def test_layers_that_are_not_planned_for_are_refused_by_name(tmp_path: Path, fields: dict[str, object], named: str) -> None:

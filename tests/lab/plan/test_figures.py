@@ -9,7 +9,8 @@ import pytest
 
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
 from headrace.lab.plan.chart import curve, write_chart
-from headrace.lab.plan.plan import CapacityPlan, make_plan
+from headrace.lab.plan.plan import CapacityPlan, Figure, make_plan
+from headrace.lab.plan.report import shown
 from headrace.lab.plan.shapes import find_model
 from headrace.policy.placement.layout import Goals, Need, Traffic
 
@@ -101,3 +102,9 @@ def test_what_a_plan_assumes_is_said(catalogue: Catalogue) -> None:
     notes = "\n".join(make_plan(more, catalogue.prices).notes)
     assert "No queue" not in notes
     assert "has no fp8" not in notes
+
+
+def test_a_slow_rate_is_a_number_and_no_share() -> None:
+    assert shown(Figure(0.0456, "tokens/s", "")) == "0.0456 tokens/s"
+    assert shown(Figure(0.456, "", "")) == "46%"
+    assert shown(Figure(1234.5, "tokens/s", "")) == "1,234 tokens/s"

@@ -258,10 +258,20 @@ def test_bandwidth_use_is_that_of_the_time_between_tokens_prompts_included() -> 
     assert found.mbu < 0.7 * judge(need(tokens_per_s=1000.0), Layout(1)).mbu
 
 
-@given(st.integers(1, 1000), st.integers(64, 8192), st.sampled_from([SMALL, LARGE, EXPERTS]), st.sampled_from(["bf16", "fp8"]))
+@given(st.integers(2, 1000), st.integers(64, 8192), st.sampled_from([SMALL, LARGE, EXPERTS]), st.sampled_from(["bf16", "fp8"]))
 def test_terms_of_a_step_and_of_a_prompt_add_up(batch: int, tokens: int, model: ModelShape, dtype: str) -> None:
     latency = Roofline(model, CARD, Layout(2, 2), dtype, "bf16")
     weights_s, flops_s = latency.read_weights_s(batch / 2), 2 * batch / 2 * model.num_active_params / (2 * latency.compute_rate)
     rest_s = latency.read_kv_s(batch / 2, tokens) + model.num_layers * CARD.layer_overhead_s + latency.collectives_s(batch / 2)
     assert latency.decode_s(batch, tokens) == pytest.approx(max(weights_s, flops_s) + rest_s)
     assert latency.prefill_busy_s(tokens) == pytest.approx(sum(latency.prefill_terms(tokens).values()))
+
+
+@pytest.mark.parametrize("context", [512, 100_000])
+def test_fewer_sequences_than_groups_of_a_pipeline_take_as_long_as_one(context: int) -> None:
+    """Each passes every group alone, with its whole KV and all weights."""
+    flat, deep = Roofline(LARGE, CARD, Layout(4), "bf16", "bf16"), Roofline(LARGE, CARD, Layout(4, 4), "bf16", "bf16")
+    assert deep.decode_s(1, context) == deep.decode_s(3, context)
+    assert deep.decode_s(1, context) >= flat.decode_s(1, context)
+    assert deep.decode_bytes(1, context) == pytest.approx(flat.decode_bytes(1, context))
+    assert deep.decode_bytes(8, context) == pytest.approx(4 * flat.decode_bytes(2, context))

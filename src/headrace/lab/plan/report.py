@@ -71,7 +71,7 @@ def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:
             yield f"  {name:<10} {best.reason}"
             continue
         layout = f"{best.replicas} x {best.layout}"
-        rate, prices = f"{best.tokens_per_s:,.0f}", (_dollars(best.price_per_hour), _dollars(plan.cost_per_1m_tokens))
+        rate, prices = _rate(best.tokens_per_s), (_dollars(best.price_per_hour), _dollars(plan.cost_per_1m_tokens))
         yield _row(widths, name, layout, best.num_devices, rate, _tpot(best), _ms(best.ttft_s), *prices)
 
 
@@ -106,7 +106,7 @@ def shown(figure: Figure) -> str:
             return _ms(value)
         case "$":
             return _dollars(value)
-    return f"{value:.0%}" if 0 < value < 1 else f"{value:,.0f} {figure.unit}".strip()
+    return f"{value:.0%}" if not figure.unit and 0 < value < 1 else f"{_rate(value)} {figure.unit}".strip()
 
 
 def _table(placements: Sequence[Placement]) -> Iterator[str]:
@@ -116,7 +116,7 @@ def _table(placements: Sequence[Placement]) -> Iterator[str]:
         if not each.batch:
             yield f"  {each.layout!s:<16} {each.reason}"
             continue
-        rates = f"{each.tokens_per_s:,.0f}", f"{each.prefill_tokens_per_s:,.0f}"
+        rates = _rate(each.tokens_per_s), _rate(each.prefill_tokens_per_s)
         times = _tpot(each), _ms(each.ttft_s), f"{each.mbu:.0%}" if each.mbu else "-", _dollars(each.price_per_hour)
         row = _row(widths, each.layout, each.replicas, each.num_devices, each.batch, *rates, *times)
         yield f"{row}  {each.reason}".rstrip()
@@ -150,6 +150,10 @@ def _layout(each: Placement) -> dict[str, Any]:
 
 def _number(figure: Figure) -> float | int:
     return int(figure.value) if figure.unit in ("bytes", "tokens", "sequences") or float(figure.value).is_integer() else figure.value
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 or float(value).is_integer() else f"{value:.3g}"
 
 
 def _tpot(each: Placement) -> str:

@@ -137,8 +137,9 @@ def read_shape(config: ConfigFile, name: str, dtype: str | None = None) -> tuple
     """The shape, and the dtype as in `find_model`. Raises CheckpointError naming the field."""
     outer, config = config, config.section("text_config") if config.has("text_config") else config
     kind = config.text("model_type", "llama")
-    for field in (field for field in config.values if field.startswith(OTHER_LAYERS) and config.values[field]):
-        config.refuse(field, "only layers of attention to one sequence's keys and values are planned for")
+    for holder in (outer, config):
+        for field in (field for field, value in holder.values.items() if field.startswith(OTHER_LAYERS) and value):
+            holder.refuse(field, "only layers of attention to one sequence's keys and values are planned for")
     layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     hidden, heads = config.integer("hidden_size", 1, MAX_WIDTH), config.integer("num_attention_heads", 1, 4096)
     kv_heads = config.integer("num_key_value_heads", 1, heads, default=heads)

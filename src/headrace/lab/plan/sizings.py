@@ -1,4 +1,4 @@
-"""Sizings that are often asked for, each computed by the planner from shapes and devices: docs/planning.md and docs/cost.md print them."""
+"""Sizings that are often asked for, each computed by the planner from shapes and devices: docs/sizings.md and docs/cost.md print them."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Roofline:
 
     def decode_terms(self, num_sequences: float, context: float) -> dict[str, float]:
         """What `decode_s` adds up, in seconds by name. Of reading weights and computing with them, only the longer counts."""
-        batch = num_sequences / self.layout.pp
+        batch = self._batch(num_sequences)
         compute_s = 2 * batch * self.model.num_active_params / (self.layout.tp * self.compute_rate)
         return _longer(self.read_weights_s(batch), compute_s) | {
             READING_KV: self.read_kv_s(batch, context),
@@ -133,9 +133,13 @@ class Roofline:
 
     def decode_bytes(self, num_sequences: float, context: float) -> float:
         """Bytes of weights and KV that all devices read while each sequence gets one token."""
-        batch = num_sequences / self.layout.pp
-        weights = self.model.num_read_params(batch) * WEIGHT_BYTES[self.dtype] * self.layout.pp
+        batch = self._batch(num_sequences)
+        weights = self.model.num_read_params(batch) * WEIGHT_BYTES[self.dtype] * num_sequences / batch
         return weights + num_sequences * self.kv_bytes(context)
+
+    def _batch(self, num_sequences: float) -> float:
+        """Sequences that pass a pipeline together: where there are fewer than groups, each passes alone and some groups wait."""
+        return max(num_sequences / self.layout.pp, min(num_sequences, 1.0))
 
     @property
     def compute_rate(self) -> float:
