@@ -226,7 +226,7 @@ async def test_what_was_never_begun_begins_whole_at_another_replica_of_any_numer
         await reader
         (request,) = other.requests
         assert (request.params.n, request.output_ids, request.epoch) == (2, (), 1)
-        assert stream.replica(0) == stream.replica(1) == "r1"
+        assert stream.facts(0).replica == stream.facts(1).replica == "r1"
 
 
 async def test_a_stream_waits_for_its_own_replica_to_be_started_anew(text: TextModel) -> None:

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from headrace.core.plan import LogprobColumns
-from headrace.core.update import StageSeconds
 from headrace.gateway.cache.recorded_answer import WholeAnswer
 from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import EventListener
-from headrace.text.logprobs import DecodedLogprobs
+from headrace.gateway.upstream.seam import EventListener, SequenceFacts, TextPrompt
 
 REPLAY_EVENTS = 32
 """Events that a replay gives at a time, each of which becomes a chunk in about 10 us. Other requests have their turn between batches."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedPrompt:
-    """A `PreparedPrompt`. Answers with log-probabilities of their prompts are not recorded."""
-
-    num_tokens: int | None
-    text: str
-
-    def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
-        return iter(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +20,7 @@ class RecordedPrepared:
     """An answer that is there already. A `Prepared`."""
 
     answer: WholeAnswer
+    keeps_events: bool = False
 
     @property
     def ignored(self) -> Sequence[str]:
@@ -60,12 +47,9 @@ class RecordedPrepared:
         return self.answer.seed
 
     @property
-    def prompts(self) -> Sequence[RecordedPrompt]:
-        return [RecordedPrompt(*prompt) for prompt in self.answer.prompts]
-
-    @property
-    def keeps_events(self) -> bool:
-        return False
+    def prompts(self) -> Sequence[TextPrompt]:
+        """Answers with log-probabilities of their prompts are not recorded."""
+        return [TextPrompt(text, num_tokens) for num_tokens, text in self.answer.prompts]
 
     def stream(self) -> ReplayedStream:
         return ReplayedStream(self.answer)
@@ -94,14 +78,8 @@ class ReplayedStream:
     def usage(self) -> TokenUsage:
         return self._usage
 
-    def replica(self, index: int) -> str | None:
-        return None
-
-    def queue_time_s(self, index: int) -> float | None:
-        return None
-
-    def stages(self, index: int) -> StageSeconds | None:
-        return None
+    def facts(self, index: int) -> SequenceFacts:
+        return SequenceFacts()
 
     def saved_state(self) -> bytes | None:
         return None

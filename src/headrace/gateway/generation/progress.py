@@ -77,7 +77,7 @@ class RequestProgress:
         if (metrics := self._metrics_of(0)) is not None:
             metrics.request_latency.observe(now - self._arrived_at)
         for index in range(0, self.num_sequences, n):
-            queue_time_s = self._stream.queue_time_s(index)
+            queue_time_s = self._stream.facts(index).queue_time_s
             if queue_time_s is not None and (metrics := self._metrics_of(index)) is not None:
                 metrics.queue_time.observe(queue_time_s)
         for index, sequence in enumerate(self._sequences):
@@ -101,7 +101,7 @@ class RequestProgress:
 
     def _metrics_of(self, index: int) -> ReplicaMetrics | None:
         """Metrics of the replica that runs a sequence; each prompt may run on another replica. None before a replica is known."""
-        name = self._stream.replica(index)
+        name = self._stream.facts(index).replica
         return None if name is None else self._instruments(name)
 
 
@@ -129,10 +129,11 @@ def record_end(record: RequestLogRecord, stream: EventStream, progress: RequestP
     record.completion_tokens = usage.charged.completion_tokens  # earlier ones are in the line of the request that produced them
     record.ttft_s, record.tpot_s = progress.ttft_s, progress.tpot_s
     record.finish_reasons = progress.finish_reasons or None
-    record.queue_time_s = stream.queue_time_s(0)
-    if (stages := stream.stages(0)) is not None:
+    facts = stream.facts(0)
+    record.queue_time_s = facts.queue_time_s
+    if (stages := facts.stages) is not None:
         record.prefill_s, record.decode_s = stages.prefill, stages.decode
         record.preempted_s, record.stalled_s = stages.preempted, stages.stalled
-    record.replica = stream.replica(0) or record.replica
+    record.replica = facts.replica or record.replica
     if stream.num_resumes:
         record.num_resumes = stream.num_resumes

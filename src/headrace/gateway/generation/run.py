@@ -163,7 +163,7 @@ class _Answer:
         hooks, self.generation.before_end = self.generation.before_end, []
         try:
             for hook in hooks:
-                await hook(self.stream.replica(0))
+                await hook(self.stream.facts(0).replica)
         except BaseException:
             self.generation.is_refused_at_end = True
             raise

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.request import PriorityClass
-from headrace.core.update import StageSeconds
 from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import EventListener, EventStream, Prepared, PreparedPrompt, ReplicaHealth, Tokenization
+from headrace.gateway.upstream.seam import EventListener, EventStream, Prepared, PreparedPrompt, ReplicaHealth, SequenceFacts, Tokenization
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
 from headrace.gateway.upstream.unreadable import UnreadableModel
 from headrace.observe.limited_log import LimitedLog
@@ -193,14 +192,8 @@ class FallbackStream:
     def usage(self) -> TokenUsage:
         return self._stream.usage()
 
-    def replica(self, index: int) -> str | None:
-        return self._stream.replica(index)
-
-    def queue_time_s(self, index: int) -> float | None:
-        return self._stream.queue_time_s(index)
-
-    def stages(self, index: int) -> StageSeconds | None:
-        return self._stream.stages(index)
+    def facts(self, index: int) -> SequenceFacts:
+        return self._stream.facts(index)
 
     def cancel(self) -> None:
         self._is_cancelled = True

@@ -20,10 +20,8 @@ from typing import Any
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
-from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import StageSeconds
 from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.upstream.foreign_body import foreign_body, most_prompt_tokens
 from headrace.gateway.upstream.foreign_chunk import SideField
@@ -35,7 +33,7 @@ from headrace.gateway.upstream.foreign_session import open_session
 from headrace.gateway.upstream.foreign_watch import ServerWatch
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.output_events import NO_USAGE, OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import EventListener, ReplicaHealth, Tokenization
+from headrace.gateway.upstream.seam import EventListener, ReplicaHealth, SequenceFacts, TextPrompt, Tokenization
 from headrace.observe.upstream_metrics import UpstreamReading
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
@@ -43,7 +41,6 @@ from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.routing.choice import Random
 from headrace.policy.routing.circuit_breaker import CircuitState
 from headrace.policy.routing.retry_budget import RetryBudget
-from headrace.text.logprobs import DecodedLogprobs
 
 log = logging.getLogger("headrace.gateway")
 
@@ -151,25 +148,14 @@ def _within(request: GenerationRequest, ceiling: RequestCeiling, max_prompt_toke
     return replace(request, sampling={**request.sampling, "max_tokens": min(given)}) if given else request
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignPrompt:
-    """A prompt that only the server reads. Its log-probabilities are refused before anything runs."""
-
-    text: str
-    num_tokens: None = None
-
-    def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
-        return iter(())
-
-
-CHAT_PROMPTS = (ForeignPrompt(""),)
+CHAT_PROMPTS = (TextPrompt(""),)
 """The prompts of every conversation: its messages become text at the server."""
 
 
-def _prompts(prompt: Conversation | PlainPrompts) -> Sequence[ForeignPrompt]:
+def _prompts(prompt: Conversation | PlainPrompts) -> Sequence[TextPrompt]:
     if isinstance(prompt, Conversation):
         return CHAT_PROMPTS
-    return [ForeignPrompt(given if isinstance(given, str) else "") for given in prompt.prompts]
+    return [TextPrompt(given if isinstance(given, str) else "") for given in prompt.prompts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +168,14 @@ class HttpPrepared:
     _fields: dict[str, Any]
     _salt: bytes
     max_prompt_tokens: int
-    prompts: Sequence[ForeignPrompt]
+    prompts: Sequence[TextPrompt]
     num_sequences: int
+    prompt_tokens: None = None
+    keeps_events: bool = False
 
     @property
     def ignored(self) -> Sequence[str]:
         return ["priority"] if self._request.has_priority else []  # it is not sent; what else has no effect the server does not say
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        return None
 
     @property
     def max_output_tokens(self) -> int | None:
@@ -200,10 +184,6 @@ class HttpPrepared:
     @property
     def seed(self) -> int | None:
         return self._params.seed
-
-    @property
-    def keeps_events(self) -> bool:
-        return False
 
     def stream(self) -> HttpStream:
         path = "chat/completions" if isinstance(self._request.prompt, Conversation) else "completions"
@@ -256,14 +236,8 @@ class HttpStream:
     def usage(self) -> TokenUsage:
         return NO_USAGE if self._reader is None else self._reader.usage
 
-    def replica(self, index: int) -> str | None:
-        return None if self._server is None else self._server.name
-
-    def queue_time_s(self, index: int) -> float | None:
-        return None
-
-    def stages(self, index: int) -> StageSeconds | None:
-        return None
+    def facts(self, index: int) -> SequenceFacts:
+        return SequenceFacts(None if self._server is None else self._server.name)
 
     def saved_state(self) -> None:
         """None: there are no token ids to go on from."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from headrace.core.update import StageSeconds
 from headrace.gateway.upstream.earlier_output import joined_states
 from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import EventListener, EventStream
+from headrace.gateway.upstream.seam import EventListener, EventStream, SequenceFacts
 
 
 class MergedStream:
@@ -47,14 +46,8 @@ class MergedStream:
         parts = [stream.usage() for stream in self._streams]
         return TokenUsage(*[sum(column) for column in zip(*parts, strict=True)])
 
-    def replica(self, index: int) -> str | None:
-        return self._streams[index // self._n].replica(index)
-
-    def queue_time_s(self, index: int) -> float | None:
-        return self._streams[index // self._n].queue_time_s(index)
-
-    def stages(self, index: int) -> StageSeconds | None:
-        return self._streams[index // self._n].stages(index)
+    def facts(self, index: int) -> SequenceFacts:
+        return self._streams[index // self._n].facts(index)
 
     def saved_state(self) -> bytes | None:
         return joined_states([stream.saved_state() for stream in self._streams])

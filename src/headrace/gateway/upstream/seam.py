@@ -46,6 +46,19 @@ class EventListener(Protocol):
     def take(self, events: Sequence[OutputEvent]) -> None: ...
 
 
+class SequenceFacts(NamedTuple):
+    """What is known by now of how a sequence is computed.
+
+    replica       configured name of the replica that runs it; None before it is known
+    queue_time_s  seconds that it waited for its first step; None before the engine has reported it
+    stages        seconds it spent in each stage, as the engine reports at its end; None where a stop string ended it in the gateway
+    """
+
+    replica: str | None = None
+    queue_time_s: float | None = None
+    stages: StageSeconds | None = None
+
+
 class EventStream(Protocol):
     """An open request. Ends after the last sequence's finish, or when cancelled."""
 
@@ -72,17 +85,7 @@ class EventStream(Protocol):
 
     def usage(self) -> TokenUsage: ...
 
-    def replica(self, index: int) -> str | None:
-        """Configured name of the replica that runs a sequence. None before it is known."""
-        ...
-
-    def queue_time_s(self, index: int) -> float | None:
-        """Seconds that a sequence waited for its first step. None before the engine has reported it."""
-        ...
-
-    def stages(self, index: int) -> StageSeconds | None:
-        """Seconds a sequence spent in each stage, as the engine reports at its end. None where a stop string ended it in the gateway."""
-        ...
+    def facts(self, index: int) -> SequenceFacts: ...
 
     def saved_state(self) -> bytes | None:
         """What a later stream needs to go on from here (`EarlierOutput`), also after `cancel`. None: it cannot be continued."""
@@ -121,6 +124,17 @@ class PreparedPrompt(Protocol):
         logprobs  of positions 1.. in order, as collected from `OutputEvent.prompt_logprobs`; the pages end with them
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A `PreparedPrompt` without log-probabilities: another server reads it, or has read it and its answer is kept."""
+
+    text: str
+    num_tokens: int | None = None
+
+    def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
+        return iter(())
 
 
 class Prepared(Protocol):

@@ -16,7 +16,7 @@ from headrace.core.ids import RequestId
 from headrace.core.plan import columns_of
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import SequenceUpdate, StageSeconds
+from headrace.core.update import SequenceUpdate
 from headrace.gateway.upstream.attempts import CallAttempts
 from headrace.gateway.upstream.earlier_output import (
     EarlierCallOutput,
@@ -30,7 +30,7 @@ from headrace.gateway.upstream.generation_request import PrincipalFacts
 from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
 from headrace.gateway.upstream.output_stage import OutputParsing, OutputStage
 from headrace.gateway.upstream.replicas import ReplicaPool
-from headrace.gateway.upstream.seam import EventListener, ReplicaLost
+from headrace.gateway.upstream.seam import EventListener, ReplicaLost, SequenceFacts
 from headrace.policy.admission.joining import Joining
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
@@ -137,14 +137,9 @@ class TokenStream:
         earlier_prompt = num_prompt if self.call.earlier is not None else 0
         return TokenUsage(num_prompt, completion, self._assemblers[0].num_cached_tokens or 0, reasoning, earlier, earlier_prompt)
 
-    def replica(self, index: int) -> str | None:
-        return self.attempts.replica(index - self._first_index)
-
-    def queue_time_s(self, index: int) -> float | None:
-        return self._assemblers[index - self._first_index].queue_time_s
-
-    def stages(self, index: int) -> StageSeconds | None:
-        return self._assemblers[index - self._first_index].stages
+    def facts(self, index: int) -> SequenceFacts:
+        own = index - self._first_index
+        return SequenceFacts(self.attempts.replica(own), self._assemblers[own].queue_time_s, self._assemblers[own].stages)
 
     def saved_state(self) -> bytes | None:
         if not any(self.attempts.output_ids):
