@@ -22,13 +22,13 @@ from prometheus_client import CollectorRegistry
 from headrace.core.ids import RequestId
 from headrace.gateway.generation.event_log import EventLog
 from headrace.gateway.generation.kept_streams import FORM, KeptStream, KeptStreams
-from headrace.gateway.stores.guarded import GuardedStore
+from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import StoreLimits
 from headrace.gateway.surfaces.chat import ChatAnswer, ChatRequest
 from headrace.gateway.surfaces.dialect.answers import AnswerHead
-from headrace.gateway.upstream.output_events import OutputEvent
+from headrace.gateway.upstream.seam import OutputEvent
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
 from headrace.observe.resume_metrics import ResumeMetrics

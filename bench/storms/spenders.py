@@ -42,7 +42,7 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.limits.rules import rules_of
-from headrace.gateway.upstream.output_events import TokenUsage
+from headrace.gateway.upstream.seam import TokenUsage
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
 from headrace.observe.request_log import RequestLogRecord

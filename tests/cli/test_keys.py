@@ -19,7 +19,7 @@ from headrace.cli.directory import read_limits
 from headrace.cli.exits import UsageRefused, exit_code_of
 from headrace.cli.main import app
 from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest
-from headrace.gateway.access.key_records import TenantRecord
+from headrace.gateway.access.key_store import TenantRecord
 from headrace.gateway.limits.open import open_limits
 from headrace.gateway.limits.report import LimitRequests, tenant_principal
 from headrace.gateway.limits.rules import rules_of

@@ -37,7 +37,7 @@ from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.sqlite_keys import SqliteKeys
 from headrace.gateway.cache.open import open_answer_store
 from headrace.gateway.control.purge import CacheRequests
-from headrace.gateway.sessions.open import open_session_store
+from headrace.gateway.sessions.sessions import open_session_store
 from headrace.gateway.site.memory import TenantShare
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.wire.tls.files import TlsFiles, TlsRole, files_in

@@ -23,8 +23,7 @@ from headrace.gateway.surfaces.dialect.parse import convert
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.upstream.generation_request import Conversation
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import Prepared
+from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop

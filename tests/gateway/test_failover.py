@@ -33,10 +33,9 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.upstream.attempts import MAX_FRUITLESS_LOSSES, SILENT_WAIT_S
-from headrace.gateway.upstream.output_events import OutputEvent
 from headrace.gateway.upstream.replica_health import stalled_s
 from headrace.gateway.upstream.replica_watch import MOVE_AFTER_S
-from headrace.gateway.upstream.seam import ReplicaLost
+from headrace.gateway.upstream.seam import OutputEvent, ReplicaLost
 from headrace.gateway.upstream.token_stream import Call, TokenStream
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
 from headrace.text.folder import TextModel

@@ -35,7 +35,7 @@ from headrace.gateway.upstream.foreign_events import EventReader, EventSink
 from headrace.gateway.upstream.foreign_route import MAX_ATTEMPTS
 from headrace.gateway.upstream.foreign_session import read_key
 from headrace.gateway.upstream.generation_request import GenerationRequest, PlainPrompts, PrincipalFacts
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop

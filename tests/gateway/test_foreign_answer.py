@@ -14,7 +14,7 @@ from headrace.core.finish import FinishReason
 from headrace.gateway.upstream.foreign_answer import ForeignAnswer
 from headrace.gateway.upstream.foreign_calls import MAX_CALLS
 from headrace.gateway.upstream.foreign_errors import BrokenStream, sent_error
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage, ToolCall
+from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall
 
 pytestmark = pytest.mark.pure
 

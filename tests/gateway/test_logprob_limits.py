@@ -13,7 +13,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.plan import LogprobColumns, TokenLogprobs, wide_columns
 from headrace.gateway.generation.answer_memory import encoded_prompt_logprob_bytes, prompt_logprob_bytes
 from headrace.gateway.surfaces.dialect.logprobs import echo_logprobs, prompt_logprobs
-from headrace.gateway.upstream.output_events import OutputEvent
+from headrace.gateway.upstream.seam import OutputEvent
 from headrace.gateway.upstream.tokens import TokenPrompt
 from headrace.text.folder import TextModel
 

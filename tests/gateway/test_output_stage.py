@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from headrace.core.finish import FinishReason
 from headrace.core.tools import FunctionTool
-from headrace.gateway.upstream.output_events import OutputEvent
 from headrace.gateway.upstream.output_stage import OutputParsing, OutputStage
+from headrace.gateway.upstream.seam import OutputEvent
 from headrace.text.folder import TextModel, load_text
 from headrace.text.output.formats import REASONING_FORMATS, TOOL_FORMATS
 

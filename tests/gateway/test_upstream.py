@@ -34,8 +34,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.upstream.attempts import LOST
-from headrace.gateway.upstream.output_events import OutputEvent
-from headrace.gateway.upstream.seam import ReplicaLost
+from headrace.gateway.upstream.seam import OutputEvent, ReplicaLost
 from headrace.gateway.upstream.token_stream import Call, TokenStream
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
 from headrace.text.folder import TextModel

@@ -32,7 +32,7 @@ def _ours(*names: str) -> tuple[str, ...]:
 GROUND = _ours("core", "text", "wire", "observe", "bundled")
 EVERYTHING = ("headrace",)
 
-SEAM = ("gateway.upstream.generation_request", "gateway.upstream.output_events", "gateway.upstream.seam")
+SEAM = ("gateway.upstream.generation_request", "gateway.upstream.seam")
 
 ABOVE_THE_SEAM = (
     "gateway.access",

@@ -75,7 +75,7 @@ def _nothing(query: UsageQuery, where: str) -> str:
 
 def read_rows(folder: Path, query: UsageQuery) -> list[dict[str, object]]:
     """Rows of everything that was recorded; none where there is no usage.db. Raises ConfigError."""
-    from headrace.gateway.ledger.left_over import ship_left_over
+    from headrace.gateway.ledger.ledger import ship_left_over
     from headrace.gateway.ledger.usage_db import FILE
     from headrace.gateway.ledger.usage_query import usage_rows
 

@@ -32,13 +32,12 @@ from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger, open_ledger
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.open import open_limits
-from headrace.gateway.sessions.open import open_sessions
-from headrace.gateway.sessions.sessions import Sessions
+from headrace.gateway.sessions.sessions import Sessions, open_sessions
 from headrace.gateway.site.memory import TenantShare, give_back_when_idle, memory_budget
 from headrace.gateway.site.siblings import Siblings
 from headrace.gateway.site.site_metrics import SiteMetrics, answers_of
 from headrace.gateway.site.worker import GatewayWorker
-from headrace.gateway.stores.guarded import GuardedStore
+from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.open import open_store
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool

@@ -18,7 +18,7 @@ from headrace.core.errors import CheckpointError, HeadraceError, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.compose import OpenGateway, open_gateway
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.control.requests import answering
+from headrace.gateway.control.reload import answering
 from headrace.gateway.http.descriptors import ConnectionLimit, connection_limit
 from headrace.gateway.http.door_tls import DoorCertificate
 from headrace.gateway.http.server import Server

@@ -11,7 +11,7 @@
 STATUS is `{"ready": B, "reason": R, "open": COUNT, "refused": B}`, see `ReplicaStatus`.
 
 When the supervisor's end closes, by `kill -9` of the supervisor too, the child exits at once: no orphan keeps a port or a GPU. A gateway
-answers requests (`gateway.control.requests`), an engine none. `LeashRequests` is the supervisor's side of them.
+answers requests (`gateway.control.reload`), an engine none. `LeashRequests` is the supervisor's side of them.
 """
 
 from __future__ import annotations

@@ -16,8 +16,18 @@ from redis_kit import RedisRelay, RedisServer
 from virtual_time import VirtualTimeLoop
 
 from headrace.gateway.stores import guard
-from headrace.gateway.stores.guard import LOG_EVERY_S, MAX_UNANSWERED, REQUEST_WAIT_S, RETRY_S, TICK_S, StoreGuard, one_request
-from headrace.gateway.stores.guarded import WRITE_PAUSES_S, WRITE_S, GuardedStore
+from headrace.gateway.stores.guard import (
+    LOG_EVERY_S,
+    MAX_UNANSWERED,
+    REQUEST_WAIT_S,
+    RETRY_S,
+    TICK_S,
+    WRITE_PAUSES_S,
+    WRITE_S,
+    GuardedStore,
+    StoreGuard,
+    one_request,
+)
 from headrace.gateway.stores.redis import RedisStore
 from headrace.gateway.stores.redis_client import RedisCalls
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread

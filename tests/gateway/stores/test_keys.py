@@ -15,8 +15,7 @@ from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.core.steady_time import SteadyUnixTime
 from headrace.gateway.access.admin_requests import shown_audit, shown_key
 from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, TenantChange, digest
-from headrace.gateway.access.key_records import KeyRecord
-from headrace.gateway.access.key_store import KeyStore
+from headrace.gateway.access.key_store import KeyRecord, KeyStore
 from headrace.gateway.access.open_keys import open_keys
 from headrace.gateway.access.principal import KeyLimits
 from headrace.gateway.access.redis_keys import RedisKeys

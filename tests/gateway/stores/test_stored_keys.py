@@ -24,8 +24,7 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.access.administration import Administration, NewKey, TenantChange
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.config import ApiKey, digest_of
-from headrace.gateway.access.key_records import StoredKey, TenantRecord
-from headrace.gateway.access.key_store import DirectoryState, KeyStore
+from headrace.gateway.access.key_store import DirectoryState, KeyStore, StoredKey, TenantRecord
 from headrace.gateway.access.open_keys import open_keys
 from headrace.gateway.access.principal import KeyLimits
 from headrace.gateway.access.redis_keys import RedisKeys

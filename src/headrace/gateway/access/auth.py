@@ -17,7 +17,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import Unauthorized, UnusableKey
 from headrace.gateway.access.blinding import Blinding
 from headrace.gateway.access.config import ApiKey, digest_of
-from headrace.gateway.access.key_records import KeyRecord, StoredKey, TenantRecord
+from headrace.gateway.access.key_store import KeyRecord, StoredKey, TenantRecord
 from headrace.gateway.access.principal import ANONYMOUS, Principal
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.policy.limits.tier import DEFAULT_TIER, Tier, all_tiers

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from headrace.core.errors import HeadraceError, Unauthorized
-from headrace.gateway.access.key_records import KeyRecord
+from headrace.gateway.access.key_store import KeyRecord
 
 MAX_READS = 64
 """Records of keys that are read at a time."""

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.gateway.access.key_records import AuditRecord, KeyRecord, StoredKey, TenantRecord
-from headrace.gateway.access.key_store import DirectoryChange, DirectoryState
+from headrace.gateway.access.key_store import AuditRecord, DirectoryChange, DirectoryState, KeyRecord, StoredKey, TenantRecord
 from headrace.gateway.stores.redis_client import PREFIX, RedisCalls, open_redis
 
 T = TypeVar("T")

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from headrace.gateway.access.key_records import AuditRecord, KeyRecord, StoredKey, TenantRecord
-from headrace.gateway.access.key_store import DirectoryChange, DirectoryState
+from headrace.gateway.access.key_store import AuditRecord, DirectoryChange, DirectoryState, KeyRecord, StoredKey, TenantRecord
 from headrace.gateway.stores.sqlite_thread import SqliteForm, SqliteThread
 
 T = TypeVar("T")

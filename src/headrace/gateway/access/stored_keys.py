@@ -18,8 +18,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.steady_time import SteadyUnixTime
 from headrace.gateway.access.blinding import Blinding
-from headrace.gateway.access.key_records import StoredKey, TenantRecord
-from headrace.gateway.access.key_store import DirectoryState, KeyStore
+from headrace.gateway.access.key_store import DirectoryState, KeyStore, StoredKey, TenantRecord
 from headrace.gateway.access.key_uses import KeyUses
 from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed, StoreProgress

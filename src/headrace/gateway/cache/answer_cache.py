@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
 from headrace.gateway.cache.recorded_answer import WholeAnswer, decode_answer, encode_answer
-from headrace.gateway.stores.guarded import GuardedStore
+from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.store import StoreFailed
 from headrace.observe.cache_metrics import AnswerCacheMetrics, KeptAnswer
 

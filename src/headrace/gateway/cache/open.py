@@ -10,7 +10,7 @@ from headrace.gateway.cache.answer_cache import AnswerCache
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.cache.replays import Replays
 from headrace.gateway.stores.config import StoreConfig
-from headrace.gateway.stores.guarded import GuardedStore
+from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.open import open_part
 from headrace.gateway.stores.store import Store, StoreLimits
 from headrace.observe.cache_metrics import AnswerCacheMetrics, ReplayMetrics

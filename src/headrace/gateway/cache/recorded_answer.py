@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from headrace.core.finish import FinishReason
 from headrace.core.plan import LogprobColumns
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage, ToolCall
+from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs, TokenTexts
 
 FORM = 1

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from headrace.gateway.cache.recorded_answer import WholeAnswer
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import EventListener, SequenceFacts, TextPrompt
+from headrace.gateway.upstream.seam import EventListener, OutputEvent, SequenceFacts, TextPrompt, TokenUsage
 
 REPLAY_EVENTS = 32
 """Events that a replay gives at a time, each of which becomes a chunk in about 10 us. Other requests have their turn between batches."""

@@ -24,7 +24,7 @@ from headrace.gateway.cache.config import IdempotencyConfig
 from headrace.gateway.cache.recorded_answer import FORM, WholeAnswer
 from headrace.gateway.http.errors import IdempotencyConflict, IdempotencyMismatch
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.stores.guarded import GuardedStore
+from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.store import Store, StoreFailed, StoreLimits
 from headrace.observe.cache_metrics import ReplayMetrics, ReplayOutcome
 

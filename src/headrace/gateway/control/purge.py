@@ -15,7 +15,7 @@ from headrace.core.strict_decode import decode
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.cache.open import open_answer_store, open_replay_store
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.sessions.open import open_session_store
+from headrace.gateway.sessions.sessions import open_session_store
 from headrace.gateway.site.memory import TenantShare
 from headrace.gateway.stores.open import open_store
 from headrace.gateway.stores.store import Store, StoreFailed

@@ -12,7 +12,7 @@ from typing import Protocol
 from headrace.core.clock import Clock
 from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.http.sse import SseStream
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 
 
 class AnswerEncoder(Protocol):

@@ -12,8 +12,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.pieces import PIECE_BYTES
-from headrace.gateway.upstream.output_events import OutputEvent
-from headrace.gateway.upstream.seam import Prepared
+from headrace.gateway.upstream.seam import OutputEvent, Prepared
 
 MAX_PROMPT_LOGPROBS = 1 << 20
 """Most log-probabilities of prompt tokens in one answer, some 60 bytes each: tokens x (alternatives + 1) x choices that show them."""

@@ -19,8 +19,7 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.sessions.fitting import Fitted
 from headrace.gateway.upstream.generation_request import EarlierOutput, GenerationRequest, PrincipalFacts
-from headrace.gateway.upstream.output_events import NO_USAGE, OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import EventStream
+from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, TokenUsage
 from headrace.policy.admission.joining import Joining
 from headrace.policy.limits.price import FREE, Price
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from headrace.core.errors import DeadlineExceeded, InvalidRequest, SequenceFailed, Unavailable
 from headrace.core.finish import FINISH_WORDS, FinishReason
 from headrace.core.grammar import CANNOT_CONTINUE
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import EventStream
+from headrace.gateway.upstream.seam import EventStream, OutputEvent, TokenUsage
 from headrace.observe.metrics import ReplicaMetrics
 from headrace.observe.request_log import MAX_DETAIL_CHARS, RequestLogRecord
 

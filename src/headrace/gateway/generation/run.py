@@ -24,8 +24,7 @@ from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed, record_end
 from headrace.gateway.generation.stages import STAGES
 from headrace.gateway.http.sse import SseStream
-from headrace.gateway.upstream.output_events import NO_USAGE, OutputEvent, added
-from headrace.gateway.upstream.seam import Prepared
+from headrace.gateway.upstream.seam import NO_USAGE, OutputEvent, Prepared, added
 
 DEADLINE_GRACE_S = 0.5
 """The engine ends a request at its deadline. When it has not done so after this many more seconds, the gateway ends the request."""

@@ -6,8 +6,10 @@ Opened by `gateway.compose`. Nothing here waits for a disk or a network on the e
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -17,13 +19,12 @@ from headrace.gateway.ledger.clickhouse import ClickHouseSink
 from headrace.gateway.ledger.clickhouse_usage import ClickHouseUsage
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.ledger.kafka import KafkaSink
-from headrace.gateway.ledger.left_over import SPOOL
 from headrace.gateway.ledger.record import UsageRecord
 from headrace.gateway.ledger.shipper import Shipper
 from headrace.gateway.ledger.sink import Sink, SinkFailed
-from headrace.gateway.ledger.spool import Spool
+from headrace.gateway.ledger.spool import OPEN, Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
-from headrace.gateway.ledger.usage_db import FILE, USAGE, UsageDb
+from headrace.gateway.ledger.usage_db import FILE, SQL, USAGE, UsageDb
 from headrace.gateway.ledger.usage_query import LocalUsage, UsageQuery
 from headrace.gateway.stores.sqlite_thread import SqliteThread
 from headrace.gateway.stores.store import StoreFailed
@@ -177,3 +178,30 @@ def far_sinks(config: UsageConfig) -> list[Sink]:
     if config.kafka is not None:
         return [KafkaSink(config.kafka)]
     return [] if config.clickhouse is None else [ClickHouseSink(config.clickhouse)]
+
+
+SPOOL = "spool"
+"""The spool's folder in the state folder."""
+
+
+def ship_left_over(state: Path) -> None:
+    """Bring what ended gateways left in a spool to usage.db, where no gateway runs that does it.
+
+    Nothing happens while a gateway ships, nor in another user's folder, whose files would become this user's. Raises ConfigError.
+    """
+    folder = state / SPOOL
+    if not folder.is_dir() or folder.stat().st_uid != os.geteuid():
+        return
+    sinks = [path.name for path in folder.iterdir() if path.is_dir() and path.name != OPEN]
+    if SQL not in sinks:
+        return
+    config = UsageConfig()
+    spool = Spool(folder, sinks, config.max_spool_bytes)
+    with suppress(OSError, SinkFailed), spool.shipping(SQL) as is_ours:
+        if is_ours:
+            spool.adopt()
+            sink = UsageDb(str(state / FILE), retention_days=config.retention_days, unix_time=time.time)
+            try:
+                Shipper(spool, sink).ship_waiting()
+            finally:
+                sink.close()

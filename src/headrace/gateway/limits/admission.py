@@ -15,7 +15,7 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, amounts_of, ceiling_of, limits_of
 from headrace.gateway.limits.verdict import headers, refusal, states
 from headrace.gateway.stores.store import StoreFailed
-from headrace.gateway.upstream.output_events import TokenUsage
+from headrace.gateway.upstream.seam import TokenUsage
 from headrace.policy.limits.book import Claim, TakeResult
 from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.limits.counters import Amounts

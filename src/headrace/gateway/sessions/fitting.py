@@ -26,8 +26,7 @@ from headrace.gateway.sessions.window import (
     turn_starts,
 )
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PrincipalFacts
-from headrace.gateway.upstream.output_events import NO_USAGE, TokenUsage, added
-from headrace.gateway.upstream.seam import EventStream, Prepared, Upstream
+from headrace.gateway.upstream.seam import NO_USAGE, EventStream, Prepared, TokenUsage, Upstream, added
 
 MAX_SUMMARY_TOKENS = 256
 SUMMARY_DIVISOR = 8

@@ -47,8 +47,7 @@ from headrace.gateway.surfaces.dialect.structured import requested_grammar
 from headrace.gateway.surfaces.dialect.tools import ChosenTools, ToolDefinition, function_tools, tool_choice
 from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.upstream.generation_request import Conversation, RequestedGrammar
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage, ToolCall
-from headrace.gateway.upstream.seam import Prepared
+from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage, ToolCall
 
 _encode = msgspec.json.encode
 _NUMBER = attrgetter("number")

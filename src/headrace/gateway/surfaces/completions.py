@@ -41,8 +41,7 @@ from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, Prompt
 from headrace.gateway.surfaces.dialect.structured import requested_grammar
 from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.upstream.generation_request import PlainPrompts, RequestedGrammar
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import Prepared
+from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode

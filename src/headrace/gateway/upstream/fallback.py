@@ -19,8 +19,17 @@ from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Requ
 from headrace.core.request import PriorityClass
 from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import EventListener, EventStream, Prepared, PreparedPrompt, ReplicaHealth, SequenceFacts, Tokenization
+from headrace.gateway.upstream.seam import (
+    EventListener,
+    EventStream,
+    OutputEvent,
+    Prepared,
+    PreparedPrompt,
+    ReplicaHealth,
+    SequenceFacts,
+    Tokenization,
+    TokenUsage,
+)
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
 from headrace.gateway.upstream.unreadable import UnreadableModel
 from headrace.observe.limited_log import LimitedLog

@@ -32,8 +32,16 @@ from headrace.gateway.upstream.foreign_server import BROKE, NOT_NOW, AttemptFail
 from headrace.gateway.upstream.foreign_session import open_session
 from headrace.gateway.upstream.foreign_watch import ServerWatch
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
-from headrace.gateway.upstream.output_events import NO_USAGE, OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import EventListener, ReplicaHealth, SequenceFacts, TextPrompt, Tokenization
+from headrace.gateway.upstream.seam import (
+    NO_USAGE,
+    EventListener,
+    OutputEvent,
+    ReplicaHealth,
+    SequenceFacts,
+    TextPrompt,
+    Tokenization,
+    TokenUsage,
+)
 from headrace.observe.upstream_metrics import UpstreamReading
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState

@@ -28,7 +28,7 @@ from headrace.gateway.upstream.foreign_finish import Ending, ending
 from headrace.gateway.upstream.foreign_json import SaidText, SplitText
 from headrace.gateway.upstream.foreign_loose import PieceReader
 from headrace.gateway.upstream.generation_request import string_bytes
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
 
 SPARE_CHOICES = 8

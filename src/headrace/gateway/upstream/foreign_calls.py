@@ -16,7 +16,7 @@ from typing import NamedTuple
 from headrace.gateway.upstream.foreign_chunk import SentCall
 from headrace.gateway.upstream.foreign_errors import BrokenStream
 from headrace.gateway.upstream.foreign_json import SaidText, SplitText
-from headrace.gateway.upstream.output_events import ToolCall, made_call_id
+from headrace.gateway.upstream.seam import ToolCall, made_call_id
 
 MAX_CALLS = 4096
 """Most calls of one sequence, and most indices that a server may give them."""

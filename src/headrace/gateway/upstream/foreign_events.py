@@ -19,7 +19,7 @@ from headrace.gateway.http.errors import BodyTooLarge
 from headrace.gateway.upstream.foreign_answer import ForeignAnswer
 from headrace.gateway.upstream.foreign_errors import BrokenStream, sent_error
 from headrace.gateway.upstream.foreign_framing import DONE, EventFraming, Frame
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 
 PIECE_BYTES = 64 << 10
 """Most bytes read and decoded at once: a few milliseconds of work."""

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from headrace.gateway.upstream.earlier_output import joined_states
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import EventListener, EventStream, SequenceFacts
+from headrace.gateway.upstream.seam import EventListener, EventStream, OutputEvent, SequenceFacts, TokenUsage
 
 
 class MergedStream:

@@ -27,10 +27,9 @@ from headrace.gateway.upstream.earlier_output import (
     state_of,
 )
 from headrace.gateway.upstream.generation_request import PrincipalFacts
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
 from headrace.gateway.upstream.output_stage import OutputParsing, OutputStage
 from headrace.gateway.upstream.replicas import ReplicaPool
-from headrace.gateway.upstream.seam import EventListener, ReplicaLost, SequenceFacts
+from headrace.gateway.upstream.seam import EventListener, OutputEvent, ReplicaLost, SequenceFacts, TokenUsage
 from headrace.policy.admission.joining import Joining
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer

@@ -23,8 +23,7 @@ from headrace.gateway.upstream.earlier_output import EarlierCallOutput, calls_of
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.merge import MergedStream
 from headrace.gateway.upstream.model_text import ModelText
-from headrace.gateway.upstream.output_binding import OutputBinding
-from headrace.gateway.upstream.output_stage import OutputParsing
+from headrace.gateway.upstream.output_stage import OutputBinding, OutputParsing
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import EventStream, ReplicaHealth, Tokenization
 from headrace.gateway.upstream.token_stream import Call, TokenStream

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.sessions.fitting import ContextFitter
 from headrace.gateway.sessions.window import ContextFitting
-from headrace.gateway.upstream.output_events import added
-from headrace.gateway.upstream.seam import EventStream, Prepared
+from headrace.gateway.upstream.seam import EventStream, Prepared, added
 
 
 async def fit_context(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:

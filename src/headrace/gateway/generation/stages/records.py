@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.ledger.record import prompt_json
 from headrace.gateway.upstream.generation_request import Conversation
-from headrace.gateway.upstream.output_events import NO_USAGE
-from headrace.gateway.upstream.seam import Prepared
+from headrace.gateway.upstream.seam import NO_USAGE, Prepared
 
 
 async def log_prompt(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:

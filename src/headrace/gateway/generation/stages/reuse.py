@@ -19,8 +19,7 @@ from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.stages.ladder import headers_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader
 from headrace.gateway.sessions.window import ContextFitting
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage
-from headrace.gateway.upstream.seam import Prepared
+from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
 from headrace.observe.cache_metrics import CacheResult, KeptAnswer
 from headrace.policy.admission.ladder import AdmissionStep
 

@@ -26,8 +26,7 @@ from headrace.gateway.sessions.names import METADATA_FIELD, RAW_HEADER, SessionK
 from headrace.gateway.sessions.sessions import ReadSession, Sessions
 from headrace.gateway.sessions.window import prompt_messages
 from headrace.gateway.upstream.generation_request import Conversation
-from headrace.gateway.upstream.output_events import OutputEvent, ToolCall
-from headrace.gateway.upstream.seam import Prepared
+from headrace.gateway.upstream.seam import OutputEvent, Prepared, ToolCall
 
 RENEW_S = 5.0
 """Seconds between two renewals of a claim."""

@@ -18,8 +18,7 @@ from headrace.gateway.generation.generation import Generation
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.sessions.fitting import Fitted
 from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.upstream.output_events import OutputEvent, TokenUsage, ToolCall
-from headrace.gateway.upstream.seam import PreparedPrompt
+from headrace.gateway.upstream.seam import OutputEvent, PreparedPrompt, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode
