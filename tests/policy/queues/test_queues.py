@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from headrace.core.ids import SeqId
 from headrace.core.plan import UNKNOWN_COSTS, StepCosts
 from headrace.core.request import PriorityClass, TierTerms
-from headrace.policy.queues import tenants
-from headrace.policy.queues import QUEUES, traits_of
+from headrace.policy.queues import QUEUES, tenants, traits_of
 from headrace.policy.queues.fair import SLACK_LEAD_TOKENS, FairShareQueue
 from headrace.policy.queues.priority import CLASS_WEIGHTS, PRIORITY_AGING_S, PriorityQueue
+from headrace.policy.queues.queue import QueueTraits
 from headrace.policy.queues.tenants import IDLE_CREDIT_TOKENS, TenantOrder
 from headrace.policy.sequence import Sequence
 
@@ -257,6 +257,6 @@ def test_a_policy_says_what_it_takes_into_account() -> None:
     assert {name for name in QUEUES if traits_of(name).has_classes} == {"priority"}
     assert {name for name in QUEUES if traits_of(name).has_tenants} == {"priority", "fair"}
     unknown = traits_of("of a later version")
-    assert not (unknown.has_classes or unknown.has_tenants)
+    assert unknown == QueueTraits(has_classes=False, has_tenants=False)
     assert unknown.lowest_before(PriorityClass.PREMIUM) is PriorityClass.BATCH
     assert traits_of("priority").lowest_before(PriorityClass.STANDARD) is PriorityClass.STANDARD
