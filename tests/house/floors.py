@@ -158,7 +158,7 @@ FLOORS: dict[str, Floor] = {
         ("msgspec",),
         ("confluent_kafka",),
     ),
-    "headrace.gateway.stores": Floor(_ours("core", "wire.private_files"), (), ("redis",)),
+    "headrace.gateway.stores": Floor(_ours("core", "wire.private_files"), ("msgspec",), ("redis",)),
     "headrace.gateway.generation.progress": Floor(_ours("core", *SEAM, "observe")),
     **dict.fromkeys(
         _ours(*SEAM), Floor(_ours("core", *SEAM, "policy.admission", "policy.limits.ceiling", "text.logprobs", "text.template_switch"))

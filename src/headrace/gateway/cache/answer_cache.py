@@ -85,7 +85,7 @@ class AnswerCache:
         except StoreFailed:
             self.metrics.lookup_failed()
             return None
-        answer = None if value is None else decode_answer(value)
+        answer = decode_answer(value)
         return None if answer is None or (max_age_s is not None and self.age_s(answer) > max_age_s) else answer
 
     async def wait(self, key: str) -> WholeAnswer | Flight | None:

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from headrace.core.finish import FinishReason
 from headrace.core.plan import LogprobColumns
+from headrace.gateway.stores.store import StoredEntry, entry_in
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs, TokenTexts
 
@@ -50,7 +51,7 @@ class RecordedEvent(Struct, array_like=True, frozen=True):
     is_filtered: bool = False
 
 
-class WholeAnswer(Struct, array_like=True, frozen=True):
+class WholeAnswer(StoredEntry, frozen=True):
     """
     recorded_at    Unix seconds of its end
     model          name of the one that computed it
@@ -59,7 +60,6 @@ class WholeAnswer(Struct, array_like=True, frozen=True):
     vocabularies   token id -> text and bytes
     """
 
-    form: int
     recorded_at: float
     model: str
     num_sequences: int
@@ -157,10 +157,6 @@ encode_answer = msgspec.msgpack.encode
 _decoder = msgspec.msgpack.Decoder(WholeAnswer)
 
 
-def decode_answer(value: bytes) -> WholeAnswer | None:
-    """None for what another version wrote in another form."""
-    try:
-        answer = _decoder.decode(value)
-    except msgspec.DecodeError:
-        return None
-    return answer if answer.form == FORM else None
+def decode_answer(value: bytes | None) -> WholeAnswer | None:
+    """As `entry_in`."""
+    return entry_in(value, _decoder, FORM)

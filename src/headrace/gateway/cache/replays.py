@@ -17,7 +17,6 @@ import re
 from hashlib import blake2b
 
 import msgspec
-from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest, Unavailable
 from headrace.gateway.cache.config import IdempotencyConfig
@@ -25,7 +24,7 @@ from headrace.gateway.cache.recorded_answer import FORM, WholeAnswer
 from headrace.gateway.http.errors import IdempotencyConflict, IdempotencyMismatch
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.stores.guard import GuardedStore
-from headrace.gateway.stores.store import Store, StoreFailed, StoreLimits
+from headrace.gateway.stores.store import Store, StoredEntry, StoreFailed, StoreLimits, entry_in
 from headrace.observe.cache_metrics import ReplayMetrics, ReplayOutcome
 
 log = logging.getLogger("headrace.gateway")
@@ -45,14 +44,13 @@ RENEW_S = 3.0
 BUSY_RETRY_S = 1.0
 
 
-class ReplayEntry(Struct, array_like=True, frozen=True):
+class ReplayEntry(StoredEntry, frozen=True):
     """
     body    digest of the path, the session and the body of the request
     claim   id of the request that is running; empty once it has ended
     answer  None beside an empty claim: it was too large to be kept
     """
 
-    form: int
     body: bytes
     claim: bytes = b""
     answer: WholeAnswer | None = None
@@ -205,7 +203,7 @@ class Replays:
         """The entry that is there; None where the claim was made instead."""
         while True:
             value = await store.get(claim.key)
-            if value is not None and (entry := _decoded(value)) is not None:
+            if (entry := entry_in(value, _decoder, FORM)) is not None:
                 return entry
             if await store.swap(claim.key, claim.value, expected=value, tenant=claim.tenant, ttl_s=LEASE_S):
                 return None
@@ -227,12 +225,3 @@ class Replays:
     async def _release(self, store: Store, claim: KeyClaim) -> None:
         """Leave an entry that is over at once, unless another request has claimed the key meanwhile."""
         await store.swap(claim.key, b"", expected=claim.value, tenant=claim.tenant, ttl_s=0.001)
-
-
-def _decoded(value: bytes) -> ReplayEntry | None:
-    """None for what another version wrote in another form."""
-    try:
-        entry = _decoder.decode(value)
-    except msgspec.DecodeError:
-        return None
-    return entry if entry.form == FORM else None

@@ -17,7 +17,6 @@ from hashlib import blake2b
 from typing import Protocol
 
 import msgspec
-from msgspec import Struct
 
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
 from headrace.core.ids import RequestId
@@ -25,7 +24,7 @@ from headrace.gateway.generation.event_log import HEADER, LAST_EVENT_ID, NO_EVEN
 from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict, UnknownStream
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.stores.guard import Ended, GuardedStore, TooMuchToWrite, Work
-from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
+from headrace.gateway.stores.store import EntryTooLarge, Store, StoredEntry, StoreFailed, entry_in
 from headrace.gateway.upstream.generation_request import EarlierOutput
 from headrace.observe.resume_metrics import ContinueOutcome, KeepOutcome, ResumeMetrics
 
@@ -57,7 +56,7 @@ UNKNOWN = (
 BUSY, BUSY_RETRY_S = "Another request continues this stream now.", 1.0
 
 
-class KeptStream(Struct, array_like=True, frozen=True):
+class KeptStream(StoredEntry, frozen=True):
     """One stream in the store.
 
     body           digest of the path and the body of its request
@@ -67,7 +66,6 @@ class KeptStream(Struct, array_like=True, frozen=True):
     is_claimed     a request continues the stream: entries are empty, and state is drawn, so that no two claims are equal
     """
 
-    form: int
     tenant: str
     body: bytes
     created: int
@@ -228,7 +226,7 @@ class KeptStreams:
             raise
 
     def _checked(self, event: EventId, value: bytes | None, exchange: Exchange) -> ContinuedStream:
-        kept = None if value is None else _decoded(value)
+        kept = entry_in(value, _decoder, FORM)
         if value is None or kept is None or kept.tenant != exchange.principal.tenant_key:
             raise UnknownStream(UNKNOWN, retry_after_s=BUSY_RETRY_S)
         if kept.body != exchange.body_digest:
@@ -326,21 +324,12 @@ def _owner(exchange: Exchange) -> str:
 
 def _is_elsewhere(value: bytes | None) -> bool:
     """The stream of this entry may be sent by another gateway now: nothing is kept, or it is claimed."""
-    kept = None if value is None else _decoded(value)
+    kept = entry_in(value, _decoder, FORM)
     return value is None or (kept is not None and kept.is_claimed)
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _decoded(value: bytes) -> KeptStream | None:
-    """None for what another version wrote in another form."""
-    try:
-        kept = _decoder.decode(value)
-    except msgspec.DecodeError:
-        return None
-    return kept if kept.form == FORM else None
 
 
 def _outcome(failure: StoreFailed | None) -> KeepOutcome:

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from headrace.gateway.stores.store import StoredEntry, entry_in
+
 Message = Mapping[str, object]
 
 FORM = 1
@@ -18,7 +20,7 @@ COMPRESSION = 1
 """zlib's level: 10 ms per MB; higher ones save a tenth of the bytes for several times that."""
 
 
-class StoredSession(Struct, array_like=True, frozen=True):
+class StoredSession(StoredEntry, frozen=True):
     """One entry of the store.
 
     created, updated  Unix seconds of the first and the last turn
@@ -30,7 +32,6 @@ class StoredSession(Struct, array_like=True, frozen=True):
     retry_key         name of the last turn's Idempotency-Key, whose retry is that turn again; empty: it had none
     """
 
-    form: int
     created: int
     updated: int
     answer_id: str
@@ -89,11 +90,5 @@ def entry_of(stored: StoredSession) -> bytes:
 
 
 def stored_in(entry: bytes | None) -> StoredSession | None:
-    """None where there is no entry, or another version wrote it in another form."""
-    if entry is None:
-        return None
-    try:
-        stored = _decoder.decode(entry)
-    except msgspec.DecodeError:
-        return None
-    return stored if stored.form == FORM else None
+    """As `entry_in`."""
+    return entry_in(entry, _decoder, FORM)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from headrace.core.errors import HeadraceError
 
@@ -23,6 +25,24 @@ class StoreProgress:
     """num_answers: calls that a store has ended so far, as its client in this process has seen, with an error or without"""
 
     num_answers: int = 0
+
+
+class StoredEntry(msgspec.Struct, array_like=True, frozen=True):
+    """A value as it is kept, in msgpack. form: that of the version that wrote it"""
+
+    form: int
+
+
+T = TypeVar("T", bound=StoredEntry)
+
+
+def entry_in(value: bytes | None, decoder: msgspec.msgpack.Decoder[T], form: int) -> T | None:
+    """None where there is no value, or another version wrote it in another form."""
+    try:
+        entry = None if value is None else decoder.decode(value)
+    except msgspec.DecodeError:
+        return None
+    return entry if entry is not None and entry.form == form else None
 
 
 class EntryTooLarge(StoreFailed):
