@@ -108,7 +108,7 @@ def test_field_words_pass() -> None:
     ("name", "known"),
     [
         ("gateway.app", True),
-        ("gateway.server", False),
+        ("gateway.nothing", False),
         ("planner.py", True),
         ("gateway/nowhere.py", False),
         ("Plan.move_kinds", True),
