@@ -13,11 +13,12 @@
     |  |- Forbidden                a Host or Origin that this listener does not answer to -> 403
     |  |- RouteNotFound            no such path -> 404
     |  `- MethodNotAllowed         the path has other methods -> 405
-    |- UnknownStream               a Last-Event-ID names no stream of this tenant -> 404
-    |- StreamConflict              a stream that another request continues, or that this one cannot -> 409
+    |- NotNow                      something that may pass by itself
+    |  |- UnknownStream            a Last-Event-ID names no stream of this tenant -> 404
+    |  |- StreamConflict           a stream that another request continues, or that this one cannot -> 409
+    |  `- IdempotencyConflict      the first request with an Idempotency-Key runs, or its answer was not kept -> 409
     |- UnknownSession              a session that this tenant does not have -> 404
     |- SessionConflict             another request of the session is being answered, or was meanwhile -> 409
-    |- IdempotencyConflict         the first request with an Idempotency-Key runs, or its answer was not kept -> 409
     |- IdempotencyMismatch         an Idempotency-Key that another request has used -> 422
     |- ReadTimeout                 the client did not send its body in time -> 408
     |- UnsupportedMediaType        the body is not JSON in UTF-8 -> 415

@@ -221,7 +221,10 @@ class KeptStreams:
             self._metrics.continued(ContinueOutcome.FAILED)
             raise Unavailable("The store of streams does not answer; try again, or without Last-Event-ID.") from None
         except HeadraceError as error:
-            refused = {UnknownStream: ContinueOutcome.UNKNOWN, StreamConflict: ContinueOutcome.CONFLICT}
+            refused: dict[type[HeadraceError], ContinueOutcome] = {
+                UnknownStream: ContinueOutcome.UNKNOWN,
+                StreamConflict: ContinueOutcome.CONFLICT,
+            }
             self._metrics.continued(refused.get(type(error), ContinueOutcome.REFUSED))
             raise
 

@@ -140,23 +140,20 @@ class QuotaExhausted(RateLimitExceeded):
     """The tokens or the money of a day or a month do not suffice."""
 
 
-class UnknownStream(HeadraceError):
-    """A Last-Event-ID that names no stream of this tenant: it never did, it is too old, or the stream has not ended yet elsewhere.
-
-    retry_after_s  None where the stream cannot come
-    """
+class NotNow(HeadraceError):
+    """Something that may pass by itself. retry_after_s: None where it cannot"""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(message)
 
 
-class StreamConflict(HeadraceError):
+class UnknownStream(NotNow):
+    """A Last-Event-ID that names no stream of this tenant: it never did, it is too old, or the stream has not ended yet elsewhere."""
+
+
+class StreamConflict(NotNow):
     """A stream that another request continues, for which `retry_after_s` is set, or that cannot be continued by this one."""
-
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(message)
 
 
 class UnknownSession(HeadraceError):
@@ -169,12 +166,8 @@ class SessionConflict(HeadraceError):
     retry_after_s = 1.0
 
 
-class IdempotencyConflict(HeadraceError):
+class IdempotencyConflict(NotNow):
     """The first request with this Idempotency-Key is still running, for which `retry_after_s` is set, or its answer was not kept."""
-
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(message)
 
 
 class IdempotencyMismatch(HeadraceError):
@@ -280,8 +273,7 @@ def printable(text: str) -> str:
 
 
 def _headers(error: BaseException) -> list[tuple[bytes, bytes]]:
-    retried = Overloaded | Unavailable | StreamConflict | SessionConflict | UnknownStream | IdempotencyConflict
-    if isinstance(error, retried) and error.retry_after_s is not None:
+    if isinstance(error, Overloaded | Unavailable | NotNow | SessionConflict) and error.retry_after_s is not None:
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     if isinstance(error, MethodNotAllowed):
         return [(b"allow", ", ".join(error.allowed).encode())]

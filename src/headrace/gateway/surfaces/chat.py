@@ -159,11 +159,7 @@ class ChatChoice(Struct):
     stop_reason: int | str | None = None
 
 
-class ChatCompletion(Struct):
-    id: str
-    object: str
-    created: int
-    model: str
+class ChatCompletion(schemas.AnswerBody):
     choices: list[ChatChoice]
     usage: schemas.CompletionUsage
     system_fingerprint: str | None = None
@@ -185,11 +181,7 @@ class ChatChunkChoice(Struct):
     stop_reason: int | str | UnsetType | None = UNSET
 
 
-class ChatChunk(Struct):
-    id: str
-    object: str
-    created: int
-    model: str
+class ChatChunk(schemas.AnswerBody):
     choices: list[ChatChunkChoice]
     system_fingerprint: str | None = None
     usage: schemas.CompletionUsage | UnsetType | None = UNSET

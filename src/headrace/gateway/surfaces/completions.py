@@ -109,13 +109,9 @@ class CompletionChoice(Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Completion(Struct):
+class Completion(schemas.AnswerBody):
     """Also the chunk of a stream: OpenAI gives both the same shape."""
 
-    id: str
-    object: str
-    created: int
-    model: str
     choices: list[CompletionChoice]
     system_fingerprint: str | None = None
     usage: schemas.CompletionUsage | UnsetType | None = UNSET

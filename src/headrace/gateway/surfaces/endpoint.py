@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+from urllib.parse import parse_qsl
 
+from headrace.core.errors import InvalidRequest
 from headrace.gateway.http.config import Limits
+from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.generating import GeneratingSurface
@@ -24,6 +27,15 @@ class QueryParameter:
 
     name: str
     summary: str
+
+
+def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str) -> dict[str, str]:
+    """Parameter -> value. Raises InvalidRequest for one that is not there: a misspelt one would ask for something else than was meant."""
+    query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+    for name in query:
+        if all(name != parameter.name for parameter in parameters):
+            raise InvalidRequest(name, rule)
+    return query
 
 
 @dataclass(frozen=True, slots=True)

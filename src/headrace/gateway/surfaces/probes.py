@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import Struct
@@ -12,7 +11,7 @@ import headrace
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.surfaces.endpoint import QueryParameter
+from headrace.gateway.surfaces.endpoint import QueryParameter, query_of
 from headrace.gateway.upstream.served_models import ServedModel
 
 _encode = msgspec.json.encode
@@ -85,12 +84,8 @@ async def ready(service: Service, exchange: Exchange) -> None:
 
 
 def _ready_query(exchange: Exchange) -> dict[str, str]:
-    """Parameter -> value, each of READY_QUERY. Raises InvalidRequest: a misspelt one would ask for less than its operator meant."""
-    query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True))
-    names = [parameter.name for parameter in READY_QUERY]
-    for name in query:
-        if name not in names:
-            raise InvalidRequest(name, f"a parameter of /ready: {' or '.join(names)}")
+    """Raises InvalidRequest."""
+    query = query_of(exchange, READY_QUERY, "a parameter of /ready: model or strict")
     if query.get("strict", "") not in _STRICT:
         raise InvalidRequest("strict", "no value, true or false", query["strict"])
     return query

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from urllib.parse import parse_qsl
-
 import msgspec
 from msgspec import Struct
 
-from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import RouteNotFound
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.ledger.usage_query import GROUPS, UsageQuery, groups_of, unix_ms_of
-from headrace.gateway.surfaces.endpoint import QueryParameter
+from headrace.gateway.surfaces.endpoint import QueryParameter, query_of
 
 MAX_ROWS = 1000
 """Rows of one answer; `has_more` says that there are more."""
@@ -58,11 +55,7 @@ async def usage(service: Service, exchange: Exchange) -> None:
 
 def _query(exchange: Exchange, now: float) -> UsageQuery:
     """The question, about the caller's tenant alone. Raises InvalidRequest."""
-    given = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True))
-    names = [parameter.name for parameter in USAGE_QUERY]
-    for name in given:
-        if name not in names:
-            raise InvalidRequest(name, f"a parameter of /v1/usage: {', '.join(names)}")
+    given = query_of(exchange, USAGE_QUERY, "a parameter of /v1/usage: by, since, until")
     return UsageQuery(
         by=groups_of([given.get("by", "day")]),
         since_ms=max(unix_ms_of("since", given.get("since", "30d"), now), int(1000 * exchange.principal.tenant_since)),

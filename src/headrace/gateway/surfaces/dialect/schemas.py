@@ -101,6 +101,15 @@ class SamplingFields(Struct, kw_only=True):
 # ------------------------------------------------------------------------------------------------------------------------ answers
 
 
+class AnswerBody(Struct):
+    """How an answer, and each chunk of a stream, begins."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
 class PromptTokensDetails(Struct):
     cached_tokens: int
 
