@@ -11,7 +11,7 @@ from gateway_kit import MODEL, TestBench, chat_body, open_bench
 from identity_kit import administration
 
 from headrace.gateway.access.administration import NewKey, TenantChange
-from headrace.gateway.control.purge import purge_answers
+from headrace.gateway.control.purge import purge
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -88,5 +88,5 @@ async def test_a_purge_finds_the_answers_of_a_tenant_by_its_name_and_by_the_id_o
             if name == "id":
                 await admin.remove_tenant("acme", revoke_keys=True)
                 name = str((await admin.audit(1))[0].detail["id"])
-            assert await purge_answers(config, name, admin, admin.now) == 2
+            assert await purge(config, name, admin, admin.now, is_all=False) == 2
     await admin.close()

@@ -98,13 +98,12 @@ class KeyDirectory:
 
     def purge(self, tenant: str, *, is_all: bool) -> int:
         """Remove what is kept of a tenant: its answers, or with `is_all` everything. Returns the number of entries. Raises as `ask`."""
-        from headrace.gateway.control.purge import purge_all, purge_answers
+        from headrace.gateway.control.purge import purge
 
         if self.is_remote:
             return int(self._ask_deployment("DELETE", "cache", tenant, body={"all": is_all})["removed"])
-        work = purge_all if is_all else purge_answers
         config = _settings(self.file, self.state).whole_gateway()
-        return administered(self.file, self.state, lambda admin: work(config, tenant, admin, time.time))
+        return administered(self.file, self.state, lambda admin: purge(config, tenant, admin, time.time, is_all=is_all))
 
     @property
     def is_remote(self) -> bool:

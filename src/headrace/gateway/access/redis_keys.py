@@ -42,14 +42,12 @@ return 1
 """
 
 
-class RedisKeys:
+class RedisKeys(RedisCalls):
     """A `KeyStore`. Made by `open`; it connects with the first call."""
 
     def __init__(self, client: Any) -> None:
         """client: the package's asynchronous one"""
-        self._client = client
-        self._calls = RedisCalls(client)
-        self.progress = self._calls.progress
+        super().__init__(client)
         self._find_script = client.register_script(FIND)
         self._apply_script = client.register_script(APPLY)
 
@@ -60,31 +58,31 @@ class RedisKeys:
 
     async def state(self) -> DirectoryState:
         pipe = self._client.pipeline(transaction=True).get(VERSION).hlen(RECORDS)
-        version, num_keys = await self._calls.answer(pipe.execute())
+        version, num_keys = await self.answer(pipe.execute())
         return DirectoryState(int(version or 0), num_keys > 0)
 
     async def find(self, sha256: str) -> tuple[int, StoredKey | None]:
-        version, *found = await self._calls.answer(self._find_script(keys=[VERSION, RECORDS, DIGESTS, TENANTS], args=[sha256]))
+        version, *found = await self.answer(self._find_script(keys=[VERSION, RECORDS, DIGESTS, TENANTS], args=[sha256]))
         return int(version), StoredKey(_decoded(found[0], KeyRecord), _decoded(found[1], TenantRecord)) if found else None
 
     async def key(self, key_id: str) -> KeyRecord | None:
-        record = await self._calls.answer(self._client.hget(RECORDS, key_id))
+        record = await self.answer(self._client.hget(RECORDS, key_id))
         return None if record is None else _decoded(record, KeyRecord)
 
     async def keys(self) -> list[KeyRecord]:
-        records = await self._calls.answer(self._client.hvals(RECORDS))
+        records = await self.answer(self._client.hvals(RECORDS))
         return sorted((_decoded(record, KeyRecord) for record in records), key=lambda key: (key.created_at, key.id))
 
     async def tenant(self, name: str) -> TenantRecord | None:
-        record = await self._calls.answer(self._client.hget(TENANTS, name))
+        record = await self.answer(self._client.hget(TENANTS, name))
         return None if record is None else _decoded(record, TenantRecord)
 
     async def tenants(self) -> list[TenantRecord]:
-        records = await self._calls.answer(self._client.hvals(TENANTS))
+        records = await self.answer(self._client.hvals(TENANTS))
         return sorted((_decoded(record, TenantRecord) for record in records), key=lambda tenant: (tenant.created_at, tenant.name))
 
     async def audit(self, limit: int) -> list[AuditRecord]:
-        records = await self._calls.answer(self._client.lrange(AUDIT, -limit, -1))
+        records = await self.answer(self._client.lrange(AUDIT, -limit, -1))
         return [_decoded(record, AuditRecord) for record in reversed(records)]
 
     async def apply(self, change: DirectoryChange) -> bool:
@@ -97,12 +95,7 @@ class RedisKeys:
             "removed_tenants": change.removed_tenants,
             "audit": _encoded(change.audit),
         }
-        return bool(
-            await self._calls.answer(self._apply_script(keys=[VERSION, RECORDS, DIGESTS, TENANTS, AUDIT], args=[json.dumps(content)]))
-        )
-
-    async def close(self) -> None:
-        await self._calls.close()
+        return bool(await self.answer(self._apply_script(keys=[VERSION, RECORDS, DIGESTS, TENANTS, AUDIT], args=[json.dumps(content)])))
 
 
 def _encoded(record: object) -> str:

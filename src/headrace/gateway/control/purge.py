@@ -33,22 +33,14 @@ def _conversations(config: GatewayConfig, share: TenantShare, unix_time: Clock) 
     return [partial(open_session_store, config.sessions, *place), partial(open_store, *place)]
 
 
-async def purge_answers(config: GatewayConfig, tenant: str, admin: Administration, unix_time: Clock) -> int:
-    """Remove all answers of a tenant, and record it. Returns their number. Parameters and errors as of `purge_all`."""
-    return await _purge(config, tenant, admin, unix_time, is_all=False)
-
-
-async def purge_all(config: GatewayConfig, tenant: str, admin: Administration, unix_time: Clock) -> int:
-    """Remove all answers, sessions and streams that could be continued of a tenant, and record it. Returns the number of entries.
+async def purge(config: GatewayConfig, tenant: str, admin: Administration, unix_time: Clock, *, is_all: bool) -> int:
+    """Remove all answers of a tenant, and record it. Returns the number of entries.
 
     tenant  its name, or the id that it had before it was removed (the audit record of its removal has it)
+    is_all  sessions, and streams that could be continued, too
 
     Raises ConfigError, and StoreFailed where a part of them may be left.
     """
-    return await _purge(config, tenant, admin, unix_time, is_all=True)
-
-
-async def _purge(config: GatewayConfig, tenant: str, admin: Administration, unix_time: Clock, *, is_all: bool) -> int:
     num_removed, share = 0, TenantShare(config)
     names = await admin.tenant_keys(tenant)
     openers = _answers(config, share, unix_time) + (_conversations(config, share, unix_time) if is_all else [])
@@ -88,10 +80,10 @@ class CacheRequests:
         if method != "DELETE" or len(path) != 2 or path[0] != "cache":
             return None
         try:
-            purge = purge_all if decode(PurgeBody, body).all else purge_answers
+            is_all = decode(PurgeBody, body).all
             admin = self._open(f"{actor}, through the admin socket")
             try:
-                return 200, {"removed": await purge(self._config(), path[1], admin, self._unix_time)}
+                return 200, {"removed": await purge(self._config(), path[1], admin, self._unix_time, is_all=is_all)}
             finally:
                 await admin.close()
         except ConfigError as error:

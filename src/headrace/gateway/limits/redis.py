@@ -206,7 +206,7 @@ return #held / 2
 )
 
 
-class RedisLimits:
+class RedisLimits(RedisCalls):
     """A `LimitStore`. Made by `open`; it connects with the first call."""
 
     is_in_order = False
@@ -214,9 +214,7 @@ class RedisLimits:
 
     def __init__(self, client: Any, *, now: Moment | None = None) -> None:
         """client: the package's asynchronous one; now: instead of the server's time, for tests"""
-        self._client = client
-        self._calls = RedisCalls(client)
-        self.progress = self._calls.progress
+        super().__init__(client)
         self.now = now
         self._take, self._charge, self._renew, self._expire = [client.register_script(script) for script in (TAKE, CHARGE, RENEW, EXPIRE)]
 
@@ -230,22 +228,19 @@ class RedisLimits:
         ended = (charges.gateway, len(charges.used), *_pairs(charges.used))
         wanted = [word for claim in claims for word in _words(claim)]
         script = self._take(args=[*self._times(), *held, *ended, *wanted])
-        is_admitted, steady_ms, unix_ms, *counts = map(int, await self._calls.answer(script))
+        is_admitted, steady_ms, unix_ms, *counts = map(int, await self.answer(script))
         readings = tuple(map(ClaimReading, counts[::2], counts[1::2]))
         return TakeResult(bool(is_admitted), Moment(steady_ms, unix_ms), readings)
 
     async def charge(self, charges: Charges) -> None:
-        await self._calls.answer(self._charge(args=[charges.gateway, *_pairs(charges.used)]))
+        await self.answer(self._charge(args=[charges.gateway, *_pairs(charges.used)]))
 
     async def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts]) -> dict[str, int]:
-        found = await self._calls.answer(self._renew(args=[self._times()[0], gateway, beat, *_pairs(saved)]))
+        found = await self.answer(self._renew(args=[self._times()[0], gateway, beat, *_pairs(saved)]))
         return {name.decode(): int(value) for name, value in zip(found[::2], found[1::2], strict=True)}
 
     async def expire(self, gateway: str, beat: int) -> int:
-        return int(await self._calls.answer(self._expire(args=[self._times()[0], gateway, beat])))
-
-    async def close(self) -> None:
-        await self._calls.close()
+        return int(await self.answer(self._expire(args=[self._times()[0], gateway, beat])))
 
     def _times(self) -> tuple[int | str, int | str]:
         return ("", "") if self.now is None else self.now

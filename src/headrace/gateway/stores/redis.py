@@ -90,7 +90,7 @@ return #found
 )
 
 
-class RedisStore:
+class RedisStore(RedisCalls):
     """A `Store`. Made by `open`; it connects with the first call."""
 
     def __init__(self, client: Any, limits: StoreLimits, part: str = "") -> None:
@@ -98,9 +98,7 @@ class RedisStore:
         client  the package's asynchronous one
         part    name of this store among those of one server; each has bounds of its own
         """
-        self._client = client
-        self._calls = RedisCalls(client)
-        self.progress = self._calls.progress
+        super().__init__(client)
         self._prefix = PREFIX + (f"{part}:" if part else "")
         self._limits = limits
         self._put_script = client.register_script(PUT)
@@ -116,26 +114,23 @@ class RedisStore:
         await self._put(key, value, tenant, ttl_s)
 
     async def get(self, key: str) -> bytes | None:
-        found: bytes | None = await self._calls.answer(self._client.get(f"{self._prefix}entry:{key}"))
+        found: bytes | None = await self.answer(self._client.get(f"{self._prefix}entry:{key}"))
         return found
 
     async def swap(self, key: str, value: bytes, *, expected: bytes | None, tenant: str, ttl_s: float) -> bool:
         return await self._put(key, value, tenant, ttl_s, ("absent",) if expected is None else ("equal", expected))
 
     async def delete(self, key: str) -> None:
-        await self._calls.answer(self._delete_script(keys=[self._prefix], args=[key]))
+        await self.answer(self._delete_script(keys=[self._prefix], args=[key]))
 
     async def purge(self, tenant: str) -> int:
         num_removed = 0
-        while count := int(await self._calls.answer(self._purge_script(keys=[self._prefix], args=[tenant]))):
+        while count := int(await self.answer(self._purge_script(keys=[self._prefix], args=[tenant]))):
             num_removed += count
         return num_removed
 
-    async def close(self) -> None:
-        await self._calls.close()
-
     async def num_entries(self) -> int:
-        return int(await self._calls.answer(self._client.zcard(f"{self._prefix}ages")))
+        return int(await self.answer(self._client.zcard(f"{self._prefix}ages")))
 
     async def check(self) -> None:
         """Assert that the sums are of the entries, and that the bounds hold. For a server that is idle."""
@@ -152,4 +147,4 @@ class RedisStore:
         size = ENTRY_BYTES + KEY_COPIES * len(key.encode()) + len(value)
         self._limits.check(len(value), size)
         bounds = max(1, round(1000 * ttl_s)), self._limits.tenant, self._limits.total, size
-        return bool(await self._calls.answer(self._put_script(keys=[self._prefix], args=[key, tenant, value, *bounds, *condition])))
+        return bool(await self.answer(self._put_script(keys=[self._prefix], args=[key, tenant, value, *bounds, *condition])))
