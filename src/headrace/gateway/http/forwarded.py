@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from itertools import islice
 
 from headrace.core.errors import ConfigError
 
 Address = IPv4Address | IPv6Address
-Network = IPv4Network | IPv6Network
 
 MAX_HOPS = 32
 """Addresses of a chain that are read, from its end."""

@@ -71,8 +71,6 @@ class WatchedPool(Protocol):
 
 
 class ReplicaWatch:
-    """num_moves: how often requests of a replica were given up because it hung, or did not read"""
-
     def __init__(self, pool: WatchedPool, clock: Clock) -> None:
         self._pool = pool
         self._clock = clock
@@ -80,7 +78,6 @@ class ReplicaWatch:
         self._last_ready: frozenset[tuple[str, str, str]] = frozenset()
         self._woken_at = clock()
         self._task: asyncio.Task[None] | None = None
-        self.num_moves = 0
 
     def start(self) -> None:
         if self._task is None:
@@ -134,7 +131,6 @@ class ReplicaWatch:
         else:
             num_moved = connection.abandon_unseen(reason)
         if num_moved:
-            self.num_moves += 1
             log.warning("%s: %d of its requests move to another one", reason, num_moved)
 
     def _wake(self) -> None:
