@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import ssl
 import time
 
@@ -12,6 +11,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
 from headrace.gateway.http.config import HttpTls
 from headrace.wire.private_files import check_private_file
+from headrace.wire.tls.files import stamp_of
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class DoorCertificate:
         """Raises ConfigError with the file that cannot be used and why."""
         self._files = files
         self._clock = clock
-        self._stamp, self._looked_at = _stamp(files), clock()
+        self._stamp, self._looked_at = stamp_of((files.certificate, files.key)), clock()
         self._context = load_context(files)
 
     def context(self) -> ssl.SSLContext:
@@ -39,7 +39,7 @@ class DoorCertificate:
         return self._context
 
     def _read_changed(self) -> None:
-        stamp = _stamp(self._files)
+        stamp = stamp_of((self._files.certificate, self._files.key))
         if stamp == self._stamp:
             return
         self._stamp = stamp
@@ -65,19 +65,6 @@ def load_context(files: HttpTls) -> ssl.SSLContext:
         what = "does not fit" if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH" else "is no PEM file without passphrase beside"
         raise ConfigError("tls.key", f"{files.key} {what} {files.certificate}") from error
     return context
-
-
-def _stamp(files: HttpTls) -> tuple[tuple[int, int, int] | None, ...]:
-    """Equal as long as no file has changed."""
-    return tuple(_stamp_of(path) for path in (files.certificate, files.key))
-
-
-def _stamp_of(path: str) -> tuple[int, int, int] | None:
-    try:
-        info = os.stat(path)
-    except OSError:
-        return None
-    return info.st_mtime_ns, info.st_size, info.st_ino
 
 
 log = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -76,12 +77,12 @@ class Certificates:
         """Raises ConfigError with the file that cannot be used and why."""
         self.files = files
         self.role = role
-        self._stamp = _stamp(files)
+        self._stamp = stamp_of(files.paths)
         self._loaded = load_certificates(files, role)
 
     def current(self) -> LoadedCertificates:
         """Reads the files again where they have changed. Changed files that cannot be used are logged once; the last good ones stay."""
-        stamp = _stamp(self.files)
+        stamp = stamp_of(self.files.paths)
         if stamp != self._stamp:
             self._stamp = stamp
             try:
@@ -160,12 +161,12 @@ def _read(name: str, path: str) -> bytes:
         raise ConfigError(f"tls.{name}", f"{path} cannot be read ({error.strerror})") from error
 
 
-def _stamp(files: TlsFiles) -> tuple[tuple[int, int, int] | None, ...]:
+def stamp_of(paths: Iterable[str]) -> tuple[tuple[int, int, int] | None, ...]:
     """Equal as long as no file has changed."""
-    return tuple(_stamp_of(path) for path in files.paths)
+    return tuple(_file_stamp(path) for path in paths)
 
 
-def _stamp_of(path: str) -> tuple[int, int, int] | None:
+def _file_stamp(path: str) -> tuple[int, int, int] | None:
     try:
         info = os.stat(path)
     except OSError:
