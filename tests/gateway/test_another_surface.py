@@ -32,7 +32,7 @@ PATH, KEY = "/v1/messages", "sk-of-acme-0123456789"
 STOPPED = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"}
 
 
-class MessagesRequest(Struct, kw_only=True):
+class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     max_tokens: int
     messages: list[dict[str, str]]

@@ -1,4 +1,7 @@
-"""What makes a surface that generates: how its body is read, and how events become its answer."""
+"""What makes a surface that generates: how its body is read, and how events become its answer.
+
+A whole one of another API is in tests/gateway/test_another_surface.py. Its encoder numbers events only where it uses `Generation.event_log`.
+"""
 
 from __future__ import annotations
 
