@@ -1,6 +1,6 @@
 """What makes a surface that generates: how its body is read, and how events become its answer.
 
-A whole one of another API is in tests/gateway/test_another_surface.py. Its encoder numbers events only where it uses `Generation.event_log`.
+A whole one of another API: tests/gateway/test_another_surface.py. An encoder numbers its events only where it uses `Generation.event_log`.
 """
 
 from __future__ import annotations

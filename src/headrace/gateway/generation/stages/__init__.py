@@ -1,8 +1,8 @@
 """The concerns of a generating request, a stage each. `generation.run` calls them; a request passes them in the order of `STAGES`.
 
 A stage is called with the request and with what comes behind it, as a Starlette middleware is: it does its part, awaits `call_next`, which
-gives the prepared answer before its first token, and does the rest. What has to happen while the answer is made, or at its end, it leaves at
-the request's hooks (`Generation.recorders`, `before_end`, `ends`). A stage that answers by itself does not call on.
+gives the prepared answer before its first token, and does the rest. What happens while the answer is made, or at its end, it leaves at the
+request's hooks (`Generation.recorders`, `before_end`, `ends`). A stage that answers by itself does not call on.
 """
 
 from __future__ import annotations
