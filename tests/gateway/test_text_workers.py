@@ -251,7 +251,8 @@ def test_a_template_that_is_a_bomb_fails_its_model_alone(tmp_path: Path) -> None
 
 BROKEN = """
 import os
-from headrace.gateway.text_workers import frames, host
+from headrace.gateway.text_host import host
+from headrace.gateway.text_workers import frames
 
 frame, fork = frames.frame, os.fork
 num_forks = 0
