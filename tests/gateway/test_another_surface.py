@@ -112,7 +112,7 @@ MESSAGES = GeneratingSurface(
 @pytest.fixture(autouse=True)
 def _row(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = paths.AnsweredPath(PATH, PATH)
-    answered.add(Endpoint("POST", PATH, MESSAGES, "Anthropic's messages.", request=MessagesRequest, parse=parse_messages))
+    answered.add(Endpoint("POST", PATH, MESSAGES, "Anthropic's messages.", request=MessagesRequest))
     monkeypatch.setitem(paths._PATHS, PATH, answered)
 
 

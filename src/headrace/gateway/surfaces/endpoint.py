@@ -49,7 +49,7 @@ class Endpoint(Generic[HandlerT]):
     reply       wire type of the answer; None: the answer has no wire type, see media_type
     chunk       wire type of a stream's events, where the body's `stream` asks for them
     query       parameters that it reads; without any it ignores what stands behind `?`
-    parse       of a large body, in a text worker; None: it reads none
+    parse       of its body, where the handler is no surface that generates; None: it reads none
     fields      the body's rows of the field table; None: it has none
     has_limits  it does work for its caller without generating, and its requests count in the caller's limits on requests
     is_public   wants no key and answers under every Host, or without one over HTTP/1.0: the probes and the front page alone
@@ -77,6 +77,11 @@ class Endpoint(Generic[HandlerT]):
     def generates(self) -> bool:
         """Whether headrace_requests_total counts its requests."""
         return isinstance(self.handler, GeneratingSurface)
+
+    @property
+    def parser(self) -> Parse | None:
+        """Reads a large body in a text worker, which knows it by its name."""
+        return self.handler.parse if isinstance(self.handler, GeneratingSurface) else self.parse
 
     @property
     def framing(self) -> Framing:

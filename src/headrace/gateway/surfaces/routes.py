@@ -31,7 +31,6 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         request=chat.ChatRequest,
         reply=chat.ChatCompletion,
         chunk=chat.ChatChunk,
-        parse=chat.parse_chat,
         fields=Surface.CHAT,
     ),
     Endpoint(
@@ -42,7 +41,6 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         request=completions.CompletionRequest,
         reply=completions.Completion,
         chunk=completions.Completion,
-        parse=completions.parse_completion,
         fields=Surface.COMPLETIONS,
     ),
     Endpoint(
