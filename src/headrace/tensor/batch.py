@@ -43,6 +43,7 @@ class ForwardBatch:
     groups         per KV group
     adapter_slots  [R] int32, 0 = base model
     selected       [W] int64, ascending: tokens whose hidden states the model returns; None = all
+    num_decodes    leading rows known to be one token each: a hint for attention, which changes no result
     """
 
     positions: Tensor
@@ -52,6 +53,7 @@ class ForwardBatch:
     groups: tuple[GroupBatch, ...]
     adapter_slots: Tensor | None = None
     selected: Tensor | None = None
+    num_decodes: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -105,6 +105,7 @@ class Kernels(Protocol):
         scale: float,
         window: int | None = None,
         kv_scales: Tensor | None = None,
+        num_decodes: int = 0,
     ) -> Tensor:
         """Causal attention of a ragged batch over the paged cache, which already holds this step's keys and values.
 
@@ -112,6 +113,8 @@ class Kernels(Protocol):
 
         query [T, H, D]; block_table [R, M] int32; row_starts [R + 1] int32; context_lens [R] int32. The query token i of row r stands
         at position context_lens[r] - (row_starts[r + 1] - row_starts[r]) + i and sees positions (p - window, p]. Returns [T, H, D].
+
+        num_decodes: that many leading rows have one token each. A hint that an implementation may use or not, and that changes no result.
         """
         ...
 

@@ -75,6 +75,7 @@ class ReferenceKernels:
         scale: float,
         window: int | None = None,
         kv_scales: Tensor | None = None,
+        num_decodes: int = 0,
     ) -> Tensor:
         out = torch.zeros_like(query)
         starts, contexts = row_starts.tolist(), context_lens.tolist()

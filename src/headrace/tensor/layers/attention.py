@@ -88,6 +88,7 @@ class Attention:
             scale=spec.scale,
             window=spec.window,
             kv_scales=cache.scales,
+            num_decodes=batch.num_decodes,
         )
         if selected is not None:
             seen = kernels.select(seen, selected)

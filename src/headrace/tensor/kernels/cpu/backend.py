@@ -239,6 +239,7 @@ class NumbaKernels:
         scale: float,
         window: int | None = None,
         kv_scales: Tensor | None = None,
+        num_decodes: int = 0,
     ) -> Tensor:
         if not _fits(query) or not _fits_cache(query, cache, kv_scales) or not attention.supports(query.shape[2]):
             reference = self._reference(f"attention with heads of {query.shape[2]} in {query.dtype} over a cache of {cache.dtype}")
