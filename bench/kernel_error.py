@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from bench.harness import RESULTS, ROOT, replace_block, write_portable
 from headrace.lab.environment import environment
-from headrace.tensor.kernels import Backend, load_backend
+from headrace.tensor.backends import load_backend
+from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.reference import gather_context
 from headrace.tensor.kernels.rounding import Precision, round_inputs, round_weight
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPT_TOKENS = 16
-WRAPPED = ("describe", "choose_kernels", "plan_threads", "load_model", "_size", "warm_up")
+WRAPPED = ("describe", "choose_backend", "plan_threads", "load_model", "_size", "warm_up")
 """Functions of `runner_build`, in the order in which they are called."""
 DD_BLOCK_BYTES = 4 << 20
 

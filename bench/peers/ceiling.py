@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from bench.peers.shapes import Products, Shape
+from headrace.tensor.backends import load_backend
 from headrace.tensor.device import CPU
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
-from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu.backend import EXECUTOR, FEW_TOKENS
 from headrace.tensor.kernels.cpu.launch_list import RecordedLaunches, run_pending
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, onednn_takes

@@ -71,6 +71,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.tensor.host.file_memory": Floor(),
     "headrace.tensor.host.unfinished": Floor(),
     "headrace.tensor.packed.file": Floor(_ours("core", "tensor.checkpoint.header", "tensor.host.file_memory", "tensor.host.unfinished")),
+    "headrace.tensor.backends": Floor(_ours("core", "tensor.host.cpu_features", "tensor.kernels")),
     "headrace.tensor": Floor(_ours("core"), ("torch", "numpy")),
     "headrace.tensor.kernels": Floor(_ours("core", "tensor.batch", "tensor.device", "tensor.host"), ("torch", "numpy")),
     "headrace.tensor.kernels.cpu": Floor(
@@ -78,7 +79,7 @@ FLOORS: dict[str, Floor] = {
     ),
     # 3 engine: the loop knows no tensor, the runner no socket
     "headrace.engine": Floor(_ours("core", "policy", "tensor", "wire", "observe")),
-    "headrace.engine.config": Floor(_ours("core", "policy.queues")),
+    "headrace.engine.config": Floor(_ours("core", "policy.queues", "tensor.backends")),
     "headrace.engine.failpoints": Floor(_ours("core")),
     "headrace.engine.failures": Floor(_ours("core")),
     "headrace.engine.grammar": Floor(_ours("core", "text.tokenizer"), (), ("llguidance",)),
@@ -221,7 +222,7 @@ DOOR_EXPORTS = _ours("llm", "core.sampling", "core.structured")
 FOLDERS_WITHOUT_CIRCLES = ("gateway", "policy", "tensor")
 """Packages whose sub-folders and top modules, each taken as a whole, import one another in no circle."""
 
-PRIVATE = _ours("tensor.kernels.cpu")
+PRIVATE = _ours("tensor.kernels.cpu", "tensor.kernels.gpu")
 """Packages that no module outside imports: a table finds them by name, where they are used."""
 
 _CONTAINERS = {"array", "bisect", "collections", "dataclasses", "enum", "heapq", "types"}

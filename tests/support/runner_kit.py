@@ -21,9 +21,9 @@ from headrace.core.plan import SYNCHRONOUS, Plan, Result, Started
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import Model, ModelRunner
 from headrace.engine.runner_masks import MaskSource
+from headrace.tensor.backends import load_backend
 from headrace.tensor.batch import allocate_kv
 from headrace.tensor.device import CPU
-from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.filters import draw
 from headrace.tensor.models import load_model
 from headrace.tensor.models.decoder import DecoderModel

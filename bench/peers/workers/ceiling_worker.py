@@ -18,8 +18,8 @@ def load(settings: dict[str, Any]) -> Ceiling:
     prepare_openmp(os.environ)
     from bench.peers.ceiling import Ceiling, kinds_of
     from bench.peers.shapes import products_of
+    from headrace.tensor.backends import load_backend
     from headrace.tensor.host.threads import plan_threads
-    from headrace.tensor.kernels import load_backend
 
     load_backend("numba").limit_threads(plan_threads(settings["threads"]).num_threads)
     return Ceiling(products_of(Path(settings["model"])), kinds_of(settings["precision"]))

@@ -13,6 +13,7 @@ from typing import TypeVar
 from headrace.core.errors import ConfigError
 from headrace.core.model_info import LOAD_FORMATS
 from headrace.policy.queues import QUEUES
+from headrace.tensor.backends import BACKENDS
 
 Value = TypeVar("Value")
 
@@ -20,7 +21,6 @@ DTYPES = ("auto", "float32", "bfloat16")
 """Everywhere; float16 is computed by CUDA alone."""
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
-KERNELS = ("auto", "numba", "reference")
 BATCHING = ("continuous", "static")
 
 
@@ -111,7 +111,7 @@ class EngineConfig:
     depth: int = option(
         1, "Plan the next step while one is computed.", "--async-scheduling/--no-async-scheduling", low=1, high=2, switch=(1, 2)
     )
-    kernels: str = option("auto", "reference: plain torch.", one_of=KERNELS)
+    kernels: str = option("auto", "reference: plain torch.", one_of=("auto", *BACKENDS))
     deterministic: bool = option(
         False, "The same bits for a sequence alone and in any batch; refused at start where the kernels cannot promise it."
     )

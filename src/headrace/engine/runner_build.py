@@ -34,12 +34,12 @@ from headrace.engine.runner_compiling import log_compiling
 from headrace.engine.runner_masks import load_mask_kernel
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.engine.warmup import warm_up
+from headrace.tensor.backends import choose_backend, load_backend
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.device import DEVICES
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
 from headrace.tensor.host.threads import ThreadPlan, plan_threads
-from headrace.tensor.kernels import Backend, load_backend
-from headrace.tensor.kernels.choose import choose_kernels
+from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.filters import draw as plain_draw
 from headrace.tensor.layers.rope import LinearScaling
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
@@ -142,7 +142,7 @@ def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder 
     device, is_rounded = DEVICES[config.device], config.quantization != "none"
     dtype, why_dtype = device.resolve_dtype(config.dtype, found.dtype_name, features, is_rounded=is_rounded)
     _check_weights_fit(found, device.free_memory(), 0 if packed is None else packed.num_bytes_ahead)
-    kernels, why_kernels = choose_kernels(config.kernels, device)
+    kernels, why_kernels = choose_backend(config.kernels, config.device)
     backend = load_backend(kernels, deterministic=config.deterministic, features=features)
     threads = plan_threads(config.num_threads)
     layer = backend.limit_threads(threads.num_threads)

@@ -38,9 +38,7 @@ class TensorDevice:
 
 
 class Cpu(TensorDevice):
-    """This machine's processors and memory. backends: the kernels that compute there."""
-
-    backends = ("numba", "reference")
+    """This machine's processors and memory."""
 
     def check(self) -> None:
         """It is always there."""
@@ -100,8 +98,6 @@ class Cpu(TensorDevice):
 
 class Cuda(TensorDevice):
     """The GPU that torch uses by itself. Methods are those of `Cpu`; `features` says nothing of it."""
-
-    backends = ("reference",)
 
     def check(self) -> None:
         """Raises ConfigError where torch sees none."""

@@ -17,8 +17,8 @@ from headrace.bundled import bundled_path
 from headrace.core.numerics import may_resume, numerics_digest, why_not_resume
 from headrace.engine.build import build_served_engine
 from headrace.engine.config import EngineConfig
+from headrace.tensor.backends import load_backend
 from headrace.tensor.checkpoint import weights_digest
-from headrace.tensor.kernels import load_backend
 
 pytestmark = pytest.mark.socket
 

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.engine.runner_compiling import EXPECTED, LOG_INTERVAL_S, CompileNotice, log_compiling
-from headrace.tensor.kernels import load_backend
+from headrace.tensor.backends import load_backend
 
 pytestmark = pytest.mark.pure
 

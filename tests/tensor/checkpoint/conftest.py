@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headrace.tensor.backends import load_backend
 from headrace.tensor.device import CPU
-from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import LoadedModel, load_model
 
 CONFIG: dict[str, Any] = {

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from headrace.core.errors import CheckpointError
+from headrace.tensor.backends import load_backend
 from headrace.tensor.batch import ForwardBatch
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.random_weights import RandomWeights
 from headrace.tensor.device import CPU
-from headrace.tensor.kernels import load_backend
 from headrace.tensor.layers.moe import MoeNames, MoeSpec, SparseMoe
 from headrace.tensor.layers.weights import Part, WeightReader
 

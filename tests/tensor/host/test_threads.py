@@ -61,7 +61,7 @@ def test_this_machine_can_be_read() -> None:
 
 def test_a_plan_reaches_torch_and_the_kernels() -> None:
     pytest.importorskip("numba")
-    from headrace.tensor.kernels import load_backend
+    from headrace.tensor.backends import load_backend
     from headrace.tensor.kernels.cpu.jit import launch
 
     backend = load_backend("numba")

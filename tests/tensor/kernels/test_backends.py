@@ -8,9 +8,10 @@ import pytest
 import torch
 from runner_kit import Planner, make_runner, row_tokens, save_tiny_llama
 
+from headrace.tensor.backends import load_backend
 from headrace.tensor.device import CPU
 from headrace.tensor.host.cpu_features import CpuFeatures
-from headrace.tensor.kernels import Backend, Kernels, load_backend, plain_packing, reference
+from headrace.tensor.kernels import Backend, Kernels, plain_packing, reference
 from headrace.tensor.kernels.filters import draw
 from headrace.tensor.models import load_model
 

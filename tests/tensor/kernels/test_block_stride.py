@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headrace.tensor.backends import load_backend
 from headrace.tensor.batch import LayerKv, allocate_kv
 from headrace.tensor.device import CPU
-from headrace.tensor.kernels import Kernels, load_backend
+from headrace.tensor.kernels import Kernels
 
 pytestmark = pytest.mark.pure
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headrace.tensor.kernels import Kernels, load_backend
+from headrace.tensor.backends import load_backend
+from headrace.tensor.kernels import Kernels
 from headrace.tensor.kernels.reference import KERNELS
 
 pytestmark = pytest.mark.pure

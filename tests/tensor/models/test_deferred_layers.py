@@ -12,9 +12,10 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.tensor.backends import load_backend
 from headrace.tensor.batch import ForwardBatch, GroupBatch, allocate_kv
 from headrace.tensor.device import CPU
-from headrace.tensor.kernels import Backend, load_backend
+from headrace.tensor.kernels import Backend
 from headrace.tensor.layers import can_be_deferred
 from headrace.tensor.layers.mlp import Mlp
 from headrace.tensor.models import decoder, load_model

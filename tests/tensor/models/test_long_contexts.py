@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.tensor.backends import load_backend
 from headrace.tensor.device import CPU
-from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import load_model
 
 pytestmark = pytest.mark.pure

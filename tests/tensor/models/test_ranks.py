@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.tensor.backends import load_backend
 from headrace.tensor.batch import ForwardBatch, GroupBatch, LayerKv, allocate_kv
 from headrace.tensor.checkpoint.config import read_config
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.device import CPU
-from headrace.tensor.kernels import load_backend
 from headrace.tensor.layers.weights import Reduce, WeightReader, no_reduce
 from headrace.tensor.models import ARCHITECTURES
 from headrace.tensor.models.decoder import DecoderModel

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
+from headrace.tensor.backends import load_backend
 from headrace.tensor.device import CPU
-from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import load_model
 
 pytestmark = pytest.mark.pure

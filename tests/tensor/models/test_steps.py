@@ -14,9 +14,9 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.tensor.backends import load_backend
 from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, allocate_kv
 from headrace.tensor.device import CPU
-from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu import backend as cpu
 from headrace.tensor.models import LoadedModel, load_model
 from headrace.tensor.models import steps as module

@@ -16,7 +16,8 @@ import torch
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
-from headrace.tensor.kernels import Backend, load_backend
+from headrace.tensor.backends import load_backend
+from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.masks import Words, num_words
 from headrace.tensor.sampling import Purpose, RowMasks, Sampled, Sampler, uniform
 

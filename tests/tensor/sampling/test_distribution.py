@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.core.sampling import SamplingParams
-from headrace.tensor.kernels import Backend, load_backend
+from headrace.tensor.backends import load_backend
+from headrace.tensor.kernels import Backend
 from headrace.tensor.sampling import Sampler
 
 pytestmark = pytest.mark.pure

@@ -1,4 +1,4 @@
-"""The interface between a model and the code that computes for it, and the table of its implementations.
+"""The interface between a model and the code that computes for it.
 
 Kernels         the operations of a transformer block; a new backend has to write these and nothing else
 WeightPacking   prepares weights for products, once; `plain_packing` does it with torch alone
@@ -18,13 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
 from headrace.tensor.kernels.filters import Draw, draw
 from headrace.tensor.kernels.masks import ApplyMasks, apply_masks
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
@@ -278,19 +276,3 @@ class Backend:
         layer = "none" if self.compiler is None else self.compiler.limit_threads(num_threads)
         torch.set_num_threads(num_threads)
         return layer
-
-
-IMPLEMENTATIONS = {"reference": "headrace.tensor.kernels.reference", "numba": "headrace.tensor.kernels.cpu.backend"}
-"""The module of each backend, which has `make_backend`. It is found here alone, so that what it needs is imported only where it is used."""
-
-
-def load_backend(name: str, *, deterministic: bool = False, features: CpuFeatures | None = None) -> Backend:
-    """The named implementation. Importing it may take seconds (Numba).
-
-    deterministic  a row's result must not depend on the other rows of its step, to the bit (`cpu.backend`). Raises ConfigError
-                   where the implementation cannot promise that.
-    features       the CPU for which paths are chosen; None: this machine. Code is compiled for this machine in either case
-    """
-    module = import_module(IMPLEMENTATIONS[name])
-    backend: Backend = module.make_backend(deterministic=deterministic, features=features or read_cpu_features())
-    return backend

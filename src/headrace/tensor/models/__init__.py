@@ -18,13 +18,14 @@ import torch
 from headrace.core.errors import CheckpointError, ConfigError, shorten
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import LOAD_FORMATS
+from headrace.tensor.backends import load_backend
 from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_sampling_defaults
 from headrace.tensor.checkpoint.end_tokens import read_end_tokens
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.random_weights import RandomWeights, WeightShapes
 from headrace.tensor.checkpoint.weights_digest import WeightsDigest
 from headrace.tensor.device import META, TensorDevice
-from headrace.tensor.kernels import Backend, load_backend
+from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.weights import WeightReader
 from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe

@@ -15,7 +15,7 @@ import llvmlite.binding
 from llvmlite import ir
 
 from headrace.core.errors import ConfigError
-from headrace.tensor.kernels import load_backend
+from headrace.tensor.backends import load_backend
 from headrace.tensor.kernels.cpu import backend as cpu
 from headrace.tensor.kernels.cpu import packing
 from headrace.tensor.kernels.cpu.jit import vector_ir

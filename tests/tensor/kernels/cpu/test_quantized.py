@@ -10,7 +10,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from headrace.tensor.kernels import load_backend
+from headrace.tensor.backends import load_backend
 from headrace.tensor.kernels.cpu.integer import simd as integer_simd
 from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear, can_pack
 from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS, STRIPS
