@@ -110,12 +110,11 @@ class Round:
         }
 
     def _gateway_file(self) -> dict[str, Any]:
-        model = {
-            "name": "paced",
-            "folder": str(FOLDER / DEFAULT_MODEL),
-            "replicas": [{"name": "r0", "address": f"unix:{self.folder}/e0"}],
+        remote = {"model": str(FOLDER / DEFAULT_MODEL), "replicas": [{"name": "r0", "address": f"unix:{self.folder}/e0"}]}
+        return {
+            "models": [{"name": "paced", "remote": remote}],
+            "gateway": {"port": 0, "request_log": "off", "limits": {"max_text_queue": 2 * self.load.num_streams}},
         }
-        return {"models": [model], "port": 0, "request_log": "off", "limits": {"max_text_queue": 2 * self.load.num_streams}}
 
     def spawn(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         path = [str(WATCH), str(self._source / "src")]
