@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from virtual_time import virtual_loop
@@ -14,7 +14,7 @@ from virtual_wire import MemoryLink, VirtualServed
 from wire_kit import request
 
 from headrace.core.request import EngineRequest
-from headrace.gateway.upstream.attempts import CallAttempts
+from headrace.gateway.upstream.attempts import Call, CallAttempts
 from headrace.gateway.upstream.replicas import Replica, ReplicaPool
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.lab.network_faults import Direction
@@ -57,7 +57,8 @@ class TwoEngines:
     async def ask(self, number: int) -> float:
         """One request, to its end. Returns the seconds it took."""
         whole = request(f"r{number}", max_tokens=NUM_TOKENS)
-        attempts = CallAttempts(self.pool, lambda epoch: replace(whole, epoch=epoch), num_sequences=1, max_output_tokens=NUM_TOKENS)
+        call = Call(request_id=whole.request_id, prompt_ids=whole.prompt_ids, params=whole.params, max_output_tokens=NUM_TOKENS)
+        attempts = CallAttempts(self.pool, call)
         began = virtual_loop().time()
         try:
             while updates := await attempts.batch():

@@ -32,12 +32,12 @@ from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
-from headrace.gateway.upstream.attempts import MAX_FRUITLESS_LOSSES, SILENT_WAIT_S
+from headrace.gateway.upstream.attempts import MAX_FRUITLESS_LOSSES, SILENT_WAIT_S, Call
 from headrace.gateway.upstream.replica_health import stalled_s
 from headrace.gateway.upstream.replica_watch import MOVE_AFTER_S
 from headrace.gateway.upstream.seam import OutputEvent, ReplicaLost
-from headrace.gateway.upstream.token_stream import Call, TokenStream
-from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
+from headrace.gateway.upstream.token_stream import TokenStream
+from headrace.gateway.upstream.tokens import TokenUpstream
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
 from headrace.wire.stream import ReplicaStream
@@ -75,9 +75,7 @@ def stream_of(bench: TestBench, text: TextModel, **params: Any) -> TokenStream:
     call = Call(request_id=name, prompt_ids=ids, params=given, max_output_tokens=given.max_tokens or room)
     upstream = bench.gateway.service.models.get(MODEL).upstream
     assert isinstance(upstream, TokenUpstream)
-    stream = TokenPrepared(upstream._pool, text.tokenizer, (), (call,)).stream()
-    assert isinstance(stream, TokenStream)
-    return stream
+    return TokenStream(upstream._pool, text.tokenizer, call)
 
 
 def update_of(request: EngineRequest, index: int, **fields: Any) -> SequenceUpdate:

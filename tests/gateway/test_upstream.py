@@ -33,10 +33,10 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
-from headrace.gateway.upstream.attempts import LOST
+from headrace.gateway.upstream.attempts import LOST, Call
 from headrace.gateway.upstream.seam import OutputEvent, ReplicaLost
-from headrace.gateway.upstream.token_stream import Call, TokenStream
-from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
+from headrace.gateway.upstream.token_stream import TokenStream
+from headrace.gateway.upstream.tokens import TokenUpstream
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, SeenLoad
 from headrace.wire.stream import ReplicaStream
@@ -216,9 +216,7 @@ def stream_of(bench: TestBench, text: TextModel, **params: object) -> TokenStrea
     call = Call(request_id=RequestId("call"), prompt_ids=ids, params=given, max_output_tokens=MAX_MODEL_LEN - len(ids))
     upstream = bench.gateway.service.models.get(MODEL).upstream
     assert isinstance(upstream, TokenUpstream)
-    stream = TokenPrepared(upstream._pool, text.tokenizer, (), (call,)).stream()
-    assert isinstance(stream, TokenStream)
-    return stream
+    return TokenStream(upstream._pool, text.tokenizer, call)
 
 
 async def read_all(stream: TokenStream) -> list[OutputEvent]:

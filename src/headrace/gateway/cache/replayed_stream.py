@@ -1,57 +1,31 @@
-"""A recorded answer as an upstream gives one: `RecordedPrepared` and its stream, so that encoders know no difference."""
+"""A recorded answer as an upstream gives one: `recorded_prepared` and its stream, so that encoders know no difference."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from headrace.gateway.cache.recorded_answer import WholeAnswer
-from headrace.gateway.upstream.seam import EventListener, OutputEvent, SequenceFacts, TextPrompt, TokenUsage
+from headrace.gateway.upstream.seam import EventListener, OutputEvent, Prepared, SequenceFacts, TextPrompt, TokenUsage
 
 REPLAY_EVENTS = 32
 """Events that a replay gives at a time, each of which becomes a chunk in about 10 us. Other requests have their turn between batches."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedPrepared:
-    """An answer that is there already. A `Prepared`."""
-
-    answer: WholeAnswer
-    keeps_events: bool = False
-
-    @property
-    def ignored(self) -> Sequence[str]:
-        return self.answer.ignored
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        return self.answer.token_usage.prompt_tokens
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        return self.answer.token_usage.prompt_tokens
-
-    @property
-    def max_output_tokens(self) -> int | None:
-        return self.answer.token_usage.completion_tokens
-
-    @property
-    def num_sequences(self) -> int:
-        return self.answer.num_sequences
-
-    @property
-    def seed(self) -> int | None:
-        return self.answer.seed
-
-    @property
-    def prompts(self) -> Sequence[TextPrompt]:
-        """Answers with log-probabilities of their prompts are not recorded."""
-        return [TextPrompt(text, num_tokens) for num_tokens, text in self.answer.prompts]
-
-    def stream(self) -> ReplayedStream:
-        return ReplayedStream(self.answer)
+def recorded_prepared(answer: WholeAnswer) -> Prepared:
+    """An answer that is there already. Answers with log-probabilities of their prompts are not recorded."""
+    usage = answer.token_usage
+    return Prepared(
+        stream=partial(ReplayedStream, answer),
+        prompts=[TextPrompt(text, num_tokens) for num_tokens, text in answer.prompts],
+        prompt_tokens=usage.prompt_tokens,
+        max_prompt_tokens=usage.prompt_tokens,
+        max_output_tokens=usage.completion_tokens,
+        num_sequences=answer.num_sequences,
+        seed=answer.seed,
+        ignored=answer.ignored,
+    )
 
 
 class ReplayedStream:

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.finish import FinishReason
+from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.numerics import Numerics, numerics_digest
 from headrace.core.request import EngineRequest
+from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
+from headrace.gateway.upstream.earlier_output import EarlierCallOutput
+from headrace.gateway.upstream.generation_request import PrincipalFacts
+from headrace.gateway.upstream.output_stage import OutputParsing
 from headrace.gateway.upstream.replica_health import ConnectionKey, ReplicaAttempt
 from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
 from headrace.gateway.upstream.seam import ReplicaLost
@@ -35,6 +40,50 @@ SILENT_WAIT_S = 2.0
 
 MAX_FRUITLESS_LOSSES = 3
 """A call fails at this many losses in a row without a new token in between, so that a request which ends its engine does not end all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One prompt: all that is needed to run it, and to run it again.
+
+    Parameters are checked and have their seed; `salt` and tenant come from the key, never from the client alone.
+
+    max_output_tokens  per sequence, by the parameters or by what the context leaves
+    parsing            how the outputs are parsed; None: they are text
+    deadline_at        when the answer ends, on this process's clock
+    earlier            output of an earlier stream, after which the sequences go on
+    answer_id          of the earlier stream's call: tool calls are named by it; None: by this one's `request_id`
+    preferred_replica, joining, has_fallback  as in `GenerationRequest`
+    """
+
+    request_id: RequestId
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    max_output_tokens: int
+    principal: PrincipalFacts = field(default_factory=PrincipalFacts)
+    parsing: OutputParsing | None = None
+    grammar: Grammar | None = None
+    deadline_at: float | None = None
+    earlier: EarlierCallOutput | None = None
+    answer_id: RequestId | None = None
+    preferred_replica: str = ""
+    joining: Joining | None = None
+    has_fallback: bool = False
+
+    def engine_request(self, epoch: int) -> EngineRequest:
+        return EngineRequest(
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
+            params=self.params,
+            epoch=epoch,
+            tenant=self.principal.tenant,
+            weight=self.principal.weight,
+            priority=self.principal.priority,
+            tier=self.principal.tier,
+            salt=self.principal.salt,
+            grammar=self.grammar,
+            deadline_at=self.deadline_at,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -72,30 +121,11 @@ class CallAttempts:
     num_resumes  submissions after a loss
     """
 
-    def __init__(
-        self,
-        pool: ReplicaPool,
-        make_request: Callable[[int], EngineRequest],
-        *,
-        num_sequences: int,
-        max_output_tokens: int,
-        has_fallback: bool = False,
-        preferred_replica: str = "",
-        joining: Joining | None = None,
-    ) -> None:
-        """
-        make_request       epoch -> the call with all its sequences
-        max_output_tokens  per sequence; ids beyond it are not kept
-        has_fallback       while nothing was read, the call can be answered elsewhere: it does not wait for a replica
-        preferred_replica  name of the one that the call should go to, unless another is much faster; empty: any
-        joining            left with the first submission
-        """
+    def __init__(self, pool: ReplicaPool, call: Call) -> None:
+        num_sequences = call.params.n
         self._pool = pool
-        self._make_request = make_request
-        self._max_output_tokens = max_output_tokens
-        self._has_fallback = has_fallback
-        self._preferred_replica = preferred_replica
-        self._joining = joining
+        self._call = call
+        self._max_output_tokens = call.max_output_tokens
         self._open = set(range(num_sequences))
         self._groups = [SequenceGroup(tuple(range(num_sequences)))]
         self._reads: dict[asyncio.Task[list[SequenceUpdate]], SequenceGroup] = {}
@@ -269,7 +299,7 @@ class CallAttempts:
                 remaining_s = silent_until - self._pool.clock()
                 if group.wait_until is not None:
                     await self._wait(group, error)
-                elif remaining_s > 0 and self._pool.failover_s and self._pool.has_silent and not self._has_fallback:
+                elif remaining_s > 0 and self._pool.failover_s and self._pool.has_silent and not self._call.has_fallback:
                     await self._wait_for_change(group, remaining_s)
                 else:
                     self._drop_all()
@@ -277,7 +307,7 @@ class CallAttempts:
 
     def _submit(self, group: SequenceGroup) -> None:
         """Submit to the replica that routing picks; one that was lost in between counts as tried. Raises Unavailable."""
-        whole = self._make_request(self.epoch + 1)
+        whole = self._call.engine_request(self.epoch + 1)
         num_output, max_tokens = max(len(self.output_ids[index]) for index in group.indices), whole.params.max_tokens
         while True:
             replica = self._pool.pick(
@@ -285,7 +315,7 @@ class CallAttempts:
                 max_output_tokens=None if max_tokens is None else max_tokens - num_output,
                 tried=group.tried,
                 numerics=group.numerics,
-                preferred=self._preferred_replica,
+                preferred=self._call.preferred_replica,
             )
             group.tried.add(replica.instance)
             request = whole if group.wait_until is None else self._resumed(group, whole)
@@ -294,8 +324,8 @@ class CallAttempts:
             except Unavailable:
                 continue
             group.attempt = self._pool.note_sent(replica)
-            if self._joining is not None:
-                self._joining.leave()
+            if self._call.joining is not None:
+                self._call.joining.leave()
             self.epoch += 1
             self.num_resumes += group.wait_until is not None and not group.is_earlier
             group.replica, group.request_id, group.num_read = replica, request.request_id, self._num_read
@@ -383,7 +413,7 @@ class CallAttempts:
         """Until a replica has become ready, or some time has passed. Raises ReplicaLost when the group has waited long enough."""
         assert group.wait_until is not None
         remaining_s = group.wait_until - self._pool.clock()
-        if remaining_s <= 0 or (self._has_fallback and not self._num_read):
+        if remaining_s <= 0 or (self._call.has_fallback and not self._num_read):
             self._give_up(group.numerics, error)
         await self._wait_for_change(group, remaining_s)
 

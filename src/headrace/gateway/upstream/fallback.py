@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
@@ -24,13 +24,12 @@ from headrace.gateway.upstream.seam import (
     EventStream,
     OutputEvent,
     Prepared,
-    PreparedPrompt,
     ReplicaHealth,
     SequenceFacts,
     Tokenization,
     TokenUsage,
 )
-from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
+from headrace.gateway.upstream.tokens import TokenUpstream
 from headrace.gateway.upstream.unreadable import UnreadableModel
 from headrace.observe.limited_log import LimitedLog
 from headrace.policy.admission.joining import JoiningRequests
@@ -80,20 +79,26 @@ class FallbackUpstream:
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
         if request.earlier is not None:
             return await self.own.prepare(request, principal)
-        try:
-            own = await self.own.prepare(request, principal)
-        except Unavailable:  # no replica has connected yet, or its text cannot be read
-            return await self.foreign.prepare(request, principal)
-        except TOO_LONG as error:
-            if not self._takes_longer:
-                raise
-            self._log.info(FALLS_BACK, error)
-            return await self.foreign.prepare(request, principal)
+        foreign, refusal = None, None
         try:
             foreign = await self.foreign.prepare(request, principal)
-        except InvalidRequest:
+        except InvalidRequest as error:
+            refusal = error
+        try:
+            own = await self.own.prepare(replace(request, has_fallback=foreign is not None), principal)
+        except (Unavailable, *TOO_LONG) as error:  # Unavailable: no replica has connected yet, or its text cannot be read
+            if not isinstance(error, Unavailable):
+                if not self._takes_longer:
+                    raise
+                self._log.info(FALLS_BACK, error)
+            if foreign is None:
+                assert refusal is not None
+                raise refusal from None
+            return foreign
+        if foreign is None:
             return own
-        return FallbackPrepared(own, foreign, self._log, self._takes_longer)
+        reasons = (Overloaded, Unavailable, *(TOO_LONG if self._takes_longer else ()))
+        return replace(own, stream=lambda: FallbackStream(own.stream(), foreign, reasons, self._log))
 
     @property
     def _takes_longer(self) -> bool:
@@ -105,52 +110,6 @@ class FallbackUpstream:
 
     async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str:
         return await self.own.detokenize(token_ids, tenant=tenant)
-
-
-@dataclass(frozen=True, slots=True)
-class FallbackPrepared:
-    """A request that can go to both. A `Prepared`: its counts are those of our replicas."""
-
-    _own: TokenPrepared
-    _foreign: Prepared
-    _log: LimitedLog
-    _takes_longer: bool
-
-    @property
-    def ignored(self) -> Sequence[str]:
-        return self._own.ignored
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        return self._own.prompt_tokens
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        return self._own.max_prompt_tokens
-
-    @property
-    def max_output_tokens(self) -> int | None:
-        return self._own.max_output_tokens
-
-    @property
-    def num_sequences(self) -> int:
-        return self._own.num_sequences
-
-    @property
-    def seed(self) -> int | None:
-        return self._own.seed
-
-    @property
-    def keeps_events(self) -> bool:
-        return self._own.keeps_events
-
-    @property
-    def prompts(self) -> Sequence[PreparedPrompt]:
-        return self._own.prompts
-
-    def stream(self) -> EventStream:
-        reasons = (Overloaded, Unavailable, *(TOO_LONG if self._takes_longer else ()))
-        return FallbackStream(self._own.stream(has_fallback=True), self._foreign, reasons, self._log)
 
 
 class FallbackStream:

@@ -14,9 +14,8 @@ import logging
 import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
@@ -36,6 +35,7 @@ from headrace.gateway.upstream.seam import (
     NO_USAGE,
     EventListener,
     OutputEvent,
+    Prepared,
     ReplicaHealth,
     SequenceFacts,
     TextPrompt,
@@ -122,13 +122,30 @@ class HttpUpstream:
         """The attempts of a new request."""
         return ForeignRoute(self.servers, max_tokens=max_tokens, budget=self._budget, clock=self._clock, random=self._random)
 
-    async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> HttpPrepared:
+    async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
         max_prompt_tokens = most_prompt_tokens(request.prompt, self.max_model_len)
         request = _within(request, principal.ceiling, max_prompt_tokens)
         params = SamplingParams(**request.sampling).checked()
         prompts = _prompts(request.prompt)
         num_sequences = len(prompts) * params.n
-        return HttpPrepared(self, request, params, foreign_body(request, params), principal.salt, max_prompt_tokens, prompts, num_sequences)
+        foreign = ForeignRequest(
+            request_id=request.request_id,
+            path="chat/completions" if isinstance(request.prompt, Conversation) else "completions",
+            fields=foreign_body(request, params),
+            salt=principal.salt,
+            num_sequences=num_sequences,
+            max_tokens=params.max_tokens,
+        )
+        return Prepared(
+            stream=partial(HttpStream, self, foreign),
+            prompts=prompts,
+            prompt_tokens=None,
+            max_prompt_tokens=max_prompt_tokens,
+            max_output_tokens=None if params.max_tokens is None else params.max_tokens * num_sequences,
+            num_sequences=num_sequences,
+            seed=params.seed,
+            ignored=["priority"] if request.has_priority else [],  # it is not sent; what else has no effect the server does not say
+        )
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")
@@ -164,46 +181,6 @@ def _prompts(prompt: Conversation | PlainPrompts) -> Sequence[TextPrompt]:
     if isinstance(prompt, Conversation):
         return CHAT_PROMPTS
     return [TextPrompt(given if isinstance(given, str) else "") for given in prompt.prompts]
-
-
-@dataclass(frozen=True, slots=True)
-class HttpPrepared:
-    """A body that was not sent yet. A `Prepared`."""
-
-    _upstream: HttpUpstream
-    _request: GenerationRequest
-    _params: SamplingParams
-    _fields: dict[str, Any]
-    _salt: bytes
-    max_prompt_tokens: int
-    prompts: Sequence[TextPrompt]
-    num_sequences: int
-    prompt_tokens: None = None
-    keeps_events: bool = False
-
-    @property
-    def ignored(self) -> Sequence[str]:
-        return ["priority"] if self._request.has_priority else []  # it is not sent; what else has no effect the server does not say
-
-    @property
-    def max_output_tokens(self) -> int | None:
-        return None if self._params.max_tokens is None else self._params.max_tokens * self.num_sequences
-
-    @property
-    def seed(self) -> int | None:
-        return self._params.seed
-
-    def stream(self) -> HttpStream:
-        path = "chat/completions" if isinstance(self._request.prompt, Conversation) else "completions"
-        request = ForeignRequest(
-            request_id=self._request.request_id,
-            path=path,
-            fields=self._fields,
-            salt=self._salt,
-            num_sequences=self.num_sequences,
-            max_tokens=self._params.max_tokens,
-        )
-        return HttpStream(self._upstream, request)
 
 
 class HttpStream:

@@ -86,6 +86,7 @@ class GenerationRequest:
     earlier      what an earlier stream of the same request has given; the answer goes on there
     preferred_replica  name of one whose prefix cache has the prompt's beginning; empty: none is known
     joining      left when the request is sent to a replica; None: it was not admitted by a queue
+    has_fallback  while nothing of the answer was read, another upstream can give it: the request does not wait for a replica
     """
 
     request_id: RequestId
@@ -97,6 +98,7 @@ class GenerationRequest:
     earlier: EarlierOutput | None = None
     preferred_replica: str = ""
     joining: Joining | None = None
+    has_fallback: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ wire, `upstream.foreign` any OpenAI-compatible server; neither knows the other, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -279,9 +279,11 @@ class TextPrompt:
         return iter(())
 
 
-class Prepared(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
     """A request that its upstream can take, before anything runs. Admission decides on these numbers.
 
+    stream             opens the stream, which is submitted with the first call of its `events`
     prompt_tokens      of all prompts; None where only the server that answers can count them
     max_prompt_tokens  the same number, or the most that it can be
     max_output_tokens  worst case over all sequences; None as above
@@ -291,27 +293,15 @@ class Prepared(Protocol):
     keeps_events       the stream's events can be made again from `EventStream.saved_state`
     """
 
-    @property
-    def ignored(self) -> Sequence[str]: ...
-
-    @property
-    def prompt_tokens(self) -> int | None: ...
-    @property
-    def max_prompt_tokens(self) -> int: ...
-    @property
-    def max_output_tokens(self) -> int | None: ...
-    @property
-    def num_sequences(self) -> int: ...
-    @property
-    def seed(self) -> int | None: ...
-    @property
-    def prompts(self) -> Sequence[PreparedPrompt]: ...
-    @property
-    def keeps_events(self) -> bool: ...
-
-    def stream(self) -> EventStream:
-        """Open the stream. It is submitted with the first call of `events`."""
-        ...
+    stream: Callable[[], EventStream]
+    prompts: Sequence[PreparedPrompt]
+    prompt_tokens: int | None
+    max_prompt_tokens: int
+    max_output_tokens: int | None
+    num_sequences: int
+    seed: int | None
+    ignored: Sequence[str] = ()
+    keeps_events: bool = False
 
 
 class Tokenization(NamedTuple):

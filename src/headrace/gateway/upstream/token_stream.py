@@ -1,6 +1,6 @@
 """One prompt at a replica: token ids out over the wire, text back.
 
-A `Call` is everything needed to run a prompt, and to run it again: prompt ids, seed, parameters. Its `TokenStream` turns token ids back
+The `TokenStream` of a `Call` turns token ids back
 into text, and text into reasoning and tool calls where these are looked for (`output_stage`). It finishes a sequence in the engine when a
 stop string ended it. Which replica computes it, and which one after that is lost, is the matter of `attempts`.
 """
@@ -8,16 +8,11 @@ stop string ended it. Which replica computes it, and which one after that is los
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from headrace.core.finish import FinishReason
-from headrace.core.grammar import Grammar
-from headrace.core.ids import RequestId
 from headrace.core.plan import columns_of
-from headrace.core.request import EngineRequest
-from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
-from headrace.gateway.upstream.attempts import CallAttempts
+from headrace.gateway.upstream.attempts import Call, CallAttempts
 from headrace.gateway.upstream.earlier_output import (
     EarlierCallOutput,
     EarlierSequence,
@@ -26,11 +21,9 @@ from headrace.gateway.upstream.earlier_output import (
     prompt_digest,
     state_of,
 )
-from headrace.gateway.upstream.generation_request import PrincipalFacts
-from headrace.gateway.upstream.output_stage import OutputParsing, OutputStage
+from headrace.gateway.upstream.output_stage import OutputStage
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import EventListener, OutputEvent, ReplicaLost, SequenceFacts, TokenUsage
-from headrace.policy.admission.joining import Joining
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
 from headrace.wire.stream import PlainRow
@@ -38,67 +31,15 @@ from headrace.wire.stream import PlainRow
 ANOTHER_TOKEN = "This answer cannot be continued from where it stopped; it can be sent again."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One prompt. Parameters are checked and have their seed; `salt` and tenant come from the key, never from the client alone.
-
-    max_output_tokens  per sequence, by the parameters or by what the context leaves
-    parsing            how the outputs are parsed; None: they are text
-    deadline_at        when the answer ends, on this process's clock
-    earlier            output of an earlier stream, after which the sequences go on
-    answer_id          of the earlier stream's call: tool calls are named by it; None: by this one's `request_id`
-    preferred_replica, joining  as in `GenerationRequest`
-    """
-
-    request_id: RequestId
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    max_output_tokens: int
-    principal: PrincipalFacts = field(default_factory=PrincipalFacts)
-    parsing: OutputParsing | None = None
-    grammar: Grammar | None = None
-    deadline_at: float | None = None
-    earlier: EarlierCallOutput | None = None
-    answer_id: RequestId | None = None
-    preferred_replica: str = ""
-    joining: Joining | None = None
-
-    def engine_request(self, epoch: int) -> EngineRequest:
-        return EngineRequest(
-            request_id=self.request_id,
-            prompt_ids=self.prompt_ids,
-            params=self.params,
-            epoch=epoch,
-            tenant=self.principal.tenant,
-            weight=self.principal.weight,
-            priority=self.principal.priority,
-            tier=self.principal.tier,
-            salt=self.principal.salt,
-            grammar=self.grammar,
-            deadline_at=self.deadline_at,
-        )
-
-
 class TokenStream:
     """One call at our engines, as events. An `EventStream`."""
 
-    def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: Call, *, first_index: int = 0, has_fallback: bool = False) -> None:
-        """
-        first_index   of the call's sequences within the request
-        has_fallback  see `CallAttempts`
-        """
+    def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: Call, *, first_index: int = 0) -> None:
+        """first_index: of the call's sequences within the request"""
         self._first_index = first_index
         self.call = call
         n = call.params.n
-        self.attempts = CallAttempts(
-            pool,
-            call.engine_request,
-            num_sequences=n,
-            max_output_tokens=call.max_output_tokens,
-            has_fallback=has_fallback,
-            preferred_replica=call.preferred_replica,
-            joining=call.joining,
-        )
+        self.attempts = CallAttempts(pool, call)
         kept_ids = call.parsing.marker_ids if call.parsing is not None else frozenset()
         self._assemblers = [OutputAssembler(tokenizer, call.params, kept_ids=kept_ids) for _ in range(n)]
         self._stages = [_stage(call, tokenizer, index) for index in range(n)]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from headrace.core.errors import Unavailable
@@ -19,14 +20,15 @@ from headrace.core.plan import PAGE_TOKENS, LogprobColumns, TokenLogprobs, colum
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import FROM_MODEL, SamplingParams, with_default_max_tokens
 from headrace.gateway.http.errors import ContextLengthExceeded, StreamConflict, context_overflow
+from headrace.gateway.upstream.attempts import Call
 from headrace.gateway.upstream.earlier_output import EarlierCallOutput, calls_of, prompt_digest
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.merge import MergedStream
 from headrace.gateway.upstream.model_text import ModelText
 from headrace.gateway.upstream.output_stage import OutputBinding, OutputParsing
 from headrace.gateway.upstream.replicas import ReplicaPool
-from headrace.gateway.upstream.seam import EventStream, ReplicaHealth, Tokenization
-from headrace.gateway.upstream.token_stream import Call, TokenStream
+from headrace.gateway.upstream.seam import EventStream, Prepared, ReplicaHealth, Tokenization
+from headrace.gateway.upstream.token_stream import TokenStream
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
 from headrace.policy.queues import traits_of
@@ -81,7 +83,7 @@ class TokenUpstream:
     def retired_replicas(self) -> list[ReplicaHealth]:
         return self._pool.retired_health()
 
-    async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> TokenPrepared:
+    async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
         info, context_tokens = self._info(), principal.ceiling.context_tokens
         if context_tokens is None or context_tokens >= info.max_model_len:
             return await self._prepare(request, principal, info)
@@ -90,7 +92,7 @@ class TokenUpstream:
         except ContextLengthExceeded as error:
             raise error.of_tier(principal.ceiling.tier) from None
 
-    async def _prepare(self, request: GenerationRequest, principal: PrincipalFacts, info: ModelInfo) -> TokenPrepared:
+    async def _prepare(self, request: GenerationRequest, principal: PrincipalFacts, info: ModelInfo) -> Prepared:
         """info: of the model, with the context that the caller's tier leaves of it"""
         earlier = None if request.earlier is None else _earlier_calls(request.earlier, request.sampling)
         params = self._params(request, info, None if earlier is None else earlier[0].seed)
@@ -108,7 +110,23 @@ class TokenUpstream:
             parsing = OutputParsing.of(self._formats, self._text.tokenizer, request.prompt, prompt.token_ids)
             call = _call(number, prompt.token_ids, params, request, info, principal, grammar=bound, parsing=parsing)
             calls.append(call if earlier is None else _continued(call, earlier, number, request))
-        return TokenPrepared(self._pool, self._text.tokenizer, tuple(prompts), tuple(calls), ignored)
+        prompt_tokens = sum([len(call.prompt_ids) for call in calls])
+        return Prepared(
+            stream=partial(self._stream, calls),
+            prompts=prompts,
+            prompt_tokens=prompt_tokens,
+            max_prompt_tokens=prompt_tokens,
+            max_output_tokens=sum([call.max_output_tokens * call.params.n for call in calls]),
+            num_sequences=sum([call.params.n for call in calls]),
+            seed=params.seed,
+            ignored=ignored,
+            keeps_events=params.prompt_logprobs is None,  # which ids do not hold
+        )
+
+    def _stream(self, calls: Sequence[Call]) -> EventStream:
+        n = calls[0].params.n
+        streams = [TokenStream(self._pool, self._text.tokenizer, call, first_index=number * n) for number, call in enumerate(calls)]
+        return streams[0] if len(streams) == 1 else MergedStream(streams, n)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         if isinstance(prompt, Conversation):
@@ -174,46 +192,6 @@ class TokenUpstream:
                 ids = tuple(given)
             made.append(TokenPrompt(ids, text, self._text.tokenizer))
         return made
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrepared:
-    """Calls that were not submitted yet. A `Prepared`."""
-
-    _pool: ReplicaPool
-    _tokenizer: Tokenizer
-    prompts: tuple[TokenPrompt, ...]
-    calls: tuple[Call, ...]
-    ignored: Sequence[str] = ()
-    prompt_tokens: int = field(init=False)
-    max_output_tokens: int = field(init=False)
-    num_sequences: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_tokens", sum([len(call.prompt_ids) for call in self.calls]))
-        object.__setattr__(self, "max_output_tokens", sum([call.max_output_tokens * call.params.n for call in self.calls]))
-        object.__setattr__(self, "num_sequences", sum([call.params.n for call in self.calls]))
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        return self.prompt_tokens
-
-    @property
-    def seed(self) -> int | None:
-        return self.calls[0].params.seed
-
-    @property
-    def keeps_events(self) -> bool:
-        return self.calls[0].params.prompt_logprobs is None  # which ids do not hold
-
-    def stream(self, *, has_fallback: bool = False) -> EventStream:
-        """has_fallback: a request of which nothing was read does not wait for a replica after a loss"""
-        n = self.calls[0].params.n
-        streams = [
-            TokenStream(self._pool, self._tokenizer, call, first_index=number * n, has_fallback=has_fallback)
-            for number, call in enumerate(self.calls)
-        ]
-        return streams[0] if len(streams) == 1 else MergedStream(streams, n)
 
 
 def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo, *, part: str) -> int:
@@ -288,6 +266,7 @@ def _call(
         parsing=parsing,
         preferred_replica=request.preferred_replica,
         joining=request.joining,
+        has_fallback=request.has_fallback,
     )
     call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
     return call

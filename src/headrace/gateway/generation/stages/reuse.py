@@ -10,7 +10,7 @@ from headrace.gateway.access.budget import Held
 from headrace.gateway.cache.answer_cache import AnswerCache, Flight
 from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question, entry_salt
 from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer
-from headrace.gateway.cache.replayed_stream import RecordedPrepared
+from headrace.gateway.cache.replayed_stream import recorded_prepared
 from headrace.gateway.cache.replays import HEADER, IDEMPOTENCY_KEY, KeyClaim, Replays, retry_key
 from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
@@ -93,8 +93,8 @@ async def reuse(generation: Generation, call_next: Callable[[], Awaitable[Prepar
         if generation.model is not generation.asked:
             own.turn_off_cache()
     else:
-        prepared = RecordedPrepared(found)
-        _give_again(generation, prepared)
+        prepared = recorded_prepared(found)
+        _give_again(generation, found)
     if (recorder := own.recorder(prepared)) is not None:
         generation.recorders.append(recorder)
         generation.outlives_client = own.outlives_client
@@ -112,13 +112,13 @@ def _question(generation: Generation) -> Question:
     )
 
 
-def _give_again(generation: Generation, recorded: RecordedPrepared) -> None:
+def _give_again(generation: Generation, answer: WholeAnswer) -> None:
     """A smaller model may have computed the answer."""
     exchange = generation.exchange
     with suppress(ModelNotFound):
-        generation.model = generation.service.models.only(recorded.answer.model)
-    exchange.record.model, exchange.record.seed = generation.model.name, recorded.seed
-    exchange.ignored += recorded.ignored
+        generation.model = generation.service.models.only(answer.model)
+    exchange.record.model, exchange.record.seed = generation.model.name, answer.seed
+    exchange.ignored += answer.ignored
     exchange.more_headers = (*exchange.more_headers, *headers_of(generation.model, AdmissionStep.CACHED_ANSWER))
 
 
