@@ -5,7 +5,9 @@ What a plan may ask for and this runner cannot do (adapters, drafts, moves other
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,37 +103,49 @@ def select_tokens(rows: Rows, logprob_counts: Ints) -> Selection:
     return Selection(tokens) if 2 * len(tokens) <= num_tokens else ALL
 
 
-def build_batch(rows: Rows, state: SlotState, device: str, selected: Selection = ALL) -> tuple[Tensor, ForwardBatch]:
-    """The step's token ids [T] int64 and the batch that describes them.
+Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
+"""Copies arrays of 32- or 64-bit integers to a device: a tensor for each, of its dtype and shape."""
 
-    A slot whose sequence failed is computed with whatever ids its row holds, and the result is dropped.
 
-    Raises: UnknownToken.
+def upload_each(arrays: Sequence[NDArray[Any]], device: str) -> list[Tensor]:
+    """An `Upload` that copies one after the other, and where the device is the host nothing."""
+    return [torch.from_numpy(values).to(device) for values in arrays]
+
+
+def refuse_unknown_ids(rows: Rows, known: Ints, failed: NDArray[np.bool_]) -> None:
+    """Raises UnknownToken for a row beyond the ids that its slot has. A slot whose sequence failed may lack them: its row is computed with
+    whatever ids it holds, and the result is dropped.
+
+    known   [R] number of ids of each row's slot
+    failed  [R] whether its sequence failed
     """
-    unknown = (rows.ends > state.known[rows.slots]) & ~state.failed[rows.slots]
+    unknown = (rows.ends > known) & ~failed
     if unknown.any():
         row = int(np.flatnonzero(unknown)[0])
-        slot = int(rows.slots[row])
-        raise UnknownToken(f"slot {slot} has {state.known[slot]} known ids, the plan computes up to {rows.ends[row]}")
+        raise UnknownToken(f"slot {rows.slots[row]} has {known[row]} known ids, the plan computes up to {rows.ends[row]}")
+
+
+def build_batch(rows: Rows, state: SlotState, upload: Upload, selected: Selection = ALL) -> tuple[Tensor, ForwardBatch]:
+    """The step's token ids [T] int64 and the batch that describes them, in one upload."""
     token_slots, positions = _per_token(rows)
-    ids = state.token_ids[token_slots, positions].astype(np.int64)
-    size = state.block_size
-    groups = tuple(
-        GroupBatch(
-            block_table=_to(_block_table(table, rows, size), device),
-            slot_mapping=_to(table[token_slots, positions // size].astype(np.int64) * size + positions % size, device),
-        )
-        for table in state.tables
-    )
+    size, tables = state.block_size, state.tables
+    arrays: list[NDArray[Any]] = [state.token_ids[token_slots, positions].astype(np.int64), positions, rows.row_starts.astype(np.int32)]
+    arrays.append(rows.ends.astype(np.int32))
+    arrays += [_block_table(table, rows, size) for table in tables]
+    arrays += [table[token_slots, positions // size].astype(np.int64) * size + positions % size for table in tables]
+    if selected.tokens is not None:
+        arrays.append(selected.tokens)
+    ids, on_device, row_starts, context_lens, *rest = upload(arrays)
+    num_groups = len(tables)
     batch = ForwardBatch(
-        positions=_to(positions, device),
-        row_starts=_to(rows.row_starts.astype(np.int32), device),
-        context_lens=_to(rows.ends.astype(np.int32), device),
+        positions=on_device,
+        row_starts=row_starts,
+        context_lens=context_lens,
         max_count=int(rows.counts.max()),
-        groups=groups,
-        selected=None if selected.tokens is None else _to(selected.tokens, device),
+        groups=tuple(GroupBatch(table, mapping) for table, mapping in zip(rest[:num_groups], rest[num_groups:], strict=False)),
+        selected=None if selected.tokens is None else rest[-1],
     )
-    return _to(ids, device), batch
+    return ids, batch
 
 
 def _per_token(rows: Rows) -> tuple[Ints, Ints]:
@@ -148,7 +162,3 @@ def _block_table(table: NDArray[np.int32], rows: Rows, block_size: int) -> NDArr
     held = -(-rows.ends // block_size)
     width = int(held.max())
     return np.where(np.arange(width) < held[:, None], table[rows.slots, :width], np.int32(0))
-
-
-def _to(values: NDArray[np.int64] | NDArray[np.int32], device: str) -> Tensor:
-    return torch.from_numpy(values).to(device)

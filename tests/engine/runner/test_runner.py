@@ -175,7 +175,7 @@ def test_prompt_logprobs_cover_every_prompt_position_once(
     decoder: DecoderModel, dense: DenseLlama, monkeypatch: pytest.MonkeyPatch, chunks: list[tuple[int, int]], piece: int, beside: int
 ) -> None:
     """Also beside a prompt so long that only some of the step's tokens are looked at."""
-    monkeypatch.setattr("headrace.engine.runner._PROMPT_LOGITS", piece * VOCAB)
+    monkeypatch.setattr("headrace.engine.runner_results._PROMPT_LOGITS", piece * VOCAB)
     runner, planner, prompt = make_runner(decoder), Planner(), list(range(30, 42))
     planner.start(0, list(range(4, 4 + beside)))
     planner.start(1, prompt, SamplingParams(temperature=0.0, seed=0, prompt_logprobs=2))
@@ -244,7 +244,7 @@ def test_moves_this_runner_cannot_make_are_refused_with_nothing_applied(decoder:
     moving = replace(plan, move_kinds=array("i", [kind]), move_ids=one, move_groups=array("i", [0]), move_sources=one, move_targets=one)
     with pytest.raises(ValueError, match=f"move_kinds.*{MoveKind(kind).name if kind < 3 else kind}"):
         run(runner, moving)
-    assert not runner._state.known.any()
+    assert not runner._slots.known.any()
     assert row_tokens(run(runner, plan)) == [dense.greedy([4, 5], 1)]
 
 

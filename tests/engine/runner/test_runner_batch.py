@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,10 +11,23 @@ import pytest
 from headrace.core.ids import SlotId
 from headrace.core.plan import Plan, Started
 from headrace.core.sampling import SamplingParams
-from headrace.engine.runner_batch import ALL, Rows, Selection, UnknownToken, build_batch, count_prompt_logprobs, read_rows, select_tokens
+from headrace.engine.runner_batch import (
+    ALL,
+    Rows,
+    Selection,
+    UnknownToken,
+    build_batch,
+    count_prompt_logprobs,
+    read_rows,
+    refuse_unknown_ids,
+    select_tokens,
+    upload_each,
+)
 from headrace.engine.runner_slots import SlotState
 
 pytestmark = pytest.mark.pure
+
+to_host = partial(upload_each, device="cpu")
 
 
 def state_with_two_sequences() -> SlotState:
@@ -39,7 +53,7 @@ def rows_of(*rows: tuple[int, int, int, int]) -> Rows:
 
 
 def test_a_ragged_step_is_laid_out_row_after_row() -> None:
-    ids, batch = build_batch(rows_of((5, 3, 3, 0), (2, 2, 1, 1)), state_with_two_sequences(), "cpu")
+    ids, batch = build_batch(rows_of((5, 3, 3, 0), (2, 2, 1, 1)), state_with_two_sequences(), to_host)
     assert ids.tolist() == [53, 54, 55, 22]
     assert batch.positions.tolist() == [3, 4, 5, 2]
     assert batch.row_starts.tolist() == [0, 3, 4]
@@ -53,7 +67,7 @@ def test_a_ragged_step_is_laid_out_row_after_row() -> None:
 
 
 def test_a_pure_decode_step_has_one_token_per_row() -> None:
-    ids, batch = build_batch(rows_of((2, 2, 1, 1), (5, 6, 1, 1)), state_with_two_sequences(), "cpu")
+    ids, batch = build_batch(rows_of((2, 2, 1, 1), (5, 6, 1, 1)), state_with_two_sequences(), to_host)
     assert (ids.tolist(), batch.positions.tolist(), batch.max_count) == ([22, 56], [2, 6], 1)
     assert (batch.row_starts.tolist(), batch.context_lens.tolist()) == ([0, 1, 2], [3, 7])
 
@@ -61,7 +75,7 @@ def test_a_pure_decode_step_has_one_token_per_row() -> None:
 def test_sampled_ids_are_read_by_the_next_step() -> None:
     state = state_with_two_sequences()
     state.commit(np.array([2]), np.array([99]))
-    ids, _ = build_batch(rows_of((2, 3, 1, 1)), state, "cpu")
+    ids, _ = build_batch(rows_of((2, 3, 1, 1)), state, to_host)
     assert ids.tolist() == [99]
 
 
@@ -70,8 +84,9 @@ def test_an_id_nobody_knows_is_not_read(ended: bool) -> None:
     state = state_with_two_sequences()
     if ended:
         state.end(np.array([2]))
+    rows = rows_of((5, 0, 1, 0), (2, 3 - ended, 1, 1))
     with pytest.raises(UnknownToken, match="slot 2"):
-        build_batch(rows_of((5, 0, 1, 0), (2, 3 - ended, 1, 1)), state, "cpu")
+        refuse_unknown_ids(rows, state.known[rows.slots], state.failed[rows.slots])
 
 
 def test_a_new_sequence_finds_an_empty_table() -> None:
@@ -121,7 +136,7 @@ def test_only_tokens_that_are_looked_at_are_wanted() -> None:
     assert found.tokens is not None
     assert found.tokens.tolist() == [5, 6]
     assert found.places(np.array([6, 5])).tolist() == [1, 0]
-    batch = build_batch(sampling, state, "cpu", found)[1]
+    batch = build_batch(sampling, state, to_host, found)[1]
     assert batch.selected is not None
     assert batch.selected.tolist() == [5, 6]
     assert selection_of(chunk, state).tokens.tolist() == []  # type: ignore[union-attr]
@@ -133,7 +148,7 @@ def test_all_tokens_are_wanted_where_few_could_be_left_out() -> None:
     assert selection_of(rows_of((5, 4, 3, 1), (2, 2, 1, 1)), state).tokens is not None
     assert selection_of(rows_of((5, 5, 2, 1), (2, 2, 1, 1)), state) is ALL
     assert ALL.places(np.array([2, 0])).tolist() == [2, 0]
-    assert build_batch(rows_of((5, 5, 2, 1)), state, "cpu")[1].selected is None
+    assert build_batch(rows_of((5, 5, 2, 1)), state, to_host)[1].selected is None
 
 
 def test_prompt_tokens_whose_logprobs_are_asked_for_are_wanted() -> None:
