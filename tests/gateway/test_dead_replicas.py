@@ -15,7 +15,8 @@ from wire_kit import request
 
 from headrace.core.request import EngineRequest
 from headrace.gateway.upstream.attempts import Call, CallAttempts
-from headrace.gateway.upstream.replicas import Replica, ReplicaPool
+from headrace.gateway.upstream.replica_health import Replica
+from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.lab.network_faults import Direction
 from headrace.policy.routing.choice import ReplicaId

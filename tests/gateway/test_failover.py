@@ -33,8 +33,7 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.upstream.attempts import MAX_FRUITLESS_LOSSES, SILENT_WAIT_S, Call
-from headrace.gateway.upstream.replica_health import stalled_s
-from headrace.gateway.upstream.replica_watch import MOVE_AFTER_S
+from headrace.gateway.upstream.replica_health import MOVE_AFTER_S, stalled_s
 from headrace.gateway.upstream.seam import OutputEvent, ReplicaLost
 from headrace.gateway.upstream.token_stream import TokenStream
 from headrace.gateway.upstream.tokens import TokenUpstream

@@ -31,7 +31,7 @@ from virtual_time import virtual_loop
 from headrace.core.errors import ConfigError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.request import EngineRequest
 from headrace.gateway.upstream.fallback import FallbackUpstream
-from headrace.gateway.upstream.foreign_facts import ListedModel
+from headrace.gateway.upstream.foreign_watch import ListedModel
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream

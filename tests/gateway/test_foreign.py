@@ -27,14 +27,13 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.http.content_encoding import SLICE_BYTES
-from headrace.gateway.upstream import foreign, foreign_events, foreign_framing, foreign_server
-from headrace.gateway.upstream.foreign import HttpStream
-from headrace.gateway.upstream.foreign_config import ForeignConfig
-from headrace.gateway.upstream.foreign_errors import BrokenStream
+from headrace.gateway.upstream import foreign_events, foreign_server, foreign_stream
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink
-from headrace.gateway.upstream.foreign_route import MAX_ATTEMPTS
 from headrace.gateway.upstream.foreign_session import read_key
+from headrace.gateway.upstream.foreign_stream import MAX_ATTEMPTS, HttpStream
+from headrace.gateway.upstream.foreign_words import BrokenStream
 from headrace.gateway.upstream.generation_request import GenerationRequest, PlainPrompts, PrincipalFacts
+from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 from headrace.text.folder import TextModel
 
@@ -294,9 +293,9 @@ async def test_a_silent_server_is_given_up(text: TextModel) -> None:
 @pytest.mark.parametrize(
     ("limited", "limit", "begin", "repeat"),
     [
-        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"data: ", b"x" * 10_000),
-        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"", b"data: " + b"x" * 1000 + b"\n"),
-        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"{", b"x" * 1000 + b"\n"),
+        ((foreign_events, "MAX_EVENT_BYTES"), 200_000, b"data: ", b"x" * 10_000),
+        ((foreign_events, "MAX_EVENT_BYTES"), 200_000, b"", b"data: " + b"x" * 1000 + b"\n"),
+        ((foreign_events, "MAX_EVENT_BYTES"), 200_000, b"{", b"x" * 1000 + b"\n"),
         ((foreign_events, "MAX_ANSWER_BYTES"), 300_000, b"", said("x" * 1000)),
         ((foreign_events, "MAX_ANSWER_BYTES"), 300_000, b"", b": " + b"x" * 1000 + b"\n"),
     ],
@@ -323,7 +322,7 @@ async def test_a_server_is_read_no_faster_than_its_client_reads(text: TextModel)
         while num_sent != server.num_sent:
             num_sent = server.num_sent
             await asyncio.sleep(0.1)
-        assert foreign.MAX_UNREAD_BYTES < stream.unread_bytes < 8 * foreign.MAX_UNREAD_BYTES
+        assert foreign_stream.MAX_UNREAD_BYTES < stream.unread_bytes < 8 * foreign_stream.MAX_UNREAD_BYTES
         assert await stream.events()
         await stream.close()
         assert await stream.events() == []

@@ -15,7 +15,7 @@ from foreign_kit import DONE, FAR, ScriptedServer, event, far_models, head, list
 from gateway_kit import MODEL, TestBench, chat_body, events_of, eventually, metric, open_bench, serving
 from virtual_time import virtual_loop
 
-from headrace.gateway.upstream import foreign_route, foreign_session, foreign_watch
+from headrace.gateway.upstream import foreign_session, foreign_stream, foreign_watch
 from headrace.gateway.upstream.foreign import HttpUpstream
 from headrace.gateway.upstream.foreign_server import ForeignServer
 from headrace.policy.routing.circuit_breaker import BreakerLimits, CircuitBreaker, CircuitState
@@ -197,7 +197,7 @@ async def test_a_failure_that_may_pass_is_tried_again_at_the_only_server(text: T
     server = ScriptedServer(GOOD, before=(ERROR_500, b""))
     async with scripted(text, server) as near:
         assert await said_by(near) == "good"
-        assert len(server.heads) == foreign_route.MAX_ATTEMPTS == 3
+        assert len(server.heads) == foreign_stream.MAX_ATTEMPTS == 3
         assert servers_of(near)[0].breaker.num_failures == 0
 
 

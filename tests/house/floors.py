@@ -167,7 +167,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.gateway.upstream.foreign*": Floor(
         _ours(
             "core",
-            "gateway.upstream.foreign_config",
+            "gateway.upstream.model_config",
             "gateway.http.content_encoding",
             "gateway.http.descriptors",
             "gateway.http.errors",

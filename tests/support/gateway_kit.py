@@ -41,7 +41,7 @@ from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig
 from headrace.text.folder import TextModel
-from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
+from headrace.wire.client import ConnectionState, ReplicaClient, ReplicaInfo, SeenLoad
 from headrace.wire.handles import Handle
 from headrace.wire.stream import ReplicaStream
 
@@ -87,7 +87,7 @@ def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
 
 
 @dataclass
-class FakeReplica:
+class FakeReplica(ReplicaClient):
     """One replica. It says SAID, one token per turn of the event loop, and then its end token.
 
     hold      set: requests are taken but nothing is said until `go` is set

@@ -31,8 +31,7 @@ from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.ledger.config import UsageConfig
-from headrace.gateway.upstream.foreign_config import ForeignConfig
-from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig
+from headrace.gateway.upstream.model_config import ForeignConfig, ModelConfig, ReplicaConfig
 from headrace.observe.logs import LogFormat
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier

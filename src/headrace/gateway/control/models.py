@@ -22,12 +22,11 @@ from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.fallback import FallbackUpstream
 from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig
 from headrace.gateway.upstream.model_text import ModelText
-from headrace.gateway.upstream.replica_health import ReplicaCircuit
-from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
+from headrace.gateway.upstream.replica_health import Replica, ReplicaCircuit
+from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import Upstream
-from headrace.gateway.upstream.served_models import ServedModel
+from headrace.gateway.upstream.served_models import ServedModel, UnreadableModel
 from headrace.gateway.upstream.tokens import TokenUpstream
-from headrace.gateway.upstream.unreadable import UnreadableModel
 from headrace.policy.routing.choice import Random, ReplicaId
 from headrace.text.folder import TextModel
 from headrace.text.output.model_formats import ModelFormats
@@ -57,11 +56,11 @@ class Sources:
     random: Random = field(default_factory=random.Random)
 
 
-Connect = Callable[[ReplicaConfig, TextModel, Clock], Connection]
+Connect = Callable[[ReplicaConfig, TextModel, Clock], ReplicaClient]
 """Makes the connection to a replica; the clock times its deadlines. `connect_wire` speaks the wire; tests make their own."""
 
 
-def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> Connection:
+def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> ReplicaClient:
     return ReplicaClient(
         config.address,
         name=config.name,

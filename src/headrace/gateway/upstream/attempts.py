@@ -24,11 +24,11 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.gateway.upstream.earlier_output import EarlierCallOutput
 from headrace.gateway.upstream.generation_request import PrincipalFacts
 from headrace.gateway.upstream.output_stage import OutputParsing
-from headrace.gateway.upstream.replica_health import ConnectionKey, ReplicaAttempt
-from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
+from headrace.gateway.upstream.replica_health import ConnectionKey, Replica, ReplicaAttempt, ReplicaInstance
+from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.policy.admission.joining import Joining
-from headrace.wire.stream import NO_NUMERICS, PlainRowHandler
+from headrace.wire.stream import NO_NUMERICS, PlainRowHandler, ReplicaStream
 
 LOST = "The engine that worked on this request was lost; it can be sent again."
 
@@ -106,7 +106,7 @@ class SequenceGroup:
     request_id: RequestId | None = None
     replica: Replica | None = None
     attempt: ReplicaAttempt | None = None
-    updates: UpdateStream | None = None
+    updates: ReplicaStream | None = None
     epoch: int = -1
     num_read: int = 0
     num_prompt_logprobs: int = 0

@@ -29,8 +29,8 @@ from headrace.gateway.upstream.seam import (
     Tokenization,
     TokenUsage,
 )
+from headrace.gateway.upstream.served_models import UnreadableModel
 from headrace.gateway.upstream.tokens import TokenUpstream
-from headrace.gateway.upstream.unreadable import UnreadableModel
 from headrace.observe.limited_log import LimitedLog
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState

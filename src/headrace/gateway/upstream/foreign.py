@@ -1,47 +1,41 @@
 """OpenAI-compatible servers behind the seam: chat and completions over HTTP, always streamed from there.
 
-A model has one server or several. `foreign_route` decides which one gets a request and what follows a failure, `foreign_server` is one
+A model has one server or several. `foreign_stream` decides which one gets a request and what follows a failure, `foreign_server` is one
 attempt at one server, `foreign_watch` asks them for their limits and load. Until the first token of an answer another attempt may follow;
 after it a failure is a retryable error at the stream's end: nothing is sent a second time.
 
-Not known here: the number of prompt tokens before the server has reported it, its chat template, its tokenizer.
+The JSON body that is sent has what the client gave, without fields that have their default value. Not known here: the number of prompt
+tokens before the server has reported it, its chat template, its tokenizer. The most tokens that a prompt can have follow from its bytes:
+a tokenizer that reads every text makes at most one token of a byte; usual text has about four bytes to a token. Not so where a normal form
+makes one character into several (NFKC), which tokenizers of large models rarely have.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import msgspec
 
 from headrace.core.clock import Clock
-from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
+from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
+from headrace.core.tools import CallMode
 from headrace.gateway.http.errors import context_overflow
-from headrace.gateway.upstream.foreign_body import foreign_body, most_prompt_tokens
 from headrace.gateway.upstream.foreign_chunk import SideField
-from headrace.gateway.upstream.foreign_config import ForeignConfig, named
-from headrace.gateway.upstream.foreign_events import EventReader
-from headrace.gateway.upstream.foreign_route import ForeignRoute
-from headrace.gateway.upstream.foreign_server import BROKE, NOT_NOW, AttemptFailed, AttemptResult, ForeignRequest, ForeignServer
+from headrace.gateway.upstream.foreign_server import AttemptResult, ForeignRequest, ForeignServer
 from headrace.gateway.upstream.foreign_session import open_session
+from headrace.gateway.upstream.foreign_stream import ForeignRoute, HttpStream
 from headrace.gateway.upstream.foreign_watch import ServerWatch
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
-from headrace.gateway.upstream.seam import (
-    NO_USAGE,
-    EventListener,
-    OutputEvent,
-    Prepared,
-    ReplicaHealth,
-    SequenceFacts,
-    TextPrompt,
-    Tokenization,
-    TokenUsage,
-)
+from headrace.gateway.upstream.model_config import ForeignConfig, named
+from headrace.gateway.upstream.seam import Prepared, ReplicaHealth, TextPrompt, Tokenization
 from headrace.observe.upstream_metrics import UpstreamReading
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
@@ -51,12 +45,6 @@ from headrace.policy.routing.circuit_breaker import CircuitState
 from headrace.policy.routing.retry_budget import RetryBudget
 
 log = logging.getLogger("headrace.gateway")
-
-MAX_UNREAD_BYTES = 64 << 10
-"""Bytes read ahead of a slow client; beyond them the server's stream is not read."""
-
-EVENT_BYTES = 256
-"""Memory of an event without its content."""
 
 _TOKENIZER = "a model that this server runs itself"
 
@@ -118,10 +106,6 @@ class HttpUpstream:
                 num_waiting=None if load is None else load.num_waiting,
             )
 
-    def route(self, max_tokens: int | None) -> ForeignRoute:
-        """The attempts of a new request."""
-        return ForeignRoute(self.servers, max_tokens=max_tokens, budget=self._budget, clock=self._clock, random=self._random)
-
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
         max_prompt_tokens = most_prompt_tokens(request.prompt, self.max_model_len)
         request = _within(request, principal.ceiling, max_prompt_tokens)
@@ -134,10 +118,9 @@ class HttpUpstream:
             fields=foreign_body(request, params),
             salt=principal.salt,
             num_sequences=num_sequences,
-            max_tokens=params.max_tokens,
         )
         return Prepared(
-            stream=partial(HttpStream, self, foreign),
+            stream=partial(self._stream, foreign, params.max_tokens),
             prompts=prompts,
             prompt_tokens=None,
             max_prompt_tokens=max_prompt_tokens,
@@ -146,6 +129,10 @@ class HttpUpstream:
             seed=params.seed,
             ignored=["priority"] if request.has_priority else [],  # it is not sent; what else has no effect the server does not say
         )
+
+    def _stream(self, request: ForeignRequest, max_tokens: int | None) -> HttpStream:
+        route = ForeignRoute(self.servers, max_tokens=max_tokens, budget=self._budget, clock=self._clock, random=self._random)
+        return HttpStream(self.name, request, route)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")
@@ -170,7 +157,7 @@ def _within(request: GenerationRequest, ceiling: RequestCeiling, max_prompt_toke
     num_sequences = num_prompts * (request.sampling.get("n") or 1)
     bounds = [ceiling.max_tokens(max_prompt_tokens, num_sequences), context_tokens and max(1, context_tokens - 1)]
     given = [bound for bound in bounds if bound is not None]
-    return replace(request, sampling={**request.sampling, "max_tokens": min(given)}) if given else request
+    return dataclasses.replace(request, sampling={**request.sampling, "max_tokens": min(given)}) if given else request
 
 
 CHAT_PROMPTS = (TextPrompt(""),)
@@ -181,131 +168,6 @@ def _prompts(prompt: Conversation | PlainPrompts) -> Sequence[TextPrompt]:
     if isinstance(prompt, Conversation):
         return CHAT_PROMPTS
     return [TextPrompt(given if isinstance(given, str) else "") for given in prompt.prompts]
-
-
-class HttpStream:
-    """One request at the server. An `EventStream`: a task of its own reads, so that cancelling ends it wherever it waits."""
-
-    def __init__(self, upstream: HttpUpstream, request: ForeignRequest) -> None:
-        self._upstream = upstream
-        self._request = request
-        self._reader: EventReader | None = None
-        self._server: ForeignServer | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._listener: EventListener | None = None
-        self._unread: dict[int, list[OutputEvent]] = {}
-        self.unread_bytes = 0
-        self._error: HeadraceError | None = None
-        self._is_ended = False
-        self._wants_more: asyncio.Future[None] | None = None
-        self._wants_room: asyncio.Future[None] | None = None
-
-    @property
-    def num_resumes(self) -> int:
-        return 0
-
-    async def events(self) -> list[OutputEvent]:
-        if self._task is None and not self._is_ended:
-            self._task = asyncio.create_task(self._read())
-        while not self._unread and not self._is_ended:
-            self._wants_more = asyncio.get_running_loop().create_future()
-            await self._wants_more
-        events = self._taken()
-        if not events and self._error is not None:
-            raise self._error
-        return events
-
-    def listen(self, listener: EventListener | None) -> None:
-        self._listener = listener
-
-    def usage(self) -> TokenUsage:
-        return NO_USAGE if self._reader is None else self._reader.usage
-
-    def facts(self, index: int) -> SequenceFacts:
-        return SequenceFacts(None if self._server is None else self._server.name)
-
-    def saved_state(self) -> None:
-        """None: there are no token ids to go on from."""
-
-    def replay(self, index: int, place: int) -> OutputEvent:
-        raise AssertionError("a stream that keeps no events is never continued")
-
-    def cancel(self) -> None:
-        """The connection is closed, which is how the server hears of it."""
-        self._is_ended = True
-        self._unread.clear()
-        _wake(self._wants_more)
-        if self._task is not None:
-            self._task.cancel()
-
-    async def close(self) -> None:
-        self.cancel()
-        if self._task is not None and not self._task.done():
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _read(self) -> None:
-        try:
-            await self._deliver()
-        except HeadraceError as error:
-            self._error = error
-        except Exception as error:  # the outermost: whatever went wrong, an answer that broke off must not look complete
-            place = "".join(traceback.format_tb(error.__traceback__))
-            log.error("model %s: reading from its server failed\n%s%s", self._upstream.name, place, type(error).__name__)
-            self._error = Unavailable(BROKE if self.usage().completion_tokens else NOT_NOW)
-        finally:
-            self._is_ended = True
-            _wake(self._wants_more)
-
-    async def _deliver(self) -> None:
-        """The answer of the first attempt that gives one. Raises the error of the last attempt."""
-        route = self._upstream.route(self._request.max_tokens)
-        while True:
-            server = self._server = route.pick()
-            self._reader = EventReader(self._request.num_sequences, self._request.request_id)
-            try:
-                await server.attempt(self._request, self._reader, self, counts=server not in route.tried)
-                return
-            except AttemptFailed as failure:
-                await asyncio.sleep(route.pause_s(server, failure))
-
-    # -- what the reader gives its events to (`foreign_events.EventSink`) --------------------------------------------------------
-
-    @property
-    def has_room(self) -> bool:
-        return self.unread_bytes <= MAX_UNREAD_BYTES
-
-    async def wait_for_room(self) -> None:
-        while not self.has_room:
-            self._wants_room = asyncio.get_running_loop().create_future()
-            await self._wants_room
-
-    def put(self, events: list[OutputEvent]) -> None:
-        for event in events:
-            self._unread.setdefault(event.index, []).append(event)
-            self.unread_bytes += EVENT_BYTES + event.num_bytes
-        if self._listener is not None and self._can_be_taken(self._listener):
-            self._listener.take(self._taken())
-        else:
-            _wake(self._wants_more)
-
-    def _can_be_taken(self, listener: EventListener) -> bool:
-        """Whether the listener may have the unread events: the consumer waits, and they are plain."""
-        if self._wants_more is None or self._wants_more.done() or not listener.has_room:
-            return False
-        return not any(event.finish is not None or event.logprobs for events in self._unread.values() for event in events)
-
-    def _taken(self) -> list[OutputEvent]:
-        """The unread events, which are read now: one per sequence."""
-        events = [OutputEvent.joined(events) for events in self._unread.values()]
-        self._unread.clear()
-        self.unread_bytes = 0
-        _wake(self._wants_room)
-        return events
-
-
-def _wake(waiting: asyncio.Future[None] | None) -> None:
-    if waiting is not None and not waiting.done():
-        waiting.set_result(None)
 
 
 @asynccontextmanager
@@ -333,3 +195,104 @@ async def _stop(task: asyncio.Task[None]) -> None:
 def _log_link_local(model: str, server: str) -> None:
     reason = "has a link-local address and is not connected to; allow_link_local would allow it"
     log.warning("model %s: its server %s %s", model, server, reason)
+
+
+_NAME_TO_DEFAULT = {field.name: getattr(SamplingParams(max_tokens=None), field.name) for field in dataclasses.fields(SamplingParams)}
+_ALWAYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sent whenever the client names them: a model may have defaults of its own."""
+
+
+def foreign_body(request: GenerationRequest, params: SamplingParams) -> dict[str, Any]:
+    """The body but for its model. Raises InvalidRequest naming what does not carry over."""
+    _check_logprobs(request, params)
+    begin: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    return begin | _prompt_fields(request.prompt) | _sampling_fields(request) | _grammar_field(request)
+
+
+def _grammar_field(request: GenerationRequest) -> dict[str, Any]:
+    """The client's own field for what the output must match, as it was: a server that does not know it says so."""
+    wanted = request.grammar
+    return {} if wanted is None else {wanted.name: msgspec.Raw(wanted.value_json.encode())}
+
+
+def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
+    """The prompt's fields. Defaults are left out, so that a server need not know these fields."""
+    if isinstance(prompt, Conversation):
+        fields: dict[str, Any] = {"messages": prompt.messages}
+        if not prompt.add_generation_prompt:
+            fields["add_generation_prompt"] = False
+        if prompt.continue_final_message:
+            fields["continue_final_message"] = True
+        if prompt.template_kwargs:
+            fields["chat_template_kwargs"] = dict(prompt.template_kwargs)
+        return fields | _tool_fields(prompt) | dict(prompt.reasoning_fields)
+    if prompt.needs_text and not all(isinstance(given, str) for given in prompt.prompts):
+        raise InvalidRequest("echo", "prompts of text", None, "The server behind this model keeps its tokenizer: ids cannot be shown.")
+    prompts = list(prompt.prompts)
+    return {"prompt": prompts[0] if len(prompts) == 1 else prompts} | ({} if prompt.add_special_tokens else {"add_special_tokens": False})
+
+
+def _tool_fields(prompt: Conversation) -> dict[str, Any]:
+    """The functions and what binds the model to call them, as OpenAI writes both."""
+    if not prompt.tools:
+        return {}
+    fields: dict[str, Any] = {"tools": [tool.requested() for tool in prompt.tools]}
+    choice = prompt.tool_choice
+    if choice.name:
+        return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
+    if choice.allowed:
+        named = [{"type": "function", "function": {"name": tool.name}} for tool in prompt.tools if choice.allows(tool.name)]
+        fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": str(choice.mode), "tools": named}}
+    elif choice.mode is not CallMode.AUTO:
+        fields["tool_choice"] = str(choice.mode)
+    return fields if choice.is_parallel else fields | {"parallel_tool_calls": False}
+
+
+def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
+    """The sampling parameters the client gave, without those equal to OpenAI's defaults, for which the server's own defaults hold."""
+    fields = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in request.sampling.items()
+        if value != _NAME_TO_DEFAULT[name] or name in _ALWAYS
+    }
+    num_top = fields.pop("logprobs", None)
+    if num_top is not None:
+        fields |= {"logprobs": True, "top_logprobs": num_top}
+    return fields
+
+
+def _check_logprobs(request: GenerationRequest, params: SamplingParams) -> None:
+    """Raise InvalidRequest for log-probabilities other than a chat's output: no other form is the same on all servers."""
+    remedy = "The server behind this model gives them for a chat's answer only."
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs", "absent or null", params.prompt_logprobs, remedy)
+    if params.logprobs is not None and not isinstance(request.prompt, Conversation):
+        raise InvalidRequest("logprobs", "absent or null", params.logprobs, remedy)
+
+
+TEMPLATE_TOKENS = 64
+"""Tokens that a chat template may add to a conversation, beside its messages: a system prompt of the model's own, a date."""
+
+TOOL_TEMPLATE_TOKENS = 512
+"""Tokens that it may add where functions are shown: how to call them."""
+
+
+def most_prompt_tokens(prompt: Conversation | PlainPrompts, max_model_len: int | None) -> int:
+    """The bound of all prompts together. max_model_len: a longer prompt is refused by the server; None: it has not said"""
+    bounds = [_of_chat(prompt)] if isinstance(prompt, Conversation) else [_of_plain(given) for given in prompt.prompts]
+    return sum(bound if max_model_len is None else min(bound, max_model_len) for bound in bounds)
+
+
+def _of_chat(chat: Conversation) -> int:
+    """JSON has more bytes around a message than a template has tokens around it."""
+    num_bytes = len(msgspec.json.encode(chat.messages)) + TEMPLATE_TOKENS
+    if not chat.shown_tools:
+        return num_bytes
+    return num_bytes + TOOL_TEMPLATE_TOKENS + len(msgspec.json.encode([tool.requested() for tool in chat.shown_tools]))
+
+
+def _of_plain(prompt: str | Sequence[int]) -> int:
+    """One token more may mark the beginning of a text, and one its end."""
+    if isinstance(prompt, str):
+        return 2 + (len(prompt) if prompt.isascii() else len(prompt.encode("utf-8", "surrogatepass")))
+    return len(prompt)

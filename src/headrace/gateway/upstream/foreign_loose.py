@@ -30,9 +30,8 @@ from headrace.gateway.upstream.foreign_chunk import (
     decode_chunk,
     text_in,
 )
-from headrace.gateway.upstream.foreign_errors import BrokenStream
-from headrace.gateway.upstream.foreign_finish import MAX_WORD_CHARS
 from headrace.gateway.upstream.foreign_json import count_of, integer_of, number_of, read_json_texts, whole_text
+from headrace.gateway.upstream.foreign_words import MAX_WORD_CHARS, BrokenStream
 
 Fields = dict[str, object]
 

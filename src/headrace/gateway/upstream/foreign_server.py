@@ -1,7 +1,7 @@
 """One foreign server: what is known of its state, and one attempt of a request at it.
 
 An attempt ends in exactly one `AttemptResult`, which moves the server's circuit breaker and is counted. What the server sends is never
-shown as it is: a failed attempt carries an error of ours. Which server is tried, and what follows, is decided in `foreign_route`.
+shown as it is: a failed attempt carries an error of ours. Which server is tried, and what follows, is decided in `foreign_stream`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from headrace.core.ids import RequestId
 from headrace.gateway.http.descriptors import MAX_FOREIGN_CONNECTIONS
 from headrace.gateway.http.errors import foreign_overflow
 from headrace.gateway.upstream.foreign_chunk import SideField
-from headrace.gateway.upstream.foreign_config import ForeignConfig
-from headrace.gateway.upstream.foreign_errors import MAX_ERROR_BYTES, BrokenStream, is_context_overflow
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink, decoder_for, unpacked
-from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad, exhausted_s, retry_after_s
 from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
+from headrace.gateway.upstream.foreign_watch import ListedModel, ReportedLoad, exhausted_s, retry_after_s
+from headrace.gateway.upstream.foreign_words import MAX_ERROR_BYTES, BrokenStream, is_context_overflow
+from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
 
 log = logging.getLogger("headrace.gateway")
@@ -89,9 +89,8 @@ class AttemptFailed(HeadraceError):
 class ForeignRequest:
     """A request in OpenAI's words, for whichever server gets it.
 
-    fields      the body without what differs from server to server
-    salt        of the tenant
-    max_tokens  per sequence; None: the server's default
+    fields  the body without what differs from server to server
+    salt    of the tenant
     """
 
     request_id: RequestId
@@ -99,7 +98,6 @@ class ForeignRequest:
     fields: dict[str, Any]
     salt: bytes
     num_sequences: int
-    max_tokens: int | None
 
     def body(self, model: str, *, with_salt: bool) -> bytes:
         return msgspec.json.encode(self.fields | {"model": model} | ({"cache_salt": self.salt.hex()} if with_salt else {}))

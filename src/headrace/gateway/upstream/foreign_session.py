@@ -18,7 +18,7 @@ import aiohttp
 
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_link_local
-from headrace.gateway.upstream.foreign_config import ForeignConfig
+from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.wire.private_files import why_not_private
 
 log = logging.getLogger("headrace.gateway")

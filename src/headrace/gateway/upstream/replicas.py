@@ -1,7 +1,7 @@
 """The replicas of one model as this gateway sees them: their connections, and the choice among them.
 
 Replicas come and go while requests run. A retired one gets no new request; its connection stays until its last request has left, or its
-engine has ended. Whether a replica is ready is judged in `replica_health`; `replica_watch` moves calls off a replica that hangs.
+engine has ended. Whether a replica is ready is judged in `replica_health`, which also moves calls off a replica that hangs.
 """
 
 from __future__ import annotations
@@ -9,20 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
-from headrace.core.finish import FinishReason
-from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.numerics import Numerics, why_not_resume
-from headrace.core.request import EngineRequest, PriorityClass
-from headrace.core.update import Rejected, SequenceUpdate
-from headrace.gateway.upstream.replica_health import EJECTED, ReplicaAttempt, ReplicaCircuit, verdict
-from headrace.gateway.upstream.replica_watch import ReplicaWatch, WatchedConnection
+from headrace.core.request import PriorityClass
+from headrace.gateway.upstream.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, ReplicaWatch
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState, queue_state, served_before
@@ -32,8 +27,7 @@ from headrace.policy.routing.ejection import ejected
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 from headrace.policy.routing.retry_budget import RetryBudget
 from headrace.policy.routing.slow_start import started, started_share
-from headrace.wire.client import ConnectionState, ReplicaInfo
-from headrace.wire.stream import PlainRowHandler
+from headrace.wire.client import ConnectionState
 
 RESUME_BURST = 100.0
 RESUME_SHARE = 0.2
@@ -51,63 +45,6 @@ CLOSE_CHECK_S = 0.05
 
 UNKNOWN_PROMPT_TOKENS = 128
 """Length expected of a prompt before any of the model's replicas has finished a request."""
-
-
-class UpdateStream(Protocol):
-    """An open request at a replica (`wire.stream.ReplicaStream`)."""
-
-    plain_row_handler: PlainRowHandler | None
-
-    @property
-    def numerics(self) -> Numerics: ...
-    @property
-    def unread_bytes(self) -> int: ...
-    async def batch(self) -> list[SequenceUpdate | Rejected]: ...
-
-
-class Connection(WatchedConnection, Protocol):
-    """A connection to a replica (`wire.client.ReplicaClient`)."""
-
-    @property
-    def has_tried(self) -> bool: ...
-    @property
-    def info(self) -> ReplicaInfo | None: ...
-    def sent_since_snapshot(self, lowest: PriorityClass = PriorityClass.BATCH) -> list[int]: ...
-    def start(self) -> None: ...
-    async def close(self) -> None: ...
-    def submit(self, request: EngineRequest) -> UpdateStream: ...
-    def cancel(self, request_id: RequestId) -> None: ...
-    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Replica:
-    """One replica: its name, its connection, and its circuit. Compared by identity."""
-
-    name: ReplicaId
-    connection: Connection
-    circuit: ReplicaCircuit = field(default_factory=ReplicaCircuit)
-
-    @property
-    def instance(self) -> ReplicaInstance:
-        """Name and process id of the wire: a replica that was restarted counts as another instance and may be tried again."""
-        info = self.connection.info
-        return self.name, info.instance_id if info is not None else ""
-
-    @property
-    def max_model_len(self) -> int:
-        """0 before the replica has said Hello."""
-        info = self.connection.info
-        return info.model.max_model_len if info is not None else 0
-
-    @property
-    def numerics(self) -> Numerics:
-        """What its results depend on (`core.numerics`); empty before the replica has said Hello."""
-        info = self.connection.info
-        return info.model.numerics if info is not None else {}
-
-
-ReplicaInstance = tuple[ReplicaId, str]
 
 
 class ReplicaPool:
@@ -342,7 +279,7 @@ class ReplicaPool:
         """Each replica and why it is not ready; an empty reason means ready."""
         now = self.clock()
         for replica in self.replicas:
-            yield replica, verdict(replica.connection.state, replica.connection.snapshot, now)
+            yield replica, replica.verdict(now)
 
     def health(self) -> list[ReplicaHealth]:
         verdicts, now = list(self.verdicts()), self.clock()

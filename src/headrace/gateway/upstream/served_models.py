@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
-from headrace.core.errors import InvalidRequest, ModelNotFound
+from headrace.core.errors import InvalidRequest, ModelNotFound, Unavailable
+from headrace.core.request import PriorityClass
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.access.use_count import UseCount
-from headrace.gateway.upstream.seam import Upstream
+from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
+from headrace.gateway.upstream.seam import ReplicaHealth, Upstream
 from headrace.observe.metrics import ReplicaReading
 from headrace.policy.admission.joining import JoiningRequests
 
@@ -75,3 +78,48 @@ class ModelTable:
         if len(self.models) == 1:
             return self.models[0]
         raise InvalidRequest("model", f"one of: {', '.join(self.names)}", remedy="It is required where several models are served.")
+
+
+UNREADABLE_RETRY_S = 10.0
+"""Seconds after which a client may try again: an operator has to act first."""
+
+UNREADABLE = "its tokenizer or chat template cannot be used"
+"""Without a path: clients may read it."""
+
+
+class UnreadableModel:
+    """A model whose tokenizer or chat template cannot be used: no replica of it is connected to. An `Upstream`.
+
+    Every request is refused as Unavailable. An operator mends the files and has the configuration read again (`control.texts`). The whole
+    reason is in the log and in `headrace status`.
+    """
+
+    max_model_len: int | None = None
+    fingerprint: str | None = None
+    version = ""
+
+    def __init__(self, model: str, replicas: Sequence[str]) -> None:
+        """replicas: their names"""
+        self._model = model
+        self._replicas = replicas
+
+    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> None:
+        return None
+
+    def replicas(self) -> list[ReplicaHealth]:
+        return [ReplicaHealth(name, is_connected=False, reason=UNREADABLE) for name in self._replicas]
+
+    def retired_replicas(self) -> list[ReplicaHealth]:
+        return []
+
+    async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> NoReturn:
+        raise self._refusal()
+
+    async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> NoReturn:
+        raise self._refusal()
+
+    async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> NoReturn:
+        raise self._refusal()
+
+    def _refusal(self) -> Unavailable:
+        return Unavailable(f"The model {self._model} cannot be served now: {UNREADABLE}.", retry_after_s=UNREADABLE_RETRY_S)

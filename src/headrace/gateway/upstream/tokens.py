@@ -23,12 +23,11 @@ from headrace.gateway.http.errors import ContextLengthExceeded, StreamConflict, 
 from headrace.gateway.upstream.attempts import Call
 from headrace.gateway.upstream.earlier_output import EarlierCallOutput, calls_of, prompt_digest
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PlainPrompts, PrincipalFacts
-from headrace.gateway.upstream.merge import MergedStream
 from headrace.gateway.upstream.model_text import ModelText
 from headrace.gateway.upstream.output_stage import OutputBinding, OutputParsing
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import EventStream, Prepared, ReplicaHealth, Tokenization
-from headrace.gateway.upstream.token_stream import TokenStream
+from headrace.gateway.upstream.token_stream import MergedStream, TokenStream
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
 from headrace.policy.queues import traits_of
