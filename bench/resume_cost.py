@@ -27,7 +27,6 @@ from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import StoreLimits
 from headrace.gateway.surfaces.chat import ChatAnswer, ChatRequest
-from headrace.gateway.surfaces.dialect.answers import AnswerHead
 from headrace.gateway.upstream.seam import OutputEvent
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
@@ -42,8 +41,10 @@ KEPT = KeptStream(form=FORM, tenant="default", body=b"d" * 16, created=1, num_se
 
 def event_ns(has_ids: bool) -> float:
     log = EventLog(ANSWER_ID, 1) if has_ids else None
-    head = AnswerHead(id=f"chatcmpl-{ANSWER_ID}", created=1, model="m", fingerprint="fp_0", event_log=log)
-    answer = ChatAnswer(ChatRequest(messages=[]), cast(Any, SimpleNamespace(prompts=[None])), head)
+    model = SimpleNamespace(upstream=SimpleNamespace(fingerprint="fp_0"))
+    facts: Any = {"answer_id": ANSWER_ID, "created": 1, "shown_model": "m", "model": model, "memory": None, "fitted": None}
+    generation: Any = SimpleNamespace(**facts, event_log=log)
+    answer = ChatAnswer((ChatRequest(messages=[], stream=True), None), cast(Any, SimpleNamespace(prompts=[None])), generation)
     event = OutputEvent(0, " hello", 1, 5)
     b"".join(answer.encode_events((event,)))  # the opening
     return 1e9 * timeit.timeit(lambda: b"".join(answer.encode_events((event,))), number=EVENTS) / EVENTS

@@ -18,10 +18,10 @@ from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import ErrorReply
 from headrace.gateway.http.framing import Framing
-from headrace.gateway.surfaces import paths
+from headrace.gateway.surfaces import openapi, paths
 from headrace.gateway.surfaces.dialect.parse import convert
-from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.generating import GeneratingSurface
+from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
 from headrace.text.folder import TextModel
@@ -94,15 +94,33 @@ def error_of(error: ErrorReply) -> dict[str, str]:
     return {"type": error.error.type, "message": error.error.message}
 
 
+class MessagesError(Struct):
+    error: dict[str, str]
+    type: str = "error"
+
+
+class MessagesReply(Struct):
+    id: str
+    content: list[dict[str, str]]
+    stop_reason: str
+    usage: dict[str, int]
+
+
 MESSAGES = GeneratingSurface(
-    parse_messages,
-    lambda request: {"prompt": "messages"},
-    common,
-    MessagesAnswer,
-    Framing(
+    path=PATH,
+    summary="Anthropic's messages.",
+    request=MessagesRequest,
+    reply=MessagesReply,
+    chunk=MessagesReply,
+    parse=parse_messages,
+    names=lambda request: {"prompt": "messages"},
+    common=common,
+    encoder=MessagesAnswer,
+    framing=Framing(
         key_header=b"x-api-key",
         key_scheme=b"",
-        error_body=lambda error: msgspec.json.encode({"type": "error", "error": error_of(error)}),
+        error_type=MessagesError,
+        error_body=lambda error: msgspec.json.encode(MessagesError(error_of(error))),
         error_event=lambda error: event("error", error=error_of(error)),
         ping=event("ping"),
     ),
@@ -112,7 +130,7 @@ MESSAGES = GeneratingSurface(
 @pytest.fixture(autouse=True)
 def _row(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = paths.AnsweredPath(PATH, PATH)
-    answered.add(Endpoint("POST", PATH, MESSAGES, "Anthropic's messages.", request=MessagesRequest))
+    answered.add(MESSAGES.endpoint)
     monkeypatch.setitem(paths._PATHS, PATH, answered)
 
 
@@ -146,6 +164,7 @@ async def test_keys_and_errors_have_the_form_of_the_api(text: TextModel) -> None
             assert refused.status_code == 401
             assert refused.json()["type"] == "error"
             assert "X-Api-Key" in refused.json()["error"]["message"]
+            assert "www-authenticate" not in refused.headers
         assert (await bench.client.post(PATH, json=body(), headers={"x-api-key": KEY})).status_code == 200
         unknown = await bench.client.post(PATH, json=body(model="none"), headers={"x-api-key": KEY})
         assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "invalid_request_error")
@@ -160,3 +179,27 @@ async def test_a_quiet_stream_is_kept_alive_and_ends_in_an_error_of_the_api(text
         assert {name for name, _ in streamed[:-1]} == {"ping"}
         assert streamed[-1][0] == "error"
         assert streamed[-1][1]["error"]["type"] == "timeout_error"
+
+
+async def test_an_unknown_field_is_refused_by_the_parser_of_the_api(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        refused = await bench.client.post(PATH, json=body(temprature=0.5))
+        assert (refused.status_code, refused.json()["type"]) == (400, "error")
+        assert refused.json()["error"]["message"].startswith("temprature: expected a field this server knows.")
+        assert not bench.replica.requests
+
+
+@pytest.mark.pure
+def test_its_description_has_its_own_types_and_key() -> None:
+    made = msgspec.json.decode(openapi.document((*ENDPOINTS, MESSAGES.endpoint), Limits()))
+    described, schemas = made["paths"][PATH]["post"], made["components"]["schemas"]
+    assert described["responses"]["400"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/MessagesError"}
+    assert set(schemas["MessagesError"]["properties"]) == {"type", "error"}
+    assert described["security"] == [{"x-api-key": []}, {}]
+    assert made["components"]["securitySchemes"]["x-api-key"] == {"type": "apiKey", "in": "header", "name": "x-api-key"}
+    asked = schemas["MessagesRequest"]
+    assert set(asked["properties"]) == set(body(stream=True))
+    assert asked["additionalProperties"] is False
+    chat = made["paths"]["/v1/chat/completions"]["post"]
+    assert chat["responses"]["400"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+    assert made["components"]["securitySchemes"][next(iter(chat["security"][0]))] == {"type": "http", "scheme": "bearer"}

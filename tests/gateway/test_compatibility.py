@@ -20,8 +20,7 @@ from openai.types.chat import (
 )
 from openai.types.chat import completion_create_params as chat_params
 
-from headrace.gateway.surfaces.dialect.field_rule import Inside, Surface
-from headrace.gateway.surfaces.dialect.fields import RULES
+from headrace.gateway.surfaces.dialect.field_table import CHAT, COMPLETIONS, RULES, Inside
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -145,10 +144,10 @@ async def test_a_foreign_servers_overflow_is_recognised(text: TextModel) -> None
 
 @pytest.mark.parametrize(
     ("surface", "params"),
-    [(Surface.CHAT, chat_params.CompletionCreateParamsStreaming), (Surface.COMPLETIONS, completion_params.CompletionCreateParamsStreaming)],
+    [(CHAT, chat_params.CompletionCreateParamsStreaming), (COMPLETIONS, completion_params.CompletionCreateParamsStreaming)],
 )
 @pytest.mark.pure
-def test_every_field_of_openais_own_client_has_a_row(surface: Surface, params: type) -> None:
+def test_every_field_of_openais_own_client_has_a_row(surface: str, params: type) -> None:
     assert set(params.__annotations__) <= set(RULES[surface])
 
 

@@ -16,13 +16,12 @@ from gateway_kit import MODEL, TestBench, open_bench
 from headrace.core.request import EngineRequest
 from headrace.gateway.surfaces.chat import ChatRequest
 from headrace.gateway.surfaces.completions import CompletionRequest
-from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Place, Surface, Treatment
-from headrace.gateway.surfaces.dialect.field_table import TABLE
+from headrace.gateway.surfaces.dialect.field_table import BOTH, CHAT, COMPLETIONS, TABLE, FieldRule, Inside, Treatment
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
 
-KINDS: dict[Surface, type[msgspec.Struct]] = {Surface.CHAT: ChatRequest, Surface.COMPLETIONS: CompletionRequest}
+KINDS: dict[str, type[msgspec.Struct]] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
 
 SOME: dict[str, Any] = {
     "n": 2,
@@ -60,8 +59,8 @@ SOME: dict[str, Any] = {
     "model": "gpt-4o",
 }
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
-EXAMPLES: dict[Surface, dict[str, Any]] = {
-    Surface.CHAT: SOME
+EXAMPLES: dict[str, dict[str, Any]] = {
+    CHAT: SOME
     | {
         "messages": [{"role": "user", "content": "Bye"}],
         "max_completion_tokens": 5,
@@ -78,7 +77,7 @@ EXAMPLES: dict[Surface, dict[str, Any]] = {
         "reasoning_effort": "none",
         "reasoning": {"enabled": False},
     },
-    Surface.COMPLETIONS: SOME | {"prompt": "Bye", "best_of": 2, "echo": True, "add_special_tokens": False, "logprobs": 1},
+    COMPLETIONS: SOME | {"prompt": "Bye", "best_of": 2, "echo": True, "add_special_tokens": False, "logprobs": 1},
 }
 WITH: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
@@ -95,12 +94,11 @@ ELSEWHERE = ("parallel_tool_calls", "include_reasoning", "separate_reasoning", "
 not fit (tests/gateway/sessions), or a response cache (tests/gateway/cache).
 """
 
-BASE: dict[Surface, dict[str, Any]] = {
-    Surface.CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "seed": 1},
-    Surface.COMPLETIONS: {"model": MODEL, "prompt": "Hello", "seed": 1},
+BASE: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "seed": 1},
+    COMPLETIONS: {"model": MODEL, "prompt": "Hello", "seed": 1},
 }
-PATHS = {Surface.CHAT: "/v1/chat/completions", Surface.COMPLETIONS: "/v1/completions"}
-PREFIX: dict[Place, str] = {
+PREFIX: dict[str, str] = {
     Inside.MESSAGE: "messages[0].",
     Inside.PART: "messages[0].content[0].",
     Inside.STREAM_OPTIONS: "stream_options.",
@@ -122,7 +120,7 @@ PREFIX: dict[Place, str] = {
 """How an error names the objects that `inside` makes."""
 
 
-def rows(treatment: Treatment, places: Iterable[Place] = Surface) -> list[Any]:
+def rows(treatment: Treatment, places: Iterable[str] = BOTH) -> list[Any]:
     return [
         pytest.param(place, rule, id=f"{place}-{rule.name}")
         for rule in TABLE
@@ -132,54 +130,53 @@ def rows(treatment: Treatment, places: Iterable[Place] = Surface) -> list[Any]:
     ]
 
 
-def inside(place: Place, fields: dict[str, Any]) -> dict[str, Any]:
+def inside(place: str, fields: dict[str, Any]) -> dict[str, Any]:
     """A body with `fields` in one of its objects."""
     match place:
         case Inside.MESSAGE:
-            return {**BASE[Surface.CHAT], "messages": [{"role": "user", "content": "Hello", **fields}]}
+            return {**BASE[CHAT], "messages": [{"role": "user", "content": "Hello", **fields}]}
         case Inside.PART:
             return inside(Inside.MESSAGE, {"content": [{"type": "text", "text": "Hello", **fields}]})
         case Inside.STREAM_OPTIONS:
-            return {**BASE[Surface.CHAT], "stream": True, "stream_options": {"include_usage": True, **fields}}
+            return {**BASE[CHAT], "stream": True, "stream_options": {"include_usage": True, **fields}}
         case Inside.CALL:
             return inside(Inside.MESSAGE, {"role": "assistant", "tool_calls": [{"function": {"name": "now"}, **fields}]})
         case Inside.CALLED_FUNCTION:
             return inside(Inside.CALL, {"function": {"name": "now", **fields}})
         case Inside.TOOL:
-            return {**BASE[Surface.CHAT], "tools": [{"function": {"name": "now"}, **fields}]}
+            return {**BASE[CHAT], "tools": [{"function": {"name": "now"}, **fields}]}
         case Inside.FUNCTION:
             return inside(Inside.TOOL, {"function": {"name": "now", **fields}})
         case Inside.TOOL_CHOICE:
-            return {**BASE[Surface.CHAT], "tools": TOOLS, "tool_choice": {"function": {"name": "now"}, **fields}}
+            return {**BASE[CHAT], "tools": TOOLS, "tool_choice": {"function": {"name": "now"}, **fields}}
         case Inside.CHOSEN_FUNCTION:
             return inside(Inside.TOOL_CHOICE, {"function": {"name": "now", **fields}})
         case Inside.ALLOWED_TOOLS:
             allowed = {"mode": "auto", "tools": [{"function": {"name": "now"}}], **fields}
-            return {**BASE[Surface.CHAT], "tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+            return {**BASE[CHAT], "tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
         case Inside.ALLOWED_TOOL:
             return inside(Inside.ALLOWED_TOOLS, {"tools": [{"function": {"name": "now"}, **fields}]})
         case Inside.REASONING:
-            return {**BASE[Surface.CHAT], "reasoning": {"enabled": False, **fields}}
+            return {**BASE[CHAT], "reasoning": {"enabled": False, **fields}}
         case Inside.THINKING:
-            return {**BASE[Surface.CHAT], "thinking": {"type": "disabled", **fields}}
+            return {**BASE[CHAT], "thinking": {"type": "disabled", **fields}}
         case Inside.RESPONSE_FORMAT:
-            return {**BASE[Surface.CHAT], "response_format": {"type": "json_object", **fields}}
+            return {**BASE[CHAT], "response_format": {"type": "json_object", **fields}}
         case Inside.JSON_SCHEMA:
             schema = {"schema": {"type": "object"}, **fields}
-            return {**BASE[Surface.CHAT], "response_format": {"type": "json_schema", "json_schema": schema}}
+            return {**BASE[CHAT], "response_format": {"type": "json_schema", "json_schema": schema}}
         case Inside.CACHE:
-            return {**BASE[Surface.CHAT], "cache": fields}
+            return {**BASE[CHAT], "cache": fields}
         case Inside.STRUCTURED_OUTPUTS:
-            return {**BASE[Surface.CHAT], "structured_outputs": {"regex": "a", **fields}}
-        case Surface():
+            return {**BASE[CHAT], "structured_outputs": {"regex": "a", **fields}}
+        case _:
             return {**BASE[place], **fields}
 
 
-async def ask(bench: TestBench, place: Place, **fields: Any) -> tuple[httpx2.Response, EngineRequest | None]:
+async def ask(bench: TestBench, place: str, **fields: Any) -> tuple[httpx2.Response, EngineRequest | None]:
     """The answer, and what reached the engine (without what differs between any two requests)."""
     bench.replica.requests.clear()
-    path = PATHS[place if isinstance(place, Surface) else Surface.CHAT]
-    response = await bench.client.post(path, json=inside(place, fields))
+    response = await bench.client.post(CHAT if isinstance(place, Inside) else place, json=inside(place, fields))
     sent = bench.replica.requests[0] if bench.replica.requests else None
     return response, replace(sent, request_id=type(sent.request_id)("x")) if sent else None
 
@@ -194,22 +191,22 @@ def test_documentation_is_this_table() -> None:
     assert api_tables.shown(api_tables.FIELDS) == api_tables.fields_tables(), "run python -m tests.support.api_tables"
 
 
-@pytest.mark.parametrize("surface", Surface)
+@pytest.mark.parametrize("surface", BOTH)
 @pytest.mark.pure
-def test_honoured_fields_are_the_wire_types(surface: Surface) -> None:
+def test_honoured_fields_are_the_wire_types(surface: str) -> None:
     honoured = {rule.name for rule in TABLE if surface in rule.places and rule.treatment is Treatment.HONOURED}
     assert honoured == set(KINDS[surface].__struct_fields__)
 
 
-@pytest.mark.parametrize("place", [*Surface, *Inside])
+@pytest.mark.parametrize("place", [*BOTH, *Inside])
 @pytest.mark.pure
-def test_no_field_has_two_rows(place: Place) -> None:
+def test_no_field_has_two_rows(place: str) -> None:
     names = [rule.name for rule in TABLE if place in rule.places]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(("surface", "rule"), rows(Treatment.HONOURED))
-async def test_honoured_field_changes_something(bench: TestBench, surface: Surface, rule: FieldRule) -> None:
+async def test_honoured_field_changes_something(bench: TestBench, surface: str, rule: FieldRule) -> None:
     """Either what the engine is asked or what the client gets differs from the same request without the field."""
     if rule.name in ELSEWHERE:
         return
@@ -228,7 +225,7 @@ async def test_honoured_field_changes_something(bench: TestBench, surface: Surfa
 
 
 @pytest.mark.parametrize(("surface", "rule"), rows(Treatment.HONOURED))
-async def test_null_is_absent(bench: TestBench, surface: Surface, rule: FieldRule) -> None:
+async def test_null_is_absent(bench: TestBench, surface: str, rule: FieldRule) -> None:
     if rule.name in ("messages", "prompt"):
         response, _ = await ask(bench, surface, **{rule.name: None})
         assert response.json()["error"]["param"] == rule.name
@@ -242,8 +239,8 @@ async def test_null_is_absent(bench: TestBench, surface: Surface, rule: FieldRul
     assert sent.params.with_(seed=1) == plain.params
 
 
-@pytest.mark.parametrize(("place", "rule"), rows(Treatment.INERT, (*Surface, *Inside)))
-async def test_inert_field_changes_nothing(bench: TestBench, place: Place, rule: FieldRule) -> None:
+@pytest.mark.parametrize(("place", "rule"), rows(Treatment.INERT, (*BOTH, *Inside)))
+async def test_inert_field_changes_nothing(bench: TestBench, place: str, rule: FieldRule) -> None:
     value: Any = {"key": "value"} if rule.name == "metadata" or rule.is_any else "text"
     plain, plain_sent = await ask(bench, place)
     response, sent = await ask(bench, place, **{rule.name: value})
@@ -257,8 +254,8 @@ async def test_inert_field_changes_nothing(bench: TestBench, place: Place, rule:
     assert refused.json()["error"]["param"] == PREFIX.get(place, "") + rule.name
 
 
-@pytest.mark.parametrize(("place", "rule"), rows(Treatment.REFUSED, (*Surface, *Inside)))
-async def test_refused_field_is_accepted_only_at_its_default(bench: TestBench, place: Place, rule: FieldRule) -> None:
+@pytest.mark.parametrize(("place", "rule"), rows(Treatment.REFUSED, (*BOTH, *Inside)))
+async def test_refused_field_is_accepted_only_at_its_default(bench: TestBench, place: str, rule: FieldRule) -> None:
     """And then the answer names it. null is as good as absent: nothing is named."""
     _, plain_sent = await ask(bench, place)
     for off in (None, *rule.off):
@@ -280,8 +277,8 @@ async def test_refused_field_is_accepted_only_at_its_default(bench: TestBench, p
         assert rule.note in error["message"]
 
 
-@pytest.mark.parametrize("surface", Surface)
-async def test_off_is_off_however_it_is_written(bench: TestBench, surface: Surface) -> None:
+@pytest.mark.parametrize("surface", BOTH)
+async def test_off_is_off_however_it_is_written(bench: TestBench, surface: str) -> None:
     """1 and 1.0 are one JSON number, true is another thing; obfuscation that is switched off is not asked for."""
     for value, expected in ((1, 200), (1.0, 200), (True, 400), (2, 400)):
         response, _ = await ask(bench, surface, length_penalty=value)
@@ -292,8 +289,8 @@ async def test_off_is_off_however_it_is_written(bench: TestBench, surface: Surfa
     assert response.json()["error"]["param"] == "stream_options.include_obfuscation"
 
 
-@pytest.mark.parametrize("surface", Surface)
-async def test_unknown_field_is_refused_with_a_suggestion(bench: TestBench, surface: Surface) -> None:
+@pytest.mark.parametrize("surface", BOTH)
+async def test_unknown_field_is_refused_with_a_suggestion(bench: TestBench, surface: str) -> None:
     response, sent = await ask(bench, surface, temprature=0.5)
     error = response.json()["error"]
     assert (response.status_code, error["param"], sent) == (400, "temprature", None)
@@ -303,15 +300,15 @@ async def test_unknown_field_is_refused_with_a_suggestion(bench: TestBench, surf
 @pytest.mark.parametrize(
     ("surface", "field", "remedy"),
     [
-        (Surface.CHAT, "tolls", "Did you mean tools?"),
-        (Surface.CHAT, "function", "GET /openapi.json lists every field."),  # not "functions", which is refused
-        (Surface.COMPLETIONS, "bad_word", "GET /openapi.json lists every field."),
-        (Surface.CHAT, "best_of", "It is a field of /v1/completions."),
-        (Surface.COMPLETIONS, "top_logprobs", "It is a field of /v1/chat/completions."),
-        (Surface.COMPLETIONS, "bestof", "Did you mean best_of?"),
+        (CHAT, "tolls", "Did you mean tools?"),
+        (CHAT, "function", "GET /openapi.json lists every field."),  # not "functions", which is refused
+        (COMPLETIONS, "bad_word", "GET /openapi.json lists every field."),
+        (CHAT, "best_of", "It is a field of /v1/completions."),
+        (COMPLETIONS, "top_logprobs", "It is a field of /v1/chat/completions."),
+        (COMPLETIONS, "bestof", "Did you mean best_of?"),
     ],
 )
-async def test_a_suggestion_is_never_refused_next(bench: TestBench, surface: Surface, field: str, remedy: str) -> None:
+async def test_a_suggestion_is_never_refused_next(bench: TestBench, surface: str, field: str, remedy: str) -> None:
     response, _ = await ask(bench, surface, **{field: 1})
     assert response.json()["error"]["message"] == f"{field}: expected a field this server knows. {remedy}"
 
@@ -326,7 +323,7 @@ async def test_a_suggestion_is_never_refused_next(bench: TestBench, surface: Sur
     ],
 )
 async def test_a_refusal_shows_what_was_given_as_json(bench: TestBench, fields: dict[str, Any], message: str) -> None:
-    response, _ = await ask(bench, Surface.CHAT, **fields)
+    response, _ = await ask(bench, CHAT, **fields)
     assert response.json()["error"]["message"].startswith(message)
 
 
@@ -341,8 +338,8 @@ async def test_a_count_out_of_range_is_refused_with_the_range_of_the_field(bench
     assert message == f"n: expected an integer with 1 <= n <= 64, got {n}. Send several requests for more."
 
 
-@pytest.mark.parametrize("place", [*Surface, *Inside])
-async def test_every_object_refuses_what_it_does_not_know(bench: TestBench, place: Place) -> None:
+@pytest.mark.parametrize("place", [*BOTH, *Inside])
+async def test_every_object_refuses_what_it_does_not_know(bench: TestBench, place: str) -> None:
     response, sent = await ask(bench, place, nonsense=1)
     error = response.json()["error"]
     assert (response.status_code, error["param"], sent) == (400, f"{PREFIX.get(place, '')}nonsense", None)
@@ -352,7 +349,7 @@ async def test_everything_that_changed_nothing_is_named(bench: TestBench) -> Non
     marked = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
     response, _ = await ask(
         bench,
-        Surface.CHAT,
+        CHAT,
         messages=[{"role": "system", "content": [marked, marked]}, {"role": "user", "content": "Hi", "name": None}],
         store=False,
         priority=0,
@@ -368,7 +365,7 @@ async def test_everything_that_changed_nothing_is_named(bench: TestBench) -> Non
     ("given", "expected"), [(0, "standard"), (1, "standard"), (2, "batch"), ("batch", "batch"), ("standard", "standard")]
 )
 async def test_priority_zero_is_vllms_default(bench: TestBench, given: int | str, expected: str) -> None:
-    response, sent = await ask(bench, Surface.CHAT, priority=given)
+    response, sent = await ask(bench, CHAT, priority=given)
     assert response.status_code == 200
     assert sent is not None
     assert sent.priority.name.lower() == expected
@@ -376,9 +373,9 @@ async def test_priority_zero_is_vllms_default(bench: TestBench, given: int | str
 
 
 @pytest.mark.parametrize(("policy", "named"), [*((each, "priority") for each in ("fcfs", "sjf", "fair")), ("priority", None), ("", None)])
-@pytest.mark.parametrize("surface", Surface)
+@pytest.mark.parametrize("surface", BOTH)
 async def test_a_priority_is_named_as_ignored_where_the_queue_has_none(
-    bench: TestBench, surface: Surface, policy: str, named: str | None
+    bench: TestBench, surface: str, policy: str, named: str | None
 ) -> None:
     info = bench.replica.info
     assert info is not None
@@ -391,20 +388,20 @@ async def test_a_priority_is_named_as_ignored_where_the_queue_has_none(
 
 @pytest.mark.parametrize("given", ["0", "1", True, 3, -1, "first", "premium"])
 async def test_other_priorities_are_refused(bench: TestBench, given: Any) -> None:
-    response, _ = await ask(bench, Surface.CHAT, priority=given)
+    response, _ = await ask(bench, CHAT, priority=given)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
 
 
-@pytest.mark.parametrize("surface", Surface)
-async def test_a_single_model_needs_no_name(text: TextModel, surface: Surface) -> None:
+@pytest.mark.parametrize("surface", BOTH)
+async def test_a_single_model_needs_no_name(text: TextModel, surface: str) -> None:
     body = {name: value for name, value in BASE[surface].items() if name != "model"}
     async with open_bench(text) as bench:
         for given in (body, {**body, "model": None}):
-            response = await bench.client.post(PATHS[surface], json=given)
+            response = await bench.client.post(surface, json=given)
             assert (response.status_code, response.json()["model"]) == (200, MODEL)
     models = [{"name": name, "folder": "/nowhere", "replicas": [{"name": name, "address": "unix:/nowhere"}]} for name in ("one", "two")]
     async with open_bench(text, models=models) as bench:
-        response = await bench.client.post(PATHS[surface], json=body)
+        response = await bench.client.post(surface, json=body)
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, "model")
         assert "one of: one, two" in error["message"]
@@ -416,8 +413,8 @@ READ = {"enable_thinking": False}
 @pytest.mark.parametrize("off", [None, False, 0, ""])
 async def test_a_variable_no_template_reads_may_ask_for_nothing(bench: TestBench, off: object) -> None:
     """Clients of one model's switch send it to every model."""
-    plain, plain_sent = await ask(bench, Surface.CHAT, chat_template_kwargs=READ)
-    response, sent = await ask(bench, Surface.CHAT, chat_template_kwargs={**READ, "thinking": off})
+    plain, plain_sent = await ask(bench, CHAT, chat_template_kwargs=READ)
+    response, sent = await ask(bench, CHAT, chat_template_kwargs={**READ, "thinking": off})
     assert (response.status_code, sent) == (200, plain_sent)
     assert response.headers["x-headrace-ignored"] == "chat_template_kwargs.thinking"
     assert "x-headrace-ignored" not in plain.headers
@@ -425,7 +422,7 @@ async def test_a_variable_no_template_reads_may_ask_for_nothing(bench: TestBench
 
 @pytest.mark.parametrize("on", [True, 1, "yes", [], {}])
 async def test_a_variable_no_template_reads_may_not_ask_for_something(bench: TestBench, on: object) -> None:
-    response, sent = await ask(bench, Surface.CHAT, chat_template_kwargs={"thinking": on})
+    response, sent = await ask(bench, CHAT, chat_template_kwargs={"thinking": on})
     assert (response.status_code, response.json()["error"]["param"], sent) == (400, "chat_template_kwargs.thinking", None)
 
 
@@ -433,11 +430,11 @@ async def test_a_variable_no_template_reads_may_not_ask_for_something(bench: Tes
     "name", ["messages", "tools", "loop", "self", "bos_token", "x\r\nset-cookie: a", "x y", "\u00e9", "x" * 65, "__class__.x"]
 )
 async def test_names_that_are_no_plain_variables_are_refused(bench: TestBench, name: str) -> None:
-    response, sent = await ask(bench, Surface.CHAT, chat_template_kwargs={name: False})
+    response, sent = await ask(bench, CHAT, chat_template_kwargs={name: False})
     assert (response.status_code, sent) == (400, None)
     assert response.json()["error"]["param"].startswith("chat_template_kwargs.")
 
 
 async def test_many_variables_are_named_together(bench: TestBench) -> None:
-    response, _ = await ask(bench, Surface.CHAT, chat_template_kwargs={f"x{number}": None for number in range(1000)})
+    response, _ = await ask(bench, CHAT, chat_template_kwargs={f"x{number}": None for number in range(1000)})
     assert (response.status_code, response.headers["x-headrace-ignored"]) == (200, "chat_template_kwargs")

@@ -11,8 +11,7 @@ import api_tables
 import pytest
 from gateway_kit import TestBench
 
-from headrace.gateway.surfaces.dialect.field_rule import Surface
-from headrace.gateway.surfaces.dialect.field_table import TABLE
+from headrace.gateway.surfaces.dialect.field_table import CHAT, COMPLETIONS, TABLE
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from tools import vendor_web
 
@@ -59,7 +58,7 @@ async def test_references_lead_somewhere(bench: TestBench) -> None:
 
 async def test_request_schemas_are_the_field_table(bench: TestBench) -> None:
     schemas = (await document(bench))["components"]["schemas"]
-    for surface, name in ((Surface.CHAT, "ChatRequest"), (Surface.COMPLETIONS, "CompletionRequest")):
+    for surface, name in ((CHAT, "ChatRequest"), (COMPLETIONS, "CompletionRequest")):
         wanted = {rule.name for rule in TABLE if surface in rule.places}
         assert set(schemas[name]["properties"]) == wanted
         assert schemas[name]["additionalProperties"] is False

@@ -95,7 +95,7 @@ def test_a_method_that_a_path_does_not_have_names_those_that_it_has() -> None:
 
 
 def test_a_text_worker_knows_each_parser_by_a_name_of_its_own() -> None:
-    parsers = {row.parser for row in ENDPOINTS if row.parser is not None}
+    parsers = {row.parse for row in ENDPOINTS if row.parse is not None}
     assert {parse.__name__ for parse in parsers} == {"parse_chat", "parse_completion", "parse_tokenize", "parse_detokenize"}
     assert len(parsers) == 4
-    assert all(row.parser is not None for row in ENDPOINTS if row.method == "POST")
+    assert all(row.parse is not None for row in ENDPOINTS if row.method == "POST")

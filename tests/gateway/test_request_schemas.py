@@ -18,7 +18,7 @@ from headrace.core.tools import MAX_TOOLS
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.http.config import Limits
 from headrace.gateway.surfaces import chat, completions, openapi
-from headrace.gateway.surfaces.dialect.field_rule import Surface
+from headrace.gateway.surfaces.dialect.field_table import BOTH, CHAT, COMPLETIONS
 from headrace.gateway.surfaces.dialect.structured import READERS, VLLM_KINDS
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.policy.limits.tier import Tier
@@ -29,11 +29,10 @@ pytestmark = pytest.mark.loop
 LIMITS = Limits(max_messages=20, max_prompts=7)
 """Not the defaults: the schemas are of this server."""
 
-NAMES = {Surface.CHAT: "ChatRequest", Surface.COMPLETIONS: "CompletionRequest"}
-PATHS = {Surface.CHAT: "/v1/chat/completions", Surface.COMPLETIONS: "/v1/completions"}
-BASE: dict[Surface, dict[str, Any]] = {
-    Surface.CHAT: {"messages": [{"role": "user", "content": "Hello"}]},
-    Surface.COMPLETIONS: {"prompt": "Hello"},
+NAMES = {CHAT: "ChatRequest", COMPLETIONS: "CompletionRequest"}
+BASE: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hello"}]},
+    COMPLETIONS: {"prompt": "Hello"},
 }
 
 
@@ -161,14 +160,14 @@ def objects_of(schema: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     return some.flatmap(lambda chosen: st.fixed_dictionaries({**required, **{name: fields[name] for name in chosen}}))
 
 
-def in_agreement(body: dict[str, Any], surface: Surface) -> dict[str, Any]:
+def in_agreement(body: dict[str, Any], surface: str) -> dict[str, Any]:
     """The body with the rules between fields kept, which no schema of one field can say. docs/api.md has them beside the fields."""
     made = dict(body)
     for name in ("max_completion_tokens", "best_of"):
         made.pop(name, None)
     if made.get("top_logprobs") is not None:
         made["logprobs"] = True
-    if made.get("max_tokens") == 0 and surface is Surface.COMPLETIONS:
+    if made.get("max_tokens") == 0 and surface == COMPLETIONS:
         made["echo"] = True
     if made.get("min_tokens"):
         made["max_tokens"] = made["min_tokens"]
@@ -187,7 +186,7 @@ def in_agreement(body: dict[str, Any], surface: Surface) -> dict[str, Any]:
     if made.get("structured_outputs") is not None:
         given = [(name, value) for name, value in made["structured_outputs"].items() if name in (*VLLM_KINDS, "json_object") and value]
         made["structured_outputs"] = dict(given[:1] or [("json_object", True)])
-    return in_agreement_on_calls(made) if surface is Surface.CHAT else made
+    return in_agreement_on_calls(made) if surface == CHAT else made
 
 
 def in_agreement_on_calls(body: dict[str, Any]) -> dict[str, Any]:
@@ -243,8 +242,8 @@ def agreeing_format(made: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("surface", Surface)
-def test_what_the_schema_allows_is_taken(surface: Surface) -> None:
+@pytest.mark.parametrize("surface", BOTH)
+def test_what_the_schema_allows_is_taken(surface: str) -> None:
     schema = schemas()[NAMES[surface]]
 
     @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # strategies are made at the first draw
@@ -260,9 +259,9 @@ def test_what_the_schema_allows_is_taken(surface: Surface) -> None:
 CALLER = Principal(tenant="t", tier=Tier(class_="premium"))
 
 
-def take(body: dict[str, Any], surface: Surface) -> None:
+def take(body: dict[str, Any], surface: str) -> None:
     """Every check that needs no model. Raises InvalidRequest."""
-    if surface is Surface.CHAT:
+    if surface == CHAT:
         chatted, _ = chat.parse_chat(body, LIMITS)
         ask = chat.chat_completions.common(chatted, CALLER)
     else:
@@ -272,8 +271,8 @@ def take(body: dict[str, Any], surface: Surface) -> None:
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("surface", Surface)
-def test_what_is_just_within_a_bound_is_taken(surface: Surface) -> None:
+@pytest.mark.parametrize("surface", BOTH)
+def test_what_is_just_within_a_bound_is_taken(surface: str) -> None:
     schema = schemas()[NAMES[surface]]
     num_tried = 0
     for name, field in schema["properties"].items():
@@ -359,8 +358,8 @@ async def narrow(text: TextModel) -> Any:
         yield opened
 
 
-@pytest.mark.parametrize("surface", Surface)
-async def test_what_breaks_a_bound_is_refused_by_both(narrow: TestBench, surface: Surface) -> None:
+@pytest.mark.parametrize("surface", BOTH)
+async def test_what_breaks_a_bound_is_refused_by_both(narrow: TestBench, surface: str) -> None:
     """Every bound of every field, one at a time, at the running gateway."""
     schema = schemas()[NAMES[surface]]
     num_tried = 0
@@ -370,7 +369,7 @@ async def test_what_breaks_a_bound_is_refused_by_both(narrow: TestBench, surface
         for value in values:
             assert not allows(schema, {**BASE[surface], name: value})
             response = await narrow.client.post(
-                PATHS[surface], json={**BASE[surface], **({"stream": True} if name == "stream_options" else {}), name: value}
+                surface, json={**BASE[surface], **({"stream": True} if name == "stream_options" else {}), name: value}
             )
             assert response.status_code in (400, 413), (name, value, response.text)
             assert response.json()["error"]["param"].startswith(name), (name, value, response.text)

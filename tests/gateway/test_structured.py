@@ -16,7 +16,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.grammar import CANNOT_CONTINUE, MAX_GRAMMAR_BYTES, Grammar, GrammarKind, ReasoningSpan
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
-from headrace.gateway.surfaces.body import MAX_INLINE_BYTES
+from headrace.gateway.surfaces.endpoint import MAX_INLINE_BYTES
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Treatment
-from headrace.gateway.surfaces.dialect.field_table import GROUPS
+from headrace.gateway.surfaces.dialect.field_table import GROUPS, FieldRule, Inside, Treatment
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from tests.house.reader import ROOT
 
@@ -28,7 +27,8 @@ def fields_tables() -> str:
 
 def _row(rule: FieldRule) -> str:
     note = f"Only {rule.off_words}. {rule.note}" if rule.treatment is Treatment.REFUSED else rule.note
-    return f"| `{rule.name}` | {', '.join(rule.places)} | {rule.treatment} | {note} |"
+    places = [place if isinstance(place, Inside) else place.split("/")[2] for place in rule.places]
+    return f"| `{rule.name}` | {', '.join(places)} | {rule.treatment} | {note} |"
 
 
 def shown(marks: tuple[str, str]) -> str:

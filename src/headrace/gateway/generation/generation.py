@@ -18,7 +18,8 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.sessions.fitting import Fitted
-from headrace.gateway.upstream.generation_request import EarlierOutput, GenerationRequest, PrincipalFacts
+from headrace.gateway.sessions.history import History
+from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PrincipalFacts
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, TokenUsage
 from headrace.policy.admission.joining import Joining
 from headrace.policy.limits.price import FREE, Price
@@ -27,6 +28,7 @@ from headrace.policy.limits.price import FREE, Price
 class Generation:
     """
     parsed             as the surface read it; a session puts its history before the messages
+    history            of the conversation that the prompt is; empty where it is none
     asked, model       the model that was asked for, and the one that answers
     client_params      as the client gave them; the upstream adds the model's defaults
     memory             what the answer takes of `held`
@@ -59,6 +61,7 @@ class Generation:
         self.exchange = exchange
         self.held = held
         self.parsed = parsed
+        self.history = History(parsed.prompt.messages) if isinstance(parsed.prompt, Conversation) else History()
         self.asked = self.model = service.models.usable_by(exchange.principal).only(parsed.model)
         exchange.use(self.model.users)
         record = exchange.record

@@ -8,7 +8,6 @@ from typing import Any
 
 from headrace.core.request import PriorityClass
 from headrace.gateway.cache.control import NO_WISH, CacheControl
-from headrace.gateway.sessions.history import History
 from headrace.gateway.sessions.window import ContextFitting
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
 
@@ -26,7 +25,7 @@ class ParsedRequest:
     logprobs_field  name of the field that asked for prompt log-probabilities, for refusals
     num_shown    choices that show the prompt's log-probabilities
     num_kept_encodings  JSON forms of these that stay in memory until the answer is written
-    history      the messages of `prompt`, a conversation's; fitting  what is done where they do not fit the context
+    fitting      what is done with a conversation that does not fit the context
     metadata     of a conversation, as the client gave it
     """
 
@@ -42,6 +41,5 @@ class ParsedRequest:
     logprobs_field: str = "prompt_logprobs"
     num_shown: int = 1
     num_kept_encodings: int = 0
-    history: History = field(default_factory=History)
     fitting: ContextFitting = ContextFitting.REFUSE
     metadata: Mapping[str, str] = field(default_factory=dict)

@@ -279,8 +279,6 @@ def _headers(error: BaseException) -> list[tuple[bytes, bytes]]:
         return [(b"allow", ", ".join(error.allowed).encode())]
     if isinstance(error, UnsupportedEncoding):
         return [(b"accept-encoding", b"gzip, deflate, zstd")]
-    if isinstance(error, Unauthorized):
-        return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, ReadTimeout):
         return [(b"connection", b"close")]
     return []

@@ -336,7 +336,7 @@ class Exchange:
         """The answer is an error: with its status before the first byte, as an event in a stream that has begun."""
         with suppress(HeadraceError):  # the client has left
             if not self.is_started:
-                await self.reply(error.status, self.framing.error_body(error), [_JSON, *error.headers])
+                await self.reply(error.status, self.framing.error_body(error), [_JSON, *self.framing.error_headers(error)])
             elif self._is_event_stream:
                 await self.write(self.framing.error_event(error), is_last=True)
 

@@ -3,126 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.plan import wide_columns
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.config import Limits
-from headrace.gateway.sessions.history import History
-from headrace.gateway.sessions.names import METADATA_FIELD, checked_session_id
-from headrace.gateway.sessions.window import ContextFitting, prompt_messages
-from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.surfaces.dialect.answers import (
-    AnswerHead,
-    ChoiceOutput,
-    Chunks,
-    around_choices,
-    finish_part,
-    outputs_of,
-    usage_body,
-    whole_finish_part,
-)
-from headrace.gateway.surfaces.dialect.field_rule import Surface
+from headrace.gateway.sessions.window import ContextFitting
+from headrace.gateway.surfaces.dialect import parse, schemas
+from headrace.gateway.surfaces.dialect.answers import ChoiceOutput, OpenAIAnswer
+from headrace.gateway.surfaces.dialect.conversation import ConversationFields, check_conversation
+from headrace.gateway.surfaces.dialect.field_table import CHAT
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs
-from headrace.gateway.surfaces.dialect.parse import (
-    check_shared,
-    convert,
-    given_params,
-    lowered_priority,
-    surface_fields,
-    template_messages,
-)
-from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields
-from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs
-from headrace.gateway.surfaces.dialect.structured import requested_grammar
-from headrace.gateway.surfaces.dialect.tools import ChosenTools, ToolDefinition, function_tools, tool_choice
 from headrace.gateway.surfaces.generating import GeneratingSurface
-from headrace.gateway.upstream.generation_request import Conversation, RequestedGrammar
-from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage, ToolCall
+from headrace.gateway.upstream.seam import OutputEvent, Prepared, ToolCall
 
 _encode = msgspec.json.encode
 _NUMBER = attrgetter("number")
 
 
-def _names(parsed: ParsedChat) -> dict[str, str]:
-    request, grammar = parsed
-    names = {"prompt": "messages"}
-    if grammar is not None:
-        names["grammar"] = grammar.field
-    elif request.tools:
-        names["grammar"] = "tools"
-    if request.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    if request.top_logprobs:
-        names["logprobs"] = "top_logprobs"  # a chat's own logprobs is true or false
-    return names
-
-
-def _common(parsed: ParsedChat, principal: Principal) -> ParsedRequest:
-    request, grammar = parsed
-    history = History(template_messages(request.messages))
-    num_top = (request.top_logprobs or 0) if request.logprobs else None
-    tools = function_tools(request.tools)
-    return ParsedRequest(
-        model=request.model,
-        prompt=Conversation(
-            messages=prompt_messages(history),
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            template_kwargs=request.chat_template_kwargs,
-            tools=tools,
-            tool_choice=tool_choice(request.tool_choice, tools, is_parallel=request.parallel_tool_calls),
-            switches=request.switches(),
-            separates_reasoning=request.separates_reasoning,
-            reasoning_fields=request.given(),
-        ),
-        sampling=given_params(request) | {"max_tokens": request.max_tokens, "logprobs": num_top},
-        is_streaming=request.stream,
-        priority=lowered_priority(request.priority, principal.priority),
-        grammar=grammar,
-        has_priority=request.priority is not None,
-        cache_salt=request.cache_salt,
-        history=history,
-        fitting=_fitting(request, principal),
-        cache=CacheControl.of(request.cache),
-        metadata=request.metadata,
-    )
-
-
-def _fitting(request: ChatRequest, principal: Principal) -> ContextFitting:
-    """What the request asks for, else the tenant's option; one that this version does not know means to refuse."""
-    wanted = request.context_fitting or principal.options.get("context_fitting")
-    if wanted is None:
-        return ContextFitting.REFUSE
-    return next((fitting for fitting in ContextFitting if fitting == wanted), ContextFitting.REFUSE)
-
-
-class ChatRequest(ReasoningFields, kw_only=True):
-    messages: list[Message]
-    tools: list[ToolDefinition] = field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
-    parallel_tool_calls: bool = True
+class ChatRequest(ConversationFields, kw_only=True):
     max_completion_tokens: int | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: int | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     context_fitting: str | None = None
 
 
-ParsedChat = tuple[ChatRequest, RequestedGrammar | None]
-"""A chat's body, and what its answer must match."""
+ParsedChat = parse.Parsed[ChatRequest]
 
 
 class FunctionCall(Struct, omit_defaults=True, kw_only=True):
@@ -154,7 +68,7 @@ class AssistantMessage(Struct):
 class ChatChoice(Struct):
     index: int
     message: AssistantMessage
-    logprobs: ChatLogprobs | None
+    logprobs: schemas.ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None = None
 
@@ -163,7 +77,7 @@ class ChatCompletion(schemas.AnswerBody):
     choices: list[ChatChoice]
     usage: schemas.CompletionUsage
     system_fingerprint: str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: schemas.PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(Struct, omit_defaults=True):
@@ -176,7 +90,7 @@ class ChatDelta(Struct, omit_defaults=True):
 class ChatChunkChoice(Struct):
     index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None
+    logprobs: schemas.ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
 
@@ -193,7 +107,12 @@ def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ParsedChat, lis
     Raises InvalidRequest for the first field that is unknown, refused or of a wrong type.
     """
     ignored: dict[str, None] = {}
-    request = convert(surface_fields(body, Surface.CHAT, limits, ignored), ChatRequest)
+    kept = parse.surface_fields(body, CHAT, ignored)
+    check_conversation(kept, limits, ignored)
+    if isinstance(metadata := kept.get("metadata", {}), dict) and not metadata.keys() <= {"session_id"}:
+        ignored["metadata"] = None
+    parse.check_inert("metadata", metadata)
+    request = parse.convert(kept, ChatRequest)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs", "logprobs = true beside it", request.top_logprobs)
     if request.max_completion_tokens is not None:
@@ -202,46 +121,70 @@ def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ParsedChat, lis
                 "max_completion_tokens", f"the same value as max_tokens ({request.max_tokens})", request.max_completion_tokens
             )
         request.max_tokens = request.max_completion_tokens
-    check_shared(request, limits)
     if request.context_fitting is not None and request.context_fitting not in (*ContextFitting,):
         raise InvalidRequest("context_fitting", f"one of {', '.join(ContextFitting)}", request.context_fitting)
-    if "session_id" in request.metadata:
-        checked_session_id(METADATA_FIELD, request.metadata["session_id"])
-    return (request, requested_grammar(request, body, limits)), list(ignored)
+    return (request, parse.checked_grammar(request, body, limits)), list(ignored)
 
 
-TEXT_CHOICE = b'{"index":%d,"delta":{"content":%s},"logprobs":null,"finish_reason":null}'
+def _names(parsed: ParsedChat) -> dict[str, str]:
+    request, grammar = parsed
+    names = {"prompt": "messages"}
+    if grammar is not None:
+        names["grammar"] = grammar.field
+    elif request.tools:
+        names["grammar"] = "tools"
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if request.top_logprobs:
+        names["logprobs"] = "top_logprobs"  # a chat's own logprobs is true or false
+    return names
 
 
-class ChatAnswer:
-    """A `generation.answer_encoder.AnswerEncoder`."""
+def _common(parsed: ParsedChat, principal: Principal) -> ParsedRequest:
+    request, _ = parsed
+    shared = parse.shared_request(parsed, principal, request.conversation())
+    num_top = (request.top_logprobs or 0) if request.logprobs else None
+    return replace(
+        shared,
+        sampling={**shared.sampling, "max_tokens": request.max_tokens, "logprobs": num_top},
+        fitting=_fitting(request, principal),
+        metadata=request.metadata,
+    )
 
-    def __init__(self, request: ChatRequest, prepared: Prepared, head: AnswerHead) -> None:
-        self._head = head
-        self._prepared = prepared
-        self._shows_reasoning = request.shows_reasoning
-        self._num_top = request.top_logprobs or 0
-        self._has_logprobs = request.logprobs
-        self._num_prompt_top = request.prompt_logprobs
-        self._prompt_logprobs = wide_columns()
-        self._outputs = outputs_of(request.n)
-        self._is_opened = [False] * request.n
-        self._chunks = Chunks(head, "chat.completion.chunk", TEXT_CHOICE, request, prepared.prompts)
+
+def _fitting(request: ChatRequest, principal: Principal) -> ContextFitting:
+    """What the request asks for, else the tenant's option; one that this version does not know means to refuse."""
+    wanted = request.context_fitting or principal.options.get("context_fitting")
+    return next((fitting for fitting in ContextFitting if fitting == wanted), ContextFitting.REFUSE)
+
+
+class ChatAnswer(OpenAIAnswer[ChatRequest]):
+    ID_PREFIX, OBJECT, CHUNK_OBJECT = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    TEXT_CHOICE = b'{"index":%d,"delta":{"content":%s},"logprobs":null,"finish_reason":null}'
+
+    def __init__(self, parsed: ParsedChat, prepared: Prepared, generation: Generation) -> None:
+        super().__init__(parsed, prepared, generation)
+        self._shows_reasoning = self._request.shows_reasoning
+
+    def _shown(self, events: Sequence[OutputEvent]) -> Sequence[OutputEvent]:
+        """The events without reasoning, where the client does not want it."""
+        return events if self._shows_reasoning else [event._replace(reasoning="") if event.reasoning else event for event in events]
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
         for event in self._shown(events):
             if not self._is_opened[event.index]:
                 self._is_opened[event.index] = True
-                self._chunks.count(event.index, 0)
+                self._count(event.index, 0)
                 opening = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-                yield self._chunks.chunk(event.index, 0, opening % event.index)
-            self._chunks.count(event.index, event.num_tokens)
+                yield from self._chunk(event.index, 0, (opening % event.index,))
+            if self._counts is not None:
+                self._count(event.index, event.num_tokens)
             has_parts = bool(event.reasoning or event.tool_calls)
-            if has_parts or event.finish is not None or (self._has_logprobs and event.logprobs):
+            if has_parts or event.finish is not None or (event.logprobs and self._request.logprobs):
                 choice = self._choice(event, self._delta_of_parts(event) if has_parts else None)
-                yield from self._chunks.around(event.index, event.place, choice)
+                yield from self._chunk(event.index, event.place, choice)
             elif event.text:
-                yield self._chunks.text(event.index, event.place, event.text)
+                yield self._text_chunk(event.index, event.place, event.text)
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:
         """A delta with the reasoning and the tool calls that were separated from the text, and with the text.
@@ -257,48 +200,22 @@ class ChatAnswer:
     def _choice(self, event: OutputEvent, delta: bytes | None) -> Iterator[bytes]:
         content = delta or (b'{"content":%s}' % _encode(event.text) if event.text or event.finish is None else b"{}")
         yield b'{"index":%d,"delta":%s,"logprobs":' % (event.index, content)
-        yield from chat_logprobs(event.logprobs, self._num_top) if self._has_logprobs and event.logprobs else (b"null",)
-        yield finish_part(event, is_tool_turn=self._outputs[event.index].has_tool_calls and not event.is_call_cut)
-
-    def encode_end(self, usage: TokenUsage) -> bytes:
-        return self._chunks.encode_end(usage)
-
-    def _shown(self, events: Sequence[OutputEvent]) -> Sequence[OutputEvent]:
-        """The events without reasoning, where the client does not want it."""
-        return events if self._shows_reasoning else [event._replace(reasoning="") if event.reasoning else event for event in events]
+        has_logprobs = self._request.logprobs and event.logprobs
+        yield from chat_logprobs(event.logprobs, self._request.top_logprobs or 0) if has_logprobs else (b"null",)
+        yield self._outputs[event.index].finish_part(event)
 
     def add(self, events: Sequence[OutputEvent]) -> None:
-        for event in self._shown(events):
-            self._outputs[event.index].add(event)
-            for page in event.prompt_logprobs if event.index == 0 else ():
-                self._prompt_logprobs.extend(page)
-
-    def encode_body(self, usage: TokenUsage) -> Iterator[bytes]:
-        answer = ChatCompletion(
-            id=self._head.id,
-            object="chat.completion",
-            created=self._head.created,
-            model=self._head.model,
-            choices=[],
-            usage=usage_body(usage, self._head.context),
-            system_fingerprint=self._head.fingerprint,
-        )
-        before, behind = around_choices(answer)
-        for index, output in enumerate(self._outputs):
-            yield b"," if index else before
-            yield from self._whole_choice(index, output)
-        if self._num_prompt_top is None:
-            yield behind
-        else:
-            yield behind[:-1] + b',"prompt_logprobs":'
-            yield from prompt_logprobs(self._prepared.prompts[0], self._prompt_logprobs, self._num_prompt_top)
-            yield b"}"
+        super().add(self._shown(events))
 
     def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]:
-        yield b'{"index":%d,"message":%b,"logprobs":%b' % (index, _encode(_message(output)), b"" if self._has_logprobs else b"null")
-        if self._has_logprobs:
-            yield from chat_logprobs(output.logprobs, self._num_top)
-        yield whole_finish_part(output)
+        yield b'{"index":%d,"message":%b,"logprobs":' % (index, _encode(_message(output)))
+        yield from chat_logprobs(output.logprobs, self._request.top_logprobs or 0) if self._request.logprobs else (b"null",)
+        yield output.finish_part(output.last)
+
+    def _after_choices(self) -> Iterator[bytes]:
+        if self._request.prompt_logprobs is not None:
+            yield b',"prompt_logprobs":'
+            yield from prompt_logprobs(self._prompts[0], self._prompt_logprobs[0], self._request.prompt_logprobs)
 
 
 def _message(output: ChoiceOutput) -> AssistantMessage:
@@ -315,8 +232,14 @@ def _function(call: ToolCall) -> FunctionCall:
     return FunctionCall(name=call.name, arguments=call.arguments)
 
 
-def _answer(parsed: ParsedChat, prepared: Prepared, generation: Generation) -> ChatAnswer:
-    return ChatAnswer(parsed[0], prepared, AnswerHead.of("chatcmpl-", generation))
-
-
-chat_completions = GeneratingSurface(parse_chat, _names, _common, _answer)
+chat_completions = GeneratingSurface(
+    path=CHAT,
+    summary="A conversation's next turn; `stream` for server-sent events.",
+    request=ChatRequest,
+    reply=ChatCompletion,
+    chunk=ChatChunk,
+    parse=parse_chat,
+    names=_names,
+    common=_common,
+    encoder=ChatAnswer,
+)

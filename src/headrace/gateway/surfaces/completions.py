@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from sys import getsizeof
 from typing import Any
 
@@ -11,36 +12,16 @@ from msgspec import UNSET, Struct, UnsetType
 
 from headrace.core.counted import counted
 from headrace.core.errors import InvalidRequest
-from headrace.core.plan import wide_columns
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.config import Limits
-from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.surfaces.dialect.answers import (
-    AnswerHead,
-    ChoiceOutput,
-    Chunks,
-    around_choices,
-    finish_part,
-    outputs_of,
-    usage_body,
-    whole_finish_part,
-)
-from headrace.gateway.surfaces.dialect.field_rule import Surface
+from headrace.gateway.surfaces.dialect import parse, schemas
+from headrace.gateway.surfaces.dialect.answers import ChoiceOutput, OpenAIAnswer
+from headrace.gateway.surfaces.dialect.field_table import COMPLETIONS
 from headrace.gateway.surfaces.dialect.logprobs import EchoedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs
-from headrace.gateway.surfaces.dialect.parse import (
-    check_shared,
-    convert,
-    given_params,
-    lowered_priority,
-    surface_fields,
-)
-from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields
-from headrace.gateway.surfaces.dialect.structured import requested_grammar
 from headrace.gateway.surfaces.generating import GeneratingSurface
-from headrace.gateway.upstream.generation_request import PlainPrompts, RequestedGrammar
+from headrace.gateway.upstream.generation_request import PlainPrompts
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
 
@@ -50,39 +31,7 @@ DEFAULT_MAX_TOKENS = 16
 """`max_tokens` of a request without it: OpenAI's default for completions. A chat may then use what the context leaves."""
 
 
-def _names(parsed: ParsedCompletion) -> dict[str, str]:
-    _, _, grammar = parsed
-    return {} if grammar is None else {"grammar": grammar.field}
-
-
-def _common(parsed: ParsedCompletion, principal: Principal) -> ParsedRequest:
-    request, prompts, grammar = parsed
-    return ParsedRequest(
-        model=request.model,
-        prompt=PlainPrompts(prompts=prompts, add_special_tokens=request.add_special_tokens, needs_text=request.echo),
-        sampling=given_params(request) | _own_params(request),
-        is_streaming=request.stream,
-        priority=lowered_priority(request.priority, principal.priority),
-        grammar=grammar,
-        has_priority=request.priority is not None,
-        cache_salt=request.cache_salt,
-        cache=CacheControl.of(request.cache),
-        logprobs_field="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
-        num_shown=request.n,
-        num_kept_encodings=request.has_echo_logprobs + (request.prompt_logprobs is not None and request.n > 1),
-    )
-
-
-def _own_params(request: CompletionRequest) -> dict[str, Any]:
-    """The sampling parameters whose meaning is that of completions alone."""
-    prompt_logprobs = request.prompt_logprobs
-    if request.has_echo_logprobs and request.logprobs is not None:
-        prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
-    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    return {"logprobs": request.logprobs, "prompt_logprobs": prompt_logprobs, "max_tokens": 1 if request.is_echo_only else max_tokens}
-
-
-class CompletionRequest(SamplingFields, kw_only=True):
+class CompletionRequest(schemas.SamplingFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
     best_of: int | None = None
     echo: bool = False
@@ -103,10 +52,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
 class CompletionChoice(Struct):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None
+    logprobs: schemas.CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: schemas.PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(schemas.AnswerBody):
@@ -117,30 +66,25 @@ class Completion(schemas.AnswerBody):
     usage: schemas.CompletionUsage | UnsetType | None = UNSET
 
 
-Prompts = list[str | list[int]]
-
-
-ParsedCompletion = tuple[CompletionRequest, Prompts, RequestedGrammar | None]
+ParsedCompletion = parse.Parsed[CompletionRequest]
 
 
 def parse_completion(body: dict[str, object], limits: Limits) -> tuple[ParsedCompletion, list[str]]:
-    """The request; its prompts, one entry each: text or token ids; what its answer must match; and the fields that change nothing."""
+    """The request, its prompts as a list; what its answer must match; and the fields that change nothing. Raises InvalidRequest."""
     ignored: dict[str, None] = {}
-    request = convert(surface_fields(body, Surface.COMPLETIONS, limits, ignored), CompletionRequest)
+    request = parse.convert(parse.surface_fields(body, COMPLETIONS, ignored), CompletionRequest)
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of", f"best_of = n ({request.n})", request.best_of, "There is no ranking of discarded sequences.")
     if request.max_tokens == 0 and not request.is_echo_only:
         raise InvalidRequest("max_tokens", "at least 1 (0 only with echo)", 0)
-    prompts = prompt_list(request.prompt)
+    request.prompt = prompts = prompt_list(request.prompt)
     if len(prompts) > limits.max_prompts:
         raise InvalidRequest("prompt", f"at most {counted(limits.max_prompts, 'prompt')}", len(prompts), "Send several requests.")
-    check_shared(request, limits, num_prompts=len(prompts))
-    request.prompt = ""  # it is in `prompts`: a text worker would send a large one back twice
-    return (request, prompts, requested_grammar(request, body, limits)), list(ignored)
+    return (request, parse.checked_grammar(request, body, limits, num_prompts=len(prompts))), list(ignored)
 
 
-def prompt_list(prompt: str | list[Any]) -> Prompts:
-    """OpenAI's four forms of `prompt` as a list of prompts. Raises InvalidRequest for a mixed or empty list."""
+def prompt_list(prompt: str | list[Any]) -> list[Any]:
+    """OpenAI's four forms of `prompt` as a list: of texts, or of lists of token ids. Raises InvalidRequest for a mixed or empty list."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
@@ -152,37 +96,52 @@ def prompt_list(prompt: str | list[Any]) -> Prompts:
     raise InvalidRequest("prompt", rule, prompt, "Lists may not be empty or mixed.")
 
 
-TEXT_CHOICE = b'{"index":%d,"text":%s,"logprobs":null,"finish_reason":null}'
+def _names(parsed: ParsedCompletion) -> dict[str, str]:
+    _, grammar = parsed
+    return {} if grammar is None else {"grammar": grammar.field}
 
 
-class CompletionAnswer:
-    """A `generation.answer_encoder.AnswerEncoder`. Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
+def _common(parsed: ParsedCompletion, principal: Principal) -> ParsedRequest:
+    request, _ = parsed
+    prompts = PlainPrompts(prompts=prompt_list(request.prompt), add_special_tokens=request.add_special_tokens, needs_text=request.echo)
+    shared = parse.shared_request(parsed, principal, prompts)
+    return replace(
+        shared,
+        sampling={**shared.sampling, **_own_params(request)},
+        logprobs_field="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
+        num_shown=request.n,
+        num_kept_encodings=request.has_echo_logprobs + (request.prompt_logprobs is not None and request.n > 1),
+    )
 
-    With max_tokens 0 (echo only) the one token that was generated is not shown.
-    """
 
-    def __init__(self, request: CompletionRequest, prepared: Prepared, head: AnswerHead, hold_json: Callable[[int], None]) -> None:
-        """hold_json: called with the bytes of JSON that are kept for further choices, see `AnswerMemory.hold_json`"""
-        self._request = request
-        self._hold_json = hold_json
-        self._prompts = prepared.prompts
-        self._head = head
-        self._num_top = request.logprobs
-        count = prepared.num_sequences
-        self._outputs = outputs_of(count)
-        self._is_opened = [False] * count
-        self._prompt_logprobs = [wide_columns() for _ in prepared.prompts]
-        self._echoes: dict[int, EchoedLogprobs] = {}
+def _own_params(request: CompletionRequest) -> dict[str, Any]:
+    """The sampling parameters whose meaning is that of completions alone."""
+    prompt_logprobs = request.prompt_logprobs
+    if request.has_echo_logprobs and request.logprobs is not None:
+        prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    return {"logprobs": request.logprobs, "prompt_logprobs": prompt_logprobs, "max_tokens": 1 if request.is_echo_only else max_tokens}
+
+
+class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
+    """With max_tokens 0 (echo only) the one token that was generated is not shown."""
+
+    ID_PREFIX, OBJECT, CHUNK_OBJECT = "cmpl-", "text_completion", "text_completion"
+    TEXT_CHOICE = b'{"index":%d,"text":%s,"logprobs":null,"finish_reason":null}'
+
+    def __init__(self, parsed: ParsedCompletion, prepared: Prepared, generation: Generation) -> None:
+        super().__init__(parsed, prepared, generation)
+        self._echoes: dict[int, tuple[int, EchoedLogprobs]] = {}
+        """By echoed prompt: how many log-probabilities it had, and these, encoded."""
         self._encoded_prompt_logprobs: dict[int, list[bytes]] = {}
-        self._chunks = Chunks(head, "text_completion", TEXT_CHOICE, request, self._prompts)
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
-        self._collect_prompt_logprobs(events)
+        self._keep_prompt_logprobs(events)
         for event in events:
-            self._chunks.count(event.index, 0 if self._request.is_echo_only else event.num_tokens)
-            yield from self._chunk(event)
+            self._count(event.index, 0 if self._request.is_echo_only else event.num_tokens)
+            yield from self._event(event)
 
-    def _chunk(self, event: OutputEvent) -> Iterator[bytes]:
+    def _event(self, event: OutputEvent) -> Iterator[bytes]:
         index = event.index
         text, logprobs = self._shown(event.text, event.logprobs)
         echoed: EchoedLogprobs | None = None
@@ -192,53 +151,31 @@ class CompletionAnswer:
             text = self._prompts[index // self._request.n].text + text
             echoed = yield from self._echoed(index)
         self._is_opened[index] = True
-        if logprobs or echoed:
-            choice = self._choice_with_logprobs(index, text, logprobs, echoed, finish_part(event))
-            yield from self._chunks.around(index, event.place, choice)
-        elif event.finish is not None:
-            yield self._chunks.chunk(
-                index, event.place, b'{"index":%d,"text":%b,"logprobs":null%b' % (index, _encode(text), finish_part(event))
-            )
+        if logprobs or echoed or event.finish is not None:
+            shown = logprobs if logprobs or echoed else None
+            yield from self._chunk(index, event.place, self._choice(index, text, shown, echoed, event))
         elif text:
-            yield self._chunks.text(index, event.place, text)
+            yield self._text_chunk(index, event.place, text)
 
-    def _choice_with_logprobs(
-        self, index: int, text: str, logprobs: Sequence[DecodedLogprobs], echoed: EchoedLogprobs | None, end: bytes
+    def _choice(
+        self, index: int, text: str, logprobs: Sequence[DecodedLogprobs] | None, echoed: EchoedLogprobs | None, event: OutputEvent | None
     ) -> Iterator[bytes]:
-        """A choice with log-probabilities. echoed: log-probabilities of its prompt;  end: the bytes after them"""
-        assert self._num_top is not None
-        yield b'{"index":%d,"text":%b,"logprobs":' % (index, _encode(text))
-        offset = len(self._prompts[index // self._request.n].text) if self._request.echo else 0
-        yield from completion_logprobs(logprobs, self._num_top, offset=offset, prompt=echoed)
-        yield end
+        """logprobs: None for null;  echoed: log-probabilities of its prompt;  event: see `ChoiceOutput.finish_part`"""
+        yield b'{"index":%d,"text":%b' % (index, _encode(text))
+        if (num_top := self._request.prompt_logprobs) is not None:
+            yield b',"prompt_logprobs":'
+            yield from self._encode_prompt_logprobs(index // self._request.n, num_top)
+        yield b',"logprobs":'
+        if logprobs is None or self._request.logprobs is None:
+            yield b"null"
+        else:
+            offset = len(self._prompts[index // self._request.n].text) if self._request.echo else 0
+            yield from completion_logprobs(logprobs, self._request.logprobs, offset=offset, prompt=echoed)
+        yield self._outputs[index].finish_part(event)
 
-    def encode_end(self, usage: TokenUsage) -> bytes:
-        return self._chunks.encode_end(self._billed(usage))
-
-    def _billed(self, usage: TokenUsage) -> TokenUsage:
-        """The usage of the answer. With echo alone the generated token is not part of it."""
-        return usage._replace(completion_tokens=0) if self._request.is_echo_only else usage
-
-    def add(self, events: Sequence[OutputEvent]) -> None:
-        self._collect_prompt_logprobs(events)
-        for event in events:
-            self._outputs[event.index].add(event)
-
-    def encode_body(self, usage: TokenUsage) -> Iterator[bytes]:
-        answer = Completion(
-            id=self._head.id,
-            object="text_completion",
-            created=self._head.created,
-            model=self._head.model,
-            choices=[],
-            system_fingerprint=self._head.fingerprint,
-            usage=usage_body(self._billed(usage)),
-        )
-        before, behind = around_choices(answer)
-        for index, output in enumerate(self._outputs):
-            yield b"," if index else before
-            yield from self._whole_choice(index, output)
-        yield behind
+    def _usage(self, usage: TokenUsage) -> bytes:
+        """With echo alone the generated token is not part of it."""
+        return super()._usage(usage._replace(completion_tokens=0) if self._request.is_echo_only else usage)
 
     def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]:
         text, logprobs = self._shown("".join(output.texts), output.logprobs)
@@ -246,15 +183,7 @@ class CompletionAnswer:
         if self._request.echo:
             text = self._prompts[index // self._request.n].text + text
             echoed = yield from self._echoed(index)
-        end = whole_finish_part(output)
-        if self._num_top is not None:
-            yield from self._choice_with_logprobs(index, text, logprobs, echoed, end[:-1])
-        else:
-            yield b'{"index":%d,"text":%b,"logprobs":null%b' % (index, _encode(text), end[:-1])
-        if self._request.prompt_logprobs is not None:
-            yield b',"prompt_logprobs":'
-            yield from self._encode_prompt_logprobs(index // self._request.n, self._request.prompt_logprobs)
-        yield b"}"
+        yield from self._choice(index, text, logprobs, echoed, output.last)
 
     def _encode_prompt_logprobs(self, number: int, num_top: int) -> Iterator[bytes]:
         """The prompt's log-probabilities. Where several choices show them they are encoded once and kept."""
@@ -265,7 +194,7 @@ class CompletionAnswer:
         made = []
         for piece in prompt_logprobs(self._prompts[number], self._prompt_logprobs[number], num_top):
             if self._request.n > 1:
-                self._hold_json(getsizeof(piece))
+                self._memory.hold_json(getsizeof(piece))
                 made.append(piece)
             yield piece
         self._encoded_prompt_logprobs[number] = made
@@ -273,32 +202,32 @@ class CompletionAnswer:
     def _shown(self, text: str, logprobs: Sequence[DecodedLogprobs]) -> tuple[str, Sequence[DecodedLogprobs]]:
         if self._request.is_echo_only:
             return "", ()
-        return text, () if self._num_top is None else logprobs
+        return text, () if self._request.logprobs is None else logprobs
 
     def _echoed(self, index: int) -> Generator[bytes, None, EchoedLogprobs | None]:
         """Log-probabilities of the echoed prompt, where the request has logprobs; encoded once per prompt. Yields empty pieces between
         pages, so that the encoding can be interrupted.
         """
-        if self._num_top is None:
+        if self._request.logprobs is None:
             return None
         number = index // self._request.n
-        made = self._echoes.get(number)
-        if made is None:
-            made = self._echoes[number] = yield from echo_logprobs(self._prompts[number], self._prompt_logprobs[number], self._num_top)
-            self._hold_json(sum(getsizeof(piece) for column in made for piece in column))
+        columns = self._prompt_logprobs[number]
+        num_encoded, made = self._echoes.get(number, (-1, ()))
+        if num_encoded != len(columns):
+            made = yield from echo_logprobs(self._prompts[number], columns, self._request.logprobs)
+            self._echoes[number] = len(columns), made
+            self._memory.hold_json(sum(getsizeof(piece) for column in made for piece in column))
         return made
 
-    def _collect_prompt_logprobs(self, events: Sequence[OutputEvent]) -> None:
-        """Keep the log-probabilities of a prompt that the first of its sequences has; the other sequences may have them again."""
-        for event in events:
-            number, index = divmod(event.index, self._request.n)
-            for page in event.prompt_logprobs if index == 0 else ():
-                self._prompt_logprobs[number].extend(page)
-                self._echoes.pop(number, None)
 
-
-def _answer(parsed: ParsedCompletion, prepared: Prepared, generation: Generation) -> CompletionAnswer:
-    return CompletionAnswer(parsed[0], prepared, AnswerHead.of("cmpl-", generation), generation.memory.hold_json)
-
-
-completions = GeneratingSurface(parse_completion, _names, _common, _answer)
+completions = GeneratingSurface(
+    path=COMPLETIONS,
+    summary="Text or token ids continued; `stream` for server-sent events.",
+    request=CompletionRequest,
+    reply=Completion,
+    chunk=Completion,
+    parse=parse_completion,
+    names=_names,
+    common=_common,
+    encoder=CompletionAnswer,
+)

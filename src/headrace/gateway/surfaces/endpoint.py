@@ -1,21 +1,40 @@
-"""The form of a row in `surfaces.routes`: one method of one path, its handler, its types and whether it wants a key."""
+"""The form of a row in `surfaces.routes`, and how its handler reads what a client sent: the query, and the body of a POST."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import cache
+from typing import Any, Generic, TypeVar, get_type_hints
 from urllib.parse import parse_qsl
 
+import msgspec
+
 from headrace.core.errors import InvalidRequest
+from headrace.gateway.access.budget import RequestHeld
+from headrace.gateway.cache.replays import IDEMPOTENCY_KEY
+from headrace.gateway.generation.event_log import LAST_EVENT_ID
+from headrace.gateway.generation.kept_streams import body_digest
+from headrace.gateway.generation.service import Service
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.framing import OPENAI, Framing
-from headrace.gateway.surfaces.dialect.field_rule import Surface
-from headrace.gateway.surfaces.generating import GeneratingSurface
+from headrace.gateway.http.json_border import Caps, decode_object
+from headrace.gateway.sessions.names import RAW_HEADER
 
+T = TypeVar("T")
 HandlerT = TypeVar("HandlerT", covariant=True)
+
+MAX_INLINE_BYTES = 16 << 10
+"""Bytes of the largest body that is parsed on the event loop, which takes 4 ms at worst; handing it to a text worker takes a quarter of a
+millisecond."""
+
+MAX_INLINE_GBNF_BYTES = 2 << 10
+"""The same for a body that may hold a grammar in GBNF, which is rewritten as Lark: that takes 2 us per byte at worst."""
+
+_GBNF_MARKS = (b"::=", b"\\u003")
+"""What every body with a grammar in GBNF has: its sign for a rule, or an escape that one of the sign's characters may be written as."""
 
 Parse = Callable[[dict[str, object], Limits], Any]
 """A decoded body -> the surface's own request, and the fields that change nothing."""
@@ -29,15 +48,6 @@ class QueryParameter:
     summary: str
 
 
-def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str) -> dict[str, str]:
-    """Parameter -> value. Raises InvalidRequest for one that is not there: a misspelt one would ask for something else than was meant."""
-    query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True))
-    for name in query:
-        if all(name != parameter.name for parameter in parameters):
-            raise InvalidRequest(name, rule)
-    return query
-
-
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[HandlerT]):
     """One method of one path.
@@ -49,8 +59,9 @@ class Endpoint(Generic[HandlerT]):
     reply       wire type of the answer; None: the answer has no wire type, see media_type
     chunk       wire type of a stream's events, where the body's `stream` asks for them
     query       parameters that it reads; without any it ignores what stands behind `?`
-    parse       of its body, where the handler is no surface that generates; None: it reads none
-    fields      the body's rows of the field table; None: it has none
+    parse       of its body, which a text worker knows by its name; None: it reads none
+    framing     of its API
+    generates   headrace_requests_total counts its requests
     has_limits  it does work for its caller without generating, and its requests count in the caller's limits on requests
     is_public   wants no key and answers under every Host, or without one over HTTP/1.0: the probes and the front page alone
     is_quiet    machines ask it every second: a completed answer has no line in the request log
@@ -67,25 +78,12 @@ class Endpoint(Generic[HandlerT]):
     media_type: str = "application/json"
     query: tuple[QueryParameter, ...] = ()
     parse: Parse | None = None
-    fields: Surface | None = None
+    framing: Framing = OPENAI
+    generates: bool = False
     has_limits: bool = False
     is_public: bool = False
     is_quiet: bool = False
     may_be_503: bool = False
-
-    @property
-    def generates(self) -> bool:
-        """Whether headrace_requests_total counts its requests."""
-        return isinstance(self.handler, GeneratingSurface)
-
-    @property
-    def parser(self) -> Parse | None:
-        """Reads a large body in a text worker, which knows it by its name."""
-        return self.handler.parse if isinstance(self.handler, GeneratingSurface) else self.parse
-
-    @property
-    def framing(self) -> Framing:
-        return self.handler.framing if isinstance(self.handler, GeneratingSurface) else OPENAI
 
     @property
     def shown_path(self) -> str:
@@ -95,3 +93,41 @@ class Endpoint(Generic[HandlerT]):
     @property
     def path_params(self) -> list[str]:
         return re.findall(r"{(\w+)}", self.shown_path)
+
+
+def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str) -> dict[str, str]:
+    """Parameter -> value. Raises InvalidRequest for one that is not there: a misspelt one would ask for something else than was meant."""
+    query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+    for name in query:
+        if all(name != parameter.name for parameter in parameters):
+            raise InvalidRequest(name, rule)
+    return query
+
+
+async def parsed_body(
+    service: Service, exchange: Exchange, held: RequestHeld, parse: Callable[[dict[str, object], Limits], tuple[T, list[str]]]
+) -> T:
+    """The request in a body. Fields that change nothing go to `exchange.ignored`. Raises what reading, decoding and `parse` raise.
+
+    held   counts the bytes of the body as they arrive; the parsed request is taken to be as large and not counted again
+    parse  of a row of `surfaces.routes`: a text worker parses a large body and sends the request back
+    """
+    limits = service.config.limits
+    body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.prompts.add)
+    if exchange.header(LAST_EVENT_ID) is not None or exchange.header(IDEMPOTENCY_KEY) is not None:
+        sessions = [value for name, value in exchange.headers if name == RAW_HEADER]
+        exchange.body_digest = body_digest(exchange.scope["path"], body, sessions)
+    if len(body) <= MAX_INLINE_GBNF_BYTES or (len(body) <= MAX_INLINE_BYTES and not any(mark in body for mark in _GBNF_MARKS)):
+        made, ignored = parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
+        exchange.ignored += ignored
+        return made
+    async with exchange.watching():
+        _, tail = await exchange.unless_ended(service.text_pool.parse_body(parse.__name__, body, tenant=exchange.principal.tenant))
+    made, ignored = _decoder(parse).decode(tail)
+    exchange.ignored += ignored
+    return made
+
+
+@cache
+def _decoder(parse: Callable[..., object]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(get_type_hints(parse)["return"])

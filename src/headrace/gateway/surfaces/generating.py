@@ -1,4 +1,4 @@
-"""What makes a surface that generates: how its body is read, and how events become its answer.
+"""What makes a surface that generates: its path and types, how its body is read, and how events become its answer.
 
 A whole one of another API: tests/gateway/test_another_surface.py. An encoder numbers its events only where it uses `Generation.event_log`.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.answer_encoder import AnswerEncoder
 from headrace.gateway.generation.generation import Generation
@@ -18,17 +19,19 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.framing import OPENAI, Framing
-from headrace.gateway.surfaces.body import parsed
-from headrace.gateway.surfaces.dialect.parse import FieldsAsWritten
+from headrace.gateway.surfaces.dialect.parse import error_as_written
+from headrace.gateway.surfaces.endpoint import Endpoint, parsed_body
 from headrace.gateway.upstream.seam import Prepared
 
 RequestT = TypeVar("RequestT")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratingSurface(Generic[RequestT]):
     """The handler of one path.
 
+    path     where the field table has rows of it (`dialect.field_table`), these are the fields of its body
+    request, reply, chunk  wire types of its body, of its answer, and of a stream's events
     parse    of the decoded body: the surface's own request, and the fields that change nothing
     names    fields of `ParsedRequest` -> the names that this client used
     common   the request as every surface has it
@@ -36,16 +39,41 @@ class GeneratingSurface(Generic[RequestT]):
     framing  of its errors and pings, and where its clients put the key
     """
 
+    path: str
+    summary: str
+    request: type
+    reply: type
+    chunk: type
     parse: Callable[[dict[str, object], Limits], tuple[RequestT, list[str]]]
     names: Callable[[RequestT], Mapping[str, str]]
     common: Callable[[RequestT, Principal], ParsedRequest]
     encoder: Callable[[RequestT, Prepared, Generation], AnswerEncoder]
     framing: Framing = OPENAI
 
+    @property
+    def endpoint(self) -> Endpoint[GeneratingSurface[RequestT]]:
+        """Its row."""
+        return Endpoint(
+            "POST",
+            self.path,
+            self,
+            self.summary,
+            request=self.request,
+            reply=self.reply,
+            chunk=self.chunk,
+            parse=self.parse,
+            framing=self.framing,
+            generates=True,
+        )
+
     async def __call__(self, service: Service, exchange: Exchange) -> None:
         tenant = exchange.principal.tenant
         with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as held:
-            request = await parsed(service, exchange, held, self.parse)
-            with FieldsAsWritten(self.names(request)):
+            request = await parsed_body(service, exchange, held, self.parse)
+            try:
                 generation = Generation(service, exchange, held, self.common(request, exchange.principal))
                 await generate(generation, lambda prepared: self.encoder(request, prepared, generation))
+            except InvalidRequest as error:
+                if (renamed := error_as_written(error, self.names(request))) is None:
+                    raise
+                raise renamed from error

@@ -1,23 +1,58 @@
-"""/openapi.json: OpenAPI 3.1, made from the endpoint table, the field table and the wire types, so that it agrees with the code."""
+"""/openapi.json: OpenAPI 3.1, made from the endpoint table, the field table, the wire types, `core.sampling` and the limits of this server,
+so that it agrees with the code.
+
+Schemas of requests are as strict as the checks of each field alone. They have no rules between fields, none that depend on the model
+(vocabulary, context, template), and not the class of the key. They bound the characters of `stop`, whose bytes the check counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 import headrace
+from headrace.core.grammar import MAX_GRAMMAR_BYTES
+from headrace.core.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS, Bound
+from headrace.core.tools import FUNCTION_NAME, MAX_TOOLS
+from headrace.gateway.cache.control import MAX_CACHE_S
 from headrace.gateway.http.config import Limits
-from headrace.gateway.http.errors import TABLE, ErrorBody
-from headrace.gateway.surfaces.dialect.field_rule import Inside
-from headrace.gateway.surfaces.dialect.request_schemas import messages_schema, object_schema
+from headrace.gateway.http.errors import TABLE
+from headrace.gateway.sessions.names import SESSION_ID
+from headrace.gateway.sessions.window import ContextFitting
+from headrace.gateway.surfaces.dialect.conversation import MAX_PARTS
+from headrace.gateway.surfaces.dialect.field_table import (
+    CHAT,
+    COMPLETIONS,
+    MAX_INERT_CHARS,
+    MAX_METADATA,
+    RULES,
+    FieldRule,
+    Inside,
+    Treatment,
+)
+from headrace.gateway.surfaces.dialect.parse import MAX_CACHE_SALT_CHARS, PRIORITIES
+from headrace.gateway.surfaces.dialect.structured import FORMATS
+from headrace.gateway.surfaces.dialect.tools import MAX_CALLS
 from headrace.gateway.surfaces.endpoint import Endpoint
 
 _REF = "#/components/schemas/{name}"
 _JSON = "application/json"
 _ERRORS = sorted({str(row.status) for _, row in TABLE if row.status != 499})
 
+Schema = dict[str, Any]
+
+TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_INERT_TEXT: Schema = {"type": "string", "maxLength": MAX_INERT_CHARS}
+_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
+_FUNCTION_NAME: Schema = {"type": "string", "pattern": f"^{FUNCTION_NAME.pattern}$"}
+_SESSION_ID: Schema = {"type": "string", "pattern": f"^{SESSION_ID.pattern}$"}
+_SCALAR: Schema = {"type": ["string", "number", "boolean", "null"]}
+_GRAMMAR: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_BYTES, "pattern": r"\S"}
+_CHOICE: Schema = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
+_JSON_SCHEMA: Schema = {"anyOf": [{"type": "object"}, {**_GRAMMAR, "contentMediaType": "application/json"}]}
+_CACHE_S: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_CACHE_S}
 
 _INSIDE = {
     "Message": Inside.MESSAGE,
@@ -51,7 +86,10 @@ def document(endpoints: Sequence[Endpoint[object]], limits: Limits) -> bytes:
             "openapi": "3.1.0",
             "info": {"title": "Headrace", "version": headrace.__version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
             "paths": paths,
-            "components": {"schemas": _schemas(endpoints, limits), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+            "components": {
+                "schemas": _schemas(endpoints, limits),
+                "securitySchemes": {_key(row): row.framing.security_scheme for row in endpoints},
+            },
         }
     )
 
@@ -68,7 +106,7 @@ def _operation(endpoint: Endpoint[object]) -> dict[str, Any]:
     if endpoint.request is not None:
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(endpoint.request)}}}
     if not endpoint.is_public:
-        operation["security"] = [{"key": []}, {}]
+        operation["security"] = [{_key(endpoint): []}, {}]
     return operation
 
 
@@ -81,24 +119,156 @@ def _responses(endpoint: Endpoint[object]) -> dict[str, Any]:
     if endpoint.chunk is not None:
         responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     for status in _ERRORS:
-        responses[status] = {"description": "Error", "content": {_JSON: {"schema": _ref(ErrorBody)}}}
+        responses[status] = {"description": "Error", "content": {_JSON: {"schema": _ref(endpoint.framing.error_type)}}}
     if endpoint.may_be_503:
         responses["503"] = {"description": "Not now; the body says why.", "content": content}
     return responses
 
 
 def _schemas(endpoints: Sequence[Endpoint[object]], limits: Limits) -> dict[str, Any]:
-    kinds = [kind for row in endpoints for kind in (row.request, row.reply, row.chunk) if kind is not None]
-    _, components = msgspec.json.schema_components([*dict.fromkeys([ErrorBody, *kinds])], ref_template=_REF)
-    for row in endpoints:
-        if row.request is not None and row.fields is not None:
-            name = row.request.__name__
-            components[name] = object_schema(components[name], row.fields, limits)
-    for name, place in _INSIDE.items():
-        components[name] = object_schema(components[name], place, limits)
-    components["TokenizeRequest"]["properties"]["messages"] = {"anyOf": [messages_schema(limits), {"type": "null"}]}
+    kinds = [kind for row in endpoints for kind in (row.framing.error_type, row.request, row.reply, row.chunk) if kind is not None]
+    _, components = msgspec.json.schema_components(list(dict.fromkeys(kinds)), ref_template=_REF)
+    places: dict[str, str] = {row.request.__name__: row.path for row in endpoints if row.request is not None and row.path in RULES}
+    for name, place in (places | _INSIDE).items():
+        components[name] = _object_schema(components[name], place, limits)
+    components["TokenizeRequest"]["properties"]["messages"] = {"anyOf": [_messages(limits), {"type": "null"}]}
     return dict(components)
+
+
+def _key(endpoint: Endpoint[object]) -> str:
+    """Name of the scheme by which a path wants its key."""
+    return endpoint.framing.key_header.decode()
 
 
 def _ref(kind: type) -> dict[str, str]:
     return {"$ref": _REF.format(name=kind.__name__)}
+
+
+# ------------------------------------------------------------------------------------------------------------------------ requests
+
+
+def _object_schema(given: Schema, place: str, limits: Limits) -> Schema:
+    """The schema of an object whose fields are the rows of `place`.
+
+    given  the schema of its wire type: types and defaults of the honoured fields
+    """
+    bounded = {**({} if isinstance(place, Inside) else _bounds(limits)), **_bounds_at(limits).get(place, {})}
+    properties = {
+        name: _described(_value_schema(rule, given, bounded), rule, is_required=name in given.get("required", ()))
+        for name, rule in RULES[place].items()
+    }
+    return {**given, "properties": properties, "additionalProperties": False}
+
+
+def _value_schema(rule: FieldRule, given: Schema, bounded: Mapping[str, Schema]) -> Schema:
+    if rule.treatment is Treatment.REFUSED:
+        return {"enum": list(rule.off)}
+    if rule.treatment is Treatment.INERT:
+        return {} if rule.is_any else _metadata() if rule.name == "metadata" else _INERT_TEXT
+    made: Schema = given["properties"][rule.name]
+    if rule.name not in bounded:
+        return made
+    return _or_off(bounded[rule.name], rule) | ({"default": made["default"]} if "default" in made else {})
+
+
+def _or_off(schema: Schema, rule: FieldRule) -> Schema:
+    """`schema`, or one of the values that ask for nothing."""
+    if not rule.off:
+        return schema
+    return {"enum": [*rule.off, *schema["enum"]]} if "enum" in schema else {"anyOf": [schema, {"enum": list(rule.off)}]}
+
+
+def _described(schema: Schema, rule: FieldRule, *, is_required: bool) -> Schema:
+    says = {Treatment.HONOURED: "", Treatment.INERT: "No effect. ", Treatment.REFUSED: f"Not served: only {rule.off_words}. "}
+    return {**(schema if is_required else _or_null(schema)), "description": says[rule.treatment] + rule.note}
+
+
+def _or_null(schema: Schema) -> Schema:
+    """null means absent."""
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], None]}
+    if isinstance(kind := schema.get("type"), str):
+        return {**schema, "type": [kind, "null"]}
+    if any(each == {"type": "null"} for each in schema.get("anyOf", ())):
+        return schema
+    outside = {key: value for key, value in schema.items() if key == "default"}
+    inside = {key: value for key, value in schema.items() if key != "default"}
+    return {"anyOf": [inside, {"type": "null"}], **outside}
+
+
+def _bounds(limits: Limits) -> dict[str, Schema]:
+    """Schemas of a body's honoured fields that have bounds beyond their types."""
+    numbers = {name: _number(bound) for name, bound in BOUNDS.items()}
+    return numbers | {
+        "max_completion_tokens": numbers["max_tokens"],
+        "top_logprobs": numbers["logprobs"],
+        "best_of": numbers["n"],
+        "stop": {"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOP, "items": _STOP}]},
+        "stop_token_ids": {"type": "array", "maxItems": MAX_STOP_TOKEN_IDS, "items": TOKEN_ID},
+        "logit_bias": {
+            "type": "object",
+            "maxProperties": MAX_LOGIT_BIAS,
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        "priority": {"enum": list(PRIORITIES)},
+        "cache_salt": {"type": "string", "maxLength": MAX_CACHE_SALT_CHARS},
+        "messages": _messages(limits),
+        "prompt": _prompt(limits),
+        "tools": _list_of("ToolDefinition", MAX_TOOLS),
+        "chat_template_kwargs": {"type": "object", "additionalProperties": _SCALAR},
+        "context_fitting": {"enum": list(ContextFitting)},
+        "metadata": _metadata(session_id=_SESSION_ID),
+        **dict.fromkeys(("guided_json", "json_schema"), _JSON_SCHEMA),
+        **dict.fromkeys(("guided_regex", "guided_grammar", "regex", "ebnf", "grammar"), _GRAMMAR),
+        "guided_choice": _CHOICE,
+        "format": {"anyOf": [{"enum": ["json"]}, {"type": "object"}]},
+    }
+
+
+def _bounds_at(limits: Limits) -> dict[str, dict[str, Schema]]:
+    """The same for objects in a body, and for what one body bounds otherwise than the rest. Schemas say the size in characters of what an
+    answer must match; the check counts the bytes.
+    """
+    function = {"name": _FUNCTION_NAME, "parameters": {"type": "object", "properties": {"type": {"enum": ["object"]}}}}
+    content = {"anyOf": [{"type": "string"}, _list_of("TextPart", MAX_PARTS)]}
+    return {
+        CHAT: {"logprobs": {"type": "boolean"}},
+        COMPLETIONS: {"max_tokens": _number(BOUNDS["max_tokens"]) | {"minimum": 0}},
+        Inside.MESSAGE: {"content": content, "tool_calls": _list_of("EarlierCall", MAX_CALLS)},
+        Inside.FUNCTION: function,
+        Inside.CHOSEN_FUNCTION: {"name": _FUNCTION_NAME},
+        Inside.RESPONSE_FORMAT: {"type": {"enum": list(FORMATS)}, "schema": _JSON_SCHEMA},
+        Inside.JSON_SCHEMA: {"schema": _JSON_SCHEMA},
+        Inside.CACHE: {"ttl": _CACHE_S, "s-maxage": _CACHE_S},
+        Inside.STRUCTURED_OUTPUTS: {"json": _JSON_SCHEMA, "regex": _GRAMMAR, "choice": _CHOICE, "grammar": _GRAMMAR},
+    }
+
+
+def _messages(limits: Limits) -> Schema:
+    return {"type": "array", "minItems": 1, "maxItems": limits.max_messages, "items": {"$ref": "#/components/schemas/Message"}}
+
+
+def _list_of(name: str, most: int) -> Schema:
+    return {"type": "array", "maxItems": most, "items": {"$ref": f"#/components/schemas/{name}"}}
+
+
+def _prompt(limits: Limits) -> Schema:
+    several = {"type": "array", "minItems": 1, "maxItems": limits.max_prompts}
+    ids = {"type": "array", "minItems": 1, "items": TOKEN_ID}
+    return {"anyOf": [{"type": "string"}, {**several, "items": {"type": "string"}}, ids, {**several, "items": ids}]}
+
+
+def _number(bound: Bound) -> Schema:
+    low = "exclusiveMinimum" if bound.is_low_outside else "minimum"
+    return {"type": "integer" if bound.kind is int else "number", low: bound.low, "maximum": bound.high}
+
+
+def _metadata(**properties: Schema) -> Schema:
+    return {
+        "type": "object",
+        **({"properties": properties} if properties else {}),
+        "maxProperties": MAX_METADATA,
+        "propertyNames": {"maxLength": MAX_INERT_CHARS},
+        "additionalProperties": _INERT_TEXT,
+    }

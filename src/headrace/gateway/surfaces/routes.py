@@ -12,7 +12,6 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces import chat, completions, docs_page, front_page, models, openapi, probes, sessions, tokenize, usage
-from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.endpoint import Endpoint
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
@@ -23,26 +22,8 @@ async def openapi_json(service: Service, exchange: Exchange) -> None:
 
 
 ENDPOINTS: tuple[Endpoint[Handler], ...] = (
-    Endpoint(
-        "POST",
-        "/v1/chat/completions",
-        chat.chat_completions,
-        "A conversation's next turn; `stream` for server-sent events.",
-        request=chat.ChatRequest,
-        reply=chat.ChatCompletion,
-        chunk=chat.ChatChunk,
-        fields=Surface.CHAT,
-    ),
-    Endpoint(
-        "POST",
-        "/v1/completions",
-        completions.completions,
-        "Text or token ids continued; `stream` for server-sent events.",
-        request=completions.CompletionRequest,
-        reply=completions.Completion,
-        chunk=completions.Completion,
-        fields=Surface.COMPLETIONS,
-    ),
+    chat.chat_completions.endpoint,
+    completions.completions.endpoint,
     Endpoint(
         "GET",
         "/v1/models",

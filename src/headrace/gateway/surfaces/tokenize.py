@@ -10,10 +10,10 @@ from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.surfaces.body import parsed
-from headrace.gateway.surfaces.dialect.parse import checked_messages, convert, template_messages
-from headrace.gateway.surfaces.dialect.schemas import Message
+from headrace.gateway.surfaces.dialect.conversation import Message, checked_messages, template_messages
+from headrace.gateway.surfaces.dialect.parse import convert
 from headrace.gateway.surfaces.dialect.tools import ToolDefinition, checked_tools, function_tools
+from headrace.gateway.surfaces.endpoint import parsed_body
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 from headrace.gateway.upstream.served_models import ServedModel
 
@@ -70,7 +70,7 @@ def parse_detokenize(body: dict[str, object], limits: Limits) -> tuple[Detokeniz
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """vLLM's /tokenize: a prompt or a conversation as token ids. vLLM's bench reads token_strs, so they are there unless declined."""
     with service.memory.open(exchange.principal.tenant) as held:
-        await _tokenize(service, exchange, held, await parsed(service, exchange, held, parse_tokenize))
+        await _tokenize(service, exchange, held, await parsed_body(service, exchange, held, parse_tokenize))
 
 
 async def _tokenize(service: Service, exchange: Exchange, held: RequestHeld, request: TokenizeRequest) -> None:
@@ -87,7 +87,7 @@ async def _tokenize(service: Service, exchange: Exchange, held: RequestHeld, req
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
     with service.memory.open(exchange.principal.tenant) as held:
-        await _detokenize(service, exchange, held, await parsed(service, exchange, held, parse_detokenize))
+        await _detokenize(service, exchange, held, await parsed_body(service, exchange, held, parse_detokenize))
 
 
 async def _detokenize(service: Service, exchange: Exchange, held: RequestHeld, request: DetokenizeRequest) -> None:

@@ -23,7 +23,7 @@ from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.fits import check_fits
 from headrace.text.folder import TextModel
 
-PARSERS: Mapping[str, Parse] = {row.parser.__name__: row.parser for row in ENDPOINTS if row.parser is not None}
+PARSERS: Mapping[str, Parse] = {row.parse.__name__: row.parse for row in ENDPOINTS if row.parse is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ async def fit_context(generation: Generation, call_next: Callable[[], Awaitable[
         generation.model.upstream,
         generation.facts(),
         fitting,
-        generation.parsed.history,
+        generation.history,
         max_context_tokens=generation.exchange.principal.tier.max_context_tokens,
         open_stream=lambda prepared: _side_stream(generation, prepared),
     )

@@ -51,9 +51,9 @@ async def take_turn(generation: Generation, call_next: Callable[[], Awaitable[Pr
     _check_one_line(parsed, parsed.prompt)
     key = retry_key(exchange, service.config.idempotency)
     turn = await generation.ends.enter_async_context(opened_turn(service.sessions, exchange, session_id, retry_key=key))
-    history = turn.conversation(parsed.history.messages, max_messages=service.config.limits.max_messages)
+    history = generation.history = turn.conversation(parsed.prompt.messages, max_messages=service.config.limits.max_messages)
     generation.held.prompts.add(turn.check_size(history))
-    generation.parsed = replace(parsed, prompt=replace(parsed.prompt, messages=prompt_messages(history)), history=history)
+    generation.parsed = replace(parsed, prompt=replace(parsed.prompt, messages=prompt_messages(history)))
     generation.preferred_replica = turn.preferred_replica(generation.model.name)
     prepared = await call_next()
     if not generation.is_replayed:
@@ -181,7 +181,7 @@ class SessionTurn:
 
     async def _keep(self, generation: Generation, answer: TurnRecorder, replica: str | None) -> None:
         """Store the messages that made the prompt, and the answer. Raises as `Sessions.keep`."""
-        history = generation.parsed.history if generation.fitted is None else generation.fitted.history
+        history = generation.history if generation.fitted is None else generation.fitted.history
         messages = [*(_kept(message) for message in history.messages), answer.message()]
         now, stored = int(self._sessions.unix_time()), self._found.stored
         turn = StoredSession(

@@ -6,49 +6,23 @@ A chunk is assembled from bytes: everything that is constant over a stream (id, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, Generic
 
 import msgspec
-from msgspec import Struct
 
 from headrace.core.finish import FINISH_WORDS, FinishReason
-from headrace.gateway.generation.event_log import EventLog
+from headrace.core.plan import wide_columns
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.http.sse import DONE
-from headrace.gateway.sessions.fitting import Fitted
 from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.upstream.seam import OutputEvent, PreparedPrompt, TokenUsage, ToolCall
+from headrace.gateway.surfaces.dialect.parse import FieldsT, Parsed
+from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerHead:
-    """What every part of an answer repeats: the answer's id, the time of its creation, the model and its fingerprint.
-
-    event_log  numbers a stream's events; None: they have no ids
-    context    how the conversation was shortened; None: it was not
-    """
-
-    id: str
-    created: int
-    model: str
-    fingerprint: str | None
-    event_log: EventLog | None = None
-    context: schemas.ContextUsage | None = None
-
-    @classmethod
-    def of(cls, prefix: str, generation: Generation) -> AnswerHead:
-        return cls(
-            id=f"{prefix}{generation.answer_id}",
-            created=generation.created,
-            model=generation.shown_model,
-            fingerprint=generation.model.upstream.fingerprint,
-            event_log=generation.event_log,
-            context=None if generation.fitted is None else context_usage(generation.fitted),
-        )
 
 
 @dataclass(slots=True)
@@ -58,23 +32,15 @@ class ChoiceOutput:
     logprobs        log-probabilities; a new part begins where the vocabulary of the token ids changes
     tool_pieces     pieces of tool calls, by the call's number
     has_tool_calls  set in a stream too, where tool calls are not collected
-    is_call_cut, is_filtered  as in `OutputEvent`
+    last            the sequence's last event, once it has come
     """
 
     logprobs: list[DecodedLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    finish: FinishReason | None = None
-    stop_reason: int | str | None = None
     reasoning: list[str] = field(default_factory=list)
     tool_pieces: dict[int, list[ToolCall]] = field(default_factory=dict)
     has_tool_calls: bool = False
-    is_call_cut: bool = False
-    is_filtered: bool = False
-
-    @property
-    def finish_word(self) -> str:
-        is_tool_turn = self.has_tool_calls and not self.is_call_cut
-        return finish_word(self.finish or FinishReason.STOP, is_tool_turn=is_tool_turn, is_filtered=self.is_filtered)
+    last: OutputEvent | None = None
 
     def add(self, event: OutputEvent) -> None:
         self.texts.append(event.text)
@@ -88,61 +54,76 @@ class ChoiceOutput:
             self.has_tool_calls = True
             self.tool_pieces.setdefault(piece.number, []).append(piece)
         if event.finish is not None:
-            self.finish, self.stop_reason = event.finish, event.stop_reason
-            self.is_call_cut, self.is_filtered = event.is_call_cut, event.is_filtered
+            self.last = event
 
     @property
     def tool_calls(self) -> list[ToolCall]:
         """The calls in the order in which they began, their pieces joined."""
         return [ToolCall.joined(pieces) for pieces in self.tool_pieces.values()]
 
+    def finish_part(self, event: OutputEvent | None) -> bytes:
+        """The end of a choice's object: finish_reason, and beside it stop_reason. event: in a stream the chunk's, else the last one
 
-def outputs_of(count: int) -> list[ChoiceOutput]:
-    """The choices of one answer, empty."""
-    return [ChoiceOutput() for _ in range(count)]
+        A sequence that stopped after complete tool calls waits for the tools' answers: its finish_reason is tool_calls.
+        """
+        if event is None or event.finish is None:
+            return b',"finish_reason":null}'
+        word = FINISH_WORDS[event.finish]
+        if event.finish is FinishReason.STOP and event.is_filtered:
+            word = "content_filter"
+        elif event.finish is FinishReason.STOP and self.has_tool_calls and not event.is_call_cut:
+            word = "tool_calls"
+        return b',"finish_reason":"%b","stop_reason":%b}' % (word.encode(), _encode(event.stop_reason))
 
 
-class Chunks:
-    """The constant parts of a stream's chunks."""
+class OpenAIAnswer(ABC, Generic[FieldsT]):
+    """A `generation.answer_encoder.AnswerEncoder` in OpenAI's words. A subclass says how a choice looks.
 
-    __slots__ = (
-        "_after_text",
-        "_before_texts",
-        "_choice_end",
-        "_context",
-        "_counts",
-        "_head",
-        "_include_usage",
-        "_log",
-        "_n",
-        "_prompts",
-        "_tail",
-    )
+    Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
+    """
 
-    def __init__(
-        self, head: AnswerHead, kind: str, text_choice: bytes, request: schemas.SamplingFields, prompts: Sequence[PreparedPrompt]
-    ) -> None:
-        """text_choice: a choice with text alone, as a format of its index and the text's JSON"""
-        num_sequences = request.n * len(prompts)
+    ID_PREFIX: ClassVar[str]
+    OBJECT: ClassVar[str]
+    CHUNK_OBJECT: ClassVar[str]
+    TEXT_CHOICE: ClassVar[bytes]
+    """A choice with text alone, as a format of its index and the text's JSON."""
+
+    def __init__(self, parsed: Parsed[FieldsT], prepared: Prepared, generation: Generation) -> None:
+        request = self._request = parsed[0]
+        self._prompts, self._memory = prepared.prompts, generation.memory
+        self._log, self._fitted = generation.event_log, generation.fitted
+        num_sequences = request.n * len(prepared.prompts)
+        self._outputs = [ChoiceOutput() for _ in range(num_sequences)]
+        self._is_opened = [False] * num_sequences
+        self._prompt_logprobs = [wide_columns() for _ in prepared.prompts]
         options = request.stream_options or schemas.StreamOptions()
         self._include_usage = options.include_usage
-        self._counts: list[int] | None = [0] * num_sequences if options.continuous_usage_stats else None
-        self._n, self._prompts = request.n, prompts
-        self._log, self._context = head.event_log, head.context
-        shared = {"id": head.id, "object": kind, "created": head.created, "model": head.model, "system_fingerprint": head.fingerprint}
-        self._head = b"data: " + _encode(shared)[:-1] + b',"choices":['
-        before_text, after_text = text_choice.split(b"%s")
+        self._counts = [0] * num_sequences if options.continuous_usage_stats else None
+        head = {
+            "id": f"{self.ID_PREFIX}{generation.answer_id}",
+            "object": self.CHUNK_OBJECT if request.stream else self.OBJECT,
+            "created": generation.created,
+            "model": generation.shown_model,
+            "system_fingerprint": generation.model.upstream.fingerprint,
+        }
+        self._head = (b"data: " if request.stream else b"") + _encode(head)[:-1] + b',"choices":['
+        before_text, after_text = self.TEXT_CHOICE.split(b"%s")
         self._before_texts = [self._head + before_text % index for index in range(num_sequences)]
         self._choice_end = after_text + b"]"
         self._end_with(b',"usage":null}\n\n' if self._include_usage else b"}\n\n")
 
-    def count(self, index: int, num_new: int) -> None:
+    # -- a stream ------------------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]: ...
+
+    def _count(self, index: int, num_new: int) -> None:
         """Count `num_new` tokens of choice `index`, whose chunks come next. With continuous_usage_stats these have the usage of this choice
         and its prompt alone, as vLLM has it.
         """
         if self._counts is None:
             return
-        prompt = self._prompts[index // self._n].num_tokens or 0
+        prompt = self._prompts[index // self._request.n].num_tokens or 0
         completion = self._counts[index] = self._counts[index] + num_new
         self._end_with(b',"usage":%b}\n\n' % _encode(schemas.CompletionUsage(prompt, completion, prompt + completion)))
 
@@ -150,7 +131,7 @@ class Chunks:
         self._tail = tail
         self._after_text = self._choice_end + tail
 
-    def text(self, index: int, place: int, text: str) -> bytes:
+    def _text_chunk(self, index: int, place: int, text: str) -> bytes:
         """A chunk with the text of one choice alone, as most chunks are. place: `OutputEvent.place`"""
         log = self._log
         if log is None:
@@ -159,62 +140,55 @@ class Chunks:
         entries.append(place * log.num_sequences + index)
         return b"%b%d\n%b%b%b" % (log.prefix, len(entries), self._before_texts[index], _encode(text), self._after_text)
 
-    def chunk(self, index: int, place: int, choice: bytes) -> bytes:
-        return b"".join((self._line(index, place), self._head, choice, b"]", self._tail))
-
-    def around(self, index: int, place: int, choice: Iterable[bytes]) -> Iterator[bytes]:
-        """`chunk` of a choice that comes in pieces, each made when it is asked for."""
-        yield self._line(index, place)
+    def _chunk(self, index: int, place: int, choice: Iterable[bytes]) -> Iterator[bytes]:
+        """A chunk of a choice that comes in pieces, each made when it is asked for."""
+        yield b"" if self._log is None else self._log.line(index, place)
         yield self._head
         yield from choice
         yield b"]"
         yield self._tail
 
-    def _line(self, index: int, place: int) -> bytes:
-        return b"" if self._log is None else self._log.line(index, place)
-
     def encode_end(self, usage: TokenUsage) -> bytes:
         if not self._include_usage or (self._log is not None and self._log.is_usage_seen):
             return DONE
         line = b"" if self._log is None else self._log.usage_line()
-        return b"".join((line, self._head, b'],"usage":', _encode(usage_body(usage, self._context)), b"}\n\n", DONE))
+        return b"".join((line, self._head, b'],"usage":', self._usage(usage), b"}\n\n", DONE))
 
+    # -- a whole answer ------------------------------------------------------------------------------------------------------------
 
-def usage_body(usage: TokenUsage, context: schemas.ContextUsage | None = None) -> schemas.CompletionUsage:
-    prompt, completion, cached, reasoning = usage[:4]
-    made = schemas.CompletionUsage(prompt, completion, prompt + completion, schemas.PromptTokensDetails(cached))
-    if reasoning:
-        made.completion_tokens_details = schemas.CompletionTokensDetails(reasoning)
-    if context is not None:
-        made.context = context
-    return made
+    def add(self, events: Sequence[OutputEvent]) -> None:
+        self._keep_prompt_logprobs(events)
+        for event in events:
+            self._outputs[event.index].add(event)
 
+    def _keep_prompt_logprobs(self, events: Sequence[OutputEvent]) -> None:
+        """The log-probabilities of a prompt that the first of its sequences has; the other sequences may have them again."""
+        for event in events:
+            if event.prompt_logprobs and event.index % self._request.n == 0:
+                for page in event.prompt_logprobs:
+                    self._prompt_logprobs[event.index // self._request.n].extend(page)
 
-def context_usage(fitted: Fitted) -> schemas.ContextUsage:
-    return schemas.ContextUsage(fitted.fitting, fitted.num_dropped, fitted.usage.prompt_tokens, fitted.usage.completion_tokens)
+    def encode_body(self, usage: TokenUsage) -> Iterator[bytes]:
+        yield self._head
+        for index, output in enumerate(self._outputs):
+            yield b"," if index else b""
+            yield from self._whole_choice(index, output)
+        yield b'],"usage":' + self._usage(usage)
+        yield from self._after_choices()
+        yield b"}"
 
+    @abstractmethod
+    def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]: ...
 
-def finish_part(event: OutputEvent, *, is_tool_turn: bool = False) -> bytes:
-    if event.finish is None:
-        return b',"finish_reason":null}'
-    word = finish_word(event.finish, is_tool_turn=is_tool_turn, is_filtered=event.is_filtered)
-    return b',"finish_reason":"%s","stop_reason":%s}' % (word.encode(), _encode(event.stop_reason))
+    def _after_choices(self) -> Iterator[bytes]:
+        """Further fields of a whole answer."""
+        return iter(())
 
-
-def whole_finish_part(output: ChoiceOutput) -> bytes:
-    """The end of a choice's object in a whole answer: finish_reason and stop_reason."""
-    return b',"finish_reason":"%b","stop_reason":%b}' % (output.finish_word.encode(), _encode(output.stop_reason))
-
-
-def finish_word(finish: FinishReason, *, is_tool_turn: bool, is_filtered: bool) -> str:
-    """OpenAI's finish_reason. A sequence that stopped after complete tool calls waits for the tools' answers: tool_calls."""
-    if finish is not FinishReason.STOP:
-        return FINISH_WORDS[finish]
-    return "content_filter" if is_filtered else "tool_calls" if is_tool_turn else FINISH_WORDS[finish]
-
-
-def around_choices(answer: Struct) -> tuple[bytes, bytes]:
-    """The bytes of a whole answer before and after its choices. answer: with an empty list of choices"""
-    # Quotes inside JSON strings are escaped, so these bytes are the field and no text.
-    before, mark, behind = _encode(answer).partition(b'"choices":[')
-    return before + mark, behind
+    def _usage(self, usage: TokenUsage) -> bytes:
+        prompt, completion, cached, reasoning = usage[:4]
+        made = schemas.CompletionUsage(prompt, completion, prompt + completion, schemas.PromptTokensDetails(cached))
+        if reasoning:
+            made.completion_tokens_details = schemas.CompletionTokensDetails(reasoning)
+        if (fitted := self._fitted) is not None:
+            made.context = schemas.ContextUsage(fitted.fitting, fitted.num_dropped, *fitted.usage[:2])
+        return _encode(made)

@@ -1,35 +1,83 @@
 """Every field that a request may have, and its treatment. Checks, the table in docs/api.md and /openapi.json are made from these rows.
 
-A field that is in no row is refused by name.
+    honoured   does what it says, or the request is refused
+    inert      has no effect on an answer by nature; accepted, checked for size, otherwise unused
+    refused    belongs to an API that clients know, and is not served (yet): accepted only with a value that means "off" or "as usual"
+
+A field that is in no row is refused by name. Every field that was accepted and changed nothing is named in the answer's
+`x-headrace-ignored`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 
 from headrace.core.grammar import MAX_GRAMMAR_BYTES
-from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Place, Surface, Treatment
 
-BOTH: tuple[Place, ...] = (Surface.CHAT, Surface.COMPLETIONS)
-CHAT: tuple[Place, ...] = (Surface.CHAT,)
-COMPLETIONS: tuple[Place, ...] = (Surface.COMPLETIONS,)
-MESSAGE: tuple[Place, ...] = (Inside.MESSAGE,)
-CALL: tuple[Place, ...] = (Inside.CALL,)
-CALLED_FUNCTION: tuple[Place, ...] = (Inside.CALLED_FUNCTION,)
-TOOL: tuple[Place, ...] = (Inside.TOOL,)
-FUNCTION: tuple[Place, ...] = (Inside.FUNCTION,)
-TOOL_CHOICE: tuple[Place, ...] = (Inside.TOOL_CHOICE,)
-CHOSEN_FUNCTION: tuple[Place, ...] = (Inside.CHOSEN_FUNCTION,)
-ALLOWED_TOOLS: tuple[Place, ...] = (Inside.ALLOWED_TOOLS,)
-ALLOWED_TOOL: tuple[Place, ...] = (Inside.ALLOWED_TOOL,)
-REASONING: tuple[Place, ...] = (Inside.REASONING,)
-THINKING: tuple[Place, ...] = (Inside.THINKING,)
-PART: tuple[Place, ...] = (Inside.PART,)
-STREAM_OPTIONS: tuple[Place, ...] = (Inside.STREAM_OPTIONS,)
-RESPONSE_FORMAT: tuple[Place, ...] = (Inside.RESPONSE_FORMAT,)
-JSON_SCHEMA: tuple[Place, ...] = (Inside.JSON_SCHEMA,)
-STRUCTURED_OUTPUTS: tuple[Place, ...] = (Inside.STRUCTURED_OUTPUTS,)
-CACHE: tuple[Place, ...] = (Inside.CACHE,)
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BOTH = (CHAT, COMPLETIONS)
+"""Bodies are known by the path that takes them."""
+
+
+class Treatment(StrEnum):
+    HONOURED = "honoured"
+    INERT = "inert"
+    REFUSED = "refused unless default"
+
+
+class Inside(StrEnum):
+    """An object in a body, by its name in documentation and in `x-headrace-ignored`."""
+
+    MESSAGE = "messages[]"
+    PART = "messages[].content[]"
+    CALL = "messages[].tool_calls[]"
+    CALLED_FUNCTION = "messages[].tool_calls[].function"
+    STREAM_OPTIONS = "stream_options"
+    TOOL = "tools[]"
+    FUNCTION = "tools[].function"
+    TOOL_CHOICE = "tool_choice"
+    CHOSEN_FUNCTION = "tool_choice.function"
+    ALLOWED_TOOLS = "tool_choice.allowed_tools"
+    ALLOWED_TOOL = "tool_choice.allowed_tools.tools[]"
+    REASONING = "reasoning"
+    THINKING = "thinking"
+    RESPONSE_FORMAT = "response_format"
+    JSON_SCHEMA = "response_format.json_schema"
+    STRUCTURED_OUTPUTS = "structured_outputs"
+    CACHE = "cache"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """One row.
+
+    places  paths of the bodies that may have the field, and objects in a body (`Inside`)
+    note    the rule of an honoured or inert field, or why a refused one is refused and what to do instead
+    off     values that ask for nothing, accepted like null. A refused field accepts no other values
+    is_any  an inert field whose value may be anything
+    """
+
+    name: str
+    places: tuple[str, ...]
+    treatment: Treatment
+    note: str
+    off: tuple[object, ...] = ()
+    is_any: bool = False
+
+    def is_off(self, value: object) -> bool:
+        """By JSON's equality: 1 and 1.0 are one number, true is none."""
+        return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
+
+    @property
+    def off_words(self) -> str:
+        """The values that mean off, in words."""
+        shown = ["absent", "null", *map(json.dumps, self.off)]
+        return ", ".join(shown[:-1]) + " or " + shown[-1]
+
 
 MAX_INERT_CHARS = 512
 """Characters of an inert field's value, and of each key and value of `metadata`."""
@@ -52,21 +100,13 @@ _SHORT_TEXT = f"A string of at most {MAX_INERT_CHARS} characters."
 _EPHEMERAL = ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"})
 
 
-def _honoured(name: str, places: tuple[Place, ...], note: str, *off: object) -> FieldRule:
-    return FieldRule(name, places, Treatment.HONOURED, note, off)
+def _row(treatment: Treatment, name: str, places: str | tuple[str, ...], note: str, *off: object, is_any: bool = False) -> FieldRule:
+    return FieldRule(name, (places,) if isinstance(places, str) else places, treatment, note, off, is_any)
 
 
-def _inert(name: str, note: str = _SHORT_TEXT, places: tuple[Place, ...] = BOTH) -> FieldRule:
-    return FieldRule(name, places, Treatment.INERT, note)
-
-
-def _unread(name: str, place: tuple[Place, ...], note: str) -> FieldRule:
-    """An inert field of which not even the value is checked."""
-    return FieldRule(name, place, Treatment.INERT, f"{note} Any value.", is_any=True)
-
-
-def _refused(name: str, places: tuple[Place, ...], note: str, *off: object) -> FieldRule:
-    return FieldRule(name, places, Treatment.REFUSED, note, off)
+_honoured, _inert, _refused = (partial(_row, treatment) for treatment in Treatment)
+_unread = partial(_inert, is_any=True)
+"""An inert field of which not even the value is checked."""
 
 
 _SERVED = (
@@ -127,41 +167,43 @@ _SERVED = (
 )
 
 _MESSAGES = (
-    _honoured("role", MESSAGE, "system, developer (treated as system), user, assistant or tool; required."),
-    _honoured("content", MESSAGE, "A string or a list of text parts; required, but for an assistant's message with tool_calls."),
-    _honoured("name", MESSAGE, "Handed to the template; most do not show it to the model, the bundled one among them."),
-    _honoured("tool_calls", MESSAGE, "An assistant's calls of an earlier turn, at most 128; refused where the template shows none.", []),
-    _honoured("tool_call_id", MESSAGE, "Of the call that a message of role tool answers. Handed to the template."),
-    _honoured("reasoning_content", MESSAGE, "An assistant's reasoning of an earlier turn, for templates that read it.", ""),
-    _honoured("reasoning", MESSAGE, "Another name of reasoning_content; if both are given they must agree.", ""),
-    _unread("parsed", MESSAGE, "What the official client's `parse` made of an earlier answer."),
-    _refused("refusal", MESSAGE, "Answers hold none.", ""),
-    _refused("audio", MESSAGE, _TEXT_ONLY),
-    _refused("function_call", MESSAGE, "Send tool_calls."),
-    _refused("annotations", MESSAGE, "Answers hold none.", []),
-    _refused("reasoning_details", MESSAGE, _ONLY_CONTENT, []),
-    _refused("thinking_blocks", MESSAGE, _ONLY_CONTENT, []),
-    _refused("provider_specific_fields", MESSAGE, "There are none here.", {}, {"refusal": None}),
-    _refused("prefix", MESSAGE, "Use continue_final_message.", False),
-    _refused("cache_control", MESSAGE, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
-    _honoured("type", PART, '"text"; required.'),
-    _honoured("text", PART, "A string; required."),
-    _refused("cache_control", PART, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
-    _refused("prompt_cache_breakpoint", PART, "Equal beginnings are cached without marks.", {"mode": "explicit"}),
-    _honoured("id", CALL, "A string. Handed to the template."),
-    _honoured("type", CALL, '"function", also where absent.'),
-    _honoured("function", CALL, "What was called; required."),
-    _unread("index", CALL, "The call's number in the stream that it came from."),
-    _honoured("name", CALLED_FUNCTION, "A string; required."),
-    _unread("parsed_arguments", CALLED_FUNCTION, "What the official client's `parse` made of the arguments."),
+    _honoured("role", Inside.MESSAGE, "system, developer (treated as system), user, assistant or tool; required."),
+    _honoured("content", Inside.MESSAGE, "A string or a list of text parts; required, but for an assistant's message with tool_calls."),
+    _honoured("name", Inside.MESSAGE, "Handed to the template; most do not show it to the model, the bundled one among them."),
+    _honoured(
+        "tool_calls", Inside.MESSAGE, "An assistant's calls of an earlier turn, at most 128; refused where the template shows none.", []
+    ),
+    _honoured("tool_call_id", Inside.MESSAGE, "Of the call that a message of role tool answers. Handed to the template."),
+    _honoured("reasoning_content", Inside.MESSAGE, "An assistant's reasoning of an earlier turn, for templates that read it.", ""),
+    _honoured("reasoning", Inside.MESSAGE, "Another name of reasoning_content; if both are given they must agree.", ""),
+    _unread("parsed", Inside.MESSAGE, "What the official client's `parse` made of an earlier answer. Any value."),
+    _refused("refusal", Inside.MESSAGE, "Answers hold none.", ""),
+    _refused("audio", Inside.MESSAGE, _TEXT_ONLY),
+    _refused("function_call", Inside.MESSAGE, "Send tool_calls."),
+    _refused("annotations", Inside.MESSAGE, "Answers hold none.", []),
+    _refused("reasoning_details", Inside.MESSAGE, _ONLY_CONTENT, []),
+    _refused("thinking_blocks", Inside.MESSAGE, _ONLY_CONTENT, []),
+    _refused("provider_specific_fields", Inside.MESSAGE, "There are none here.", {}, {"refusal": None}),
+    _refused("prefix", Inside.MESSAGE, "Use continue_final_message.", False),
+    _refused("cache_control", Inside.MESSAGE, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
+    _honoured("type", Inside.PART, '"text"; required.'),
+    _honoured("text", Inside.PART, "A string; required."),
+    _refused("cache_control", Inside.PART, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
+    _refused("prompt_cache_breakpoint", Inside.PART, "Equal beginnings are cached without marks.", {"mode": "explicit"}),
+    _honoured("id", Inside.CALL, "A string. Handed to the template."),
+    _honoured("type", Inside.CALL, '"function", also where absent.'),
+    _honoured("function", Inside.CALL, "What was called; required."),
+    _unread("index", Inside.CALL, "The call's number in the stream that it came from. Any value."),
+    _honoured("name", Inside.CALLED_FUNCTION, "A string; required."),
+    _unread("parsed_arguments", Inside.CALLED_FUNCTION, "What the official client's `parse` made of the arguments. Any value."),
     _honoured(
         "arguments",
-        CALLED_FUNCTION,
+        Inside.CALLED_FUNCTION,
         "A JSON object as a string; empty is an object without members. Any other string reaches the chat template as it is.",
     ),
-    _honoured("include_usage", STREAM_OPTIONS, "A last chunk with usage."),
-    _honoured("continuous_usage_stats", STREAM_OPTIONS, "Usage in every chunk, of its choice so far; needs include_usage."),
-    _refused("include_obfuscation", STREAM_OPTIONS, "Chunks are not padded.", False),
+    _honoured("include_usage", Inside.STREAM_OPTIONS, "A last chunk with usage."),
+    _honoured("continuous_usage_stats", Inside.STREAM_OPTIONS, "Usage in every chunk, of its choice so far; needs include_usage."),
+    _refused("include_obfuscation", Inside.STREAM_OPTIONS, "Chunks are not padded.", False),
 )
 
 _TOOLS = (
@@ -173,20 +215,20 @@ _TOOLS = (
         "What required, a function and allowed_tools force, the grammar of the model's format guarantees.",
     ),
     _honoured("parallel_tool_calls", CHAT, "false: at most one call in an output; default true."),
-    _honoured("type", TOOL, '"function", also where absent.'),
-    _honoured("function", TOOL, "Required."),
-    _honoured("name", FUNCTION, "1..64 letters, digits, _ and -, not twice; required."),
-    _honoured("description", FUNCTION, "For the model."),
-    _honoured("parameters", FUNCTION, "JSON Schema of an object; without it the function takes no arguments."),
-    _honoured("strict", FUNCTION, "true: arguments follow the schema, also with auto. The model is not shown it."),
-    _honoured("type", TOOL_CHOICE, '"function", also where absent, or "allowed_tools".'),
-    _honoured("function", TOOL_CHOICE, "Required where the type is function."),
-    _honoured("allowed_tools", TOOL_CHOICE, "Required where the type is allowed_tools."),
-    _honoured("name", CHOSEN_FUNCTION, "A function of tools; required."),
-    _honoured("mode", ALLOWED_TOOLS, "auto or required; required."),
-    _honoured("tools", ALLOWED_TOOLS, "At least one: the functions of tools that may be called. The model is shown all."),
-    _honoured("type", ALLOWED_TOOL, '"function", also where absent.'),
-    _honoured("function", ALLOWED_TOOL, "Required; has the name of a function of tools."),
+    _honoured("type", Inside.TOOL, '"function", also where absent.'),
+    _honoured("function", Inside.TOOL, "Required."),
+    _honoured("name", Inside.FUNCTION, "1..64 letters, digits, _ and -, not twice; required."),
+    _honoured("description", Inside.FUNCTION, "For the model."),
+    _honoured("parameters", Inside.FUNCTION, "JSON Schema of an object; without it the function takes no arguments."),
+    _honoured("strict", Inside.FUNCTION, "true: arguments follow the schema, also with auto. The model is not shown it."),
+    _honoured("type", Inside.TOOL_CHOICE, '"function", also where absent, or "allowed_tools".'),
+    _honoured("function", Inside.TOOL_CHOICE, "Required where the type is function."),
+    _honoured("allowed_tools", Inside.TOOL_CHOICE, "Required where the type is allowed_tools."),
+    _honoured("name", Inside.CHOSEN_FUNCTION, "A function of tools; required."),
+    _honoured("mode", Inside.ALLOWED_TOOLS, "auto or required; required."),
+    _honoured("tools", Inside.ALLOWED_TOOLS, "At least one: the functions of tools that may be called. The model is shown all."),
+    _honoured("type", Inside.ALLOWED_TOOL, '"function", also where absent.'),
+    _honoured("function", Inside.ALLOWED_TOOL, "Required; has the name of a function of tools."),
 )
 
 _REASONING = (
@@ -206,34 +248,34 @@ _REASONING = (
     _honoured("include_reasoning", CHAT, "false: reasoning that is separated from the text is left out of the answer; default true."),
     _honoured("separate_reasoning", CHAT, "SGLang's. false: reasoning stays in the text; default true."),
     _honoured("reasoning_format", CHAT, "llama.cpp's: none leaves reasoning in the text; auto (the default) and deepseek separate it."),
-    _honoured("effort", REASONING, "As reasoning_effort."),
-    _honoured("enabled", REASONING, f"true or false, {_SAME_SWITCH}."),
-    _honoured("exclude", REASONING, "true: as include_reasoning false."),
-    _refused("max_tokens", REASONING, _BUDGET),
-    _honoured("type", THINKING, "enabled or disabled; required."),
-    _refused("budget_tokens", THINKING, _BUDGET),
+    _honoured("effort", Inside.REASONING, "As reasoning_effort."),
+    _honoured("enabled", Inside.REASONING, f"true or false, {_SAME_SWITCH}."),
+    _honoured("exclude", Inside.REASONING, "true: as include_reasoning false."),
+    _refused("max_tokens", Inside.REASONING, _BUDGET),
+    _honoured("type", Inside.THINKING, "enabled or disabled; required."),
+    _refused("budget_tokens", Inside.THINKING, _BUDGET),
 )
 
 _STRUCTURED = (
     _honoured("response_format", BOTH, "The answer is JSON, by a schema if there is one; text asks for nothing.", {"type": "text"}),
-    _honoured("type", RESPONSE_FORMAT, "text, json_object or json_schema; required."),
-    _honoured("json_schema", RESPONSE_FORMAT, "Required with type json_schema."),
-    _honoured("schema", RESPONSE_FORMAT, f"The schema itself, as llama.cpp takes it. {_SCHEMA}"),
-    _honoured("schema", JSON_SCHEMA, f"{_SCHEMA} Required."),
-    _inert("name", places=JSON_SCHEMA),
-    _inert("description", places=JSON_SCHEMA),
-    _refused("strict", JSON_SCHEMA, "The schema binds the answer with or without it.", True, False),
+    _honoured("type", Inside.RESPONSE_FORMAT, "text, json_object or json_schema; required."),
+    _honoured("json_schema", Inside.RESPONSE_FORMAT, "Required with type json_schema."),
+    _honoured("schema", Inside.RESPONSE_FORMAT, f"The schema itself, as llama.cpp takes it. {_SCHEMA}"),
+    _honoured("schema", Inside.JSON_SCHEMA, f"{_SCHEMA} Required."),
+    _inert("name", Inside.JSON_SCHEMA, _SHORT_TEXT),
+    _inert("description", Inside.JSON_SCHEMA, _SHORT_TEXT),
+    _refused("strict", Inside.JSON_SCHEMA, "The schema binds the answer with or without it.", True, False),
     _honoured("structured_outputs", BOTH, "vLLM's: exactly one of json, regex, choice, grammar and json_object."),
-    _honoured("json", STRUCTURED_OUTPUTS, _SCHEMA),
-    _honoured("regex", STRUCTURED_OUTPUTS, _REGEX),
-    _honoured("choice", STRUCTURED_OUTPUTS, "The answer is one of these texts."),
-    _honoured("grammar", STRUCTURED_OUTPUTS, _GRAMMAR),
-    _honoured("json_object", STRUCTURED_OUTPUTS, "true: the answer is a JSON object."),
-    _refused("structural_tag", STRUCTURED_OUTPUTS, "Use a grammar in Lark, which may hold JSON schemas (%json)."),
-    _refused("whitespace_pattern", STRUCTURED_OUTPUTS, _WHITESPACE),
-    _refused("disable_any_whitespace", STRUCTURED_OUTPUTS, _WHITESPACE, False),
-    _refused("disable_additional_properties", STRUCTURED_OUTPUTS, "Say additionalProperties: false in the schema.", False),
-    _refused("disable_fallback", STRUCTURED_OUTPUTS, "There is one backend.", True, False),
+    _honoured("json", Inside.STRUCTURED_OUTPUTS, _SCHEMA),
+    _honoured("regex", Inside.STRUCTURED_OUTPUTS, _REGEX),
+    _honoured("choice", Inside.STRUCTURED_OUTPUTS, "The answer is one of these texts."),
+    _honoured("grammar", Inside.STRUCTURED_OUTPUTS, _GRAMMAR),
+    _honoured("json_object", Inside.STRUCTURED_OUTPUTS, "true: the answer is a JSON object."),
+    _refused("structural_tag", Inside.STRUCTURED_OUTPUTS, "Use a grammar in Lark, which may hold JSON schemas (%json)."),
+    _refused("whitespace_pattern", Inside.STRUCTURED_OUTPUTS, _WHITESPACE),
+    _refused("disable_any_whitespace", Inside.STRUCTURED_OUTPUTS, _WHITESPACE, False),
+    _refused("disable_additional_properties", Inside.STRUCTURED_OUTPUTS, "Say additionalProperties: false in the schema.", False),
+    _refused("disable_fallback", Inside.STRUCTURED_OUTPUTS, "There is one backend.", True, False),
     _honoured("guided_json", BOTH, f"{_SCHEMA} vLLM's older name, like the next three."),
     _honoured("guided_regex", BOTH, _REGEX),
     _honoured("guided_choice", BOTH, "The answer is one of these texts."),
@@ -248,11 +290,11 @@ _STRUCTURED = (
 )
 
 _OPENAI = (
-    _inert("user"),
-    _inert("safety_identifier"),
-    _inert("prompt_cache_key", f"{_SHORT_TEXT} Prefixes are found by content."),
+    _inert("user", BOTH, _SHORT_TEXT),
+    _inert("safety_identifier", BOTH, _SHORT_TEXT),
+    _inert("prompt_cache_key", BOTH, f"{_SHORT_TEXT} Prefixes are found by content."),
     _honoured("metadata", CHAT, f"{_METADATA} `session_id` names the session (docs/sessions.md); other entries have no effect."),
-    _inert("metadata", _METADATA, COMPLETIONS),
+    _inert("metadata", COMPLETIONS, _METADATA),
     _refused("store", BOTH, "Answers are not stored.", False),
     _refused("service_tier", BOTH, "Classes come with the API key; see priority.", "auto", "default"),
     _refused("functions", CHAT, _FUNCTIONS, []),
@@ -269,7 +311,7 @@ _OPENAI = (
 )
 
 _VLLM = (
-    _inert("session_id"),
+    _inert("session_id", BOTH, _SHORT_TEXT),
     _refused("mm_processor_kwargs", BOTH, _TEXT_ONLY, {}),
     _refused("media_io_kwargs", CHAT, _TEXT_ONLY, {}),
     _refused("mm_payload", BOTH, _TEXT_ONLY, "tensors"),
@@ -359,11 +401,11 @@ _LITELLM = (
         "Of the response cache ([caches.md](caches.md)), where that is on. true: use it although the answer is drawn at random. "
         "false: neither take nor keep an answer. Or an object.",
     ),
-    _honoured("use-cache", CACHE, "true: as `cache` true."),
-    _honoured("no-cache", CACHE, "true: compute the answer, whatever is kept."),
-    _honoured("no-store", CACHE, "true: do not keep the answer."),
-    _honoured("ttl", CACHE, "Seconds that the answer is kept, at most what the server's configuration says."),
-    _honoured("s-maxage", CACHE, "Seconds: only an answer that is at most as old is taken."),
+    _honoured("use-cache", Inside.CACHE, "true: as `cache` true."),
+    _honoured("no-cache", Inside.CACHE, "true: compute the answer, whatever is kept."),
+    _honoured("no-store", Inside.CACHE, "true: do not keep the answer."),
+    _honoured("ttl", Inside.CACHE, "Seconds that the answer is kept, at most what the server's configuration says."),
+    _honoured("s-maxage", Inside.CACHE, "Seconds: only an answer that is at most as old is taken."),
     _refused("guardrails", BOTH, "Nothing is moderated here.", []),
     _refused("safe_prompt", CHAT, "Put your own words into a system message.", False),
     _refused("random_seed", BOTH, "Use seed."),
@@ -387,3 +429,8 @@ GROUPS: Mapping[str, tuple[FieldRule, ...]] = {
 """Rows by the API that they come from, in the order of the documentation."""
 
 TABLE: tuple[FieldRule, ...] = tuple(rule for rules in GROUPS.values() for rule in rules)
+
+RULES: Mapping[str, Mapping[str, FieldRule]] = {
+    place: {rule.name: rule for rule in TABLE if place in rule.places} for place in {each for rule in TABLE for each in rule.places}
+}
+"""Place -> the rows of its fields, by name."""

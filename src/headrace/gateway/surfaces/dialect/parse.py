@@ -1,14 +1,15 @@
-"""A decoded body -> a request that cannot be wrong. Types by msgspec, fields by `dialect.fields`, rules by `core.sampling`.
+"""A decoded body -> a request that cannot be wrong, as far as several surfaces share it.
 
-What several surfaces share. Nothing here depends on the model: `upstream.tokens` adds the model's own defaults.
+Fields are those of `dialect.field_table`: honoured ones are kept, ones that change nothing are named, the rest is refused. msgspec checks
+types, `core.sampling` has the rules of parameters. Nothing here depends on the model: `upstream.tokens` adds the model's own defaults.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,25 +18,26 @@ from headrace.core.counted import counted
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import FROM_MODEL, check_bound
+from headrace.gateway.access.principal import Principal
+from headrace.gateway.cache.control import CacheControl
+from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.config import Limits
-from headrace.gateway.surfaces.dialect.field_rule import Inside, Surface
-from headrace.gateway.surfaces.dialect.fields import check_inert, honoured_fields, unknown_field
-from headrace.gateway.surfaces.dialect.reasoning import checked_reasoning
-from headrace.gateway.surfaces.dialect.schemas import Message, SamplingFields
-from headrace.gateway.surfaces.dialect.tools import checked_calls, checked_choice, checked_tools
+from headrace.gateway.surfaces.dialect.field_table import MAX_INERT_CHARS, MAX_METADATA, RULES, TABLE, Inside, Treatment
+from headrace.gateway.surfaces.dialect.schemas import SamplingFields
+from headrace.gateway.surfaces.dialect.structured import requested_grammar
+from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
 
 T = TypeVar("T", bound=msgspec.Struct)
+FieldsT = TypeVar("FieldsT", bound=SamplingFields)
+
+Parsed = tuple[FieldsT, RequestedGrammar | None]
+"""A body's fields, and what its answer must match."""
 
 MAX_CACHE_SALT_CHARS = 256
 REQUIRED = "a value (it is required)"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-PLAIN_MESSAGE, PLAIN_PART = {"role", "content"}, {"type", "text"}
-"""The fields of nearly every message and part, which need no look-up in the field table."""
 
-MAX_PARTS = 4096
-"""Content parts of all messages of a request together: a part costs more memory than its bytes."""
-
-AS_GIVEN: tuple[str, ...] = (
+AS_GIVEN = (
     "n",
     "presence_penalty",
     "frequency_penalty",
@@ -44,8 +46,10 @@ AS_GIVEN: tuple[str, ...] = (
     "ignore_eos",
     "logit_bias",
     "prompt_logprobs",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
 )
-AS_GIVEN += ("include_stop_str_in_output", "skip_special_tokens")
+"""Sampling parameters that are handed on as they are."""
 
 _as_given_of, _from_model_of = attrgetter(*AS_GIVEN), attrgetter(*FROM_MODEL)
 
@@ -72,39 +76,21 @@ PRIORITIES: Mapping[int | str, PriorityClass] = {member.name.lower(): member for
 """Values of a body's `priority`. 0, vLLM's default, is none of them: it asks for nothing."""
 
 
-class FieldsAsWritten:
-    """Renames the field of an InvalidRequest that is raised inside to the name that this client used for it."""
+def error_as_written(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest | None:
+    """The error with the name that this client used for the field; None where that is the field's own.
 
-    __slots__ = ("_names",)
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        """names: `prompt`, `max_tokens`, `logprobs` or `grammar`, as rules below this floor name them -> the client's name"""
-        self._names = names
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        name = self._names.get(error.field) if isinstance(error, InvalidRequest) else None
-        if name is None or not isinstance(error, InvalidRequest):
-            return
-        limit, remedy = error.limit, error.remedy
-        if error.field not in ("prompt", "grammar"):  # rules use these as plain words, too
-            limit, remedy = limit.replace(error.field, name), remedy.replace(error.field, name)
-        raise type(error)(name, limit, error.given, remedy) from error
-
-
-def given_params(request: SamplingFields) -> dict[str, Any]:
-    """The sampling parameters that both surfaces name alike, by the names of `SamplingParams`. Those of FROM_MODEL that the client left out
-    are left out.
+    names  `prompt`, `max_tokens`, `logprobs` or `grammar`, as rules below this floor name them -> the client's name
     """
-    given: dict[str, Any] = dict(zip(AS_GIVEN, _as_given_of(request), strict=True))
-    given |= {name: value for name, value in zip(FROM_MODEL, _from_model_of(request), strict=True) if value is not None}
-    given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-    given["stop_token_ids"] = tuple(request.stop_token_ids)
-    return given
+    name = names.get(error.field)
+    if name is None:
+        return None
+    limit, remedy = error.limit, error.remedy
+    if error.field not in ("prompt", "grammar"):  # rules use these as plain words, too
+        limit, remedy = limit.replace(error.field, name), remedy.replace(error.field, name)
+    return type(error)(name, limit, error.given, remedy)
 
 
-def lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
+def _lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
     """The priority class of a request: its key's, or a lower one that the body names. Raises InvalidRequest for a higher one."""
     if given is None:
         return own
@@ -116,23 +102,64 @@ def lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityCla
     return wanted
 
 
-def surface_fields(body: Mapping[str, object], surface: Surface, limits: Limits, ignored: dict[str, None]) -> dict[str, object]:
-    """The honoured fields of a body and of the objects in it. See `fields.honoured_fields`."""
-    kept = honoured_fields(body, surface, ignored)
-    if surface is Surface.CHAT:
-        kept["messages"] = checked_messages(kept.get("messages"), limits, ignored)
-        kept |= checked_reasoning(kept, ignored)
-        if "metadata" in kept:
-            check_inert("metadata", kept["metadata"])
-            if kept["metadata"].keys() != {"session_id"}:  # type: ignore[attr-defined]  # it is checked to be an object
-                ignored["metadata"] = None
-        for name, checked in (("tools", checked_tools), ("tool_choice", checked_choice)):
-            if name in kept:
-                kept[name] = checked(kept[name], ignored)
-        if not kept.get("tools"):
-            ignored |= dict.fromkeys([name for name in ("tool_choice", "parallel_tool_calls") if name in kept])
+def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, None], path: str = "") -> dict[str, object]:
+    """The honoured fields of an object that are neither null nor off.
+
+    ignored  gets the names of fields that were accepted and change nothing
+    path     of the object in the body, for errors: "messages[3]."
+
+    Raises: InvalidRequest for what is unknown or not served.
+    """
+    rules = RULES[place]
+    shown = f"{place}." if isinstance(place, Inside) else ""
+    kept: dict[str, object] = {}
+    for name, value in given.items():
+        rule = rules.get(name)
+        if rule is None:
+            raise unknown_field(name, [known for known, its in rules.items() if its.treatment is not Treatment.REFUSED], path)
+        if value is None:
+            continue
+        if rule.is_off(value):
+            ignored[f"{shown}{name}"] = None
+        elif rule.treatment is Treatment.HONOURED:
+            kept[name] = value
+        elif rule.treatment is Treatment.INERT:
+            if not rule.is_any:
+                check_inert(f"{path}{name}", value)
+            ignored[f"{shown}{name}"] = None
+        else:
+            raise InvalidRequest(f"{path}{name}", rule.off_words, value, rule.note)
+    return kept
+
+
+def unknown_field(name: str, served: Iterable[str], prefix: str = "") -> InvalidRequest:
+    """The error of a field that is in no row. served: fields that its object may have; another one would be refused after this one."""
+    close = get_close_matches(name[:80], list(served), n=1)
+    honoured = () if prefix else (rule for rule in TABLE if rule.name == name and rule.treatment is Treatment.HONOURED)
+    elsewhere = [place for rule in honoured for place in rule.places if not isinstance(place, Inside)]
+    if elsewhere:
+        remedy = f"It is a field of {elsewhere[0]}."
+    else:
+        remedy = f"Did you mean {prefix}{close[0]}?" if close else "GET /openapi.json lists every field."
+    return InvalidRequest(f"{prefix}{name[:80]}", "a field this server knows", remedy=remedy)
+
+
+def check_inert(name: str, value: object) -> None:
+    """Raises InvalidRequest for a value of another form, or a longer one, than an inert field may have."""
+    if name != "metadata":
+        if not isinstance(value, str) or len(value) > MAX_INERT_CHARS:
+            raise InvalidRequest(name, f"a string of at most {MAX_INERT_CHARS} characters", value)
+        return
+    small = isinstance(value, dict) and len(value) <= MAX_METADATA
+    if not small or any(not isinstance(text, str) or len(text) > MAX_INERT_CHARS for pair in value.items() for text in pair):  # type: ignore[attr-defined]
+        raise InvalidRequest(name, f"at most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters", value)
+
+
+def surface_fields(body: Mapping[str, object], path: str, ignored: dict[str, None]) -> dict[str, object]:
+    """The honoured fields of a body, and of the objects in it that every surface has. See `honoured_fields`."""
+    kept = honoured_fields(body, path, ignored)
     for place in (Inside.STREAM_OPTIONS, Inside.STRUCTURED_OUTPUTS, Inside.RESPONSE_FORMAT, Inside.CACHE):
-        if place in kept and isinstance(inside := kept[place], dict):
+        if isinstance(inside := kept.get(place), dict):
             kept[place.value] = honoured_fields(inside, place, ignored, f"{place}.")
     response_format = kept.get("response_format")
     if isinstance(response_format, dict) and isinstance(inside := response_format.get("json_schema"), dict):
@@ -140,95 +167,8 @@ def surface_fields(body: Mapping[str, object], surface: Surface, limits: Limits,
     return kept
 
 
-def checked_messages(messages: object, limits: Limits, ignored: dict[str, None]) -> list[dict[str, object]]:
-    """Messages with their honoured fields, each of the right type. Raises InvalidRequest, which names the message's index."""
-    if not isinstance(messages, list) or not messages:
-        if messages is None:
-            raise InvalidRequest("messages", REQUIRED)
-        raise InvalidRequest("messages", "a list of at least one message", messages)
-    if len(messages) > limits.max_messages:
-        raise InvalidRequest("messages", f"at most {limits.max_messages} messages", len(messages), "Drop the oldest ones.")
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    num_parts = sum([len(content) for content in contents if isinstance(content, list)])
-    if num_parts > MAX_PARTS:
-        raise InvalidRequest("messages", f"at most {MAX_PARTS} content parts in all", num_parts, "Join the texts.")
-    return [_checked_message(message, f"messages[{index}]", ignored) for index, message in enumerate(messages)]
-
-
-def _checked_message(message: object, prefix: str, ignored: dict[str, None]) -> dict[str, object]:
-    if not isinstance(message, dict):
-        raise InvalidRequest(prefix, "an object", message)
-    is_plain = message.keys() == PLAIN_MESSAGE
-    if is_plain and type(message["content"]) is str and message["role"] in ROLES:
-        return message
-    kept = message if is_plain else honoured_fields(message, Inside.MESSAGE, ignored, f"{prefix}.")
-    if isinstance(content := kept.get("content"), list):
-        parts = [_checked_part(part, f"{prefix}.content[{index}]", ignored) for index, part in enumerate(content)]
-        kept = {**kept, "content": parts}
-    if "tool_calls" in kept:
-        kept = {**kept, "tool_calls": checked_calls(kept["tool_calls"], f"{prefix}.tool_calls", ignored)}
-    _check_message(convert(kept, Message, prefix), prefix)
-    return kept
-
-
-def _check_message(message: Message, prefix: str) -> None:
-    """The rules between a message's fields. Raises InvalidRequest."""
-    if message.content is None and not message.tool_calls:
-        raise InvalidRequest(f"{prefix}.content", REQUIRED)
-    if message.reasoning and message.reasoning_content not in (None, message.reasoning):
-        raise InvalidRequest(f"{prefix}.reasoning", "the same text as reasoning_content", message.reasoning)
-    if message.role == "assistant":
-        if message.tool_call_id is not None:
-            raise InvalidRequest(f"{prefix}.tool_call_id", 'role "tool" beside it', message.tool_call_id)
-        return
-    if message.tool_call_id is not None and message.role != "tool":
-        raise InvalidRequest(f"{prefix}.tool_call_id", 'role "tool" beside it', message.tool_call_id)
-    for name in ("tool_calls", "reasoning_content", "reasoning"):
-        if getattr(message, name):
-            raise InvalidRequest(f"{prefix}.{name}", 'role "assistant" beside it', message.role)
-
-
-def _checked_part(part: object, path: str, ignored: dict[str, None]) -> object:
-    """A content part. Raises InvalidRequest, which names an image where msgspec's union error would not."""
-    kind = part.get("type") if isinstance(part, dict) else part
-    if kind != "text" or not isinstance(part, dict):
-        raise InvalidRequest(f"{path}.type", '"text"', kind, "Other modalities are not served.")
-    return part if part.keys() == PLAIN_PART else honoured_fields(part, Inside.PART, ignored, f"{path}.")
-
-
-def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
-    """Messages as `headrace.text` takes them. `developer` is OpenAI's newer word for `system`, which templates know; `reasoning` is
-    another word for `reasoning_content`."""
-    return [_template_message(message) for message in messages]
-
-
-def _template_message(message: Message) -> dict[str, object]:
-    content: object = message.content
-    if isinstance(content, list):
-        content = [{"type": "text", "text": part.text} for part in content]
-    entry: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    if message.name is not None:
-        entry["name"] = message.name
-    if message.tool_calls:
-        entry["tool_calls"] = [{**msgspec.to_builtins(call), "type": call.type} for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        entry["tool_call_id"] = message.tool_call_id
-    if reasoning := message.reasoning_content or message.reasoning:
-        entry["reasoning_content"] = reasoning
-    return entry
-
-
-def convert(data: object, kind: type[T], prefix: str = "") -> T:
-    """msgspec's strict conversion with our errors."""
-    try:
-        return msgspec.convert(data, kind, strict=True, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise _translated(str(error), data, kind, prefix) from None
-    except OverflowError:
-        raise InvalidRequest(prefix or "body", "numbers of reasonable size") from None
-
-
-def check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) -> None:
+def checked_grammar(request: SamplingFields, body: Mapping[str, object], limits: Limits, num_prompts: int = 1) -> RequestedGrammar | None:
+    """What the answer must match, as `requested_grammar` takes it out of a request. Raises InvalidRequest for what no surface allows."""
     if request.stream_options is not None:
         if not request.stream:
             raise InvalidRequest("stream_options", "stream = true beside it")
@@ -242,6 +182,41 @@ def check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) 
         raise InvalidRequest("n", rule, num_prompts * request.n, "Send several requests.")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters", len(request.cache_salt))
+    return requested_grammar(request, body, limits)
+
+
+def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt: Conversation | PlainPrompts) -> ParsedRequest:
+    """The request as every surface has it, with the sampling parameters that the surfaces name alike, by the names of `SamplingParams`.
+    Those of FROM_MODEL that the client left out are left out.
+
+    Raises InvalidRequest for a priority above the key's, and for a `cache` that is none.
+    """
+    request, grammar = parsed
+    given: dict[str, Any] = dict(zip(AS_GIVEN, _as_given_of(request), strict=True))
+    given |= {name: value for name, value in zip(FROM_MODEL, _from_model_of(request), strict=True) if value is not None}
+    given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    given["stop_token_ids"] = tuple(request.stop_token_ids)
+    return ParsedRequest(
+        model=request.model,
+        prompt=prompt,
+        sampling=given,
+        is_streaming=request.stream,
+        priority=_lowered_priority(request.priority, principal.priority),
+        grammar=grammar,
+        has_priority=request.priority is not None,
+        cache_salt=request.cache_salt,
+        cache=CacheControl.of(request.cache),
+    )
+
+
+def convert(data: object, kind: type[T], prefix: str = "") -> T:
+    """msgspec's strict conversion with our errors."""
+    try:
+        return msgspec.convert(data, kind, strict=True, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _translated(str(error), data, kind, prefix) from None
+    except OverflowError:
+        raise InvalidRequest(prefix or "body", "numbers of reasonable size") from None
 
 
 def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: str) -> InvalidRequest:

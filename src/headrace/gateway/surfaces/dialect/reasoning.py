@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.surfaces.dialect.field_rule import Inside
-from headrace.gateway.surfaces.dialect.fields import honoured_fields
+from headrace.gateway.surfaces.dialect.field_table import Inside
+from headrace.gateway.surfaces.dialect.parse import honoured_fields
 from headrace.gateway.surfaces.dialect.schemas import SamplingFields
 from headrace.text.template_switch import TemplateSwitch
 

@@ -1,36 +1,19 @@
 """Wire types of the HTTP surface: what msgspec decodes and encodes, and the source of /openapi.json's schemas.
 
-Requests have honoured fields only, since `dialect.fields` takes out all other ones before, and their types only: bounds are in
+Requests have honoured fields only, since `dialect.parse` takes out all other ones before, and their types only: bounds are in
 `core.sampling`. The default of a field applies where it is absent. Answers have OpenAI's shapes, with vLLM's additions (`stop_reason`,
 `prompt_logprobs`).
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
 from headrace.gateway.cache.control import CacheControl
-from headrace.gateway.surfaces.dialect.tools import EarlierCall
 
 # ----------------------------------------------------------------------------------------------------------------------- requests
-
-
-class TextPart(Struct, tag_field="type", tag="text"):
-    text: str
-
-
-class Message(Struct):
-    """tool_calls, reasoning_content, reasoning: an assistant's alone. tool_call_id: of the call that a tool answers."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[EarlierCall] = field(default_factory=list)
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
 
 
 class StreamOptions(Struct):

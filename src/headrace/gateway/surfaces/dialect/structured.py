@@ -1,7 +1,7 @@
 """The fields that say what an answer must match, in the words of OpenAI, vLLM, SGLang, llama.cpp and Ollama, as one `Grammar`.
 
 A request has one of them at most. Nothing is compiled here: the engine does, and refuses what it cannot enforce; the surface then gives the
-refusal the name of the client's field (`parse.FieldsAsWritten`).
+refusal the name of the client's field (`parse.error_as_written`).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest, RequestTooLarge
 from headrace.core.tools import MAX_TOOLS, CallMode, FunctionTool, ToolChoice
-from headrace.gateway.surfaces.dialect.field_rule import Inside
-from headrace.gateway.surfaces.dialect.fields import honoured_fields
+from headrace.gateway.surfaces.dialect.field_table import Inside
+from headrace.gateway.surfaces.dialect.parse import honoured_fields
 
 MAX_TOOLS_BYTES = 128 << 10
 """Bytes of `tools` as JSON. A grammar that forces calls holds the schemas again, and has 256 KiB."""

@@ -1,0 +1,158 @@
+"""A conversation in a body: its messages, with functions and the fields that control reasoning, and the prompt that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from headrace.core.errors import InvalidRequest
+from headrace.gateway.http.config import Limits
+from headrace.gateway.surfaces.dialect.field_table import Inside
+from headrace.gateway.surfaces.dialect.parse import REQUIRED, ROLES, convert, honoured_fields
+from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields, checked_reasoning
+from headrace.gateway.surfaces.dialect.tools import (
+    ChosenTools,
+    EarlierCall,
+    ToolDefinition,
+    checked_calls,
+    checked_choice,
+    checked_tools,
+    function_tools,
+    tool_choice,
+)
+from headrace.gateway.upstream.generation_request import Conversation
+
+PLAIN_MESSAGE, PLAIN_PART = {"role", "content"}, {"type", "text"}
+"""The fields of nearly every message and part, which need no look-up in the field table."""
+
+MAX_PARTS = 4096
+"""Content parts of all messages of a request together: a part costs more memory than its bytes."""
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class Message(Struct):
+    """tool_calls, reasoning_content, reasoning: an assistant's alone. tool_call_id: of the call that a tool answers."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[EarlierCall] = field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class ConversationFields(ReasoningFields, kw_only=True):
+    messages: list[Message]
+    tools: list[ToolDefinition] = field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def conversation(self) -> Conversation:
+        """Raises InvalidRequest for functions that cannot be offered, and for a call that is asked for and cannot be made."""
+        tools = function_tools(self.tools)
+        return Conversation(
+            messages=template_messages(self.messages),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            template_kwargs=self.chat_template_kwargs,
+            tools=tools,
+            tool_choice=tool_choice(self.tool_choice, tools, is_parallel=self.parallel_tool_calls),
+            switches=self.switches(),
+            separates_reasoning=self.separates_reasoning,
+            reasoning_fields=self.given(),
+        )
+
+
+def check_conversation(kept: dict[str, object], limits: Limits, ignored: dict[str, None]) -> None:
+    """Keep the honoured fields alone of what is inside a body's ConversationFields. Raises InvalidRequest."""
+    kept["messages"] = checked_messages(kept.get("messages"), limits, ignored)
+    kept |= checked_reasoning(kept, ignored)
+    for name, checked in (("tools", checked_tools), ("tool_choice", checked_choice)):
+        if name in kept:
+            kept[name] = checked(kept[name], ignored)
+    if not kept.get("tools"):
+        ignored |= dict.fromkeys([name for name in ("tool_choice", "parallel_tool_calls") if name in kept])
+
+
+def checked_messages(messages: object, limits: Limits, ignored: dict[str, None]) -> list[dict[str, object]]:
+    """Messages with their honoured fields, each of the right type. Raises InvalidRequest, which names the message's index."""
+    if not isinstance(messages, list) or not messages:
+        if messages is None:
+            raise InvalidRequest("messages", REQUIRED)
+        raise InvalidRequest("messages", "a list of at least one message", messages)
+    if len(messages) > limits.max_messages:
+        raise InvalidRequest("messages", f"at most {limits.max_messages} messages", len(messages), "Drop the oldest ones.")
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    num_parts = sum([len(content) for content in contents if isinstance(content, list)])
+    if num_parts > MAX_PARTS:
+        raise InvalidRequest("messages", f"at most {MAX_PARTS} content parts in all", num_parts, "Join the texts.")
+    return [_checked_message(message, f"messages[{index}]", ignored) for index, message in enumerate(messages)]
+
+
+def _checked_message(message: object, prefix: str, ignored: dict[str, None]) -> dict[str, object]:
+    if not isinstance(message, dict):
+        raise InvalidRequest(prefix, "an object", message)
+    is_plain = message.keys() == PLAIN_MESSAGE
+    if is_plain and type(message["content"]) is str and message["role"] in ROLES:
+        return message
+    kept = message if is_plain else honoured_fields(message, Inside.MESSAGE, ignored, f"{prefix}.")
+    if isinstance(content := kept.get("content"), list):
+        parts = [_checked_part(part, f"{prefix}.content[{index}]", ignored) for index, part in enumerate(content)]
+        kept = {**kept, "content": parts}
+    if "tool_calls" in kept:
+        kept = {**kept, "tool_calls": checked_calls(kept["tool_calls"], f"{prefix}.tool_calls", ignored)}
+    _check_message(convert(kept, Message, prefix), prefix)
+    return kept
+
+
+def _check_message(message: Message, prefix: str) -> None:
+    """The rules between a message's fields. Raises InvalidRequest."""
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(f"{prefix}.content", REQUIRED)
+    if message.reasoning and message.reasoning_content not in (None, message.reasoning):
+        raise InvalidRequest(f"{prefix}.reasoning", "the same text as reasoning_content", message.reasoning)
+    if message.tool_call_id is not None and message.role != "tool":
+        raise InvalidRequest(f"{prefix}.tool_call_id", 'role "tool" beside it', message.tool_call_id)
+    for name in ("tool_calls", "reasoning_content", "reasoning"):
+        if message.role != "assistant" and getattr(message, name):
+            raise InvalidRequest(f"{prefix}.{name}", 'role "assistant" beside it', message.role)
+
+
+def _checked_part(part: object, path: str, ignored: dict[str, None]) -> object:
+    """A content part. Raises InvalidRequest, which names an image where msgspec's union error would not."""
+    kind = part.get("type") if isinstance(part, dict) else part
+    if kind != "text" or not isinstance(part, dict):
+        raise InvalidRequest(f"{path}.type", '"text"', kind, "Other modalities are not served.")
+    return part if part.keys() == PLAIN_PART else honoured_fields(part, Inside.PART, ignored, f"{path}.")
+
+
+def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
+    """Messages as `headrace.text` takes them. `developer` is OpenAI's newer word for `system`, which templates know; `reasoning` is
+    another word for `reasoning_content`."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Message) -> dict[str, object]:
+    content: object = message.content
+    if isinstance(content, list):
+        content = [{"type": "text", "text": part.text} for part in content]
+    entry: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    if message.name is not None:
+        entry["name"] = message.name
+    if message.tool_calls:
+        entry["tool_calls"] = [{**msgspec.to_builtins(call), "type": call.type} for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        entry["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning_content or message.reasoning:
+        entry["reasoning_content"] = reasoning
+    return entry
