@@ -16,7 +16,7 @@ from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually, open_be
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.gateway.generation import answer_memory
-from headrace.gateway.generation.encoding import EncodingTurns
+from headrace.gateway.generation.answer_encoder import EncodingTurns
 from headrace.gateway.http.errors import ClientLeft
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.pieces import PIECE_BYTES

@@ -25,7 +25,7 @@ from headrace.gateway.control.models import Connect, ModelOpener, Sources, conne
 from headrace.gateway.control.reload import Reloader
 from headrace.gateway.control.site_models import SiteModels
 from headrace.gateway.control.texts import LoadedTexts, LoadText, MakeWorkers
-from headrace.gateway.generation.encoding import EncodingTurns
+from headrace.gateway.generation.answer_encoder import EncodingTurns
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.sse import StreamWatch

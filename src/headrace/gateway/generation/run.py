@@ -8,7 +8,7 @@ which reads from the upstream calls it while the request's task waits. An answer
 the task then finds it ended and unwinds. The request's ends run once, however it ends.
 
 A chunk is one server-sent event of an answer. A page is up to 64 tokens whose log-probabilities are encoded together. A piece is what an
-encoder yields at a time, a page's JSON at most. A slice is the pieces of one turn of `encoding.EncodingTurns`.
+encoder yields at a time, a page's JSON at most. A slice is the pieces of one turn of `answer_encoder.EncodingTurns`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.cache.answer_cache import AnswerCache
 from headrace.gateway.cache.replays import Replays
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.generation.encoding import EncodingTurns
+from headrace.gateway.generation.answer_encoder import EncodingTurns
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger

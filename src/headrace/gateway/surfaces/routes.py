@@ -11,7 +11,7 @@ from functools import cache
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.surfaces import chat, completions, docs_page, front_page, models, openapi, probes, sessions, tokenize, usage
+from headrace.gateway.surfaces import chat, completions, models, openapi, pages, probes, sessions, tokenize, usage
 from headrace.gateway.surfaces.endpoint import Endpoint
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
@@ -128,9 +128,9 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
     Endpoint(
         "GET",
         "/",
-        front_page.page,
+        pages.front,
         "What this server is and where its paths are: a page for browsers, else JSON. OPTIONS is answered as GET /health is.",
-        reply=front_page.FrontPage,
+        reply=pages.FrontPage,
         is_public=True,
         is_quiet=True,
     ),
@@ -138,8 +138,8 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
     Endpoint("GET", "/version", probes.version, "The version of Headrace.", reply=probes.VersionReply),
     Endpoint("GET", "/load", probes.load, "How many generating requests are in this server.", reply=probes.LoadReply),
     Endpoint("GET", "/openapi.json", openapi_json, "The schemas of all these paths.", media_type="application/json"),
-    Endpoint("GET", "/docs", docs_page.page, "A page of these schemas that loads nothing from elsewhere.", media_type="text/html"),
-    Endpoint("GET", "/docs/{name}", docs_page.asset, "Its files.", media_type="text/javascript"),
+    Endpoint("GET", "/docs", pages.docs, "A page of these schemas that loads nothing from elsewhere.", media_type="text/html"),
+    Endpoint("GET", "/docs/{name}", pages.docs_asset, "Its files.", media_type="text/javascript"),
 )
 
 

@@ -6,7 +6,6 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
@@ -69,34 +68,30 @@ def parse_detokenize(body: dict[str, object], limits: Limits) -> tuple[Detokeniz
 
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """vLLM's /tokenize: a prompt or a conversation as token ids. vLLM's bench reads token_strs, so they are there unless declined."""
-    with service.memory.open(exchange.principal.tenant) as held:
-        await _tokenize(service, exchange, held, await parsed_body(service, exchange, held, parse_tokenize))
-
-
-async def _tokenize(service: Service, exchange: Exchange, held: RequestHeld, request: TokenizeRequest) -> None:
-    model = _used_model(service, exchange, request.model)
-    asked = model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False, tenant=exchange.principal.tenant)
-    async with exchange.watching():
-        made = await exchange.unless_ended(asked)
-    # A TokenizeReply, joined from JSON that the text worker made: there may be a million tokens.
-    head = b'{"count":%d,"max_model_len":%s,"tokens":' % (made.num_tokens, _encode(model.upstream.max_model_len))
-    parts = (head, made.ids_json, b',"token_strs":', made.texts_json, b"}")
-    held.answers.add(sum(map(len, parts)))
-    await exchange.reply_parts(parts)
+    tenant = exchange.principal.tenant
+    with service.memory.open(tenant) as held:
+        request = await parsed_body(service, exchange, held, parse_tokenize)
+        model = _used_model(service, exchange, request.model)
+        asked = model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False, tenant=tenant)
+        async with exchange.watching():
+            made = await exchange.unless_ended(asked)
+        # A TokenizeReply, joined from JSON that the text worker made: there may be a million tokens.
+        head = b'{"count":%d,"max_model_len":%s,"tokens":' % (made.num_tokens, _encode(model.upstream.max_model_len))
+        parts = (head, made.ids_json, b',"token_strs":', made.texts_json, b"}")
+        held.answers.add(sum(map(len, parts)))
+        await exchange.reply_parts(parts)
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
-    with service.memory.open(exchange.principal.tenant) as held:
-        await _detokenize(service, exchange, held, await parsed_body(service, exchange, held, parse_detokenize))
-
-
-async def _detokenize(service: Service, exchange: Exchange, held: RequestHeld, request: DetokenizeRequest) -> None:
-    model = _used_model(service, exchange, request.model)
-    async with exchange.watching():
-        text = await exchange.unless_ended(model.upstream.detokenize(request.tokens, tenant=exchange.principal.tenant))
-    body = _encode(DetokenizeReply(prompt=text))
-    held.answers.add(len(body))
-    await exchange.reply(200, body)
+    tenant = exchange.principal.tenant
+    with service.memory.open(tenant) as held:
+        request = await parsed_body(service, exchange, held, parse_detokenize)
+        model = _used_model(service, exchange, request.model)
+        async with exchange.watching():
+            text = await exchange.unless_ended(model.upstream.detokenize(request.tokens, tenant=tenant))
+        body = _encode(DetokenizeReply(prompt=text))
+        held.answers.add(len(body))
+        await exchange.reply(200, body)
 
 
 def _used_model(service: Service, exchange: Exchange, name: str | None) -> ServedModel:

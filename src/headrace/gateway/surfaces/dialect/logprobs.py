@@ -27,63 +27,33 @@ MAX_TOKENS = 16_384
 class _Pieces(dict[int, bytes]):
     """Token id -> its piece of JSON, made when it is first asked for. A dict, because hundreds are looked up per output token."""
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = proxy(texts)  # which owns this table
+    def __init__(self, make: Callable[[int], bytes]) -> None:
+        self._make = make
 
     def __missing__(self, token_id: int) -> bytes:
         if len(self) >= MAX_TOKENS:
             self.clear()
-        piece = self[token_id] = self._made(token_id)
+        piece = self[token_id] = self._make(token_id)
         return piece
-
-    def _made(self, token_id: int) -> bytes:
-        raise NotImplementedError
-
-
-class Names(_Pieces):
-    """`"text"`, as completions name a token."""
-
-    def _made(self, token_id: int) -> bytes:
-        return _encode(token_name(self._texts.token_text(token_id), self._texts.token_bytes(token_id)))
-
-
-class Keys(Names):
-    """`"text":`, the key of its log-probability."""
-
-    def _made(self, token_id: int) -> bytes:
-        return super()._made(token_id) + b":"
-
-
-class Begins(_Pieces):
-    """`{"token":"text","logprob":`, how a chat's entry begins."""
-
-    def _made(self, token_id: int) -> bytes:
-        return b'{"token":%b,"logprob":' % _encode(self._texts.token_text(token_id))
-
-
-class Ends(_Pieces):
-    """`,"bytes":[1,2]}`, how a chat's alternative ends."""
-
-    def _made(self, token_id: int) -> bytes:
-        return b',"bytes":%b}' % _encode(list(self._texts.token_bytes(token_id)))
-
-
-class Decoded(_Pieces):
-    """`,"decoded_token":"text"}`, how an entry of `prompt_logprobs` ends."""
-
-    def _made(self, token_id: int) -> bytes:
-        return b',"decoded_token":%b}' % _encode(self._texts.token_text(token_id))
 
 
 class TokenJson:
-    """All tables of one tokenizer."""
+    """All tables of one tokenizer.
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self.names = Names(texts)
-        self.keys = Keys(texts)
-        self.begins = Begins(texts)
-        self.ends = Ends(texts)
-        self.decoded = Decoded(texts)
+    names    `"text"`, as completions name a token
+    keys     `"text":`, the key of its log-probability
+    begins   `{"token":"text","logprob":`, how a chat's entry begins
+    ends     `,"bytes":[1,2]}`, how a chat's alternative ends
+    decoded  `,"decoded_token":"text"}`, how an entry of `prompt_logprobs` ends
+    """
+
+    def __init__(self, owner: TokenTexts) -> None:
+        texts: TokenTexts = proxy(owner)
+        self.names = names = _Pieces(lambda i: _encode(token_name(texts.token_text(i), texts.token_bytes(i))))
+        self.keys = _Pieces(lambda i: names[i] + b":")
+        self.begins = _Pieces(lambda i: b'{"token":%b,"logprob":' % _encode(texts.token_text(i)))
+        self.ends = _Pieces(lambda i: b',"bytes":%b}' % _encode(list(texts.token_bytes(i))))
+        self.decoded = _Pieces(lambda i: b',"decoded_token":%b}' % _encode(texts.token_text(i)))
 
 
 _made: WeakKeyDictionary[TokenTexts, TokenJson] = WeakKeyDictionary()
@@ -105,8 +75,6 @@ def token_name(text: str, raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
     return text
 
-
-_encode = msgspec.json.encode
 
 LOWEST_LOGPROB = -9999.0
 """Written for minus infinity, the log-probability of a token that the model rules out, because JSON has no infinity. Clients of this API

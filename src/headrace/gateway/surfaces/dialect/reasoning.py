@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec import Struct
@@ -19,16 +19,23 @@ from headrace.gateway.surfaces.dialect.parse import honoured_fields
 from headrace.gateway.surfaces.dialect.schemas import SamplingFields
 from headrace.text.template_switch import TemplateSwitch
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-THINK_WORDS = ("low", "medium", "high")
-THINKING_TYPES = ("enabled", "disabled")
-FORMATS = ("none", "auto", "deepseek")
-"""llama.cpp's `reasoning_format`: none leaves reasoning in the text."""
-
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables that templates read for reasoning on or off: Qwen's, SmolLM's, ...; DeepSeek's, Granite's."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Degree = Literal["low", "medium", "high"]
+OnOff = Literal["enabled", "disabled"]
+Format = Literal["none", "auto", "deepseek"]
+"""llama.cpp's `reasoning_format`: none leaves reasoning in the text."""
+
+WORDS = {
+    "reasoning_effort": get_args(Effort),
+    "think": get_args(Degree),
+    "reasoning_format": get_args(Format),
+    "reasoning.effort": get_args(Effort),
+    "thinking.type": get_args(OnOff),
+}
+"""Fields that are one of some words."""
 
 
 class ReasoningOptions(Struct, omit_defaults=True):
@@ -42,7 +49,7 @@ class ReasoningOptions(Struct, omit_defaults=True):
 class ThinkingOptions(Struct):
     """Anthropic's, as LiteLLM passes it on."""
 
-    type: Literal["enabled", "disabled"]
+    type: OnOff
 
 
 class ReasoningFields(SamplingFields, kw_only=True):
@@ -50,12 +57,12 @@ class ReasoningFields(SamplingFields, kw_only=True):
 
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Degree | None = None
     reasoning: ReasoningOptions | None = None
     thinking: ThinkingOptions | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
-    reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
+    reasoning_format: Format = "auto"
 
     @property
     def shows_reasoning(self) -> bool:
@@ -67,20 +74,16 @@ class ReasoningFields(SamplingFields, kw_only=True):
         return self.separate_reasoning and self.reasoning_format != "none"
 
     def switches(self) -> list[TemplateSwitch]:
-        made: list[TemplateSwitch] = []
-        if self.reasoning_effort is not None:
-            made.append(_effort("reasoning_effort", self.reasoning_effort))
-        if self.enable_thinking is not None:
-            made.append(_on_or_off("enable_thinking", self.enable_thinking))
-        if self.think is not None:
-            made.append(_on_or_off("think", self.think) if isinstance(self.think, bool) else _effort("think", self.think))
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            made.append(_effort("reasoning.effort", self.reasoning.effort))
-        if self.reasoning is not None and self.reasoning.enabled is not None:
-            made.append(_on_or_off("reasoning.enabled", self.reasoning.enabled))
-        if self.thinking is not None:
-            made.append(_on_or_off("thinking", self.thinking.type == "enabled"))
-        return made
+        options = self.reasoning or ReasoningOptions()
+        asked: dict[str, bool | str | None] = {
+            "reasoning_effort": self.reasoning_effort,
+            "enable_thinking": self.enable_thinking,
+            "think": self.think,
+            "reasoning.effort": options.effort,
+            "reasoning.enabled": options.enabled,
+            "thinking": None if self.thinking is None else self.thinking.type == "enabled",
+        }
+        return [_switch(name, value) for name, value in asked.items() if value is not None]
 
     def given(self) -> dict[str, Any]:
         """The fields that the client gave, for a server that reads them itself."""
@@ -102,28 +105,23 @@ def checked_reasoning(body: Mapping[str, object], ignored: dict[str, None]) -> d
     if _FIELD_SET.isdisjoint(body):
         return {}
     made = {name: body[name] for name in FIELDS if name in body}
-    _check_word("reasoning_effort", made.get("reasoning_effort"), EFFORTS)
-    _check_word("think", made.get("think"), THINK_WORDS, "true, false, ")
-    _check_word("reasoning_format", made.get("reasoning_format"), FORMATS)
-    for name, place in (("reasoning", Inside.REASONING), ("thinking", Inside.THINKING)):
-        if isinstance(options := made.get(name), dict):
-            made[name] = options = honoured_fields(options, place, ignored, f"{name}.")
-            _check_word("reasoning.effort", options.get("effort") if name == "reasoning" else None, EFFORTS)
-            _check_word("thinking.type", options.get("type") if name == "thinking" else None, THINKING_TYPES)
+    for place in (Inside.REASONING, Inside.THINKING):
+        if isinstance(options := made.get(place), dict):
+            made[place.value] = honoured_fields(options, place, ignored, f"{place}.")
+    for field, words in WORDS.items():
+        name, _, part = field.partition(".")
+        value = made.get(name)
+        if part:
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, str) and value not in words:
+            before = "true, false, " if name == "think" else ""
+            raise InvalidRequest(field, f"{before}{', '.join(words[:-1])} or {words[-1]}", value)
     return made
 
 
-def _check_word(field: str, value: object, words: tuple[str, ...], before: str = "") -> None:
-    if isinstance(value, str) and value not in words:
-        raise InvalidRequest(field, f"{before}{', '.join(words[:-1])} or {words[-1]}", value)
-
-
-def _on_or_off(field: str, is_on: bool) -> TemplateSwitch:
-    return TemplateSwitch(field=field, values=dict.fromkeys(_SWITCHES, is_on), given=is_on, is_off=not is_on)
-
-
-def _effort(field: str, effort: str) -> TemplateSwitch:
+def _switch(field: str, given: bool | str) -> TemplateSwitch:
     """A template without degrees that can be switched off is switched off by "none"."""
-    if effort == "none":
-        return TemplateSwitch(field=field, values=dict.fromkeys(_SWITCHES, False), given=effort, is_off=True)
-    return TemplateSwitch(field=field, values={"reasoning_effort": effort}, given=effort)
+    if isinstance(given, bool) or given == "none":
+        is_on = given is True
+        return TemplateSwitch(field=field, values=dict.fromkeys(_SWITCHES, is_on), given=given, is_off=not is_on)
+    return TemplateSwitch(field=field, values={"reasoning_effort": given}, given=given)

@@ -1,4 +1,4 @@
-"""What the request's record and its line of the log have of it before the answer begins."""
+"""What a request takes and leaves: its line in the log of prompts, memory, the most that it may use of the caller's limits, its record."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ async def log_prompt(generation: Generation, call_next: Callable[[], Awaitable[P
         prompt = generation.parsed.prompt
         exchange.logged_prompt = prompt_json(prompt.messages if isinstance(prompt, Conversation) else prompt.prompts)
     return await call_next()
+
+
+async def reserve_memory(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+    """Raises RequestTooLarge or Overloaded."""
+    if (grammar := generation.parsed.grammar) is not None:
+        generation.held.prompts.add(grammar.num_bytes)
+    prepared = await call_next()
+    generation.memory.reserve(prepared)
+    return prepared
+
+
+async def reserve_limits(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+    """Take the most that the answer may use, and count at its end what it has used. Raises what `Admission.reserve` raises."""
+    prepared = await call_next()
+    admission = generation.admission
+    await admission.reserve(generation.price, prepared)
+    admission.follow(generation.usage)
+    generation.ends.callback(lambda: admission.count(generation.used))  # what no engine took costs nothing
+    return prepared
 
 
 async def record_prepared(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
