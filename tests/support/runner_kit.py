@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from plain_masks import Language
@@ -121,6 +121,14 @@ class DenseLlama:
 def load_decoder(folder: Path) -> DecoderModel:
     backend = load_backend("reference")
     return load_model(folder, backend=backend, dtype=torch.float32, device=CPU, load_format="auto", seed=0, max_model_len=None).model
+
+
+class MakeRunner(Protocol):
+    """`make_runner`, or another runner's function like it."""
+
+    def __call__(
+        self, decoder: DecoderModel, *, model: Any = None, num_blocks: int = 64, slots: int = 8, masks: MaskSource | None = None
+    ) -> Any: ...
 
 
 def make_runner(

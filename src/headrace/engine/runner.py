@@ -32,14 +32,13 @@ from headrace.engine.runner_batch import (
     upload_each,
 )
 from headrace.engine.runner_masks import MaskSource, NoGrammars
-from headrace.engine.runner_results import PromptLogprobs, empty_result, make_result
+from headrace.engine.runner_results import PromptLogprobs, empty_result, make_result, row_errors
 from headrace.engine.runner_slots import Ints, SlotState
 from headrace.engine.runner_state import RunnerState
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.kernels.filters import Draw
 from headrace.tensor.kernels.masks import ApplyMasks, apply_masks
 from headrace.tensor.sampling import RowMasks, Sampled, Sampler
-from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
 
 
 class Model(Protocol):
@@ -141,8 +140,8 @@ class ModelRunner:
         prompts = self._prompts.compute(rows, logprob_counts, selected, hidden)
         masks = self._masks.wait()
         sampled = self._sample(rows, sampling, selected, hidden, masks.masks)
-        failed = {int(row) for row in np.flatnonzero(failed_before)} | prompts.failed | {int(row) for row in sampling[sampled.failed]}
-        errors = dict.fromkeys(failed, NOT_A_DISTRIBUTION) | {int(sampling[place]): why for place, why in masks.failures.items()}
+        mask_failures = {int(sampling[place]): why for place, why in masks.failures.items()}
+        errors = row_errors(sampling, sampled, prompts, failed_before, mask_failures)
         failpoint("runner.commit")
         good = np.array([row not in errors for row in sampling.tolist()], dtype=np.bool_)
         self._state.commit(rows.slots[sampling[good]], sampled.token_ids[good], rows.slots[list(errors)])

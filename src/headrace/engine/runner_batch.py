@@ -39,6 +39,13 @@ class Rows:
         """[R] position after the row's last token: where a sampled token will stand."""
         return self.starts + self.counts
 
+    def picked(self, places: Ints) -> Rows:
+        """Some of the rows, in this order."""
+        counts = self.counts[places]
+        return Rows(
+            self.slots[places], self.starts[places], counts, self.samples[places], self.mask_slots[places], _row_starts(counts)
+        )  # fmt: skip
+
 
 def read_rows(plan: Plan) -> Rows:
     """The plan's row columns. Raises ValueError for adapters, which this runner does not have."""
@@ -46,9 +53,13 @@ def read_rows(plan: Plan) -> Rows:
     mask_slots = column(plan.mask_slots) if plan.mask_slots else np.full(len(slots), -1)
     if any(plan.adapter_slots):
         raise ValueError("adapter_slots: this runner holds no adapters; every row must say 0")
-    row_starts = np.zeros(len(slots) + 1, dtype=np.int64)
-    np.cumsum(counts, out=row_starts[1:])
-    return Rows(slots, starts, counts, samples, mask_slots, row_starts)
+    return Rows(slots, starts, counts, samples, mask_slots, _row_starts(counts))
+
+
+def _row_starts(counts: Ints) -> Ints:
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
 
 
 def refuse_moves_but_copies(plan: Plan) -> None:

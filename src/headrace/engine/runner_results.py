@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.plan import LogprobColumns, Plan, Result, int_column
@@ -14,6 +15,7 @@ from headrace.engine.failpoints import failpoint
 from headrace.engine.runner_batch import Rows, Selection
 from headrace.engine.runner_slots import Ints, SlotState
 from headrace.tensor.sampling import Sampled, prompt_logprobs
+from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
 
 _PROMPT_LOGITS = 1 << 23
 """Logits computed at a time for prompt log-probabilities, 32 MiB of float32: [T, V] of a long prompt would not fit into memory."""
@@ -40,7 +42,7 @@ class PromptLogprobs:
         self._piece = max(1, _PROMPT_LOGITS // vocab_size)
 
     def compute(self, rows: Rows, logprob_counts: Ints, selected: Selection, hidden: Tensor) -> PromptLogprobColumns:
-        """Those of the prompt tokens computed in this step, for the rows that asked for them.
+        """Columns of the prompt tokens computed in this step, for the rows that asked for them.
 
         logprob_counts  `count_prompt_logprobs` of `rows`
         """
@@ -75,6 +77,18 @@ class PromptLogprobs:
                 return None
             collected.extend(found)
         return collected
+
+
+def row_errors(
+    sampling: Ints, sampled: Sampled, prompts: PromptLogprobColumns, has_failed: NDArray[np.bool_], mask_failures: Mapping[int, str]
+) -> dict[int, str]:
+    """Row -> why its sequence failed.
+
+    has_failed     [R] whether the sequence had failed before
+    mask_failures  row -> why its grammar cannot go on
+    """
+    failed = {int(row) for row in np.flatnonzero(has_failed)} | prompts.failed | {int(row) for row in sampling[sampled.failed]}
+    return {**dict.fromkeys(failed, NOT_A_DISTRIBUTION), **mask_failures}
 
 
 def make_result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptLogprobColumns, errors: Mapping[int, str]) -> Result:

@@ -51,6 +51,7 @@ class SlotState:
     prompt_logprobs  [N] number of most likely tokens to list per prompt token; -1: prompt log-probabilities are not asked for
     failed           [N] whether the slot's last row failed, so that its next token will never be known
     tables           per KV group, [N, M] int32 block ids
+    table_width      M
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int) -> None:
@@ -60,8 +61,8 @@ class SlotState:
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self.failed = np.zeros(max_num_seqs, dtype=np.bool_)
-        width = -(-max_model_len // block_size) + 1
-        self.tables = [np.zeros((max_num_seqs, width), dtype=np.int32) for _ in range(num_groups)]
+        self.table_width = -(-max_model_len // block_size) + 1
+        self.tables = [np.zeros((max_num_seqs, self.table_width), dtype=np.int32) for _ in range(num_groups)]
 
     def end(self, slots: Ints) -> None:
         self.known[slots] = 0

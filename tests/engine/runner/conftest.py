@@ -1,4 +1,4 @@
-"""The tiny Llama, once per session."""
+"""The tiny Llama, once per session, and both kinds of runners over it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import runner_kit
 import torch
-from runner_kit import DenseLlama, load_decoder, save_tiny_llama
+from device_kit import make_device_runner
+from runner_kit import DenseLlama, MakeRunner, load_decoder, save_tiny_llama
 
 from headrace.tensor.host.fresh_memory import poisoned
 from headrace.tensor.models.decoder import DecoderModel
@@ -26,6 +28,12 @@ def dense(tiny_folder: Path) -> DenseLlama:
 @pytest.fixture(scope="session")
 def decoder(tiny_folder: Path) -> DecoderModel:
     return load_decoder(tiny_folder)
+
+
+@pytest.fixture(params=["plain", "device"])
+def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
+    """A runner that computes in `submit`, and one whose steps are launched and finished apart."""
+    return runner_kit.make_runner if request.param == "plain" else make_device_runner
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from runner_kit import CONTEXT, GREEDY, VOCAB, DenseLlama, Planner, Row, make_runner, row_tokens
+from runner_kit import CONTEXT, GREEDY, VOCAB, DenseLlama, MakeRunner, Planner, Row, row_tokens
 from torch import Tensor
 
 from headrace.core.plan import MoveKind, Plan, Result, TokenLogprobs
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import ModelRunner
+from headrace.engine.steps import Runner
 from headrace.tensor.batch import ForwardBatch, KvCache, allocate_kv
 from headrace.tensor.device import CPU
 from headrace.tensor.kernels.filters import draw
@@ -27,11 +28,11 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [rng.integers(3, VOCAB, int(rng.integers(1, 30))).tolist() for _ in range(count)]
 
 
-def run(runner: ModelRunner, plan: Plan) -> Result:
+def run(runner: Runner, plan: Plan) -> Result:
     return runner.submit(plan).result()
 
 
-def test_batched_prefill_and_decode_equal_the_plain_loop(decoder: DecoderModel, dense: DenseLlama) -> None:
+def test_batched_prefill_and_decode_equal_the_plain_loop(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner, given = make_runner(decoder, num_blocks=128), Planner(), prompts(6)
     for slot, prompt in enumerate(given):
         planner.start(slot, prompt)
@@ -44,7 +45,7 @@ def test_batched_prefill_and_decode_equal_the_plain_loop(decoder: DecoderModel, 
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7])
-def test_chunked_prefill_beside_a_decoding_row(decoder: DecoderModel, dense: DenseLlama, chunk: int) -> None:
+def test_chunked_prefill_beside_a_decoding_row(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama, chunk: int) -> None:
     runner, planner = make_runner(decoder), Planner()
     short, long = prompts(1, seed=4)[0][:5], list(range(40, 61))
     planner.start(3, short)
@@ -61,7 +62,7 @@ def test_chunked_prefill_beside_a_decoding_row(decoder: DecoderModel, dense: Den
     assert decoded == dense.greedy(short, len(decoded))
 
 
-def test_two_plans_may_be_submitted_before_a_result_is_read(decoder: DecoderModel, dense: DenseLlama) -> None:
+def test_two_plans_may_be_submitted_before_a_result_is_read(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner, prompt = make_runner(decoder), Planner(), [5, 6, 7, 8, 9]
     planner.start(0, prompt)
     plans = [planner.plan((0, 0, 5, 1)), *(planner.plan((0, 5 + i, 1, 1)) for i in range(6))]
@@ -69,7 +70,7 @@ def test_two_plans_may_be_submitted_before_a_result_is_read(decoder: DecoderMode
     assert [row_tokens(ticket.result())[0][0] for ticket in tickets] == dense.greedy(prompt, 7)
 
 
-def test_a_resumed_sequence_goes_on_from_its_outputs(decoder: DecoderModel, dense: DenseLlama) -> None:
+def test_a_resumed_sequence_goes_on_from_its_outputs(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner, prompt = make_runner(decoder), Planner(), [9, 8, 7]
     outputs = dense.greedy(prompt, 6)
     planner.start(0, prompt, outputs=outputs[:4])
@@ -77,7 +78,7 @@ def test_a_resumed_sequence_goes_on_from_its_outputs(decoder: DecoderModel, dens
     assert row_tokens(run(runner, planner.plan((0, 7, 1, 1)))) == [outputs[5:]]
 
 
-def test_a_fork_shares_full_blocks_and_copies_the_last(decoder: DecoderModel, dense: DenseLlama) -> None:
+def test_a_fork_shares_full_blocks_and_copies_the_last(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     """Two sequences of one prompt: two shared blocks, the third copied, then different tokens; neither disturbs the other."""
     runner, planner, prompt = make_runner(decoder), Planner(), list(range(20, 30))
     planner.start(0, prompt)
@@ -95,7 +96,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_last(decoder: DecoderModel, de
     assert parent == dense.greedy(prompt, 5)
 
 
-def test_a_prefix_held_by_somebody_else_is_read_and_not_computed(decoder: DecoderModel, dense: DenseLlama) -> None:
+def test_a_prefix_held_by_somebody_else_is_read_and_not_computed(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner, prompt = make_runner(decoder), Planner(), list(range(50, 61))
     planner.start(0, prompt)
     run(runner, planner.plan((0, 0, 11, 1)))
@@ -105,7 +106,7 @@ def test_a_prefix_held_by_somebody_else_is_read_and_not_computed(decoder: Decode
     assert row_tokens(run(runner, planner.plan((2, 8, 3, 1)))) == [dense.greedy(longer, 1)]
 
 
-def test_a_slot_changes_hands_within_one_plan(decoder: DecoderModel, dense: DenseLlama) -> None:
+def test_a_slot_changes_hands_within_one_plan(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     """The new sequence is shorter: nothing of the former one, tokens or blocks, may be read."""
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, list(range(3, 33)), SamplingParams(temperature=0.0, seed=0, repetition_penalty=3.0, logit_bias={5: 50.0}))
@@ -115,7 +116,7 @@ def test_a_slot_changes_hands_within_one_plan(decoder: DecoderModel, dense: Dens
     assert row_tokens(run(runner, planner.plan((0, 0, 2, 1)))) == [dense.greedy([9, 9], 1)]
 
 
-def test_a_sequence_may_fill_the_whole_context(decoder: DecoderModel, dense: DenseLlama) -> None:
+def test_a_sequence_may_fill_the_whole_context(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner, prompt = make_runner(decoder), Planner(), list(range(3, 3 + CONTEXT - 2))
     planner.start(0, prompt)
     tokens = row_tokens(run(runner, planner.plan((0, 0, len(prompt), 1))))[0]
@@ -124,7 +125,7 @@ def test_a_sequence_may_fill_the_whole_context(decoder: DecoderModel, dense: Den
     assert tokens[:2] == dense.greedy(prompt, 2)
 
 
-def test_a_plan_of_changes_alone_computes_nothing(decoder: DecoderModel) -> None:
+def test_a_plan_of_changes_alone_computes_nothing(make_runner: MakeRunner, decoder: DecoderModel) -> None:
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, [4, 5])
     result = run(runner, planner.plan())
@@ -132,7 +133,7 @@ def test_a_plan_of_changes_alone_computes_nothing(decoder: DecoderModel) -> None
     assert len(row_tokens(run(runner, planner.plan((0, 0, 2, 1))))[0]) == 1
 
 
-def test_seeded_sampling_is_the_same_alone_and_among_neighbours(decoder: DecoderModel) -> None:
+def test_seeded_sampling_is_the_same_alone_and_among_neighbours(make_runner: MakeRunner, decoder: DecoderModel) -> None:
     """Reference kernels multiply row by row alike here; the sampler adds nothing of the batch."""
     params = SamplingParams(seed=1234, temperature=0.9, top_p=0.95, presence_penalty=0.5)
 
@@ -152,7 +153,7 @@ def test_seeded_sampling_is_the_same_alone_and_among_neighbours(decoder: Decoder
     assert generate(0) == generate(7)
 
 
-def test_logprobs_stand_beside_the_tokens_of_their_rows(decoder: DecoderModel, dense: DenseLlama) -> None:
+def test_logprobs_stand_beside_the_tokens_of_their_rows(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, [5, 6, 7])
     planner.start(1, [8, 9], SamplingParams(temperature=0.0, seed=0, logprobs=3))
@@ -172,7 +173,13 @@ def test_logprobs_stand_beside_the_tokens_of_their_rows(decoder: DecoderModel, d
 @pytest.mark.parametrize("piece", [2, 10_000])
 @pytest.mark.parametrize("beside", [3, 24])
 def test_prompt_logprobs_cover_every_prompt_position_once(
-    decoder: DecoderModel, dense: DenseLlama, monkeypatch: pytest.MonkeyPatch, chunks: list[tuple[int, int]], piece: int, beside: int
+    make_runner: MakeRunner,
+    decoder: DecoderModel,
+    dense: DenseLlama,
+    monkeypatch: pytest.MonkeyPatch,
+    chunks: list[tuple[int, int]],
+    piece: int,
+    beside: int,
 ) -> None:
     """Also beside a prompt so long that only some of the step's tokens are looked at."""
     monkeypatch.setattr("headrace.engine.runner_results._PROMPT_LOGITS", piece * VOCAB)
@@ -196,7 +203,7 @@ class Poisoned:
     """The model, with NaN in the hidden state of every token of one position."""
 
     def __init__(self, decoder: DecoderModel, token_id: int) -> None:
-        self.decoder, self.token_id, self.vocab_size = decoder, token_id, decoder.vocab_size
+        self.decoder, self.token_id, self.vocab_size, self.activations = decoder, token_id, decoder.vocab_size, decoder.activations
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         hidden = self.decoder.forward(ids, batch, kv)
@@ -206,8 +213,10 @@ class Poisoned:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
 
+    head = logits
 
-def test_a_row_that_turns_to_nan_fails_alone(decoder: DecoderModel, dense: DenseLlama) -> None:
+
+def test_a_row_that_turns_to_nan_fails_alone(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     """Its next row was planned already (depth 2): that one fails too, and the neighbour never notices."""
     runner, planner = make_runner(decoder, model=Poisoned(decoder, 13)), Planner()
     planner.start(0, [5, 6, 13])
@@ -223,7 +232,7 @@ def test_a_row_that_turns_to_nan_fails_alone(decoder: DecoderModel, dense: Dense
     assert row_tokens(run(runner, planner.plan((0, 0, 2, 1)))) == [dense.greedy([5, 6], 1)]
 
 
-def test_a_prompt_position_that_is_nan_fails_its_row_alone(decoder: DecoderModel) -> None:
+def test_a_prompt_position_that_is_nan_fails_its_row_alone(make_runner: MakeRunner, decoder: DecoderModel) -> None:
     runner, planner = make_runner(decoder, model=Poisoned(decoder, 13)), Planner()
     params = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=0)
     planner.start(0, [13, 6, 7], params)
@@ -236,7 +245,9 @@ def test_a_prompt_position_that_is_nan_fails_its_row_alone(decoder: DecoderModel
 
 
 @pytest.mark.parametrize("kind", [MoveKind.HOST_OUT, MoveKind.HOST_IN, 99])
-def test_moves_this_runner_cannot_make_are_refused_with_nothing_applied(decoder: DecoderModel, dense: DenseLlama, kind: int) -> None:
+def test_moves_this_runner_cannot_make_are_refused_with_nothing_applied(
+    make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama, kind: int
+) -> None:
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, [4, 5], GREEDY)
     plan = planner.plan((0, 0, 2, 1))
@@ -249,7 +260,7 @@ def test_moves_this_runner_cannot_make_are_refused_with_nothing_applied(decoder:
 
 
 @pytest.mark.parametrize(("column", "value"), [("adapter_slots", 1), ("mask_slots", 0), ("mask_slots", 3)])
-def test_what_this_runner_does_not_have_is_refused_by_name(decoder: DecoderModel, column: str, value: int) -> None:
+def test_what_this_runner_does_not_have_is_refused_by_name(make_runner: MakeRunner, decoder: DecoderModel, column: str, value: int) -> None:
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, [4, 5], GREEDY)
     plan = planner.plan((0, 0, 2, 1))

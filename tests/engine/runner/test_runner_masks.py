@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from patience import PATIENCE_S
 from plain_masks import Language, PlainMasks
-from runner_kit import GREEDY, VOCAB, DenseLlama, Planner, make_runner, row_tokens
+from runner_kit import GREEDY, VOCAB, DenseLlama, MakeRunner, Planner, make_runner, row_tokens
 
 from headrace.core.grammar import Grammar
 from headrace.core.plan import Plan, Result
 from headrace.core.sampling import SamplingParams
-from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_overlapped import OverlappedRunner
+from headrace.engine.steps import Runner
 from headrace.tensor.models.decoder import DecoderModel
 
 pytestmark = pytest.mark.pure
@@ -31,13 +31,13 @@ def alternating(outputs: list[int]) -> range:
     return range(len(outputs) % 2, VOCAB, 2)
 
 
-def run(runner: ModelRunner, plan: Plan) -> Result:
+def run(runner: Runner, plan: Plan) -> Result:
     return runner.submit(plan).result()
 
 
 @pytest.mark.parametrize("language", [near, alternating])
 def test_masked_rows_follow_their_grammar_and_the_rest_does_not_notice(
-    decoder: DecoderModel, dense: DenseLlama, language: Language
+    make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama, language: Language
 ) -> None:
     """Slots 0 and 2 have a grammar, 1 and 3 have none."""
     masks = PlainMasks(language, VOCAB)
@@ -54,7 +54,7 @@ def test_masked_rows_follow_their_grammar_and_the_rest_does_not_notice(
     assert outputs[0] != dense.greedy(PROMPTS[0], 10), "the grammar changed something"
 
 
-def test_a_chunk_in_the_middle_of_a_prompt_asks_for_no_mask(decoder: DecoderModel, dense: DenseLlama) -> None:
+def test_a_chunk_in_the_middle_of_a_prompt_asks_for_no_mask(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     masks = PlainMasks(near, VOCAB)
     runner, planner, prompt = make_runner(decoder, masks=masks), Planner(), PROMPTS[2]
     planner.start(0, prompt, grammar=ANY)
@@ -62,7 +62,7 @@ def test_a_chunk_in_the_middle_of_a_prompt_asks_for_no_mask(decoder: DecoderMode
     assert row_tokens(run(runner, planner.plan((0, 6, 5, 1)))) == [dense.greedy(prompt, 1, near)]
 
 
-def test_a_resumed_sequence_goes_on_in_its_grammar(decoder: DecoderModel, dense: DenseLlama) -> None:
+def test_a_resumed_sequence_goes_on_in_its_grammar(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner, prompt = make_runner(decoder, masks=PlainMasks(near, VOCAB)), Planner(), [9, 8, 7]
     outputs = dense.greedy(prompt, 6, near)
     planner.start(0, prompt, outputs=outputs[:4], grammar=ANY)
@@ -71,7 +71,7 @@ def test_a_resumed_sequence_goes_on_in_its_grammar(decoder: DecoderModel, dense:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3, top_p=0.9, logprobs=2), SamplingParams(seed=4, presence_penalty=1.0)])
-def test_a_row_whose_mask_cannot_be_made_fails_alone(decoder: DecoderModel, params: SamplingParams) -> None:
+def test_a_row_whose_mask_cannot_be_made_fails_alone(make_runner: MakeRunner, decoder: DecoderModel, params: SamplingParams) -> None:
     masks = PlainMasks(alternating, VOCAB)
     runner, planner = make_runner(decoder, num_blocks=128, masks=masks), Planner()
     for slot in range(3):
@@ -87,7 +87,7 @@ def test_a_row_whose_mask_cannot_be_made_fails_alone(decoder: DecoderModel, para
     assert later.token_counts.tolist() == [1, 0, 1], "a failed slot's later rows fail, too"
 
 
-def test_a_slot_is_free_of_its_grammar_when_it_is_used_again(decoder: DecoderModel, dense: DenseLlama) -> None:
+def test_a_slot_is_free_of_its_grammar_when_it_is_used_again(make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama) -> None:
     masks = PlainMasks(near, VOCAB)
     runner, planner = make_runner(decoder, masks=masks), Planner()
     planner.start(0, PROMPTS[0], grammar=ANY)
@@ -110,7 +110,7 @@ def test_the_overlapped_runner_gives_the_same_tokens_and_closes_the_masks(decode
     assert masks.is_closed
 
 
-def test_a_runner_without_masks_refuses_a_sequence_with_a_grammar_by_name(decoder: DecoderModel) -> None:
+def test_a_runner_without_masks_refuses_a_sequence_with_a_grammar_by_name(make_runner: MakeRunner, decoder: DecoderModel) -> None:
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, [4, 5], grammar=ANY)
     with pytest.raises(ValueError, match="mask_slots: this runner follows no grammars"):

@@ -15,10 +15,15 @@ import torch
 
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
-from headrace.core.sampling import SamplingParams
+from headrace.core.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from headrace.engine.runner_batch import upload_each
+from headrace.engine.runner_choice import SlotChoice, read_chosen
+from headrace.engine.runner_slots import SlotState
 from headrace.tensor.backends import load_backend
 from headrace.tensor.kernels import Backend
+from headrace.tensor.kernels.choice import NUM_FIELDS, RowTensors, SlotTensors
 from headrace.tensor.kernels.masks import Words, num_words
+from headrace.tensor.kernels.plain_choice import PlainChoice
 from headrace.tensor.sampling import Purpose, RowMasks, Sampled, Sampler, uniform
 
 EOS = (2, 5)
@@ -71,6 +76,29 @@ def sample_rows(logits: np.ndarray, rows: Sequence[Row], slots: Sequence[int] | 
     return sampler.sample(given, places, positions, row_masks(rows, logits.shape[1]))
 
 
+def sample_on_device(logits: np.ndarray, rows: Sequence[Row], slots: Sequence[int] | None = None) -> Sampled:
+    """`sample_rows` by the plain choice of devices, from the matrix of rows that it reads."""
+    vocab, places = logits.shape[1], np.array(range(len(rows)) if slots is None else slots, dtype=np.int64)
+    num_slots, count = int(places.max(initial=0)) + 1, len(rows)
+    state = SlotState(num_slots, 1024, 0, 16)
+    tensors = SlotTensors.zeros(num_slots, (0, 1), vocab, len(EOS) + MAX_STOP_TOKEN_IDS, "cpu")
+    choice = SlotChoice(state, tensors, partial(upload_each, device="cpu"), EOS)
+    for slot, row in zip(places.tolist(), rows, strict=True):
+        for part in (state, choice):
+            part.start(row.started(slot))
+    choice.send(places)
+    masks = row_masks(rows, vocab)
+    mask_places = np.full(count, -1)
+    mask_places[masks.rows] = np.arange(len(masks.rows))
+    fields = np.zeros((NUM_FIELDS, count), dtype=np.int32)
+    kind = choice.fill(fields, places, np.array([row.position for row in rows]), mask_places)
+    on_device = RowTensors.zeros(count, vocab, torch.float32, "cpu")
+    on_device.logits[:] = torch.from_numpy(logits.astype(np.float32))
+    on_device.masks[: len(masks.rows)] = torch.from_numpy(masks.words.view(np.int32))
+    PlainChoice().choose(torch.from_numpy(fields), tensors, on_device, kind)
+    return read_chosen(on_device.chosen.numpy(), choice.num_top(places), vocab)
+
+
 def slow_choice(logits: Sequence[float], row: Row) -> int:
     """The documented choice for one row, in plain Python and double precision, one step after another."""
     p, seen = row.params, Counter(row.outputs)
@@ -117,8 +145,10 @@ def make_row() -> type[Row]:
     return Row
 
 
-@pytest.fixture(params=["reference", "numba"])
+@pytest.fixture(params=["reference", "numba", "device"])
 def sample(request: pytest.FixtureRequest) -> Callable[..., Sampled]:
+    if request.param == "device":
+        return sample_on_device
     if request.param == "numba":
         pytest.importorskip("numba")
     return partial(sample_rows, backend=load_backend(request.param))

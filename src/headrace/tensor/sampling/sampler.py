@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Started
-from headrace.core.sampling import SamplingParams
 from headrace.tensor.kernels.filters import Draw, FilterLimits, Floats, Ints
 from headrace.tensor.kernels.masks import ApplyMasks, Words, apply_masks, best_tokens
+from headrace.tensor.sampling.columns import SamplingColumns
 from headrace.tensor.sampling.logprobs import not_asked, scattered, token_logprobs
 from headrace.tensor.sampling.penalties import TokenCounts
 from headrace.tensor.sampling.philox import Purpose, uniform
@@ -64,39 +64,6 @@ class Sampled:
     token_ids: Ints
     failed: NDArray[np.bool_]
     logprobs: LogprobColumns
-
-
-class _Columns:
-    """Numeric parameters per slot; grows with the highest slot seen."""
-
-    def __init__(self) -> None:
-        self.temperature = np.ones(0, dtype=np.float32)
-        self.top_k = np.zeros(0, dtype=np.int64)
-        self.top_p = np.ones(0, dtype=np.float64)
-        self.min_p = np.zeros(0, dtype=np.float32)
-        self.seed = np.zeros(0, dtype=np.uint64)
-        self.index = np.zeros(0, dtype=np.int64)
-        self.num_top = np.zeros(0, dtype=np.int64)
-        self.greedy = np.zeros(0, dtype=np.bool_)
-        self.edited = np.zeros(0, dtype=np.bool_)
-
-    def fill(self, slot: int, params: SamplingParams, index: int, vocab_size: int) -> None:
-        if slot >= len(self.greedy):
-            self._grow(slot + 1)
-        self.greedy[slot] = params.is_greedy
-        self.temperature[slot] = 1.0 if params.is_greedy else params.temperature
-        self.top_k[slot] = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-        self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
-        self.seed[slot] = (params.seed or 0) & (2**64 - 1)
-        self.index[slot] = index
-        self.num_top[slot] = -1 if params.logprobs is None else params.logprobs
-        self.edited[slot] = bool(params.logit_bias) or params.min_tokens > 0 or params.has_penalties
-
-    def _grow(self, needed: int) -> None:
-        for name, column in vars(self).items():
-            grown = np.zeros(max(needed, 2 * len(column), 16), dtype=column.dtype)
-            grown[: len(column)] = column
-            setattr(self, name, grown)
 
 
 class _Edits:
@@ -138,7 +105,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], draw: Draw, mask: ApplyMasks = apply_masks) -> None:
         self._vocab_size, self._eos_token_ids, self._draw, self._mask = vocab_size, frozenset(eos_token_ids), draw, mask
-        self._columns = _Columns()
+        self._columns = SamplingColumns()
         self._edits: dict[int, _Edits] = {}
 
     def start(self, started: Started) -> None:
