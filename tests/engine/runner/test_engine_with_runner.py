@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from failpoint_kit import armed, sites
-from runner_kit import CONTEXT, VOCAB, DenseLlama, make_runner
+from runner_kit import CONTEXT, VOCAB, DenseLlama, MakeRunner
 
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
@@ -18,12 +18,18 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
+from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.tensor.models.decoder import DecoderModel
 
 pytestmark = pytest.mark.socket
 
-RUNNER_SITES = [name for name in sites() if name.startswith("runner.") and name != "runner.prompt_logprobs"]
+SITES = [
+    (kind, name)
+    for kind, prefixes in (("plain", ("runner.",)), ("device", ("device.", "runner.apply")))
+    for name in sites()
+    if name.startswith(prefixes) and name != "runner.prompt_logprobs"
+]
 Key = tuple[str, int]
 
 
@@ -35,10 +41,12 @@ def request(name: str, prompt: list[int], **changes: Any) -> EngineRequest:
 class Served:
     """What an engine over the tiny Llama said to each sequence, turned by hand until idle."""
 
-    def __init__(self, decoder: DecoderModel, requests: list[EngineRequest], *, depth: int, num_blocks: int, **config: Any) -> None:
+    def __init__(
+        self, decoder: DecoderModel, requests: list[EngineRequest], make_runner: MakeRunner, *, depth: int, num_blocks: int, **config: Any
+    ) -> None:
         settings = EngineConfig(model="tiny", depth=depth, block_size=4, **{"max_num_seqs": 8, "max_num_batched_tokens": 16, **config})
-        plain = make_runner(decoder, num_blocks=num_blocks)
-        self.runner = OverlappedRunner(plain) if depth > 1 else plain
+        runner = make_runner(decoder, num_blocks=num_blocks)
+        self.runner = OverlappedRunner(runner) if depth > 1 and isinstance(runner, ModelRunner) else runner
         info = ModelInfo(
             architecture="LlamaForCausalLM", vocab_size=VOCAB, max_model_len=CONTEXT, eos_token_ids=(2,), kv_groups=decoder.kv_groups,
             block_size=4, num_blocks=(num_blocks,), dtype="float32", weight_bytes=1,
@@ -87,17 +95,19 @@ def prompts(count: int) -> list[list[int]]:
     ids=["roomy", "preempting", "reference implementations", "fair", "static"],
 )
 def test_every_request_gets_the_plain_loops_tokens(
-    decoder: DecoderModel, dense: DenseLlama, depth: int, num_blocks: int, config: dict[str, Any]
+    make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama, depth: int, num_blocks: int, config: dict[str, Any]
 ) -> None:
     given = prompts(8)
-    served = Served(decoder, [request(f"r{i}", p) for i, p in enumerate(given)], depth=depth, num_blocks=num_blocks, **config).run()
+    served = Served(
+        decoder, [request(f"r{i}", p) for i, p in enumerate(given)], make_runner, depth=depth, num_blocks=num_blocks, **config
+    ).run()
     assert dict(served.tokens) == {(f"r{i}", 0): dense.greedy(prompt, 10) for i, prompt in enumerate(given)}
     assert set(served.finish.values()) == {FinishReason.LENGTH}
     assert num_blocks > 18 or served.engine.scheduler.sequences.counters.preemptions > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_seeded_samples_do_not_depend_on_depth_preemption_or_neighbours(decoder: DecoderModel, depth: int) -> None:
+def test_seeded_samples_do_not_depend_on_depth_preemption_or_neighbours(make_runner: MakeRunner, decoder: DecoderModel, depth: int) -> None:
     """Three samples per prompt, with penalties: preempted and resumed sequences draw and count what they would have."""
     given = [
         request(f"r{i}", p, n=3, temperature=1.0, top_p=0.9, seed=i, presence_penalty=0.8, repetition_penalty=1.2)
@@ -105,19 +115,21 @@ def test_seeded_samples_do_not_depend_on_depth_preemption_or_neighbours(decoder:
     ]
     alone: dict[Key, list[int]] = {}
     for item in given:
-        alone |= Served(decoder, [item], depth=1, num_blocks=128).run().tokens
-    crowded = Served(decoder, given, depth=depth, num_blocks=16, max_num_batched_tokens=10).run()
+        alone |= Served(decoder, [item], make_runner, depth=1, num_blocks=128).run().tokens
+    crowded = Served(decoder, given, make_runner, depth=depth, num_blocks=16, max_num_batched_tokens=10).run()
     assert crowded.engine.scheduler.sequences.counters.preemptions > 0
     assert dict(crowded.tokens) == alone
     assert len({tuple(tokens) for tokens in alone.values()}) == 12, "samples of one prompt differ"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("site", RUNNER_SITES)
-def test_a_failing_step_costs_nobody_a_token(decoder: DecoderModel, dense: DenseLlama, site: str, depth: int) -> None:
+@pytest.mark.parametrize(("make_runner", "site"), SITES, indirect=["make_runner"])
+def test_a_failing_step_costs_nobody_a_token(
+    make_runner: MakeRunner, decoder: DecoderModel, dense: DenseLlama, site: str, depth: int
+) -> None:
     given = prompts(3)
     requests = [request(f"r{i}", p, max_tokens=6, frequency_penalty=1e-6) for i, p in enumerate(given)]
     with armed(site, skip=3) as fault:
-        served = Served(decoder, requests, depth=depth, num_blocks=64).run()
+        served = Served(decoder, requests, make_runner, depth=depth, num_blocks=64).run()
     assert fault.hits == 1
     assert dict(served.tokens) == {(f"r{i}", 0): dense.greedy(prompt, 6) for i, prompt in enumerate(given)}
