@@ -17,9 +17,9 @@ def add_engine_options(parser: argparse.ArgumentParser, *fields: str, **defaults
     wanted = (*fields, *defaults)
     for flag in ENGINE_FLAGS:
         if flag.field in wanted:
-            default = defaults.get(flag.field, flag.default)
+            default = defaults.get(flag.field, flag.option.default)
             choices = flag.option.one_of or None
-            help_text = f"{flag.option.help} (default: {default})".replace("%", "%%")
+            help_text = f"{flag.option.help} (default: {defaults.get(flag.field, flag.option.shown_default)})".replace("%", "%%")
             parser.add_argument(*flag.names, dest=flag.field, type=flag.kind, choices=choices, default=default, help=help_text)
     parser.set_defaults(engine_fields=wanted)
 

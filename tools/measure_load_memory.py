@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from headrace.tensor.backends import load_backend
 from headrace.tensor.device import CPU
-from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import load_model
 from headrace.tensor.models.decoder import DecoderModel
 

@@ -190,7 +190,7 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{engine: {model: M}}]\ngateway: {port: 70000}", "gateway.port", "outside 0..65535"),
         ("models: [{engine: {model: M}}]\ngateway: {api_keys: [{key: short}]}", "gateway.api_keys[0].key", "shorter than"),
         ("models: [{engine: {model: M}}]\ngateway: {host: 0.0.0.0}", "gateway.host", "--api-key"),
-        ("models: [{engine: {model: M, device: cuda}}]", "models[0].engine.device", "--experimental"),
+        ("models: [{engine: {model: M, device: tpu}}]", "models[0].engine.device", "is not one of auto, cuda, cpu"),
         ("models: [{engine: {model: M}}]\nmodels: []", "headrace.yaml:2", "models is given twice, first on line 1"),
         ("models:\n - engine: &a {model: M}\n - engine: *a", "headrace.yaml:3:12", "aliases"),
         ("models: [{engine: {model: M}}]\ngateway: {port: 0x_}", "gateway.port", "expected int, got str. Write it in digits"),

@@ -131,7 +131,7 @@ def test_a_file_without_one_of_its_lines_still_has_an_answer(broken: Path, numbe
         ),
         ("models: [M]\ngatway: {port: -1}\ngateway: {prot: -1}", ["gateway.prot", "gatway"]),
         ("models: [{upstreams: [{url: 'ftp://x'}]}]", ["models[0].name", "models[0].upstreams[0].url"]),
-        ("models: [{engine: {model: headrace-tiny, device: cuda, dtype: float16}}]", ["models[0].engine.device"]),
+        ("models: [{engine: {model: headrace-tiny, device: cuda, dtype: float17}}]", ["models[0].engine.dtype"]),
         ("models: [M]\ngateway: {timeouts: {idle_s: -1}}", ["gateway.timeouts.idle_s"]),
         ("models: [{upstreams: [{ulr: 5, model: m}], name: a}]", ["models[0].upstreams[0].ulr"]),
         ("models: [M]\ngateway: {models: [], timeouts: {drain_s: 5}}", ["gateway.models", "gateway.timeouts.drain_s"]),

@@ -12,6 +12,7 @@ import pytest
 
 from headrace.cli import doctor_checks
 from headrace.cli.doctor_checks import Health
+from headrace.core.gpus import Gpus
 from headrace.tensor.host.cpu_features import CpuFeatures, parse_cpu_flags
 from tests.cli.conftest import Headrace
 
@@ -50,6 +51,14 @@ def test_what_the_cpu_can_do_is_read_as_the_kernels_read_it(flags: str) -> None:
     found = doctor_checks.check_cpu(f"flags\t\t: {flags}\n")
     assert found.found.endswith(f"kernels choose as for {features.family}")
     assert (found.health is Health.OK) == (features.family != "generic")
+
+
+def test_a_gpu_is_there_or_the_reason_why_it_is_not_used() -> None:
+    assert doctor_checks.check_gpus(Gpus()).health is Health.OK
+    found = doctor_checks.check_gpus(Gpus(problem="this torch is a build without CUDA"))
+    assert (found.health, found.found) == (Health.WARN, "this torch is a build without CUDA")
+    broken = doctor_checks.check_gpus(Gpus(("0",)))
+    assert (broken.health, broken.found) == (Health.FAIL, "'cuda': torch sees no GPU here")
 
 
 def test_a_cpu_that_says_nothing_is_warned_about() -> None:

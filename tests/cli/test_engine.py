@@ -81,7 +81,7 @@ def test_a_dump_asked_for_before_the_engine_is_ready_is_refused_in_the_log(start
         (["--listen", "gpu1"], CommandExitCode.CONFIG, "'gpu1' is neither unix:/path nor host:port"),
         (["--listen", "unix:/run/e.sock", "--tls-dir", "/certs"], CommandExitCode.CONFIG, "A Unix socket needs none"),
         (["--listen", "unix:/run/e.sock", "--max-num-seqs", "0"], CommandExitCode.CONFIG, "headrace: --max-num-seqs: 0 is outside"),
-        (["--listen", "unix:/run/e.sock", "--device", "cuda"], CommandExitCode.CONFIG, "headrace: --device: cuda has not been run"),
+        (["--listen", "unix:/run/e.sock", "--device", "tpu"], CommandExitCode.CONFIG, "headrace: --device: 'tpu' is not one of"),
         (["/absent", "--listen", "unix:/run/e.sock"], CommandExitCode.CONFIG, "there is no folder /absent"),
         (["--config", "/absent.yaml"], CommandExitCode.CONFIG, "/absent.yaml"),
         (["--config", "e.yaml", "--listen", "gpu1:7001"], CommandExitCode.USAGE, "--listen: the file given with --config holds everything"),

@@ -123,7 +123,7 @@ def test_a_death_after_a_trace_has_been_answered_is_refused(headrace: Headrace, 
 
 def test_what_is_assumed_of_a_device_is_printed(headrace: Headrace) -> None:
     done = headrace("simulate", "--model", "llama-3-8b", "--load", "5", *QUICK)
-    assert "tokens of KV (bf16) each, steps of up to 256 sequences and 2,048 tokens" in done.stdout
+    assert "tokens of KV (bf16) each, steps of up to 256 sequences and 8,192 tokens" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_is_assumed_of_a_device_is_printed(headrace: Headrace) -> None:
         ("memory_fraction: 0.3", 0, " 60,"),
         ("num_kv_blocks: 1000", 0, "16,000 tokens of KV"),
         ("kv_cache_bytes: 2097152000", 0, "16,000 tokens of KV"),
-        ("max_num_seqs: 8", 0, "steps of up to 8 sequences and 2,048 tokens"),
+        ("max_num_seqs: 8", 0, "steps of up to 8 sequences and 8,192 tokens"),
         ("num_kv_blocks: 1000000", 3, "num_kv_blocks: 1,000,000 do not fit"),
         ("num_kv_blocks: 1", 3, "num_kv_blocks: 1 block(s)"),
         ("device: cpu", 3, "device: cpu is not what --gpu h100 simulates"),

@@ -101,12 +101,5 @@ def test_values_that_are_suggested_are_accepted(name: str, model_folder: Path) -
     with pytest.raises(ConfigError) as caught:
         EngineConfig(model="m", **{name: "xyzzy"}).checked()  # type: ignore[arg-type]
     for value in caught.value.reason.partition(" is not one of ")[2].split(", "):
-        raw: dict[str, object] = {"models": [{"engine": {"model": str(model_folder), name: value}}], "experimental": value == "cuda"}
+        raw: dict[str, object] = {"models": [{"engine": {"model": str(model_folder), name: value}}]}
         from_raw(raw)
-
-
-def test_what_a_device_wants_is_said_and_enough(model_folder: Path) -> None:
-    raw: dict[str, object] = {"models": [{"engine": {"model": str(model_folder), "device": "cuda"}}]}
-    with pytest.raises(ConfigError, match=r"experimental: true"):
-        from_raw(dict(raw))
-    assert from_raw({**raw, "experimental": True}).experimental

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import ConfigError
+from headrace.core.gpus import Gpus
+from headrace.core.strict_decode import decode, plain
+from headrace.engine import config as engine_config
 from headrace.engine.config import EngineConfig
 
 pytestmark = pytest.mark.pure
@@ -26,3 +29,29 @@ pytestmark = pytest.mark.pure
 def test_a_value_outside_its_bounds_or_of_another_kind_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         EngineConfig(model="m", **{name: value}).checked()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "defaults"), [(Gpus(("0",)), "cuda", (256, 8192, 0.9, 2)), (Gpus(problem="no driver"), "cpu", (64, 512, 0.5, 1))]
+)
+def test_auto_takes_a_gpu_that_works_and_its_defaults(
+    gpus: Gpus, device: str, defaults: tuple[int, int, float, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_config, "find_gpus", lambda: gpus)
+    for config in (EngineConfig(model="m"), EngineConfig(model="m", device=device)):
+        assert config.device == device
+        assert (config.max_num_seqs, config.max_num_batched_tokens, config.memory_fraction, config.depth) == defaults
+    assert decode(EngineConfig, {"model": "m", "max_num_seqs": 5, "depth": 1}).device == device
+
+
+def test_of_steps_and_sequences_the_one_that_is_not_set_fits_the_other() -> None:
+    assert EngineConfig(model="m", device="cpu", max_num_seqs=600).max_num_batched_tokens == 600
+    assert EngineConfig(model="m", device="cpu", max_num_batched_tokens=20).max_num_seqs == 20
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        EngineConfig(model="m", max_num_batched_tokens=20, max_num_seqs=21).checked()
+
+
+def test_what_a_configuration_says_is_read_again_as_it_is() -> None:
+    for device in ("cpu", "cuda"):
+        config = EngineConfig(model="m", device=device, max_num_seqs=7)
+        assert decode(EngineConfig, plain(config)) == config

@@ -16,8 +16,10 @@ import pytest
 
 from headrace.cli.config import ModelSection, ServeConfig
 from headrace.core.errors import ConfigError
+from headrace.core.gpus import Gpus
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig
+from headrace.fleet import files
 from headrace.fleet.config import COMMAND, FleetConfig, ModelSpec
 from headrace.fleet.files import (
     MachineShare,
@@ -224,6 +226,25 @@ def test_engines_are_told_their_cpus_unless_threads_were_chosen(tmp_path: Path, 
     told = [json.loads(replica.config.read_bytes())["cpus"] for replica in write_engine_files(config, tmp_path)]
     cpus = sorted(os.sched_getaffinity(0))
     assert told == ([",".join(map(str, share_of(cpus, MachineShare(number, 2)))) for number in range(2)] if divided else ["", ""])
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("0",), [("0", 2), ("0", 2), ("0", 2)]),
+        (("3", "5"), [("3", 1), ("5", 0), ("3", 1)]),
+        (("0", "1", "2", "3"), [("0", 0), ("1", 0), ("2", 0)]),
+        ((), [(None, 2), (None, 2), (None, 2)]),
+    ],
+)
+def test_engines_are_dealt_the_gpus_and_divide_the_memory_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], told: list[tuple[str | None, int]]
+) -> None:
+    monkeypatch.setattr(files, "find_gpus", lambda: Gpus(names))
+    for device, expected in (("cuda", told), ("cpu", [(None, 2)] * 3)):
+        config = ServeConfig(models=(ModelSection(engine=EngineConfig(model="m", device=device), replicas=3),)).fleet(Path)
+        written = [json.loads(replica.config.read_bytes()) for replica in write_engine_files(config, tmp_path)]
+        assert [(content.get("gpu"), content["num_neighbours"]) for content in written] == expected
 
 
 def test_engines_are_bound_to_no_cpu_where_the_system_does_not_say_which_are_allowed(

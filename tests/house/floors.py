@@ -211,7 +211,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.llm": Floor(_ours("core", "text", "policy", "tensor", "engine", "bundled", "fleet.weights"), (), ()),
     "headrace.__main__": Floor(_ours("cli.main")),
     "headrace.functions": Floor(_ours("core"), ("msgspec",)),
-    "headrace.cli": Floor(EVERYTHING, ("typer", "yaml"), ("packaging", "torch")),  # tests/cli: --help imports none
+    "headrace.cli": Floor(EVERYTHING, ("typer", "yaml"), ("packaging",)),  # tests/cli: --help imports none
     # the door: exports lazily
     "headrace": Floor((), (), ()),
 }

@@ -36,6 +36,8 @@ def config_options(kind: type = ServeConfig, where: str = "") -> Iterator[tuple[
         else:
             shown = hints[item.name]
             default = "(required)" if item.default is MISSING else repr(item.default)
+            if "option" in item.metadata and (on := item.metadata["option"].on):
+                default = " or ".join(f"{value!r} on {device}" for device, value in on.items())
             yield path, f"{shown.__name__ if isinstance(shown, type) else shown} = {default}"
 
 

@@ -24,7 +24,7 @@ OLD = CpuFeatures("x86_64", frozenset({"sse4_2"}))
 
 def test_every_device_that_can_be_configured_is_there() -> None:
     [option] = [field.metadata["option"] for field in fields(EngineConfig) if field.name == "device"]
-    assert tuple(DEVICES) == option.one_of
+    assert {"auto", *DEVICES} == set(option.one_of)
     assert {name: device.name for name, device in DEVICES.items()} == {name: name for name in DEVICES}
 
 
@@ -41,7 +41,15 @@ def test_a_gpu_is_what_torch_says_of_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
-    CUDA.check()
+    with pytest.raises(ConfigError, match="the GPU does not compute"):  # torch is a build for CPUs here
+        CUDA.check()
+    for answer in (2, 3):
+        monkeypatch.setattr(torch, "ones", lambda count, device, answer=answer: torch.tensor([answer]))
+        if answer == 2:
+            CUDA.check()
+        else:
+            with pytest.raises(ConfigError, match="the GPU adds 1 and 1 to 3"):
+                CUDA.check()
     assert CUDA.title == "NVIDIA H100"
     assert CUDA.free_memory() == Available(70 << 30, "the GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -44,13 +44,15 @@ class RunConditions:
     no_bandwidth  the reason, when it is not known; else empty
     """
 
-    def __init__(self, with_bandwidth: bool) -> None:
+    def __init__(self, with_bandwidth: bool, device: str = "cpu") -> None:
         from headrace.lab.environment import BandwidthUnknown, ReadBandwidth, bandwidth_script, environment, read_bandwidth
 
         self.before = environment()
         self.measured: ReadBandwidth | None = None
         self.no_bandwidth = "" if with_bandwidth else "not asked for (--no-bandwidth)"
-        if with_bandwidth:
+        if device != "cpu":
+            self.no_bandwidth = f"it is measured for the CPU's memory alone, the engine ran on {device}"
+        elif with_bandwidth:
             try:
                 self.measured = read_bandwidth(bandwidth_script())
             except BandwidthUnknown as error:

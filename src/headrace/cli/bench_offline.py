@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder, bundled model or hub id; default: headrace-tiny.")]
 Price = Annotated[float | None, Flag("--dollars-per-hour", help="Price of this machine: adds the price of a million tokens.")]
 
-NOT_HERE = ("seed", "device")
-"""Engine options that are no flags here: `--seed` is the prompts' too, and a device but the CPU needs `serve --experimental`."""
+NOT_HERE = ("seed",)
+"""Engine options that are no flags here: `--seed` is the prompts' too."""
 
 
 @with_engine_flags(without=NOT_HERE)
@@ -54,7 +54,7 @@ def throughput(
     loop, collector = _engine(config)
     shape = _offline_shape(loop.info, input_len, output_len, range_ratio, prefix_len)
     run_offline(loop, collector, _warm_up(shape))
-    facts = RunConditions(bandwidth)
+    facts = RunConditions(bandwidth, config.device)
     run = run_offline(loop, collector, make_requests(num_prompts, shape, seed=seed))
     tokens = run.output_tokens
     values: dict[str, object] = {
@@ -97,17 +97,14 @@ def latency(
     from headrace.lab.metrics import distribution
     from headrace.lab.offline import decode_speed, dollars_per_million_tokens, run_offline
 
-    tokens = engine.get("max_num_batched_tokens", EngineConfig(model="").max_num_batched_tokens)
-    assert isinstance(tokens, int)
-    batch_flags = {"max_num_seqs": batch_size, "max_num_batched_tokens": max(tokens, batch_size)}
-    config = _config(model, {**engine, **batch_flags, "seed": seed})
+    config = _config(model, {**engine, "max_num_seqs": batch_size, "seed": seed})
     loop, collector = _engine(config)
     shape = _offline_shape(loop.info, input_len, output_len, 0.0, 0)
     # Fresh prompts each time: a repeated one would be found in the prefix cache.
     batches = [make_requests(batch_size, shape, seed=seed + 1 + number) for number in range(num_iters_warmup + num_iters)]
     for batch in batches[:num_iters_warmup]:
         run_offline(loop, collector, batch)
-    facts = RunConditions(bandwidth)
+    facts = RunConditions(bandwidth, config.device)
     runs = [run_offline(loop, collector, batch) for batch in batches[num_iters_warmup:]]
     speeds = [speed for run in runs if (speed := decode_speed(loop.info, run, facts.bandwidth)) is not None]
     whole = distribution(run.duration_s * 1000 for run in runs)
@@ -145,7 +142,7 @@ def steps(
     from headrace.lab.simulate.measure import measure_steps
     from headrace.lab.simulate.step_times import StepFile, fit, mean_error, write_steps
 
-    config = _config(model, {**engine, "seed": seed})
+    config = _config(model, {**engine, "depth": 1, "seed": seed})
     loop = _built(config, lambda updates: None)
     found = measure_steps(loop, limit_s=limit, seed=seed)
     latency = fit(found)

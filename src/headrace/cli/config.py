@@ -41,15 +41,6 @@ from headrace.wire.tls.files import TlsFiles
 ENV_PREFIX = "HEADRACE_"
 
 
-class NeedsExperimental(ConfigError):
-    """A value that is allowed only where `experimental` is on."""
-
-    def __init__(self, where: str, value: str) -> None:
-        super().__init__(
-            where, f"{value} has not been run where Headrace is tested", "Say --experimental (or experimental: true) to try it."
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteReplica:
     """One engine that was started by itself (`headrace engine`), here or on another machine. address: HOST:PORT or unix:/path."""
@@ -156,7 +147,7 @@ class ServeConfig:
     run_dir          parent of the private directory for sockets; None: XDG_RUNTIME_DIR, else the temporary directory
     allow_open       listen beyond loopback without API keys
     block_key        secret (hex) that keys block hashes, equal for engines that share blocks; empty: one is drawn at start for all
-    experimental     allow what has not been run where Headrace is tested (device cuda)
+    experimental     allow what has not been run where Headrace is tested (hub ids)
     """
 
     models: tuple[ModelSection, ...]
@@ -208,8 +199,6 @@ class ServeConfig:
         except ConfigError as error:
             raise error.at(f"{where}.engine.{error.where}") from error
         _check_folder(f"{where}.engine.model", engine.model)
-        if engine.device != "cpu" and not self.experimental:
-            raise NeedsExperimental(f"{where}.engine.device", engine.device)
 
     def _check_gateway(self) -> None:
         models = [_as_gateway_model(model) for model in self.models]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 
 from headrace.bundled import DEFAULT_MODEL
-from headrace.cli.config import NeedsExperimental, from_raw
+from headrace.cli.config import from_raw
 from headrace.cli.config_origins import rest_within
 from headrace.cli.config_yaml import Raw
 from headrace.core.errors import ConfigError
@@ -78,8 +78,6 @@ class _Mending:
         *outer, last = _steps(error.where) or [""]
         place = self._at(outer)
         match error, place:
-            case NeedsExperimental(), _:
-                self.raw["experimental"] = True
             case MissingKey(), dict():
                 place[last] = _stand_in(last, parent(error.where))
             case UnknownKey(), dict() if last in place:

@@ -1,7 +1,6 @@
 """The checks of `headrace doctor`: one function per question, each with one or more findings as its answer.
 
-Reads /proc, cgroup files and package metadata; imports torch only for its devices and what the kernels make of the CPU, and Numba for
-its threading layers.
+Reads /proc, cgroup files and package metadata; asks the engine what it makes of CPU and GPU, and Numba for its threading layers.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from pathlib import Path
 
 from headrace.core.cgroups import cpu_quota
 from headrace.core.cpus import allowed_cpus
+from headrace.core.errors import ConfigError
+from headrace.core.gpus import Gpus, find_gpus
 
 MIN_PYTHON = (3, 11)
 MIN_FILES = 4096
@@ -62,7 +63,7 @@ def examine(port: int) -> list[Finding]:
         check_port(port),
         check_cache(_cache_dir()),
         check_bundled(),
-        check_cuda(),
+        check_gpus(find_gpus()),
         *check_versions(),
     ]
 
@@ -182,13 +183,20 @@ def check_bundled() -> Finding:
     return Finding("bundled models", Health.WARN, ", ".join(names) or "none", "`headrace serve` needs a MODEL here.")
 
 
-def check_cuda() -> Finding:
-    import torch
+def check_gpus(gpus: Gpus) -> Finding:
+    """gpus: as `core.gpus.find_gpus` finds them, and as `--device auto` takes them."""
+    if gpus.problem:
+        return Finding("gpu", Health.WARN, gpus.problem, "Models run on the CPU until this is mended; --device cuda is refused.")
+    if not gpus.names:
+        return Finding("gpu", Health.OK, "none; models run on the CPU")
+    from headrace.tensor.device import CUDA
 
-    if not torch.cuda.is_available():
-        return Finding("cuda", Health.OK, "none; models run on the CPU")
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return Finding("cuda", Health.WARN, names, "Not used unless --device cuda --experimental is given: not tested there.")
+    try:
+        CUDA.check()
+    except ConfigError as error:
+        return Finding("gpu", Health.FAIL, error.reason, "Mend it, or give --device cpu.")
+    free = CUDA.free_memory()
+    return Finding("gpu", Health.OK, f"{len(gpus.names)} x {CUDA.title}, {free.num_bytes / 2**30:.1f} GiB free on the first")
 
 
 def check_versions() -> Iterator[Finding]:

@@ -101,16 +101,7 @@ def _from_file(path: Path, given: Mapping[str, object], *, experimental: bool) -
     for flag in given:
         raise UsageRefused(f"{flag}: the file given with --config holds everything. Leave one of them out.")
     process, engine = process_config_from(read_yaml(path))
-    check_device("engine.device", engine.device, experimental=experimental)
     return process, replace(engine, model=str(resolve_model(engine.model, experimental=experimental)))
-
-
-def check_device(where: str, device: str, *, experimental: bool) -> None:
-    """Raises NeedsExperimental for a device that Headrace is not tested on."""
-    from headrace.cli.config import NeedsExperimental
-
-    if device != "cpu" and not experimental:
-        raise NeedsExperimental(where, device)
 
 
 def _from_flags(given: Mapping[str, object], engine: Given, *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
@@ -124,7 +115,6 @@ def _from_flags(given: Mapping[str, object], engine: Given, *, experimental: boo
     if "--listen" not in given:
         remedy = "`headrace serve` starts an engine and a gateway together."
         raise UsageRefused(f"--listen: the address is missing, HOST:PORT or unix:/PATH. {remedy}")
-    check_device("--device", str(engine.get("device", "cpu")), experimental=experimental)
     folder = resolve_model(str(given.get("MODEL", DEFAULT_MODEL)), experimental=experimental)
     tls_dir, token_file = given.get("--tls-dir"), given.get("--token-file")
     assert isinstance(tls_dir, Path | None)

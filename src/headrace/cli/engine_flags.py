@@ -50,7 +50,6 @@ class EngineFlag:
     field: str
     names: tuple[str, ...]
     kind: type
-    default: object
     option: Option
 
     @property
@@ -75,23 +74,23 @@ class EngineFlag:
     def _help(self) -> str:
         *first, last = self.option.one_of or ("",)
         choices = f"{', '.join(first)} or {last}. " if first else ""
+        shown = self.option.shown_default.strip("'")
         if self.option.switch is not None:
-            shown = "on" if self.default == self.option.switch[1] else "off"
-        else:
-            shown = {True: "on", False: "off"}[self.default] if isinstance(self.default, bool) else str(self.default)
+            shown = shown.replace(str(self.option.switch[1]), "on").replace(str(self.option.switch[0]), "off")
+        shown = {"True": "on", "False": "off"}.get(shown, shown)
         text = self.option.help.rstrip(".")
-        return f"{choices}{text}." + ("" if self.default is None else f" Default {shown}.")
+        return f"{choices}{text}." + ("" if shown == "None" else f" Default {shown}.")
 
 
 def _flags() -> Iterator[EngineFlag]:
-    hints, defaults = get_type_hints(EngineConfig), EngineConfig(model="")
+    hints = get_type_hints(EngineConfig)
     for name, option in options():
         kind = bool if option.switch else next(kind for kind in (bool, int, float, str) if hints[name] in (kind, kind | None))
         word = name.replace("_", "-")
         made = f"--{word}/--no-{word}" if kind is bool else f"--{word}"
         names = (made,) if option.flags is None else option.flags
         if names:
-            yield EngineFlag(name, names, kind, getattr(defaults, name), option)
+            yield EngineFlag(name, names, kind, option)
 
 
 ENGINE_FLAGS = tuple(_flags())

@@ -59,7 +59,6 @@
     |  |- InsecureStore            start: a store on another machine without encryption or authentication
     |  |- NeedsExactlyOne          start: a section with both or none of two keys
     |  |- TextRefused              a replica whose model has a tokenizer or chat template that no gateway can use
-    |  `- NeedsExperimental        start: a value that needs `experimental`
     |- CheckpointError             start: a model's file and the reason
     |- CannotBind                  start: the gateway's address is taken
     |- CannotListen                start: the engine's address is taken

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from headrace.core.errors import ConfigError
+from headrace.core.gpus import find_gpus
 from headrace.core.model_info import LOAD_FORMATS
 from headrace.policy.queues import QUEUES
 from headrace.tensor.backends import BACKENDS
@@ -22,6 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
 BATCHING = ("continuous", "static")
+DEVICES = ("auto", "cuda", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +31,28 @@ class Option:
     """An engine option's description, beside its field's type and default.
 
     help         for people, in one sentence or a few words
+    default      value of the field where it is not set; None where `on` has it
     flags        of the commands; None: --the-name, and --no-the-name of a bool. Empty: it has none
     one_of       values that are allowed; other_names: vLLM's names for some of them
     low, high    what it may be, both included; None: no limit
     switch       (off, on): its flag is --x/--no-x, and these are the values
+    on           default by device, for a field that was not set; empty: one default for all devices
     """
 
     help: str
+    default: object = None
     flags: tuple[str, ...] | None = None
     one_of: tuple[str, ...] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
     low: int | None = None
     high: int | None = None
     switch: tuple[int, int] | None = None
+    on: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def shown_default(self) -> str:
+        """For help texts, as Python writes it: `64, on a GPU 256` where it depends on the device."""
+        return f"{self.on['cpu']!r}, on a GPU {self.on['cuda']!r}" if self.on else repr(self.default)
 
     def check(self, name: str, value: object) -> None:
         """Raises ConfigError when `value` is none of `one_of`, or outside `low`..`high`. None means that the option was not set."""
@@ -61,12 +72,17 @@ def option(default: Value, help: str, *flags: str, **rest: object) -> Value:
     """A field with its `Option`. flags: as there, none given: made from the name; `flags=()`: it has none."""
     if flags:
         rest["flags"] = flags
-    return field(default=default, metadata={"option": Option(help=help, **rest)})  # type: ignore[arg-type]
+    return field(default=default, metadata={"option": Option(help=help, default=default, **rest)})  # type: ignore[arg-type]
+
+
+def by_device(cpu: Value, gpu: Value, help: str, *flags: str, **rest: object) -> Value:
+    """A field with its `Option`, whose default depends on the device. It is None for a moment only: `EngineConfig` fills it in."""
+    return option(cast(Value, None), help, *flags, on={"cpu": cpu, "cuda": gpu}, **rest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One replica. What each option trades is said in docs/config.md.
+    """One replica. What each option trades is said in docs/config.md. A value holds no default by device and no device "auto" any more.
 
     model            local folder in the Hugging Face layout (the fleet resolves hub ids to folders)
     memory_fraction  without `num_kv_blocks` and `kv_cache_bytes` the KV cache is what this share of the machine's and its cgroup's memory
@@ -86,8 +102,8 @@ class EngineConfig:
     quantization: str = option("none", "Weights of the linears are rounded at load.", "--quantization", "-q", one_of=QUANTIZATIONS)
     kv_cache_dtype: str = option("auto", "auto: as computed, or bfloat16 where weights and CPU have it.", one_of=KV_CACHE_DTYPES)
     max_model_len: int | None = option(None, "Longest context in tokens. Default: the model's.", low=1)
-    max_num_seqs: int = option(64, "Sequences computed in one step.", low=1, high=4096)
-    max_num_batched_tokens: int = option(512, "Tokens computed in one step: prompts fill what decoding leaves.", low=1, high=2**20)
+    max_num_seqs: int = by_device(64, 256, "Sequences computed in one step.", low=1, high=4096)
+    max_num_batched_tokens: int = by_device(512, 8192, "Tokens computed in one step: prompts fill what decoding leaves.", low=1, high=2**20)
     max_waiting: int = option(1024, "Sequences that may wait; one more is refused with a retry time.", flags=(), low=1, high=10**6)
     max_waiting_bytes: int = option(
         256 << 20, "Bytes that waiting requests may hold; one more is refused with a retry time.", flags=(), low=2**16
@@ -96,8 +112,8 @@ class EngineConfig:
     block_size: int = option(16, "Tokens per KV block.", low=1, high=2**20)
     num_kv_blocks: int | None = option(None, "KV blocks. Default: what the share of memory allows.", low=1)
     kv_cache_bytes: int | None = option(None, "Memory of the KV cache. Default: what the share of memory allows.", low=1)
-    memory_fraction: float = option(
-        0.5, "Share of the available memory for weights and KV.", "--gpu-memory-utilization", "--memory-fraction"
+    memory_fraction: float = by_device(
+        0.5, 0.9, "Share of the available memory for weights and KV.", "--gpu-memory-utilization", "--memory-fraction"
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV of equal prompt beginnings.")
     max_cached_share_per_tenant: float = option(
@@ -108,16 +124,29 @@ class EngineConfig:
         "priority", "Which waiting sequence is computed first.", "--queue-policy", "--scheduling-policy", one_of=tuple(QUEUES)
     )
     batching: str = option("continuous", "static: a batch runs to its end before the next begins.", flags=(), one_of=BATCHING)
-    depth: int = option(
-        1, "Plan the next step while one is computed.", "--async-scheduling/--no-async-scheduling", low=1, high=2, switch=(1, 2)
+    depth: int = by_device(
+        1, 2, "Plan the next step while one is computed.", "--async-scheduling/--no-async-scheduling", low=1, high=2, switch=(1, 2)
     )
     kernels: str = option("auto", "reference: plain torch.", one_of=("auto", *BACKENDS))
     deterministic: bool = option(
         False, "The same bits for a sequence alone and in any batch; refused at start where the kernels cannot promise it."
     )
     num_threads: int | None = option(None, "Default: from the cores and the cgroup.", low=1)
-    device: str = option("cpu", "cuda has not been run where Headrace is tested, and wants experimental.", one_of=("cpu", "cuda"))
+    device: str = option("auto", "auto: a GPU that works, else the CPU.", one_of=DEVICES)
     seed: int = option(0, "Of random weights (--load-format dummy).")
+
+    def __post_init__(self) -> None:
+        """Choose the device, and fill in what was not set. Where steps or sequences are set alone, the other is made to fit."""
+        if self.device == "auto":
+            object.__setattr__(self, "device", "cuda" if find_gpus().names else "cpu")
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        for name, described in options():
+            if described.on and getattr(self, name) is None:
+                object.__setattr__(self, name, default_on(self.device, described))
+        if seqs is None and isinstance(tokens, int):
+            object.__setattr__(self, "max_num_seqs", min(self.max_num_seqs, tokens))
+        if tokens is None and isinstance(seqs, int):
+            object.__setattr__(self, "max_num_batched_tokens", max(self.max_num_batched_tokens, seqs))
 
     def checked(self) -> EngineConfig:
         """This value if its rules hold. Raises ConfigError naming the option, the value and the remedy."""
@@ -144,6 +173,11 @@ class EngineConfig:
                 "Every running sequence needs one token per step.",
             )
         return self
+
+
+def default_on(device: str, described: Option) -> object:
+    """The default of an option on a device; of a device that is not known, the CPU's: `EngineConfig.checked` refuses it."""
+    return described.on.get(device, described.on["cpu"])
 
 
 def options() -> Iterator[tuple[str, Option]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from headrace.core.cpus import allowed_cpus
 from headrace.core.errors import ConfigError
+from headrace.core.gpus import find_gpus
 from headrace.core.locked_folders import LockedFolder, is_locked, remove_unlocked
 from headrace.fleet.config import FleetConfig, ModelSpec
 
@@ -108,12 +109,20 @@ def write_engine_file(config: FleetConfig, model: ModelSpec, folder: Path, *, na
         "drain_timeout_s": config.drain_timeout_s,
         # A given number of threads means that the operator has divided the machine by hand.
         "cpus": "" if model.engine.get("num_threads") is not None else ",".join(map(str, share_of(allowed_cpus(), share))),
-        "num_neighbours": share.total - 1,
+        **_memory_share(str(model.engine.get("device", "cpu")), share),
         "block_key": config.block_key,
         "engine": {**model.engine, "model": str(model.folder)},
     }
     _write(replica.config, content)
     return replica
+
+
+def _memory_share(device: str, share: MachineShare) -> dict[str, object]:
+    """The GPU that an engine keeps to, dealt in turn, and with how many others it divides the memory of that GPU, or of the machine."""
+    names = find_gpus().names if device == "cuda" else ()
+    if not names:
+        return {"num_neighbours": share.total - 1}
+    return {"gpu": names[share.index % len(names)], "num_neighbours": (share.total - 1 - share.index % len(names)) // len(names)}
 
 
 def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:

@@ -40,7 +40,7 @@ class LLM:
 
     model                   a bundled model's name, a local folder, or a hub id; None: the bundled model
     seed                    seed of dummy weights, and of the seeds drawn for requests without one; None: drawn from the system
-    experimental            allow what has not been run where Headrace is tested: hub ids, device "cuda"
+    experimental            allow what has not been run where Headrace is tested: hub ids
 
     The engine's options, those of `EngineConfig` under vLLM's names:
 
@@ -81,7 +81,7 @@ class LLM:
         given = {name: value for name, value in locals().items() if name in ENGINE_FIELDS}
         refuse_unsupported(unsupported, _KEYWORDS)
         folder = _resolve(model, experimental)
-        self._start(engine_config(folder, given, experimental=experimental), load_text(folder), seed, _build_engine)
+        self._start(engine_config(folder, given), load_text(folder), seed, _build_engine)
 
     @classmethod
     def over(cls, build: Build, text: TextModel, *, config: EngineConfig, seed: int | None = None) -> Self:

@@ -67,22 +67,20 @@ ENGINE_FIELDS = {VLLM_NAMES.get(field, field): field for field, _ in options()}
 
 def described(keywords: Collection[str]) -> str:
     """The engine options among `keywords`, as lines of a docstring."""
-    about, defaults = dict(options()), EngineConfig(model="")
+    about = dict(options())
     lines = []
     for keyword, field in ENGINE_FIELDS.items():
         if keyword in keywords and keyword != "seed":  # LLM's docstring has it: it seeds more than the engine
             choices = f"{' | '.join(map(repr, about[field].one_of))}. " if about[field].one_of else ""
-            lines.append(f"{keyword:<24}{choices}{about[field].help.rstrip('.')} ({getattr(defaults, field)!r})")
+            lines.append(f"{keyword:<24}{choices}{about[field].help.rstrip('.')} ({about[field].shown_default})")
     return "\n    ".join(lines)
 
 
-def engine_config(folder: Path, given: Mapping[str, object], *, experimental: bool = False) -> EngineConfig:
+def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
     """The engine's configuration from LLM's keywords; None leaves EngineConfig's default. Raises ConfigError naming the keyword."""
     about = dict(options())
     values = {ENGINE_FIELDS[name]: value for name, value in given.items() if value is not None}
     values = {field: about[field].other_names.get(value, value) if isinstance(value, str) else value for field, value in values.items()}
-    if values.get("device", "cpu") != "cpu" and not experimental:
-        raise ConfigError("device", f"{values['device']!r} has not been run where Headrace is tested", "Say experimental=True to try it.")
     try:
         return decode(EngineConfig, {"model": str(folder), **values}).checked()
     except ConfigError as error:

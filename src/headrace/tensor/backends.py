@@ -60,7 +60,7 @@ def choose_backend(requested: str, device: str) -> tuple[str, str]:
     if requested != "auto":
         _check(requested, device)
         return requested, "as configured"
-    problems = []
+    problems: list[str] = []
     for name, backend in BACKENDS.items():
         if device in backend.devices:
             problem = backend.problem()

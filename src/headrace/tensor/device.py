@@ -100,9 +100,15 @@ class Cuda(TensorDevice):
     """The GPU that torch uses by itself. Methods are those of `Cpu`; `features` says nothing of it."""
 
     def check(self) -> None:
-        """Raises ConfigError where torch sees none."""
+        """Raises ConfigError where torch sees none, or where the one it sees does not compute."""
         if not torch.cuda.is_available():
             raise ConfigError("device", "'cuda': torch sees no GPU here", "Use cpu.")
+        try:
+            found = int(torch.ones(2, device=self.name).sum())
+        except (RuntimeError, AssertionError) as error:  # the latter: torch is a build for CPUs
+            raise ConfigError("device", f"'cuda': the GPU does not compute ({error})", "Mend it, or use cpu.") from error
+        if found != 2:
+            raise ConfigError("device", f"'cuda': the GPU adds 1 and 1 to {found}", "Mend it, or use cpu.")
 
     @property
     def title(self) -> str:

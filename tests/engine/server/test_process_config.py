@@ -69,3 +69,13 @@ def test_an_engine_beside_others_takes_its_part_of_memory_and_cpus(tmp_path: Pat
     shared = process.keep_to_share(engine)
     assert bound == [{0, 3}]
     assert shared.memory_fraction == engine.memory_fraction / 4
+
+
+def test_an_engine_sees_the_gpu_that_it_was_given_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    process, engine = load_process_config(write(tmp_path, GOOD))
+    process.keep_to_share(engine)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    process, engine = load_process_config(write(tmp_path, {**GOOD, "gpu": "1"}))
+    process.keep_to_share(engine)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"

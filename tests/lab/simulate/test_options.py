@@ -101,9 +101,9 @@ def test_a_gpu_has_defaults_of_its_own_where_the_file_names_none() -> None:
 
     own = EngineConfig(model="m")
     assert limits("cpu") == (own.max_num_seqs, own.max_num_batched_tokens, own.memory_fraction)
-    assert limits() == (256, 2048, 0.9)
-    assert limits(max_num_seqs=64, memory_fraction=0.5) == (64, 2048, 0.5)
-    assert limits(max_num_seqs=4096) == (4096, 4096, 0.9)
+    assert limits() == (256, 8192, 0.9)
+    assert limits(max_num_seqs=64, memory_fraction=0.5) == (64, 8192, 0.5)
+    assert limits(max_num_seqs=4096) == (4096, 8192, 0.9)
     assert limits(max_num_batched_tokens=128) == (128, 128, 0.9)
 
 

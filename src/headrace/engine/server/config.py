@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.gpus import VISIBLE
 from headrace.core.hashing import check_secret
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
@@ -29,7 +30,8 @@ class ProcessConfig:
     tls              this engine's certificates
     drain_timeout_s  after SIGTERM: how long running requests may take
     cpus             CPUs this engine keeps to, "0,1"; empty = all it may use
-    num_neighbours   other engines on this machine: each takes an equal part of its memory
+    gpu              the GPU this engine keeps to, as CUDA_VISIBLE_DEVICES names it; empty = the first that torch finds
+    num_neighbours   other engines on this GPU, or of an engine without one on this machine: each takes an equal part of its memory
     block_key        secret (hex) that keys block hashes, shared by all engines of a site; empty: drawn by this process
     """
 
@@ -40,6 +42,7 @@ class ProcessConfig:
     tls: TlsFiles | None = None
     drain_timeout_s: float = 30.0
     cpus: str = ""
+    gpu: str = ""
     num_neighbours: int = 0
     block_key: str = field(default="", repr=False)
 
@@ -50,7 +53,9 @@ class ProcessConfig:
         return target_of(self.address, token=self.token, token_file=self.token_file, tls=self.tls)
 
     def keep_to_share(self, engine: EngineConfig) -> EngineConfig:
-        """Bind this process to its CPUs, and reduce the engine's memory share. Before anything counts CPUs or starts threads."""
+        """Bind this process to its CPUs and its GPU, and reduce the engine's memory share. Before anything counts CPUs or imports torch."""
+        if self.gpu:
+            os.environ[VISIBLE] = self.gpu
         if self.cpus:  # empty where a process cannot be bound
             os.sched_setaffinity(0, {int(cpu) for cpu in self.cpus.split(",")})
         return replace(engine, memory_fraction=engine.memory_fraction / (1 + self.num_neighbours))

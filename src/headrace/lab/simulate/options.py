@@ -9,17 +9,10 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from headrace.core.errors import ConfigError
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import EngineConfig, options
 from headrace.policy.placement.device import Device
 from headrace.policy.placement.layout import Need, Traffic
 from headrace.policy.placement.model import ModelShape
-
-GPU_NUM_SEQS = 256
-GPU_BATCHED_TOKENS = 2048
-GPU_MEMORY_FRACTION = 0.9
-"""max_num_seqs, max_num_batched_tokens and memory_fraction that are simulated on a GPU where the file names none. They are those that vLLM
-has documented for GPUs. The engine's own defaults are made for CPUs: a GPU would compute its steps of 512 tokens half empty.
-"""
 
 MEASURED = (
     "dtype",
@@ -49,17 +42,8 @@ def on_device(config: EngineConfig, named: Collection[str], device: str) -> Engi
     kind = "cpu" if device == "cpu" else "cuda"
     if "device" in named and config.device != kind:
         raise ConfigError("device", f"{config.device} is not what --gpu {device} simulates", f"Write {kind}, or leave it out.")
-    config = replace(config, device=kind)
-    if kind == "cpu":
-        return config.checked()
-    num_seqs, num_tokens, fraction = config.max_num_seqs, config.max_num_batched_tokens, config.memory_fraction
-    if "max_num_seqs" not in named:
-        num_seqs = min(GPU_NUM_SEQS, num_tokens) if "max_num_batched_tokens" in named else GPU_NUM_SEQS
-    if "max_num_batched_tokens" not in named:
-        num_tokens = max(GPU_BATCHED_TOKENS, num_seqs)
-    if "memory_fraction" not in named:
-        fraction = GPU_MEMORY_FRACTION
-    return replace(config, max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens, memory_fraction=fraction).checked()
+    unset = {name: None for name, described in options() if described.on and name not in named}
+    return replace(config, device=kind, **unset).checked()  # type: ignore[arg-type]
 
 
 def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device, traffic: Traffic) -> Need:
