@@ -110,6 +110,7 @@ PREFIX: dict[str, str] = {
     Inside.CHOSEN_FUNCTION: "tool_choice.function.",
     Inside.ALLOWED_TOOLS: "tool_choice.allowed_tools.",
     Inside.ALLOWED_TOOL: "tool_choice.allowed_tools.tools[0].",
+    Inside.ALLOWED_FUNCTION: "tool_choice.allowed_tools.tools[0].function.",
     Inside.REASONING: "reasoning.",
     Inside.THINKING: "thinking.",
     Inside.RESPONSE_FORMAT: "response_format.",
@@ -156,6 +157,8 @@ def inside(place: str, fields: dict[str, Any]) -> dict[str, Any]:
             return {**BASE[CHAT], "tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
         case Inside.ALLOWED_TOOL:
             return inside(Inside.ALLOWED_TOOLS, {"tools": [{"function": {"name": "now"}, **fields}]})
+        case Inside.ALLOWED_FUNCTION:
+            return inside(Inside.ALLOWED_TOOL, {"function": {"name": "now", **fields}})
         case Inside.REASONING:
             return {**BASE[CHAT], "reasoning": {"enabled": False, **fields}}
         case Inside.THINKING:

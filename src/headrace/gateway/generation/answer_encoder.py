@@ -21,7 +21,6 @@ from headrace.gateway.http.pieces import PIECE_BYTES
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 
-
 SLICE_S = 0.001
 """A slice ends with the piece that passes this many seconds. One piece takes less than a millisecond (`surfaces.dialect.logprobs`)."""
 

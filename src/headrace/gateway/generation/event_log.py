@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.ids import RequestId
+from headrace.gateway.http.exchange import Exchange
 
 HEADER = "Last-Event-ID"
 LAST_EVENT_ID = HEADER.lower().encode()
@@ -33,6 +34,12 @@ class EventId(NamedTuple):
         if found is None:
             raise InvalidRequest(HEADER, "the id of an event of this server (REQUEST/NUMBER)", text, "Send it as it was received.")
         return cls(RequestId(found[1]), int(found[2]))
+
+
+def last_event(exchange: Exchange) -> EventId | None:
+    """The event after which the request continues a stream. None: it begins one. Raises InvalidRequest."""
+    given = (exchange.header(LAST_EVENT_ID) or b"").decode("latin-1")
+    return None if given in ("", NO_EVENT) else EventId.parsed(given)
 
 
 class EventLog:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 from array import array
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
 
 import msgspec
 
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
 from headrace.core.ids import RequestId
-from headrace.gateway.generation.event_log import HEADER, LAST_EVENT_ID, NO_EVENT, EventId, places_of
+from headrace.gateway.generation.event_log import HEADER, EventId, last_event, places_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict, UnknownStream
 from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.site.siblings import Siblings
 from headrace.gateway.stores.guard import Ended, GuardedStore, TooMuchToWrite, Work
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoredEntry, StoreFailed, entry_in
 from headrace.gateway.upstream.generation_request import EarlierOutput
@@ -117,13 +117,6 @@ class OpenStream:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class OtherWorkers(Protocol):
-    """The part of `gateway.site.siblings.Siblings` that is used here."""
-
-    def handle(self, question: str, handler: Callable[[str], Awaitable[bytes]]) -> None: ...
-    async def ask_others(self, question: str, argument: str) -> list[bytes]: ...
-
-
 def body_digest(path: str, body: bytes, headers: Sequence[bytes] = ()) -> bytes:
     """Digest of what makes two requests equal. headers: values of those that change the answer, without zero bytes"""
     digest = blake2b(b"\0".join((path.encode(), *headers, b"")), digest_size=16)
@@ -145,9 +138,9 @@ class KeptStreams:
         self._ttl_s = ttl_s
         self._metrics = metrics
         self._open: dict[RequestId, OpenStream] = {}
-        self._siblings: OtherWorkers | None = None
+        self._siblings: Siblings | None = None
 
-    def join(self, siblings: OtherWorkers) -> None:
+    def join(self, siblings: Siblings) -> None:
         """Have the other workers of this port end streams that continue here, and end streams that continue there."""
         self._siblings = siblings
         siblings.handle(END_STREAM, self._end_for_sibling)
@@ -173,17 +166,19 @@ class KeptStreams:
 
         Raises InvalidRequest, UnknownStream, StreamConflict, or Unavailable where the store does not answer.
         """
-        given = (exchange.header(LAST_EVENT_ID) or b"").decode("latin-1")
-        if given in ("", NO_EVENT):
+        if (event := last_event(exchange)) is None:
             return None
-        event = EventId.parsed(given)
         if self._store is None:
             raise UnknownStream("This server keeps no streams (timeouts.stream_resume_s is 0).")
         with self._counted():
             async with self._store.guard.waiting():
-                await self._end_open(event.answer_id, exchange)
+                sent = self._open.get(event.answer_id)
+                if sent is not None and _owner(sent.exchange) == _owner(exchange):  # else the checks that follow refuse it
+                    await self._give_way(sent)
                 value = await self._store.store.get(event.answer_id)
-                if _is_elsewhere(value) and await self._has_ended_at_sibling(event.answer_id, exchange):
+                kept = entry_in(value, _decoder, FORM)
+                is_elsewhere = value is None or (kept is not None and kept.is_claimed)
+                if is_elsewhere and await self._has_ended_at_sibling(event.answer_id, exchange):
                     value = await self._store.store.get(event.answer_id)
             return self._checked(event, value, exchange)
 
@@ -241,14 +236,8 @@ class KeptStreams:
             raise InvalidRequest(HEADER, f"at most event {len(stream.entries) + 1} of this stream", event.number)
         return stream
 
-    async def _end_open(self, answer_id: RequestId, exchange: Exchange) -> None:
-        """Where the stream is still being sent here, end it and wait until it is kept. Its client alone may do that."""
-        stream = self._open.get(answer_id)
-        if stream is not None and _owner(stream.exchange) == _owner(exchange):  # else the checks that follow refuse it
-            await self._give_way(stream)
-
     async def _give_way(self, stream: OpenStream) -> None:
-        """Raises StreamConflict for a stream that has just begun."""
+        """End a stream that is being sent here, and wait until it is kept. Raises StreamConflict for one that has just begun."""
         if not stream.is_ended:
             if not stream.exchange.is_started or _now() - stream.begun_at < GIVE_WAY_S:
                 raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
@@ -323,12 +312,6 @@ class KeptStreams:
 def _owner(exchange: Exchange) -> str:
     """Names the tenant and the body of a request, in hexadecimal."""
     return blake2b(exchange.principal.tenant_key.encode() + b"\0" + exchange.body_digest, digest_size=16).hexdigest()
-
-
-def _is_elsewhere(value: bytes | None) -> bool:
-    """The stream of this entry may be sent by another gateway now: nothing is kept, or it is claimed."""
-    kept = entry_in(value, _decoder, FORM)
-    return value is None or (kept is not None and kept.is_claimed)
 
 
 def _now() -> float:

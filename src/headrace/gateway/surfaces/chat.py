@@ -107,7 +107,7 @@ def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ParsedChat, lis
     Raises InvalidRequest for the first field that is unknown, refused or of a wrong type.
     """
     ignored: dict[str, None] = {}
-    kept = parse.surface_fields(body, CHAT, ignored)
+    kept = parse.honoured_fields(body, CHAT, ignored)
     check_conversation(kept, limits, ignored)
     if isinstance(metadata := kept.get("metadata", {}), dict) and not metadata.keys() <= {"session_id"}:
         ignored["metadata"] = None

@@ -72,7 +72,7 @@ ParsedCompletion = parse.Parsed[CompletionRequest]
 def parse_completion(body: dict[str, object], limits: Limits) -> tuple[ParsedCompletion, list[str]]:
     """The request, its prompts as a list; what its answer must match; and the fields that change nothing. Raises InvalidRequest."""
     ignored: dict[str, None] = {}
-    request = parse.convert(parse.surface_fields(body, COMPLETIONS, ignored), CompletionRequest)
+    request = parse.convert(parse.honoured_fields(body, COMPLETIONS, ignored), CompletionRequest)
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of", f"best_of = n ({request.n})", request.best_of, "There is no ranking of discarded sequences.")
     if request.max_tokens == 0 and not request.is_echo_only:

@@ -38,81 +38,72 @@ async def resume(generation: Generation, call_next: Callable[[], Awaitable[Prepa
         exchange.record.continued_id = continued.answer_id
     prepared = await call_next()
     has_ids = generation.model is generation.asked  # another one may not answer the next time
-    if has_ids and kept_streams.is_on and is_streaming and prepared.keeps_events:
-        num_seen = 0 if continued is None else continued.num_seen
-        generation.event_log = EventLog(generation.answer_id, prepared.num_sequences, num_seen=num_seen)
-    elif continued is not None:
-        raise StreamConflict("The model of this stream is answered by another server now, which cannot continue it.")
-    else:
+    if not (has_ids and kept_streams.is_on and is_streaming and prepared.keeps_events):
+        if continued is not None:
+            raise StreamConflict("The model of this stream is answered by another server now, which cannot continue it.")
         return prepared
-    replay = None
+    num_seen = 0 if continued is None else continued.num_seen
+    generation.event_log = EventLog(generation.answer_id, prepared.num_sequences, num_seen=num_seen)
+    stream = ResumableStream(generation, continued, generation.event_log)
     if continued is not None:
         await kept_streams.claim(continued)
-        replay = Replay(generation, continued, generation.event_log)
-        generation.replay = replay.write
+        generation.replay = stream.replay
     kept_streams.begin(generation.answer_id, exchange)
-    generation.ends.push(_KeptAtEnd(generation, replay, generation.event_log, prepared.num_sequences).end)
+    generation.ends.push(stream.end)
     return prepared
 
 
-class Replay:
-    """The events of an earlier stream, made again. is_whole: all of them were"""
+class ResumableStream:
+    """A stream whose events have numbers. continued: the one that it continues; None: it begins"""
 
-    def __init__(self, generation: Generation, continued: ContinuedStream, event_log: EventLog) -> None:
-        self.continued = continued
-        self.is_whole = False
-        self._record_events, self._event_log = generation.record_events, event_log
-        self._has_logprobs = generation.client_params.logprobs is not None
+    def __init__(self, generation: Generation, continued: ContinuedStream | None, event_log: EventLog) -> None:
+        self._generation, self._continued, self._event_log = generation, continued, event_log
+        self._is_replayed = continued is None
 
-    async def write(self, stream: EventStream, progress: RequestProgress, encoder: AnswerEncoder, sse: SseStream) -> None:
-        """Make the events again, and send what the client lacks of them."""
-        entries, num_seen = self.continued.entries, self.continued.num_seen
-        if self._has_logprobs:  # events that cannot be made from ids alone
+    async def replay(self, stream: EventStream, progress: RequestProgress, encoder: AnswerEncoder, sse: SseStream) -> None:
+        """Make the events of the earlier stream again, and send what the client lacks of them."""
+        assert self._continued is not None
+        entries, num_seen = self._continued.entries, self._continued.num_seen
+        has_logprobs = self._generation.client_params.logprobs is not None
+        if has_logprobs:  # events that cannot be made from ids alone
             entries = entries[:num_seen]
         for number, (index, place) in enumerate(places_of(entries, progress.num_sequences), start=1):
             event = stream.replay(index, place)
             progress.record_replayed(event)
-            self._record_events((event,))
+            self._generation.record_events((event,))
             made = b"".join(encoder.encode_events((event,)))
-            if not self._has_logprobs and self._event_log.entries != entries[:number]:
+            if not has_logprobs and self._event_log.entries != entries[:number]:
                 raise Unavailable("This stream cannot be continued by this version of the server; it can be sent again.")
             if number > num_seen:
                 await sse.write(made)
             elif number % REPLAY_STEP == 0:
                 await asyncio.sleep(0)
         self._event_log.entries[:] = entries
-        self.is_whole = True
-
-
-class _KeptAtEnd:
-    """However the request ends, the stream is kept if its client may want the rest of it."""
-
-    def __init__(self, generation: Generation, replay: Replay | None, event_log: EventLog, num_sequences: int) -> None:
-        self._generation, self._replay = generation, replay
-        self._event_log, self._num_sequences = event_log, num_sequences
+        self._is_replayed = True
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """However the request ends, the stream is kept if its client may want the rest of it."""
         kept_streams, answer_id = self._generation.service.kept_streams, self._generation.answer_id
         kept = self._kept() if is_worth_keeping(error) else None
         if kept is None:
-            kept_streams.forget(answer_id, is_claimed=self._replay is not None)
+            kept_streams.forget(answer_id, is_claimed=self._continued is not None)
         else:
             kept_streams.keep(answer_id, kept)
 
     def _kept(self) -> KeptStream | None:
         """What the store gets. None: there is nothing to continue."""
-        generation = self._generation
-        if self._replay is not None and not self._replay.is_whole:
-            return self._replay.continued.kept
+        generation, log = self._generation, self._event_log
+        if self._continued is not None and not self._is_replayed:
+            return self._continued.kept
         state = None if generation.stream is None else generation.stream.saved_state()
-        if state is None or not self._event_log.entries:
+        if state is None or not log.entries:
             return None
         return KeptStream(
             form=FORM,
             tenant=generation.exchange.principal.tenant_key,
             body=generation.exchange.body_digest,
             created=generation.created,
-            num_sequences=self._num_sequences,
-            entries=self._event_log.entries.tobytes(),
+            num_sequences=log.num_sequences,
+            entries=log.entries.tobytes(),
             state=state,
         )

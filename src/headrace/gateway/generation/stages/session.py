@@ -15,8 +15,7 @@ from typing import Any
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.cache.replays import retry_key
-from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
-from headrace.gateway.generation.event_log import NO_EVENT, EventId
+from headrace.gateway.generation.event_log import last_event
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.exchange import Exchange
@@ -90,47 +89,19 @@ async def opened_turn(sessions: Sessions, exchange: Exchange, session_id: str, *
 
     retry_key  see `cache.replays.retry_key`
 
-    Raises SessionConflict or Unavailable.
+    Raises InvalidRequest, SessionConflict or Unavailable.
     """
-    claim = SessionClaim(sessions, SessionKey(exchange.principal.tenant_key, session_id))
-    continued_id = _continued_id(exchange)
+    continued = last_event(exchange)
+    turn = SessionTurn(sessions, SessionKey(exchange.principal.tenant_key, session_id), retry_key)
     try:
-        found = await sessions.claimed(claim.key, claim.owner)
-        renewing = asyncio.create_task(claim.renew())
+        await turn.claim("" if continued is None else continued.answer_id)
+        renewing = asyncio.create_task(turn.renew())
         try:
-            yield SessionTurn(sessions, claim, found, continued_id=continued_id, retry_key=retry_key)
+            yield turn
         finally:
             renewing.cancel()
     finally:
-        claim.free()
-
-
-class SessionClaim:
-    """What holds a session for one turn, or will. owner: names the turn in the store"""
-
-    def __init__(self, sessions: Sessions, key: SessionKey) -> None:
-        self.key = key
-        self.owner = os.urandom(12)
-        self._sessions = sessions
-        self._is_freed = False
-
-    async def renew(self) -> None:
-        """Runs until the claim is freed, or it is cancelled."""
-        while not self._is_freed:
-            await asyncio.sleep(RENEW_S)
-            await self._sessions.renew(self.key, self.owner, RENEW_S)
-
-    def free(self) -> None:
-        """Give the claim back, without waiting for it. Later calls do nothing."""
-        if not self._is_freed:
-            self._is_freed = True
-            self._sessions.free(self.key, self.owner)
-
-
-def _continued_id(exchange: Exchange) -> str:
-    """Id of the answer that the request continues; empty: it begins one. Raises InvalidRequest."""
-    given = (exchange.header(LAST_EVENT.lower().encode()) or b"").decode("latin-1")
-    return "" if given in ("", NO_EVENT) else EventId.parsed(given).answer_id
+        turn.free()
 
 
 class SessionTurn:
@@ -139,18 +110,41 @@ class SessionTurn:
     num_new     messages of the request
     """
 
-    def __init__(self, sessions: Sessions, claim: SessionClaim, found: ReadSession, *, continued_id: str, retry_key: str) -> None:
-        """Where the session's last turn gave the answer that the request continues, or had its Idempotency-Key, the turn is that one again.
-
-        continued_id, retry_key  the answer, and the name of the key; empty: none
-        """
-        self._sessions, self._claim, self._found, self._retry_key = sessions, claim, found, retry_key
-        stored = found.stored
-        messages, summary = found.messages, "" if stored is None else stored.summary
-        if stored is not None and _is_again(stored, continued_id, retry_key):
-            messages = messages[: stored.num_before]
-        self.history = History(messages, summary)
+    def __init__(self, sessions: Sessions, key: SessionKey, retry_key: str) -> None:
+        """retry_key: name of the request's Idempotency-Key; empty: it has none"""
+        self._sessions, self._key, self._retry_key = sessions, key, retry_key
+        self._owner = os.urandom(12)
+        """It names the turn in the store."""
+        self._is_freed = False
+        self._found = ReadSession()
+        self.history = History()
         self.num_new = 0
+
+    async def claim(self, continued_id: str) -> None:
+        """Read the session, which is this turn's until `free`. Where its last turn gave the answer that the request continues, or had its
+        Idempotency-Key, the turn is that one again.
+
+        continued_id  of the answer; empty: none
+        """
+        self._found = await self._sessions.claimed(self._key, self._owner)
+        stored, messages = self._found.stored, self._found.messages
+        if stored is None:
+            return
+        if continued_id == stored.answer_id or (self._retry_key and self._retry_key == stored.retry_key):
+            messages = messages[: stored.num_before]
+        self.history = History(messages, stored.summary)
+
+    async def renew(self) -> None:
+        """Runs until the claim is freed, or it is cancelled."""
+        while not self._is_freed:
+            await asyncio.sleep(RENEW_S)
+            await self._sessions.renew(self._key, self._owner, RENEW_S)
+
+    def free(self) -> None:
+        """Give the claim back, without waiting for it. Later calls do nothing."""
+        if not self._is_freed:
+            self._is_freed = True
+            self._sessions.free(self._key, self._owner)
 
     def conversation(self, new: Sequence[Message], *, max_messages: int) -> History:
         """The history with the request's messages behind it. Raises RequestTooLarge, or InvalidRequest for too many messages."""
@@ -182,7 +176,7 @@ class SessionTurn:
     async def _keep(self, generation: Generation, answer: TurnRecorder, replica: str | None) -> None:
         """Store the messages that made the prompt, and the answer. Raises as `Sessions.keep`."""
         history = generation.history if generation.fitted is None else generation.fitted.history
-        messages = [*(_kept(message) for message in history.messages), answer.message()]
+        messages = [{name: value for name, value in message.items() if name not in NOT_KEPT} for message in history.messages]
         now, stored = int(self._sessions.unix_time()), self._found.stored
         turn = StoredSession(
             form=FORM,
@@ -196,16 +190,8 @@ class SessionTurn:
             packed=b"",
             retry_key=self._retry_key,
         )
-        await self._sessions.keep(self._claim.key, self._found, turn, messages)
-        self._claim.free()  # the client's next request may come with the last byte of this answer
-
-
-def _is_again(last: StoredSession, continued_id: str, retry_key: str) -> bool:
-    return bool((continued_id and last.answer_id == continued_id) or (retry_key and last.retry_key == retry_key))
-
-
-def _kept(message: Message) -> Message:
-    return {name: value for name, value in message.items() if name not in NOT_KEPT}
+        await self._sessions.keep(self._key, self._found, turn, [*messages, answer.message()])
+        self.free()  # the client's next request may come with the last byte of this answer
 
 
 class TurnRecorder:

@@ -12,21 +12,21 @@ from headrace.core.errors import InvalidRequest
 from headrace.gateway.http.config import Limits
 from headrace.gateway.surfaces.dialect.field_table import Inside
 from headrace.gateway.surfaces.dialect.parse import REQUIRED, ROLES, convert, honoured_fields
-from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields, checked_reasoning
+from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields, check_reasoning
 from headrace.gateway.surfaces.dialect.tools import (
+    CHOICES,
+    MAX_CALLS,
     ChosenTools,
     EarlierCall,
     ToolDefinition,
-    checked_calls,
-    checked_choice,
-    checked_tools,
+    check_tools,
     function_tools,
     tool_choice,
 )
 from headrace.gateway.upstream.generation_request import Conversation
 
-PLAIN_MESSAGE, PLAIN_PART = {"role", "content"}, {"type", "text"}
-"""The fields of nearly every message and part, which need no look-up in the field table."""
+PLAIN_MESSAGE = {"role", "content"}
+"""The fields of nearly every message, which need no look-up in the field table."""
 
 MAX_PARTS = 4096
 """Content parts of all messages of a request together: a part costs more memory than its bytes."""
@@ -74,12 +74,12 @@ class ConversationFields(ReasoningFields, kw_only=True):
 
 
 def check_conversation(kept: dict[str, object], limits: Limits, ignored: dict[str, None]) -> None:
-    """Keep the honoured fields alone of what is inside a body's ConversationFields. Raises InvalidRequest."""
+    """The rules of ConversationFields for the honoured fields of a body. Raises InvalidRequest."""
     kept["messages"] = checked_messages(kept.get("messages"), limits, ignored)
-    kept |= checked_reasoning(kept, ignored)
-    for name, checked in (("tools", checked_tools), ("tool_choice", checked_choice)):
-        if name in kept:
-            kept[name] = checked(kept[name], ignored)
+    check_reasoning(kept)
+    check_tools(kept.get("tools"))
+    if isinstance(choice := kept.get("tool_choice"), str) and choice not in CHOICES:
+        raise InvalidRequest("tool_choice", f"{', '.join(CHOICES)} or a function of tools", choice)
     if not kept.get("tools"):
         ignored |= dict.fromkeys([name for name in ("tool_choice", "parallel_tool_calls") if name in kept])
 
@@ -102,21 +102,21 @@ def checked_messages(messages: object, limits: Limits, ignored: dict[str, None])
 def _checked_message(message: object, prefix: str, ignored: dict[str, None]) -> dict[str, object]:
     if not isinstance(message, dict):
         raise InvalidRequest(prefix, "an object", message)
-    is_plain = message.keys() == PLAIN_MESSAGE
-    if is_plain and type(message["content"]) is str and message["role"] in ROLES:
+    if message.keys() == PLAIN_MESSAGE and type(message["content"]) is str and message["role"] in ROLES:
         return message
-    kept = message if is_plain else honoured_fields(message, Inside.MESSAGE, ignored, f"{prefix}.")
-    if isinstance(content := kept.get("content"), list):
-        parts = [_checked_part(part, f"{prefix}.content[{index}]", ignored) for index, part in enumerate(content)]
-        kept = {**kept, "content": parts}
-    if "tool_calls" in kept:
-        kept = {**kept, "tool_calls": checked_calls(kept["tool_calls"], f"{prefix}.tool_calls", ignored)}
+    for index, part in enumerate(content if isinstance(content := message.get("content"), list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "text" or kind is part:
+            raise InvalidRequest(f"{prefix}.content[{index}].type", '"text"', kind, "Other modalities are not served.")
+    kept = honoured_fields(message, Inside.MESSAGE, ignored, f"{prefix}.")
     _check_message(convert(kept, Message, prefix), prefix)
     return kept
 
 
 def _check_message(message: Message, prefix: str) -> None:
-    """The rules between a message's fields. Raises InvalidRequest."""
+    """The rules of a message. Raises InvalidRequest."""
+    if len(message.tool_calls) > MAX_CALLS:
+        raise InvalidRequest(f"{prefix}.tool_calls", f"at most {MAX_CALLS} calls", len(message.tool_calls))
     if message.content is None and not message.tool_calls:
         raise InvalidRequest(f"{prefix}.content", REQUIRED)
     if message.reasoning and message.reasoning_content not in (None, message.reasoning):
@@ -126,14 +126,6 @@ def _check_message(message: Message, prefix: str) -> None:
     for name in ("tool_calls", "reasoning_content", "reasoning"):
         if message.role != "assistant" and getattr(message, name):
             raise InvalidRequest(f"{prefix}.{name}", 'role "assistant" beside it', message.role)
-
-
-def _checked_part(part: object, path: str, ignored: dict[str, None]) -> object:
-    """A content part. Raises InvalidRequest, which names an image where msgspec's union error would not."""
-    kind = part.get("type") if isinstance(part, dict) else part
-    if kind != "text" or not isinstance(part, dict):
-        raise InvalidRequest(f"{path}.type", '"text"', kind, "Other modalities are not served.")
-    return part if part.keys() == PLAIN_PART else honoured_fields(part, Inside.PART, ignored, f"{path}.")
 
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:

@@ -43,6 +43,7 @@ class Inside(StrEnum):
     CHOSEN_FUNCTION = "tool_choice.function"
     ALLOWED_TOOLS = "tool_choice.allowed_tools"
     ALLOWED_TOOL = "tool_choice.allowed_tools.tools[]"
+    ALLOWED_FUNCTION = "tool_choice.allowed_tools.tools[].function"
     REASONING = "reasoning"
     THINKING = "thinking"
     RESPONSE_FORMAT = "response_format"
@@ -59,6 +60,7 @@ class FieldRule:
     note    the rule of an honoured or inert field, or why a refused one is refused and what to do instead
     off     values that ask for nothing, accepted like null. A refused field accepts no other values
     is_any  an inert field whose value may be anything
+    kinds   of a tool's `type`: what it may say; a tool of another kind is refused before its other fields are read
     """
 
     name: str
@@ -67,6 +69,7 @@ class FieldRule:
     note: str
     off: tuple[object, ...] = ()
     is_any: bool = False
+    kinds: tuple[str, ...] = ()
 
     def is_off(self, value: object) -> bool:
         """By JSON's equality: 1 and 1.0 are one number, true is none."""
@@ -100,8 +103,16 @@ _SHORT_TEXT = f"A string of at most {MAX_INERT_CHARS} characters."
 _EPHEMERAL = ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"})
 
 
-def _row(treatment: Treatment, name: str, places: str | tuple[str, ...], note: str, *off: object, is_any: bool = False) -> FieldRule:
-    return FieldRule(name, (places,) if isinstance(places, str) else places, treatment, note, off, is_any)
+def _row(
+    treatment: Treatment,
+    name: str,
+    places: str | tuple[str, ...],
+    note: str,
+    *off: object,
+    is_any: bool = False,
+    kinds: tuple[str, ...] = (),
+) -> FieldRule:
+    return FieldRule(name, (places,) if isinstance(places, str) else places, treatment, note, off, is_any, kinds)
 
 
 _honoured, _inert, _refused = (partial(_row, treatment) for treatment in Treatment)
@@ -191,7 +202,7 @@ _MESSAGES = (
     _refused("cache_control", Inside.PART, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
     _refused("prompt_cache_breakpoint", Inside.PART, "Equal beginnings are cached without marks.", {"mode": "explicit"}),
     _honoured("id", Inside.CALL, "A string. Handed to the template."),
-    _honoured("type", Inside.CALL, '"function", also where absent.'),
+    _honoured("type", Inside.CALL, '"function", also where absent.', kinds=("function",)),
     _honoured("function", Inside.CALL, "What was called; required."),
     _unread("index", Inside.CALL, "The call's number in the stream that it came from. Any value."),
     _honoured("name", Inside.CALLED_FUNCTION, "A string; required."),
@@ -215,20 +226,20 @@ _TOOLS = (
         "What required, a function and allowed_tools force, the grammar of the model's format guarantees.",
     ),
     _honoured("parallel_tool_calls", CHAT, "false: at most one call in an output; default true."),
-    _honoured("type", Inside.TOOL, '"function", also where absent.'),
+    _honoured("type", Inside.TOOL, '"function", also where absent.', kinds=("function",)),
     _honoured("function", Inside.TOOL, "Required."),
     _honoured("name", Inside.FUNCTION, "1..64 letters, digits, _ and -, not twice; required."),
     _honoured("description", Inside.FUNCTION, "For the model."),
     _honoured("parameters", Inside.FUNCTION, "JSON Schema of an object; without it the function takes no arguments."),
     _honoured("strict", Inside.FUNCTION, "true: arguments follow the schema, also with auto. The model is not shown it."),
-    _honoured("type", Inside.TOOL_CHOICE, '"function", also where absent, or "allowed_tools".'),
+    _honoured("type", Inside.TOOL_CHOICE, '"function", also where absent, or "allowed_tools".', kinds=("function", "allowed_tools")),
     _honoured("function", Inside.TOOL_CHOICE, "Required where the type is function."),
     _honoured("allowed_tools", Inside.TOOL_CHOICE, "Required where the type is allowed_tools."),
-    _honoured("name", Inside.CHOSEN_FUNCTION, "A function of tools; required."),
+    _honoured("name", (Inside.CHOSEN_FUNCTION, Inside.ALLOWED_FUNCTION), "A function of tools; required."),
     _honoured("mode", Inside.ALLOWED_TOOLS, "auto or required; required."),
     _honoured("tools", Inside.ALLOWED_TOOLS, "At least one: the functions of tools that may be called. The model is shown all."),
-    _honoured("type", Inside.ALLOWED_TOOL, '"function", also where absent.'),
-    _honoured("function", Inside.ALLOWED_TOOL, "Required; has the name of a function of tools."),
+    _honoured("type", Inside.ALLOWED_TOOL, '"function", also where absent.', kinds=("function",)),
+    _honoured("function", Inside.ALLOWED_TOOL, "Required."),
 )
 
 _REASONING = (

@@ -103,7 +103,8 @@ def _lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityCl
 
 
 def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, None], path: str = "") -> dict[str, object]:
-    """The honoured fields of an object that are neither null nor off.
+    """The honoured fields of an object that are neither null nor off, and of the objects in it: all but messages, most of which have
+    nothing to find (`dialect.conversation`).
 
     ignored  gets the names of fields that were accepted and change nothing
     path     of the object in the body, for errors: "messages[3]."
@@ -111,8 +112,12 @@ def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, 
     Raises: InvalidRequest for what is unknown or not served.
     """
     rules = RULES[place]
-    shown = f"{place}." if isinstance(place, Inside) else ""
+    inside = "" if place.startswith("/") else f"{place}."
     kept: dict[str, object] = {}
+    kinds = rules["type"].kinds if "type" in rules else ()
+    if kinds and given.get("type") not in (None, *kinds):
+        served = " or ".join(f'"{kind}"' for kind in kinds)
+        raise InvalidRequest(f"{path}type", served, given["type"], "Other kinds of tools are not served.")
     for name, value in given.items():
         rule = rules.get(name)
         if rule is None:
@@ -120,16 +125,28 @@ def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, 
         if value is None:
             continue
         if rule.is_off(value):
-            ignored[f"{shown}{name}"] = None
+            ignored[f"{inside}{name}"] = None
         elif rule.treatment is Treatment.HONOURED:
-            kept[name] = value
+            kept[name] = honoured_inside(value, f"{inside}{name}", ignored, f"{path}{name}")
         elif rule.treatment is Treatment.INERT:
             if not rule.is_any:
                 check_inert(f"{path}{name}", value)
-            ignored[f"{shown}{name}"] = None
+            ignored[f"{inside}{name}"] = None
         else:
             raise InvalidRequest(f"{path}{name}", rule.off_words, value, rule.note)
     return kept
+
+
+def honoured_inside(value: object, place: str, ignored: dict[str, None], path: str) -> object:
+    """A field's value with the honoured fields of the objects in it, where the table has rows of them. Raises as `honoured_fields`."""
+    if isinstance(value, dict) and place in RULES:
+        return honoured_fields(value, place, ignored, f"{path}.")
+    if isinstance(value, list) and (items := f"{place}[]") in RULES and items != Inside.MESSAGE:
+        return [
+            honoured_fields(item, items, ignored, f"{path}[{number}].") if isinstance(item, dict) else item
+            for number, item in enumerate(value)
+        ]
+    return value
 
 
 def unknown_field(name: str, served: Iterable[str], prefix: str = "") -> InvalidRequest:
@@ -153,18 +170,6 @@ def check_inert(name: str, value: object) -> None:
     small = isinstance(value, dict) and len(value) <= MAX_METADATA
     if not small or any(not isinstance(text, str) or len(text) > MAX_INERT_CHARS for pair in value.items() for text in pair):  # type: ignore[attr-defined]
         raise InvalidRequest(name, f"at most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters", value)
-
-
-def surface_fields(body: Mapping[str, object], path: str, ignored: dict[str, None]) -> dict[str, object]:
-    """The honoured fields of a body, and of the objects in it that every surface has. See `honoured_fields`."""
-    kept = honoured_fields(body, path, ignored)
-    for place in (Inside.STREAM_OPTIONS, Inside.STRUCTURED_OUTPUTS, Inside.RESPONSE_FORMAT, Inside.CACHE):
-        if isinstance(inside := kept.get(place), dict):
-            kept[place.value] = honoured_fields(inside, place, ignored, f"{place}.")
-    response_format = kept.get("response_format")
-    if isinstance(response_format, dict) and isinstance(inside := response_format.get("json_schema"), dict):
-        response_format["json_schema"] = honoured_fields(inside, Inside.JSON_SCHEMA, ignored, f"{Inside.JSON_SCHEMA}.")
-    return kept
 
 
 def checked_grammar(request: SamplingFields, body: Mapping[str, object], limits: Limits, num_prompts: int = 1) -> RequestedGrammar | None:

@@ -14,8 +14,6 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.surfaces.dialect.field_table import Inside
-from headrace.gateway.surfaces.dialect.parse import honoured_fields
 from headrace.gateway.surfaces.dialect.schemas import SamplingFields
 from headrace.text.template_switch import TemplateSwitch
 
@@ -100,23 +98,18 @@ _values_of = attrgetter(*FIELDS)
 _DEFAULTS = _values_of(ReasoningFields())
 
 
-def checked_reasoning(body: Mapping[str, object], ignored: dict[str, None]) -> dict[str, object]:
-    """The reasoning fields of a body, with the honoured fields of the objects among them. Raises InvalidRequest for a word not known."""
+def check_reasoning(body: Mapping[str, object]) -> None:
+    """Raises InvalidRequest for a word that is not known."""
     if _FIELD_SET.isdisjoint(body):
-        return {}
-    made = {name: body[name] for name in FIELDS if name in body}
-    for place in (Inside.REASONING, Inside.THINKING):
-        if isinstance(options := made.get(place), dict):
-            made[place.value] = honoured_fields(options, place, ignored, f"{place}.")
+        return
     for field, words in WORDS.items():
         name, _, part = field.partition(".")
-        value = made.get(name)
+        value = body.get(name)
         if part:
             value = value.get(part) if isinstance(value, dict) else None
         if isinstance(value, str) and value not in words:
             before = "true, false, " if name == "think" else ""
             raise InvalidRequest(field, f"{before}{', '.join(words[:-1])} or {words[-1]}", value)
-    return made
 
 
 def _switch(field: str, given: bool | str) -> TemplateSwitch:

@@ -13,8 +13,6 @@ from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest, RequestTooLarge
 from headrace.core.tools import MAX_TOOLS, CallMode, FunctionTool, ToolChoice
-from headrace.gateway.surfaces.dialect.field_table import Inside
-from headrace.gateway.surfaces.dialect.parse import honoured_fields
 
 MAX_TOOLS_BYTES = 128 << 10
 """Bytes of `tools` as JSON. A grammar that forces calls holds the schemas again, and has 256 KiB."""
@@ -24,7 +22,6 @@ MAX_CALLS = 128
 
 CHOICES = ("none", "auto", "required")
 FUNCTION, ALLOWED = "function", "allowed_tools"
-_ONLY_FUNCTIONS = "Other kinds of tools are not served."
 
 
 class FunctionDefinition(Struct, omit_defaults=True):
@@ -76,81 +73,21 @@ class EarlierCall(Struct, omit_defaults=True):
     type: Literal["function"] = "function"
 
 
-def checked_tools(tools: object, ignored: dict[str, None]) -> object:
-    """`tools` of a body with their honoured fields. Raises InvalidRequest for what no model could be shown."""
+def check_tools(tools: object) -> None:
+    """Raises InvalidRequest or RequestTooLarge for a list of functions that is too large."""
     if not isinstance(tools, list):
-        return tools  # its type is refused later
+        return  # its type is refused later
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest("tools", f"at most {MAX_TOOLS} functions", len(tools), "Send those that this turn may need.")
     num_bytes = len(msgspec.json.encode(tools))
     if num_bytes > MAX_TOOLS_BYTES:
         raise RequestTooLarge("tools", f"at most {MAX_TOOLS_BYTES} bytes of JSON", num_bytes, "Shorten schemas and descriptions.")
-    return [_checked_tool(tool, f"tools[{number}]", ignored) for number, tool in enumerate(tools)]
-
-
-def _checked_tool(tool: object, path: str, ignored: dict[str, None]) -> object:
-    if not isinstance(tool, dict):
-        return tool
-    kept = _checked_function(tool, path, Inside.TOOL, ignored)
-    function = kept.get(FUNCTION)
-    if isinstance(function, dict):
-        kept[FUNCTION] = function = honoured_fields(function, Inside.FUNCTION, ignored, f"{path}.{FUNCTION}.")
-        parameters = function.get("parameters")
+    for number, tool in enumerate(tools):
+        function = tool.get(FUNCTION) if isinstance(tool, dict) else None
+        parameters = function.get("parameters") if isinstance(function, dict) else None
         kind = parameters.get("type", "object") if isinstance(parameters, dict) else "object"
         if kind != "object":
-            raise InvalidRequest(f"{path}.{FUNCTION}.parameters.type", '"object"', kind, "Arguments are an object.")
-    return kept
-
-
-def checked_choice(choice: object, ignored: dict[str, None]) -> object:
-    """`tool_choice` with its honoured fields. Raises InvalidRequest for a word or a kind that is not known."""
-    if isinstance(choice, str) and choice not in CHOICES:
-        raise InvalidRequest("tool_choice", f"{', '.join(CHOICES)} or a function of tools", choice)
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") != ALLOWED:
-        return _checked_name(choice, "tool_choice", Inside.TOOL_CHOICE, ignored)
-    kept = honoured_fields(choice, Inside.TOOL_CHOICE, ignored, "tool_choice.")
-    if isinstance(allowed := kept.get(ALLOWED), dict):
-        kept[ALLOWED] = allowed = honoured_fields(allowed, Inside.ALLOWED_TOOLS, ignored, f"tool_choice.{ALLOWED}.")
-        if isinstance(tools := allowed.get("tools"), list):
-            path = f"tool_choice.{ALLOWED}.tools"
-            allowed["tools"] = [_checked_name(tool, f"{path}[{number}]", Inside.ALLOWED_TOOL, ignored) for number, tool in enumerate(tools)]
-    return kept
-
-
-def _checked_name(given: object, path: str, place: Inside, ignored: dict[str, None]) -> object:
-    """The honoured fields of an object that names a function."""
-    if not isinstance(given, dict):
-        return given
-    kept = _checked_function(given, path, place, ignored)
-    if isinstance(function := kept.get(FUNCTION), dict):
-        kept[FUNCTION] = honoured_fields(function, Inside.CHOSEN_FUNCTION, ignored, f"{path}.{FUNCTION}.")
-    return kept
-
-
-def checked_calls(calls: object, path: str, ignored: dict[str, None]) -> object:
-    """`tool_calls` of a message with their honoured fields."""
-    if not isinstance(calls, list):
-        return calls
-    if len(calls) > MAX_CALLS:
-        raise InvalidRequest(path, f"at most {MAX_CALLS} calls", len(calls))
-    made: list[object] = []
-    for number, call in enumerate(calls):
-        if isinstance(call, dict):
-            call = _checked_function(call, f"{path}[{number}]", Inside.CALL, ignored)
-            if isinstance(function := call.get(FUNCTION), dict):
-                call[FUNCTION] = honoured_fields(function, Inside.CALLED_FUNCTION, ignored, f"{path}[{number}].{FUNCTION}.")
-        made.append(call)
-    return made
-
-
-def _checked_function(given: dict[str, object], path: str, place: Inside, ignored: dict[str, None]) -> dict[str, object]:
-    """The honoured fields of an object that holds a function. Raises InvalidRequest for another kind of tool."""
-    kind = given.get("type")
-    if kind not in (None, FUNCTION):
-        raise InvalidRequest(f"{path}.type", f'"{FUNCTION}"', kind, _ONLY_FUNCTIONS)
-    return honoured_fields(given, place, ignored, f"{path}.")
+            raise InvalidRequest(f"tools[{number}].{FUNCTION}.parameters.type", '"object"', kind, "Arguments are an object.")
 
 
 def function_tools(tools: Sequence[ToolDefinition]) -> list[FunctionTool]:
