@@ -145,7 +145,8 @@ async def beat_between_requests(service: EngineService, watch: Watch) -> None:
 
 
 def is_ready(gateway: Gateway) -> bool:
-    return not any(reason for _, reason in pool_of(gateway).verdicts())
+    pool = pool_of(gateway)
+    return len(pool.ready()) == len(pool.replicas)
 
 
 def pool_of(gateway: Gateway) -> ReplicaPool:

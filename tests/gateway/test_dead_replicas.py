@@ -58,7 +58,7 @@ class TwoEngines:
     async def ask(self, number: int) -> float:
         """One request, to its end. Returns the seconds it took."""
         whole = request(f"r{number}", max_tokens=NUM_TOKENS)
-        call = Call(request_id=whole.request_id, prompt_ids=whole.prompt_ids, params=whole.params, max_output_tokens=NUM_TOKENS)
+        call = Call(request=whole, max_output_tokens=NUM_TOKENS)
         attempts = CallAttempts(self.pool, call)
         began = virtual_loop().time()
         try:

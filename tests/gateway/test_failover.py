@@ -33,7 +33,8 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.upstream.attempts import MAX_FRUITLESS_LOSSES, SILENT_WAIT_S, Call
-from headrace.gateway.upstream.replica_health import MOVE_AFTER_S, stalled_s
+from headrace.gateway.upstream.replica_health import stalled_s
+from headrace.gateway.upstream.replicas import MOVE_AFTER_S
 from headrace.gateway.upstream.seam import OutputEvent, ReplicaLost
 from headrace.gateway.upstream.token_stream import TokenStream
 from headrace.gateway.upstream.tokens import TokenUpstream
@@ -71,7 +72,7 @@ def stream_of(bench: TestBench, text: TextModel, **params: Any) -> TokenStream:
     ids = tuple(text.tokenizer.encode("Hello there", add_special_tokens=True))
     name, room = RequestId(params.pop("name", "call")), params.pop("max_output_tokens", 1)
     given = SamplingParams(**{"seed": 5, "max_tokens": 40, "ignore_eos": True, **params})
-    call = Call(request_id=name, prompt_ids=ids, params=given, max_output_tokens=given.max_tokens or room)
+    call = Call(request=EngineRequest(request_id=name, prompt_ids=ids, params=given), max_output_tokens=given.max_tokens or room)
     upstream = bench.gateway.service.models.get(MODEL).upstream
     assert isinstance(upstream, TokenUpstream)
     return TokenStream(upstream._pool, text.tokenizer, call)
@@ -315,7 +316,7 @@ async def test_an_answer_without_a_limit_goes_on_only_where_its_context_has_room
         (first,) = [replica for replica in replicas if replica.num_open]
         short, far = [replica for replica in replicas if replica is not first]
         assert short.info is not None
-        short.info = replace(short.info, model=replace(short.info.model, max_model_len=len(stream.call.prompt_ids) + 100))
+        short.info = replace(short.info, model=replace(short.info.model, max_model_len=len(stream.call.request.prompt_ids) + 100))
         first.die()
         await read(stream, answer, until=150)
         assert (len(short.requests), len(far.requests)) == (0, 1)

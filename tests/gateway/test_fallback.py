@@ -31,6 +31,7 @@ from virtual_time import virtual_loop
 from headrace.core.errors import ConfigError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.request import EngineRequest
 from headrace.gateway.upstream.fallback import FallbackUpstream
+from headrace.gateway.upstream.foreign import HttpUpstream
 from headrace.gateway.upstream.foreign_watch import ListedModel
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
@@ -190,6 +191,7 @@ async def test_what_is_too_long_for_the_replicas_goes_where_the_context_is_longe
     async with both(text, server, num_replicas=1) as bench:
         upstream = bench.gateway.service.models.get(MODEL).upstream
         assert isinstance(upstream, FallbackUpstream)
+        assert isinstance(upstream.foreign, HttpUpstream)
         upstream.foreign.servers[0].listed = ListedModel(True, length)
         is_longer = length is not None and length > MAX_MODEL_LEN
         assert upstream.max_model_len == (length if is_longer else MAX_MODEL_LEN)

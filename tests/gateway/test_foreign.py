@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import json
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -733,7 +733,7 @@ async def test_what_nobody_foresaw_is_logged_and_a_retryable_error(
     async def read(self: EventReader, response: aiohttp.ClientResponse, sink: EventSink, **limits: Any) -> None:
         events: list[OutputEvent] = []
         self.answer.read(b'{"choices": [{"delta": {"content": "one"}}]}', events)
-        sink.put(events)
+        sink.take(events)
         raise ZeroDivisionError(SECRET)
 
     monkeypatch.setattr(EventReader, "read", read)
@@ -785,7 +785,7 @@ class FoundEvents:
 
     async def wait_for_room(self) -> None: ...
 
-    def put(self, events: list[OutputEvent]) -> None:
+    def take(self, events: Sequence[OutputEvent]) -> None:
         for each in events:
             self.found[each.index] = OutputEvent.joined((self.found[each.index], each)) if each.index in self.found else each
 
@@ -844,7 +844,7 @@ def test_an_answer_reads_the_same_wherever_it_is_cut(cuts: list[int]) -> None:
     whole, cut = EventReader(2, "key"), EventReader(2, "key")
     expected = asyncio.run(read_events(whole, [ANSWER]))
     assert asyncio.run(read_events(cut, [ANSWER[a:b] for a, b in pairwise(places)])) == expected
-    assert cut.usage == whole.usage == TokenUsage(3, 5, 0)
+    assert cut.answer.usage == whole.answer.usage == TokenUsage(3, 5, 0)
     assert [(each.text, each.reasoning, each.finish) for each in expected.values()] == [
         ("caf\u00e9 end", "", FinishReason.STOP),
         ("one two", "hm", FinishReason.LENGTH),

@@ -219,7 +219,7 @@ async def test_unread_answers_of_tokenize_are_bounded(text: TextModel) -> None:
 @pytest.mark.pure
 def test_choices_show_the_same_pieces(text: TextModel) -> None:
     ids = tuple(40 + i % 50 for i in range(200))
-    prompt = TokenPrompt(ids, text.tokenizer.decode(ids), text.tokenizer)
+    prompt = TokenPrompt(text.tokenizer.decode(ids), len(ids), token_ids=ids, tokenizer=text.tokenizer)
     logprobs = columns_of([token_logprobs(token_id, 1) for token_id in ids[1:]])
     work = echo_logprobs(prompt, logprobs, 1)
     while True:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from headrace.core.plan import LogprobColumns, TokenLogprobs, columns_of
 from headrace.gateway.surfaces.dialect import logprobs
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, completion_logprobs, echo_logprobs, json_of, prompt_logprobs
+from headrace.gateway.upstream.seam import PreparedPrompt
 from headrace.text.logprobs import DecodedLogprobs
 
 pytestmark = pytest.mark.pure
@@ -69,13 +70,11 @@ def parts(draw: st.DrawFn) -> DecodedLogprobs:
     return made
 
 
-@dataclass
-class Prompt:
+@dataclass(frozen=True, kw_only=True)
+class Prompt(PreparedPrompt):
     """Pages as an upstream gives them: the first token alone."""
 
     given: DecodedLogprobs
-    text: str = "ab"
-    num_tokens: int = 2
 
     def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
         first = columns_of([TokenLogprobs(self.given.columns.token_ids[0], 0.0, 0)])
@@ -106,7 +105,7 @@ def test_a_completions_bytes_are_those_of_objects(given_parts: list[DecodedLogpr
 def test_an_echoed_prompts_bytes_are_those_of_objects(before: DecodedLogprobs, given_parts: list[DecodedLogprobs], num_top: int) -> None:
     before.visible[:] = b"\1" * len(before)
     entries = [entry for part in given_parts for entry in part]
-    echoed = result_of(echo_logprobs(Prompt(before), before.columns, num_top))
+    echoed = result_of(echo_logprobs(Prompt("ab", 2, given=before), before.columns, num_top))
     for _ in range(2):  # every choice shows them
         made = b"".join(completion_logprobs(given_parts, num_top, offset=2, prompt=echoed))
         assert made == objects.completion(entries, num_top, offset=2, prompt=list(before))
@@ -114,7 +113,7 @@ def test_an_echoed_prompts_bytes_are_those_of_objects(before: DecodedLogprobs, g
 
 @given(parts(), st.integers(0, 5))
 def test_a_prompts_bytes_are_those_of_objects(given_part: DecodedLogprobs, num_top: int) -> None:
-    made = b"".join(prompt_logprobs(Prompt(given_part), given_part.columns, num_top))
+    made = b"".join(prompt_logprobs(Prompt("ab", 2, given=given_part), given_part.columns, num_top))
     assert made == objects.prompt(list(given_part), num_top)
 
 

@@ -50,7 +50,8 @@ def taken_bytes(make: Callable[[], object]) -> int:
 def test_prompt_logprobs_are_charged_what_they_take(text: TextModel, num_top: int) -> None:
     num_tokens = NUM_LOGPROBS // (num_top + 1)
     vocab_size = text.tokenizer.vocab_size
-    prompt = TokenPrompt(tuple(number % vocab_size for number in range(num_tokens + 1)), "", text.tokenizer)
+    token_ids = tuple(number % vocab_size for number in range(num_tokens + 1))
+    prompt = TokenPrompt("", len(token_ids), token_ids=token_ids, tokenizer=text.tokenizer)
     given = pages(num_tokens, num_top, vocab_size)
 
     def collected() -> LogprobColumns:

@@ -213,7 +213,8 @@ def stream_of(bench: TestBench, text: TextModel, **params: object) -> TokenStrea
     """One prompt, as the upstream of the bench's model would run it."""
     given = SamplingParams(seed=5, max_tokens=None).with_(**params)
     ids = tuple(text.tokenizer.encode("Hello", add_special_tokens=True))
-    call = Call(request_id=RequestId("call"), prompt_ids=ids, params=given, max_output_tokens=MAX_MODEL_LEN - len(ids))
+    request = EngineRequest(request_id=RequestId("call"), prompt_ids=ids, params=given)
+    call = Call(request=request, max_output_tokens=MAX_MODEL_LEN - len(ids))
     upstream = bench.gateway.service.models.get(MODEL).upstream
     assert isinstance(upstream, TokenUpstream)
     return TokenStream(upstream._pool, text.tokenizer, call)
@@ -231,7 +232,7 @@ async def test_a_stream_keeps_what_a_replay_needs(bench: TestBench, text: TextMo
     await read_all(stream)
     said = text.tokenizer.encode(SAID, add_special_tokens=False)
     assert [list(ids)[: len(said)] for ids in stream.attempts.output_ids] == [said, said]
-    assert stream.call.params.seed == 5
+    assert stream.call.request.params.seed == 5
     assert stream.attempts.epoch == 0
 
 
@@ -304,7 +305,7 @@ async def test_ids_fed_and_a_resume_are_what_the_engine_generated(text: TextMode
         with pytest.raises(Unavailable):
             await stream.events()
         digest = numerics_digest(stream.attempts.numerics)
-        resumed = stream.call.engine_request(stream.attempts.epoch + 1).resumed(0, stream.attempts.output_ids[0], digest)
+        resumed = replace(stream.call.request, epoch=stream.attempts.epoch + 1).resumed(0, stream.attempts.output_ids[0], digest)
         assert resumed.numerics_digest == numerics_digest(NUMERICS) != ""
         resumed.checked(vocab_size=text.tokenizer.vocab_size, max_model_len=MAX_MODEL_LEN)
         assert resumed.prompt_ids == bench.replica.requests[0].prompt_ids

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import islice
 
 from headrace.gateway.cache.recorded_answer import WholeAnswer
-from headrace.gateway.upstream.seam import EventListener, OutputEvent, Prepared, SequenceFacts, TextPrompt, TokenUsage
+from headrace.gateway.upstream.seam import EventStream, OutputEvent, Prepared, PreparedPrompt, TokenUsage
 
 REPLAY_EVENTS = 32
 """Events that a replay gives at a time, each of which becomes a chunk in about 10 us. Other requests have their turn between batches."""
@@ -18,7 +18,7 @@ def recorded_prepared(answer: WholeAnswer) -> Prepared:
     usage = answer.token_usage
     return Prepared(
         stream=partial(ReplayedStream, answer),
-        prompts=[TextPrompt(text, num_tokens) for num_tokens, text in answer.prompts],
+        prompts=[PreparedPrompt(text, num_tokens) for num_tokens, text in answer.prompts],
         prompt_tokens=usage.prompt_tokens,
         max_prompt_tokens=usage.prompt_tokens,
         max_output_tokens=usage.completion_tokens,
@@ -28,11 +28,8 @@ def recorded_prepared(answer: WholeAnswer) -> Prepared:
     )
 
 
-class ReplayedStream:
-    """An `EventStream` that no engine computes. A batch has several events of a sequence: the pieces in which the answer came."""
-
-    num_resumes = 0
-    unread_bytes = 0
+class ReplayedStream(EventStream):
+    """An answer that no engine computes. A batch has several events of a sequence: the pieces in which the answer came."""
 
     def __init__(self, answer: WholeAnswer) -> None:
         self._usage = answer.token_usage
@@ -45,23 +42,8 @@ class ReplayedStream:
         self._is_begun = True
         return list(islice(self._events, REPLAY_EVENTS))
 
-    def listen(self, listener: EventListener | None) -> None:
-        """Events come from `events` alone."""
-
     def usage(self) -> TokenUsage:
         return self._usage
 
-    def facts(self, index: int) -> SequenceFacts:
-        return SequenceFacts()
-
-    def saved_state(self) -> bytes | None:
-        return None
-
-    def replay(self, index: int, place: int) -> OutputEvent:
-        raise AssertionError("a replayed answer has no event log")
-
     def cancel(self) -> None:
         self._events = iter(())
-
-    async def close(self) -> None:
-        self.cancel()

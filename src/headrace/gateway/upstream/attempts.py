@@ -10,19 +10,17 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.finish import FinishReason
-from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.numerics import Numerics, numerics_digest
 from headrace.core.request import EngineRequest
-from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.gateway.upstream.earlier_output import EarlierCallOutput
-from headrace.gateway.upstream.generation_request import PrincipalFacts
 from headrace.gateway.upstream.output_stage import OutputParsing
 from headrace.gateway.upstream.replica_health import ConnectionKey, Replica, ReplicaAttempt, ReplicaInstance
 from headrace.gateway.upstream.replicas import ReplicaPool
@@ -46,44 +44,22 @@ MAX_FRUITLESS_LOSSES = 3
 class Call:
     """One prompt: all that is needed to run it, and to run it again.
 
-    Parameters are checked and have their seed; `salt` and tenant come from the key, never from the client alone.
-
+    request            of the call with all its sequences, as it is submitted first. Its parameters are checked and have their seed
     max_output_tokens  per sequence, by the parameters or by what the context leaves
     parsing            how the outputs are parsed; None: they are text
-    deadline_at        when the answer ends, on this process's clock
     earlier            output of an earlier stream, after which the sequences go on
     answer_id          of the earlier stream's call: tool calls are named by it; None: by this one's `request_id`
     preferred_replica, joining, has_fallback  as in `GenerationRequest`
     """
 
-    request_id: RequestId
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
+    request: EngineRequest
     max_output_tokens: int
-    principal: PrincipalFacts = field(default_factory=PrincipalFacts)
     parsing: OutputParsing | None = None
-    grammar: Grammar | None = None
-    deadline_at: float | None = None
     earlier: EarlierCallOutput | None = None
     answer_id: RequestId | None = None
     preferred_replica: str = ""
     joining: Joining | None = None
     has_fallback: bool = False
-
-    def engine_request(self, epoch: int) -> EngineRequest:
-        return EngineRequest(
-            request_id=self.request_id,
-            prompt_ids=self.prompt_ids,
-            params=self.params,
-            epoch=epoch,
-            tenant=self.principal.tenant,
-            weight=self.principal.weight,
-            priority=self.principal.priority,
-            tier=self.principal.tier,
-            salt=self.principal.salt,
-            grammar=self.grammar,
-            deadline_at=self.deadline_at,
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -117,12 +93,13 @@ class CallAttempts:
     """The attempts of one call.
 
     output_ids   by sequence: every id that was read, including those whose text is held back. The reader adds them (`keep`)
+    replicas     by sequence: name of the one that computes it, or did last; None before it is submitted
     epoch        number of the latest submission
     num_resumes  submissions after a loss
     """
 
     def __init__(self, pool: ReplicaPool, call: Call) -> None:
-        num_sequences = call.params.n
+        num_sequences = call.request.params.n
         self._pool = pool
         self._call = call
         self._max_output_tokens = call.max_output_tokens
@@ -131,7 +108,7 @@ class CallAttempts:
         self._reads: dict[asyncio.Task[list[SequenceUpdate]], SequenceGroup] = {}
         self._waits: set[asyncio.Task[None]] = set()
         self._handler: PlainRowHandler | None = None
-        self._replicas: list[str | None] = [None] * num_sequences
+        self.replicas: list[str | None] = [None] * num_sequences
         self._numerics: Numerics = NO_NUMERICS
         self._num_read = 0
         self._num_prompt_logprobs = 0
@@ -202,8 +179,6 @@ class CallAttempts:
         """As `cancel`, and no task is left."""
         self.cancel()
         tasks = list(self._reads)
-        if not tasks:
-            return
         self._reads.clear()
         for task in tasks:
             task.cancel()
@@ -220,10 +195,6 @@ class CallAttempts:
             if group.updates is not None:
                 return group.updates.numerics
         return self._numerics
-
-    def replica(self, index: int) -> str | None:
-        """Name of the replica that computes the sequence, or did last. None before it is submitted."""
-        return self._replicas[index]
 
     # -- reading -------------------------------------------------------------------------------------------------------------------
 
@@ -307,7 +278,7 @@ class CallAttempts:
 
     def _submit(self, group: SequenceGroup) -> None:
         """Submit to the replica that routing picks; one that was lost in between counts as tried. Raises Unavailable."""
-        whole = self._call.engine_request(self.epoch + 1)
+        whole = replace(self._call.request, epoch=self.epoch + 1)
         num_output, max_tokens = max(len(self.output_ids[index]) for index in group.indices), whole.params.max_tokens
         while True:
             replica = self._pool.pick(
@@ -333,7 +304,7 @@ class CallAttempts:
             group.num_prompt_logprobs = 0
             group.updates.plain_row_handler = self._handler
             for index in group.indices:
-                self._replicas[index] = str(replica.name)
+                self.replicas[index] = str(replica.name)
             return
 
     def _resumed(self, group: SequenceGroup, whole: EngineRequest) -> EngineRequest:
@@ -365,11 +336,9 @@ class CallAttempts:
             await self._wait(group, error)
             return
         if len(group.tried) < MAX_TRIES:
-            try:
+            with suppress(Unavailable):
                 self._submit(group)
                 return
-            except Unavailable:
-                pass
         self._drop_all()
         raise error
 
@@ -420,7 +389,7 @@ class CallAttempts:
     async def _wait_for_change(self, group: SequenceGroup, timeout_s: float) -> None:
         """Until a replica has become ready, or the time is over. Every replica may be tried again then."""
         group.tried.clear()
-        wait = asyncio.ensure_future(self._pool.watch.wait_for_change())
+        wait = asyncio.ensure_future(self._pool.wait_for_change())
         self._waits.add(wait)
         try:
             await asyncio.wait((wait,), timeout=timeout_s)

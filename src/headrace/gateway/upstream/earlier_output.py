@@ -56,38 +56,24 @@ def _cut(sequence: EarlierSequence, place: int) -> EarlierSequence:
     return sequence if kept_bytes > len(sequence.output_ids) else EarlierSequence(sequence.output_ids[:kept_bytes])
 
 
-_encode, _calls = msgspec.msgpack.encode, msgspec.msgpack.Decoder(tuple[EarlierCallOutput, ...])
+calls_of = msgspec.msgpack.Decoder(tuple[EarlierCallOutput, ...]).decode
+"""The calls of a state. Raises msgspec.DecodeError for what another version wrote in another form."""
 
 
-def state_of(call: EarlierCallOutput) -> bytes:
-    """One call as `EventStream.saved_state` gives it."""
-    return _encode((call,))
+def state_of(*calls: EarlierCallOutput) -> bytes:
+    """Calls as `EventStream.saved_state` gives them."""
+    return msgspec.msgpack.encode(calls)
 
 
 def joined_states(states: Sequence[bytes | None]) -> bytes | None:
     """The states of the calls of one request as one; None where one of them cannot be continued."""
     if None in states:
         return None
-    return _encode([call for state in states if state is not None for call in _calls.decode(state)])
-
-
-def calls_of(state: bytes) -> tuple[EarlierCallOutput, ...]:
-    """Raises msgspec.DecodeError for what another version wrote in another form."""
-    return _calls.decode(state)
+    return state_of(*[call for state in states if state is not None for call in calls_of(state)])
 
 
 def prompt_digest(prompt_ids: Sequence[int]) -> bytes:
     return blake2b(array(ID_TYPE, prompt_ids).tobytes(), digest_size=16).digest()
-
-
-@dataclass(slots=True)
-class _Left:
-    """What was not taken yet of one sequence."""
-
-    ids: array[int]
-    finish: FinishReason | None
-    stop_token_id: int | None
-    num_taken: int = 0
 
 
 class EarlierUpdates:
@@ -95,35 +81,25 @@ class EarlierUpdates:
 
     def __init__(self, call: EarlierCallOutput, request_id: RequestId) -> None:
         self._request_id = request_id
-        self._num_cached_tokens = call.num_cached_tokens
-        self._left = [_Left(_ids(sequence), _finish(sequence), sequence.stop_token_id) for sequence in call.sequences]
+        self._call = call
+        self._ids = [array(ID_TYPE, sequence.output_ids) for sequence in call.sequences]
+        self._places = [0] * len(call.sequences)
 
     def take(self, index: int, place: int | None = None) -> SequenceUpdate:
         """What was read of a sequence between the piece before and `place`; None: all that is left."""
-        left = self._left[index]
-        num_ids = len(left.ids)
-        end = num_ids if place is None else min(place, num_ids)
-        is_last = (place is None or place > num_ids) and left.finish is not None
-        update = SequenceUpdate(
+        sequence, ids, begin = self._call.sequences[index], self._ids[index], self._places[index]
+        end = len(ids) if place is None else min(place, len(ids))
+        finish = sequence.finish if (place is None or place > len(ids)) and begin <= len(ids) else None
+        self._places[index] = end if finish is None else end + 1
+        return SequenceUpdate(
             request_id=self._request_id,
             epoch=0,
             index=index,
-            token_ids=tuple(left.ids[left.num_taken : end]),
-            finish=left.finish if is_last else None,
-            stop_token_id=left.stop_token_id if is_last else None,
-            num_cached_tokens=self._num_cached_tokens if index == 0 and left.num_taken == 0 else None,
+            token_ids=tuple(ids[begin:end]),
+            finish=None if finish is None else FinishReason(finish),
+            stop_token_id=None if finish is None else sequence.stop_token_id,
+            num_cached_tokens=self._call.num_cached_tokens if index == 0 and begin == 0 else None,
         )
-        left.num_taken = end
-        left.finish = None if is_last else left.finish
-        return update
-
-
-def _ids(sequence: EarlierSequence) -> array[int]:
-    return array(ID_TYPE, sequence.output_ids)
-
-
-def _finish(sequence: EarlierSequence) -> FinishReason | None:
-    return None if sequence.finish is None else FinishReason(sequence.finish)
 
 
 @dataclass(slots=True)

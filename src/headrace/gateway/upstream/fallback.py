@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
@@ -25,18 +24,13 @@ from headrace.gateway.upstream.seam import (
     OutputEvent,
     Prepared,
     ReplicaHealth,
-    SequenceFacts,
     Tokenization,
-    TokenUsage,
+    Upstream,
 )
-from headrace.gateway.upstream.served_models import UnreadableModel
-from headrace.gateway.upstream.tokens import TokenUpstream
+from headrace.gateway.upstream.token_stream import MergedStream
 from headrace.observe.limited_log import LimitedLog
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
-
-if TYPE_CHECKING:
-    from headrace.gateway.upstream.foreign import HttpUpstream
 
 log = logging.getLogger("headrace.gateway")
 
@@ -46,10 +40,10 @@ TOO_LONG = (ContextLengthExceeded, RequestTooLarge)
 """Errors of a request that exceeds a size of the replicas: their context, or their KV blocks."""
 
 
-class FallbackUpstream:
-    """One model at both. An `Upstream`."""
+class FallbackUpstream(Upstream):
+    """One model at both."""
 
-    def __init__(self, own: TokenUpstream | UnreadableModel, foreign: HttpUpstream, clock: Clock) -> None:
+    def __init__(self, own: Upstream, foreign: Upstream, clock: Clock) -> None:
         self.own = own
         self.foreign = foreign
         self._log = LimitedLog(log, clock)
@@ -79,23 +73,22 @@ class FallbackUpstream:
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
         if request.earlier is not None:
             return await self.own.prepare(request, principal)
-        foreign, refusal = None, None
+        foreign: Prepared | InvalidRequest
         try:
             foreign = await self.foreign.prepare(request, principal)
         except InvalidRequest as error:
-            refusal = error
+            foreign = error
         try:
-            own = await self.own.prepare(replace(request, has_fallback=foreign is not None), principal)
+            own = await self.own.prepare(replace(request, has_fallback=isinstance(foreign, Prepared)), principal)
         except (Unavailable, *TOO_LONG) as error:  # Unavailable: no replica has connected yet, or its text cannot be read
             if not isinstance(error, Unavailable):
                 if not self._takes_longer:
                     raise
                 self._log.info(FALLS_BACK, error)
-            if foreign is None:
-                assert refusal is not None
-                raise refusal from None
+            if isinstance(foreign, InvalidRequest):
+                raise foreign from None
             return foreign
-        if foreign is None:
+        if isinstance(foreign, InvalidRequest):
             return own
         reasons = (Overloaded, Unavailable, *(TOO_LONG if self._takes_longer else ()))
         return replace(own, stream=lambda: FallbackStream(own.stream(), foreign, reasons, self._log))
@@ -112,61 +105,37 @@ class FallbackUpstream:
         return await self.own.detokenize(token_ids, tenant=tenant)
 
 
-class FallbackStream:
-    """One request, first at a replica. An `EventStream`."""
+class FallbackStream(MergedStream):
+    """One request, first at a replica: one stream, in whose place another one may come before the first token."""
 
     def __init__(self, own: EventStream, foreign: Prepared, reasons: tuple[type[HeadraceError], ...], log: LimitedLog) -> None:
         """reasons: errors of a replica after which the foreign servers are asked"""
+        super().__init__([own], foreign.num_sequences)
         self._reasons = reasons
         self._log = log
-        self._stream = own
         self._foreign: Prepared | None = foreign
         self._is_cancelled = False
 
-    @property
-    def unread_bytes(self) -> int:
-        return self._stream.unread_bytes
-
-    @property
-    def num_resumes(self) -> int:
-        return self._stream.num_resumes
-
     async def events(self) -> list[OutputEvent]:
+        (own,) = self._streams
         try:
-            events = await self._stream.events()
+            events = await own.events()
         except self._reasons as error:
-            if self._foreign is None or self._is_cancelled or self._stream.usage().completion_tokens:
+            if self._foreign is None or self._is_cancelled or own.usage().completion_tokens:
                 raise
             self._log.info(FALLS_BACK, error)
-            own, self._stream = self._stream, self._foreign.stream()
+            self._streams[0] = self._foreign.stream()
             self._foreign = None
             await own.close()
-            return await self._stream.events()
+            return await self._streams[0].events()
         if events:
             self._foreign = None
         return events
 
     def listen(self, listener: EventListener | None) -> None:
         """With a listener, called after the first events, when the stream stays where it is."""
-        self._stream.listen(listener)
-
-    def saved_state(self) -> bytes | None:
-        """None once a foreign server answers."""
-        return self._stream.saved_state()
-
-    def replay(self, index: int, place: int) -> OutputEvent:
-        return self._stream.replay(index, place)
-
-    def usage(self) -> TokenUsage:
-        return self._stream.usage()
-
-    def facts(self, index: int) -> SequenceFacts:
-        return self._stream.facts(index)
+        self._streams[0].listen(listener)
 
     def cancel(self) -> None:
         self._is_cancelled = True
-        self._stream.cancel()
-
-    async def close(self) -> None:
-        self.cancel()
-        await self._stream.close()
+        super().cancel()

@@ -32,10 +32,10 @@ from headrace.gateway.upstream.foreign_chunk import SideField
 from headrace.gateway.upstream.foreign_server import AttemptResult, ForeignRequest, ForeignServer
 from headrace.gateway.upstream.foreign_session import open_session
 from headrace.gateway.upstream.foreign_stream import ForeignRoute, HttpStream
-from headrace.gateway.upstream.foreign_watch import ServerWatch
+from headrace.gateway.upstream.foreign_watch import watch
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.model_config import ForeignConfig, named
-from headrace.gateway.upstream.seam import Prepared, ReplicaHealth, TextPrompt, Tokenization
+from headrace.gateway.upstream.seam import Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream
 from headrace.observe.upstream_metrics import UpstreamReading
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
@@ -49,8 +49,8 @@ log = logging.getLogger("headrace.gateway")
 _TOKENIZER = "a model that this server runs itself"
 
 
-class HttpUpstream:
-    """One model and its servers. An `Upstream`."""
+class HttpUpstream(Upstream):
+    """One model and its servers."""
 
     def __init__(self, name: str, servers: Sequence[ForeignServer], *, clock: Clock, random: Random) -> None:
         """name: of the model here, for refusals and the log"""
@@ -65,10 +65,6 @@ class HttpUpstream:
         """The largest one of its servers, as far as they say."""
         return max((server.max_model_len or 0 for server in self.servers), default=0) or None
 
-    @property
-    def fingerprint(self) -> str | None:
-        return None
-
     def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
         """The shortest queue of a server that takes requests; None unless each of them reports its load, which knows no classes."""
         now = self._clock()
@@ -76,19 +72,12 @@ class HttpUpstream:
         known = [load.num_waiting for load in loads if load is not None and load.num_waiting is not None]
         return QueueState(min(known), 0.0) if known and len(known) == len(loads) else None
 
-    @property
-    def version(self) -> str:
-        return ""
-
     def replicas(self) -> list[ReplicaHealth]:
         """Its servers. A server counts as connected: connections are made per request."""
         return [
             ReplicaHealth(server.name, is_connected=True, reason=server.reason(), is_foreign=True, num_open=server.num_open)
             for server in self.servers
         ]
-
-    def retired_replicas(self) -> list[ReplicaHealth]:
-        return []
 
     def readings(self) -> Iterator[UpstreamReading]:
         now = self._clock()
@@ -160,14 +149,14 @@ def _within(request: GenerationRequest, ceiling: RequestCeiling, max_prompt_toke
     return dataclasses.replace(request, sampling={**request.sampling, "max_tokens": min(given)}) if given else request
 
 
-CHAT_PROMPTS = (TextPrompt(""),)
+CHAT_PROMPTS = (PreparedPrompt(""),)
 """The prompts of every conversation: its messages become text at the server."""
 
 
-def _prompts(prompt: Conversation | PlainPrompts) -> Sequence[TextPrompt]:
+def _prompts(prompt: Conversation | PlainPrompts) -> Sequence[PreparedPrompt]:
     if isinstance(prompt, Conversation):
         return CHAT_PROMPTS
-    return [TextPrompt(given if isinstance(given, str) else "") for given in prompt.prompts]
+    return [PreparedPrompt(given if isinstance(given, str) else "") for given in prompt.prompts]
 
 
 @asynccontextmanager
@@ -178,11 +167,11 @@ async def open_upstream(
     async with AsyncExitStack() as stack:
         servers = []
         for server_name, config in named(configs):
-            session = await stack.enter_async_context(open_session(config, partial(_log_link_local, name, server_name)))
+            session = await stack.enter_async_context(open_session(name, server_name, config))
             servers.append(ForeignServer(name, server_name, config, session, clock=clock, unix_time=unix_time))
         for server in servers:
-            watch = ServerWatch(server, reads_load=len(servers) > 1, clock=clock)
-            task = asyncio.create_task(watch.run(), name=f"watch over {server.name} of {name}")
+            watching = watch(server, reads_load=len(servers) > 1, clock=clock)
+            task = asyncio.create_task(watching, name=f"watch over {server.name} of {name}")
             stack.push_async_callback(_stop, task)
         yield HttpUpstream(name, servers, clock=clock, random=random)
 
@@ -190,11 +179,6 @@ async def open_upstream(
 async def _stop(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _log_link_local(model: str, server: str) -> None:
-    reason = "has a link-local address and is not connected to; allow_link_local would allow it"
-    log.warning("model %s: its server %s %s", model, server, reason)
 
 
 _NAME_TO_DEFAULT = {field.name: getattr(SamplingParams(max_tokens=None), field.name) for field in dataclasses.fields(SamplingParams)}

@@ -6,7 +6,6 @@ in every piece. It is sure without any of these where its word is known and was 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,9 +22,8 @@ from headrace.gateway.upstream.foreign_chunk import (
     SideField,
     UsageCounts,
 )
-from headrace.gateway.upstream.foreign_json import SaidText, SplitText
 from headrace.gateway.upstream.foreign_loose import PieceReader
-from headrace.gateway.upstream.foreign_words import BrokenStream, Ending, broken_by, ending, says_something, sent_error
+from headrace.gateway.upstream.foreign_words import BrokenStream, Ending, SaidText, SplitText, broken_by, ending, says_something, sent_error
 from headrace.gateway.upstream.generation_request import string_bytes
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
@@ -40,6 +38,7 @@ class _Output:
     """One sequence so far.
 
     has_tokens  any output was given
+    num_logprob_chars  characters of the tokens that had log-probabilities
     said_text, said_reasoning, has_calls  what deltas gave: a message that comes too says it again
     is_whole    all of it came as one message or text, as in a whole answer
     ending      the end that the server named last
@@ -48,13 +47,14 @@ class _Output:
 
     __slots__ = (
         *("index", "text", "reasoning", "calls", "has_tokens", "said_text", "said_reasoning", "has_calls"),
-        *("ending", "is_whole", "is_sure", "is_revoked", "is_over"),
+        *("num_logprob_chars", "ending", "is_whole", "is_sure", "is_revoked", "is_over"),
     )
 
     def __init__(self, index: int, call_key: str) -> None:
         self.index = index
         self.text, self.reasoning, self.calls = SplitText(), SplitText(), CallPieces(call_key)
         self.said_text, self.said_reasoning = SaidText(), SaidText()
+        self.num_logprob_chars = 0
         self.has_tokens = self.has_calls = False
         self.ending: Ending | None = None
         self.is_whole = self.is_sure = self.is_revoked = self.is_over = False
@@ -103,6 +103,7 @@ class ForeignAnswer:
     """One answer.
 
     num_running  sequences whose end is not sure
+    left_out     what was malformed beside the answer and could not be used, counted
     """
 
     def __init__(self, num_sequences: int, call_key: str) -> None:
@@ -110,7 +111,8 @@ class ForeignAnswer:
         self.num_running = num_sequences
         self._outputs = [_Output(index, f"{call_key}/{index}") for index in range(num_sequences)]
         self._pieces = PieceReader()
-        self._logprobs = LogprobReader(num_sequences)
+        self.left_out = self._pieces.left_out
+        self._names = NamedTexts()
         self._num_tokens = 0
         self._counted = TokenUsage(0, 0, 0)
         self._only_index: int | None = None
@@ -119,11 +121,6 @@ class ForeignAnswer:
     def usage(self) -> TokenUsage:
         """The server's counts, as far as it has sent them; else output tokens as received, and 0 for the prompt."""
         return self._counted._replace(completion_tokens=self._counted.completion_tokens or self._num_tokens)
-
-    @property
-    def left_out(self) -> Counter[SideField]:
-        """What was malformed beside the answer and could not be used, counted."""
-        return self._pieces.left_out
 
     def read(self, data: bytes, events: list[OutputEvent]) -> None:
         """Add the events of one event of the server's, which is one piece for nearly all. Raises BrokenStream."""
@@ -203,7 +200,7 @@ class ForeignAnswer:
             index=output.index,
             text=output.text.push(text),
             num_tokens=num_tokens,
-            logprobs=self._logprobs.read(output.index, logprobs) if logprobs else (),
+            logprobs=self._decoded(output, logprobs) if logprobs else (),
             reasoning=output.reasoning.push(reasoning) if reasoning else "",
             tool_calls=calls or (),
         )
@@ -214,6 +211,20 @@ class ForeignAnswer:
         self._num_tokens += 1
         output.said_text.add(text)
         return OutputEvent(output.index, output.text.push(text), 1)
+
+    def _decoded(self, output: _Output, tokens: Sequence[ChosenToken]) -> tuple[DecodedLogprobs, ...]:
+        """The log-probabilities of a sequence's next tokens, at least one."""
+        if self._names.num_bytes > MAX_NAMES_BYTES:
+            self._names = NamedTexts()
+        found, known_bytes = DecodedLogprobs(self._names), self._names.num_bytes
+        for token in tokens:
+            top = token.top_logprobs or ()
+            token_id, *top_ids = [self._names.number(each.token, _raw(each)) for each in (token, *top)]
+            found.columns.append(TokenLogprobs(token_id, token.logprob, 0, tuple(top_ids), tuple([each.logprob for each in top])))
+            found.text_offsets.append(output.num_logprob_chars)
+            found.visible.append(True)
+            output.num_logprob_chars += len(token.token)
+        return (replace(found, texts_bytes=self._names.num_bytes - known_bytes),)
 
     def _go_on(self, output: _Output) -> None:
         """Note that there is output. Raises BrokenStream where the end was given already: it must not be lost silently."""
@@ -283,28 +294,6 @@ class NamedTexts:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._names[token_id][1]
-
-
-class LogprobReader:
-    """The log-probabilities of one answer."""
-
-    def __init__(self, num_sequences: int) -> None:
-        self._num_chars = [0] * num_sequences
-        self._names = NamedTexts()
-
-    def read(self, index: int, tokens: Sequence[ChosenToken]) -> tuple[DecodedLogprobs, ...]:
-        """The log-probabilities of the next tokens of sequence `index`, at least one."""
-        if self._names.num_bytes > MAX_NAMES_BYTES:
-            self._names = NamedTexts()
-        found, known_bytes = DecodedLogprobs(self._names), self._names.num_bytes
-        for token in tokens:
-            top = token.top_logprobs or ()
-            token_id, *top_ids = [self._names.number(each.token, _raw(each)) for each in (token, *top)]
-            found.columns.append(TokenLogprobs(token_id, token.logprob, 0, tuple(top_ids), tuple([each.logprob for each in top])))
-            found.text_offsets.append(self._num_chars[index])
-            found.visible.append(True)
-            self._num_chars[index] += len(token.token)
-        return (replace(found, texts_bytes=self._names.num_bytes - known_bytes),)
 
 
 def _raw(token: SentToken) -> bytes:

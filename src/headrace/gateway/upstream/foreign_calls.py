@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from headrace.gateway.upstream.foreign_chunk import SentCall
-from headrace.gateway.upstream.foreign_json import SaidText, SplitText
-from headrace.gateway.upstream.foreign_words import BrokenStream
+from headrace.gateway.upstream.foreign_words import BrokenStream, SaidText, SplitText
 from headrace.gateway.upstream.seam import ToolCall, made_call_id
 
 MAX_CALLS = 4096

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from headrace.gateway.upstream.foreign_json import MAX_COUNT
-from headrace.gateway.upstream.foreign_words import says_something
+from headrace.gateway.upstream.foreign_words import MAX_COUNT, says_something
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
@@ -103,11 +102,8 @@ class SentDelta(Struct):
         return calls if calls or call is None else [SentCall(name=call.name, arguments=call.arguments)]
 
 
-class PromptDetails(Struct):
+class TokenDetails(Struct):
     cached_tokens: Count | None = None
-
-
-class CompletionDetails(Struct):
     reasoning_tokens: Count | None = None
 
 
@@ -118,8 +114,8 @@ class UsageCounts(Struct):
     completion_tokens: Count | None = None
     input_tokens: Count | None = None
     output_tokens: Count | None = None
-    prompt_tokens_details: PromptDetails | None = None
-    completion_tokens_details: CompletionDetails | None = None
+    prompt_tokens_details: TokenDetails | None = None
+    completion_tokens_details: TokenDetails | None = None
 
     @property
     def has_any(self) -> bool:

@@ -21,9 +21,8 @@ from headrace.core.errors import HeadraceError
 from headrace.gateway.http.content_encoding import BodyDecoder, decoder_of
 from headrace.gateway.http.errors import BodyTooLarge
 from headrace.gateway.upstream.foreign_answer import ForeignAnswer
-from headrace.gateway.upstream.foreign_json import BYTE_ORDER_MARK
-from headrace.gateway.upstream.foreign_words import BrokenStream, sent_error
-from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
+from headrace.gateway.upstream.foreign_words import BYTE_ORDER_MARK, BrokenStream, sent_error
+from headrace.gateway.upstream.seam import EventListener, OutputEvent
 
 PIECE_BYTES = 64 << 10
 """Most bytes read and decoded at once: a few milliseconds of work."""
@@ -38,32 +37,21 @@ END_OF_BODY_S = 0.05
 request its handshakes."""
 
 
-class EventSink(Protocol):
+class EventSink(EventListener, Protocol):
     """Takes an answer's events as they come."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether more may be given now."""
-        ...
 
     async def wait_for_room(self) -> None: ...
 
-    def put(self, events: list[OutputEvent]) -> None: ...
-
 
 class EventReader:
-    """The reader of one answer."""
+    """The reader of one answer. has_begun: an event was given"""
 
     def __init__(self, num_sequences: int, call_key: str) -> None:
         """call_key: as in `ForeignAnswer`"""
         self.answer = ForeignAnswer(num_sequences, call_key)
         self._num_bytes = 0
-        self._has_events = False
+        self.has_begun = False
         self._deadline_at: float | None = None
-
-    @property
-    def usage(self) -> TokenUsage:
-        return self.answer.usage
 
     async def read(
         self,
@@ -101,7 +89,8 @@ class EventReader:
                 if events or not answer.num_running:
                     deadline.reschedule(now() + inter_chunk_s if answer.num_running else None)
                 if is_done:
-                    await _read_end(response)
+                    if not response.content.is_eof():  # whatever comes instead of the end, the answer is complete
+                        await _read_until(now() + END_OF_BODY_S, response)
                     return
                 if decoder is not None:
                     await asyncio.sleep(0)  # a packed piece may have a thousand parts
@@ -115,10 +104,10 @@ class EventReader:
     def _give(self, events: list[OutputEvent], sink: EventSink, on_begun: Callable[[], None]) -> None:
         if not events:
             return
-        if not self._has_events:
-            self._has_events = True
+        if not self.has_begun:
+            self.has_begun = True
             on_begun()
-        sink.put(events)
+        sink.take(events)
 
     def _read_frames(self, framing: EventFraming, frames: list[Frame], events: list[OutputEvent]) -> bool:
         """Add the events of the frames. True when [DONE] was among them. Raises BrokenStream, for a fault of the framing too."""
@@ -143,10 +132,7 @@ class EventReader:
             self._deadline_at = now + END_OF_STREAM_S
         if now >= self._deadline_at:
             return b""  # bytes that are there already would be read without a look at the clock
-        with suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
-            async with asyncio.timeout_at(self._deadline_at):
-                return await response.content.read(PIECE_BYTES)
-        return b""
+        return await _read_until(self._deadline_at, response)
 
 
 def decoder_for(response: aiohttp.ClientResponse, max_bytes: int) -> BodyDecoder | None:
@@ -171,13 +157,12 @@ def unpacked(decoder: BodyDecoder, piece: bytes) -> Iterator[bytes]:
         raise BrokenStream("its body cannot be unpacked") from None
 
 
-async def _read_end(response: aiohttp.ClientResponse) -> None:
-    """Wait for the end of the body for a moment. Whatever comes instead, the answer is complete."""
-    if response.content.is_eof():
-        return
-    with suppress(aiohttp.ClientError, OSError):
-        async with asyncio.timeout(END_OF_BODY_S):
-            await response.content.read(1)
+async def _read_until(deadline_at: float, response: aiohttp.ClientResponse) -> bytes:
+    """The next bytes of an answer whose sequences have all ended; empty at the end, at the deadline, and where the server is lost."""
+    with suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+        async with asyncio.timeout_at(deadline_at):
+            return await response.content.read(PIECE_BYTES)
+    return b""
 
 
 MAX_EVENT_BYTES = 1 << 20

@@ -16,9 +16,7 @@ import msgspec
 from headrace.gateway.upstream.foreign_chunk import (
     AnswerPiece,
     ChosenToken,
-    CompletionDetails,
     GroqFields,
-    PromptDetails,
     SentCall,
     SentChoice,
     SentDelta,
@@ -26,12 +24,20 @@ from headrace.gateway.upstream.foreign_chunk import (
     SentLogprobs,
     SentToken,
     SideField,
+    TokenDetails,
     UsageCounts,
     decode_chunk,
     text_in,
 )
-from headrace.gateway.upstream.foreign_json import count_of, integer_of, number_of, read_json_texts, whole_text
-from headrace.gateway.upstream.foreign_words import MAX_WORD_CHARS, BrokenStream
+from headrace.gateway.upstream.foreign_words import (
+    MAX_WORD_CHARS,
+    BrokenStream,
+    count_of,
+    integer_of,
+    number_of,
+    read_json_texts,
+    whole_text,
+)
 
 Fields = dict[str, object]
 
@@ -193,8 +199,10 @@ class PieceReader:
             completion_tokens=self._count(value, "completion_tokens"),
             input_tokens=self._count(value, "input_tokens"),
             output_tokens=self._count(value, "output_tokens"),
-            prompt_tokens_details=PromptDetails(self._count(value.get("prompt_tokens_details"), "cached_tokens")),
-            completion_tokens_details=CompletionDetails(self._count(value.get("completion_tokens_details"), "reasoning_tokens")),
+            prompt_tokens_details=TokenDetails(self._count(value.get("prompt_tokens_details"), "cached_tokens")),
+            completion_tokens_details=TokenDetails(
+                reasoning_tokens=self._count(value.get("completion_tokens_details"), "reasoning_tokens")
+            ),
         )
 
     def _count(self, value: object, name: str) -> int | None:

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -25,7 +26,7 @@ from headrace.gateway.upstream.foreign_chunk import SideField
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink, decoder_for, unpacked
 from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
 from headrace.gateway.upstream.foreign_watch import ListedModel, ReportedLoad, exhausted_s, retry_after_s
-from headrace.gateway.upstream.foreign_words import MAX_ERROR_BYTES, BrokenStream, is_context_overflow
+from headrace.gateway.upstream.foreign_words import MAX_ERROR_BYTES, BrokenStream, sent_error
 from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
 
@@ -109,6 +110,7 @@ class ForeignServer:
     num_open      requests under way there
     num_sent      requests sent since this process began
     is_reachable  False while the last attempt to connect failed
+    is_key_refused  the last list of models was refused for its key
     listed        what its list of models says; None before it was read
     results       attempts by result
     left_out      what was malformed in its answers beside text, calls and ends, and could not be used, counted
@@ -124,6 +126,7 @@ class ForeignServer:
         self.num_open = 0
         self.num_sent = 0
         self.is_reachable = True
+        self.is_key_refused = False
         self.listed: ListedModel | None = None
         self.results: Counter[AttemptResult] = Counter()
         self.left_out: Counter[SideField] = Counter()
@@ -177,7 +180,7 @@ class ForeignServer:
         load = self.reported(now)
         return self.num_open if load is None else load.num_running + load.num_waiting + self.num_sent - self._sent_at_load
 
-    def note_load(self, load: ReportedLoad | None, *, num_sent: int) -> None:
+    def note_load(self, load: ReportedLoad, *, num_sent: int) -> None:
         """Keep a report. num_sent: when it was asked for"""
         self._load, self._load_at, self._sent_at_load = load, self._clock(), num_sent
 
@@ -197,15 +200,11 @@ class ForeignServer:
                 again and again, does not open the circuit for all
         """
         ticket = self.breaker.send(self._clock())
-        result, has_begun = AttemptResult.ABANDONED, False
+        result = AttemptResult.ABANDONED
         self.num_open += 1
         self.num_sent += 1
 
-        def begin() -> None:
-            nonlocal has_begun
-            has_begun = True
-            self.breaker.begin(ticket)
-
+        begin = partial(self.breaker.begin, ticket)
         try:
             async with asyncio.timeout(self.config.first_token_s) as deadline, await self._respond(request) as response:
                 if not 200 <= response.status < 300:  # some frameworks answer a POST with 201
@@ -217,13 +216,13 @@ class ForeignServer:
             result = failure.result
             raise
         except (BrokenStream, aiohttp.ClientError, OSError, TimeoutError) as error:
-            if isinstance(error, BrokenStream) and not has_begun and (refusal := self._refusal_in_stream(error)) is not None:
+            if isinstance(error, BrokenStream) and not reader.has_begun and (refusal := self._refusal_in_stream(error)) is not None:
                 result = refusal.result
                 raise refusal from None
             result = AttemptResult.LOST
             reason = error if isinstance(error, BrokenStream) else type(error).__name__
             self.log_fault(f"broke off an answer: {reason} (request {request.request_id})")
-            raise AttemptFailed(result, Unavailable(BROKE if has_begun else NOT_NOW), has_begun=has_begun) from None
+            raise AttemptFailed(result, Unavailable(BROKE if reader.has_begun else NOT_NOW), has_begun=reader.has_begun) from None
         finally:
             self.num_open -= 1
             self.results[result] += 1
@@ -264,29 +263,31 @@ class ForeignServer:
 
     async def _refusal(self, response: aiohttp.ClientResponse, request_id: RequestId) -> AttemptFailed:
         status = response.status
-        if status in CLIENT_FAULTS:
-            return _client_fault(status, is_overflow=is_context_overflow(await _error_body(response)))
-        wait_s = self.held_s(self._clock()) or 1.0
-        if status == 429:
-            return AttemptFailed(AttemptResult.RATE_LIMITED, Overloaded(BUSY, retry_after_s=wait_s))
+        is_overflow = status in CLIENT_FAULTS and sent_error(await _error_body(response)).is_overflow
+        if (refusal := self._known_refusal(status, is_overflow=is_overflow)) is not None:
+            return refusal
         self.log_fault(f"answered with status {status} (request {request_id})")
-        return AttemptFailed(_result_of(status), Unavailable(NOT_NOW, retry_after_s=wait_s))
+        return AttemptFailed(_result_of(status), Unavailable(NOT_NOW, retry_after_s=self._retry_after_s()))
 
     def _refusal_in_stream(self, error: BrokenStream) -> AttemptFailed | None:
         """The failure that an error before the first token means, as the same status would; None: a broken stream."""
-        if error.is_overflow or error.code in CLIENT_FAULTS:
-            return _client_fault(error.code or 400, is_overflow=error.is_overflow)
-        if error.code != 429:
-            return None
-        self._hold_for(RATE_LIMIT_S, by_outage=False)
-        return AttemptFailed(AttemptResult.RATE_LIMITED, Overloaded(BUSY, retry_after_s=self.held_s(self._clock())))
+        if error.code == 429 and not error.is_overflow:
+            self._hold_for(RATE_LIMIT_S, by_outage=False)
+        return self._known_refusal(error.code, is_overflow=error.is_overflow)
 
+    def _known_refusal(self, status: int | None, *, is_overflow: bool) -> AttemptFailed | None:
+        """The failure of a request that is too long, not understood or too many; None: of another one."""
+        if is_overflow:
+            return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
+        if status in CLIENT_FAULTS:
+            limit = f"what the server behind this model accepts (it said {status})"
+            return AttemptFailed(AttemptResult.INVALID, InvalidRequest("body", limit, None, "Leave out rare fields."))
+        if status == 429:
+            return AttemptFailed(AttemptResult.RATE_LIMITED, Overloaded(BUSY, retry_after_s=self._retry_after_s()))
+        return None
 
-def _client_fault(status: int, *, is_overflow: bool) -> AttemptFailed:
-    if is_overflow:
-        return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
-    limit = f"what the server behind this model accepts (it said {status})"
-    return AttemptFailed(AttemptResult.INVALID, InvalidRequest("body", limit, None, "Leave out rare fields."))
+    def _retry_after_s(self) -> float:
+        return self.held_s(self._clock()) or 1.0
 
 
 def _result_of(status: int) -> AttemptResult:

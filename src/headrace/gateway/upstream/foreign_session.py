@@ -9,8 +9,9 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class ForeignSession:
 
     def __init__(self, config: ForeignConfig, session: aiohttp.ClientSession, api_key: str) -> None:
         self._url = config.url.rstrip("/")
+        self.models_url = f"{self._url}/models"
         self._session = session
         self._headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {api_key}"} if api_key else {})}
 
@@ -45,10 +47,6 @@ class ForeignSession:
     def metrics_url(self) -> str | None:
         """Beside /v1, where vLLM and others have it; None for an address that ends otherwise."""
         return self._url.removesuffix("/v1") + "/metrics" if self._url.endswith("/v1") else None
-
-    @property
-    def models_url(self) -> str:
-        return f"{self._url}/models"
 
     async def post(self, path: str, body: bytes, request_id: str) -> aiohttp.ClientResponse:
         """The response to a request, once its headers are there; the caller closes it."""
@@ -70,14 +68,14 @@ class ForeignSession:
 
 
 @asynccontextmanager
-async def open_session(config: ForeignConfig, on_refused: Callable[[], None]) -> AsyncIterator[ForeignSession]:
-    """Connections to one server until the block ends. Raises ConfigError where its key is not.
+async def open_session(model: str, name: str, config: ForeignConfig) -> AsyncIterator[ForeignSession]:
+    """Connections to one server of a model until the block ends. Raises ConfigError where its key is not.
 
-    on_refused  called when the server was not connected to, because its name has a link-local address
+    model, name  of the model and of the server, for the log
     """
     api_key = read_key(config)
     session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, socket_factory=None if config.allow_link_local else _guarded(on_refused)),
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=None if config.allow_link_local else partial(_guarded_socket, model, name)),
         timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
@@ -107,14 +105,11 @@ def read_key(config: ForeignConfig) -> str:
     return key
 
 
-def _guarded(on_refused: Callable[[], None]) -> Callable[[tuple[Any, ...]], socket.socket]:
-    """Makes sockets for addresses that names were resolved to, immediately before they are connected: a name's answer may have changed."""
-
-    def make(address: tuple[Any, ...]) -> socket.socket:
-        family, kind, protocol, _, place = address
-        if is_link_local(place[0]):
-            on_refused()
-            raise PermissionError("a link-local address")
-        return socket.socket(family, kind, protocol)
-
-    return make
+def _guarded_socket(model: str, name: str, address: tuple[Any, ...]) -> socket.socket:
+    """For an address that a name was resolved to, immediately before it is connected to: the name's answer may have changed."""
+    family, kind, protocol, _, place = address
+    if is_link_local(place[0]):
+        reason = "has a link-local address and is not connected to; allow_link_local would allow it"
+        log.warning("model %s: its server %s %s", model, name, reason)
+        raise PermissionError("a link-local address")
+    return socket.socket(family, kind, protocol)

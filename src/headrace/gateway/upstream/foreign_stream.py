@@ -16,7 +16,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, Overloaded, Unavailable
 from headrace.gateway.upstream.foreign_events import EventReader
 from headrace.gateway.upstream.foreign_server import BROKE, BUSY, NOT_NOW, AttemptFailed, AttemptResult, ForeignRequest, ForeignServer
-from headrace.gateway.upstream.seam import NO_USAGE, EventListener, OutputEvent, SequenceFacts, TokenUsage
+from headrace.gateway.upstream.seam import NO_USAGE, EventListener, EventStream, OutputEvent, SequenceFacts, TokenUsage, merged
 from headrace.policy.routing.choice import Random, cheaper_of_two
 from headrace.policy.routing.retry_budget import RetryBudget
 
@@ -102,8 +102,10 @@ class ForeignRoute:
         return Unavailable(NOT_NOW, retry_after_s=wait_s)
 
 
-class HttpStream:
-    """One request at the server. An `EventStream`: a task of its own reads, so that cancelling ends it wherever it waits."""
+class HttpStream(EventStream):
+    """One request at the server: a task of its own reads, so that cancelling ends it wherever it waits."""
+
+    unread_bytes = 0
 
     def __init__(self, model: str, request: ForeignRequest, route: ForeignRoute) -> None:
         """model: its name here, for the log"""
@@ -114,16 +116,11 @@ class HttpStream:
         self._server: ForeignServer | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: EventListener | None = None
-        self._unread: dict[int, list[OutputEvent]] = {}
-        self.unread_bytes = 0
+        self._unread: list[OutputEvent] = []
         self._error: HeadraceError | None = None
         self._is_ended = False
         self._wants_more: asyncio.Future[None] | None = None
         self._wants_room: asyncio.Future[None] | None = None
-
-    @property
-    def num_resumes(self) -> int:
-        return 0
 
     async def events(self) -> list[OutputEvent]:
         if self._task is None and not self._is_ended:
@@ -140,16 +137,10 @@ class HttpStream:
         self._listener = listener
 
     def usage(self) -> TokenUsage:
-        return NO_USAGE if self._reader is None else self._reader.usage
+        return NO_USAGE if self._reader is None else self._reader.answer.usage
 
     def facts(self, index: int) -> SequenceFacts:
         return SequenceFacts(None if self._server is None else self._server.name)
-
-    def saved_state(self) -> None:
-        """None: there are no token ids to go on from."""
-
-    def replay(self, index: int, place: int) -> OutputEvent:
-        raise AssertionError("a stream that keeps no events is never continued")
 
     def cancel(self) -> None:
         """The connection is closed, which is how the server hears of it."""
@@ -200,10 +191,9 @@ class HttpStream:
             self._wants_room = asyncio.get_running_loop().create_future()
             await self._wants_room
 
-    def put(self, events: list[OutputEvent]) -> None:
-        for event in events:
-            self._unread.setdefault(event.index, []).append(event)
-            self.unread_bytes += EVENT_BYTES + event.num_bytes
+    def take(self, events: Sequence[OutputEvent]) -> None:
+        self._unread += events
+        self.unread_bytes += sum([EVENT_BYTES + event.num_bytes for event in events])
         if self._listener is not None and self._can_be_taken(self._listener):
             self._listener.take(self._taken())
         else:
@@ -213,12 +203,12 @@ class HttpStream:
         """Whether the listener may have the unread events: the consumer waits, and they are plain."""
         if self._wants_more is None or self._wants_more.done() or not listener.has_room:
             return False
-        return not any(event.finish is not None or event.logprobs for events in self._unread.values() for event in events)
+        return not any(event.finish is not None or event.logprobs for event in self._unread)
 
     def _taken(self) -> list[OutputEvent]:
         """The unread events, which are read now: one per sequence."""
-        events = [OutputEvent.joined(events) for events in self._unread.values()]
-        self._unread.clear()
+        events = self._unread if len(self._unread) == 1 else merged(self._unread)
+        self._unread = []
         self.unread_bytes = 0
         _wake(self._wants_room)
         return events

@@ -1,6 +1,6 @@
 """What foreign servers say of themselves -> numbers: limits of their models, load, rate limits. What is not understood is not known.
 
-Nothing of their bytes is kept but numbers, each within bounds. `ServerWatch` asks a server for its list of models and its load, for as long
+Nothing of their bytes is kept but numbers, each within bounds. `watch` asks a server for its list of models and its load, for as long
 as the gateway runs. Nothing that the server answers, or fails to, is fatal.
 """
 
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from headrace.core.clock import Clock
-from headrace.gateway.upstream.foreign_json import count_of, read_json
 from headrace.gateway.upstream.foreign_session import NOT_CONNECTED
+from headrace.gateway.upstream.foreign_words import count_of, read_json
 
 if TYPE_CHECKING:
     from headrace.gateway.upstream.foreign_server import ForeignServer
@@ -183,65 +183,56 @@ LOAD_S = 1.0
 NO_ANSWER = (*NOT_CONNECTED, aiohttp.ClientError, OSError, TimeoutError)
 
 
-class ServerWatch:
-    """The watch over one server.
+async def watch(server: ForeignServer, *, reads_load: bool, clock: Clock) -> None:
+    """Ask a server for its list of models and its load, until cancelled.
 
     reads_load  its metrics are asked for: they decide only among several servers. A server without known ones is asked again with each list
     """
+    asked_at, has_load = -math.inf, False
+    while True:
+        if clock() - asked_at >= (MODELS_S if server.is_reachable else UNREACHABLE_S):
+            asked_at = clock()
+            await _read_models(server)
+            has_load = reads_load
+        if has_load:
+            has_load = await _read_load(server)
+        await asyncio.sleep(LOAD_S)
 
-    def __init__(self, server: ForeignServer, *, reads_load: bool, clock: Clock) -> None:
-        self._server = server
-        self._reads_load = reads_load
-        self._has_load = False
-        self._is_key_refused = False
-        self._clock = clock
 
-    async def run(self) -> None:
-        asked_at: float | None = None
-        while True:
-            interval_s = MODELS_S if self._server.is_reachable else UNREACHABLE_S
-            if asked_at is None or self._clock() - asked_at >= interval_s:
-                asked_at = self._clock()
-                await self.read_models()
-                self._has_load = self._reads_load
-            if self._has_load:
-                await self.read_load()
-            await asyncio.sleep(LOAD_S)
+async def _read_models(server: ForeignServer) -> None:
+    """Learn whether it can be reached, whether it lists the model, and the model's limit."""
+    try:
+        status, body = await server.session.get(server.session.models_url)
+    except NOT_CONNECTED as error:
+        if server.is_reachable:
+            server.log_fault(f"cannot be reached: {type(error).__name__}")
+        server.is_reachable = False
+        return
+    except NO_ANSWER:
+        return  # a server that is slow or does not have the list may answer requests all the same
+    server.is_reachable = True
+    if status in (401, 403) and not server.is_key_refused:
+        server.log_fault(f"does not list its models: status {status}; is its key right?")
+    server.is_key_refused = status in (401, 403)
+    listed = listed_model(body, server.far_name) if status == 200 else None
+    if listed is not None and listed != server.listed:
+        if listed.is_listed:
+            server.log_fact(f"lists the model, with a context of {listed.max_model_len or 'unknown'} tokens")
+        else:
+            server.log_fault(f"does not list the model {server.far_name!r}")
+        server.listed = listed
 
-    async def read_models(self) -> None:
-        """Learn whether it can be reached, whether it lists the model, and the model's limit."""
-        server = self._server
-        try:
-            status, body = await server.session.get(server.session.models_url)
-        except NOT_CONNECTED as error:
-            if server.is_reachable:
-                server.log_fault(f"cannot be reached: {type(error).__name__}")
-            server.is_reachable = False
-            return
-        except NO_ANSWER:
-            return  # a server that is slow or does not have the list may answer requests all the same
-        server.is_reachable = True
-        if status in (401, 403) and not self._is_key_refused:
-            server.log_fault(f"does not list its models: status {status}; is its key right?")
-        self._is_key_refused = status in (401, 403)
-        listed = listed_model(body, server.far_name) if status == 200 else None
-        if listed is not None and listed != server.listed:
-            if listed.is_listed:
-                server.log_fact(f"lists the model, with a context of {listed.max_model_len or 'unknown'} tokens")
-            else:
-                server.log_fault(f"does not list the model {server.far_name!r}")
-            server.listed = listed
 
-    async def read_load(self) -> None:
-        server, num_sent = self._server, self._server.num_sent
-        if server.session.metrics_url is None:
-            self._has_load = False
-            return
-        try:
-            status, page = await server.session.get(server.session.metrics_url)
-        except NO_ANSWER:
-            return  # the list of models says whether the server can be reached
-        load = reported_load(page, server.far_name) if status == 200 else None
-        self._has_load = load is not None
-        if load is not None:
-            server.note_load(load, num_sent=num_sent)
+async def _read_load(server: ForeignServer) -> bool:
+    """Note the load on its metrics page. False where it has none that is known."""
+    num_sent, url = server.num_sent, server.session.metrics_url
+    if url is None:
+        return False
+    try:
+        status, page = await server.session.get(url)
+    except NO_ANSWER:
+        return True  # the list of models says whether the server can be reached
+    load = reported_load(page, server.far_name) if status == 200 else None
+    if load is not None:
+        server.note_load(load, num_sent=num_sent)
+    return load is not None

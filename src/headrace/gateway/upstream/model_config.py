@@ -130,10 +130,10 @@ def check_models(models: tuple[ModelConfig, ...]) -> None:
     for index, model in enumerate(models):
         where = f"models[{index}]"
         check_model_names(where, model.name, model.aliases, names)
-        check_foreign(f"{where}.upstreams", model.upstreams, taken=[replica.name for replica in model.replicas])
+        replicas = [replica.name for replica in model.replicas]
+        check_foreign(f"{where}.upstreams", model.upstreams, taken=replicas)
         if model.upstreams and not (model.folder or model.replicas):
             continue
-        replicas = [replica.name for replica in model.replicas]
         if not model.folder:
             raise ConfigError(f"{where}.folder", "is missing", "A model needs folder and replicas, or upstreams.")
         if bool(replicas) == bool(model.unavailable) or len(set(replicas)) != len(replicas):

@@ -14,6 +14,7 @@ from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.fits import check_fits
 from headrace.gateway.text_workers.pool import Done, TextPool
 from headrace.gateway.upstream.generation_request import Conversation
+from headrace.gateway.upstream.seam import Tokenization
 from headrace.text.tokenizer import Tokenizer
 
 UNREADABLE_RETRY_S = 10.0
@@ -48,11 +49,11 @@ class ModelText:
         job = frames.EncodeTexts(self._name, list(texts), add_special_tokens, max_model_len)
         return _split(*await self._submit(job, tenant=tenant, field="prompt"))
 
-    async def tokenize_chat(self, conversation: Conversation, *, needs_texts: bool, tenant: str) -> TokensJson:
+    async def tokenize_chat(self, conversation: Conversation, *, needs_texts: bool, tenant: str) -> Tokenization:
         job = frames.Tokenize(self._chat_job(conversation, None), needs_texts)
         return _tokens(*await self._submit(job, tenant=tenant, field="messages"))
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool, needs_texts: bool, tenant: str) -> TokensJson:
+    async def tokenize(self, text: str, *, add_special_tokens: bool, needs_texts: bool, tenant: str) -> Tokenization:
         job = frames.EncodeTexts(self._name, [text], add_special_tokens, None)
         return _tokens(*await self._submit(frames.Tokenize(job, needs_texts), tenant=tenant, field="prompt"))
 
@@ -82,10 +83,6 @@ class ModelText:
         )
 
 
-TokensJson = tuple[int, bytes, bytes]
-"""(count, JSON list of ids, JSON list of strings or null)."""
-
-
 def _split(answer: frames.AnyAnswer, tail: memoryview) -> list[array[int]]:
     assert isinstance(answer, frames.Ids)
     ids = frames.ids_from_bytes(tail)
@@ -97,6 +94,6 @@ def _split(answer: frames.AnyAnswer, tail: memoryview) -> list[array[int]]:
     return found
 
 
-def _tokens(answer: frames.AnyAnswer, tail: memoryview) -> TokensJson:
+def _tokens(answer: frames.AnyAnswer, tail: memoryview) -> Tokenization:
     assert isinstance(answer, frames.Tokens)
-    return answer.count, bytes(tail[: answer.num_id_bytes]), bytes(tail[answer.num_id_bytes :])
+    return Tokenization(answer.count, bytes(tail[: answer.num_id_bytes]), bytes(tail[answer.num_id_bytes :]))

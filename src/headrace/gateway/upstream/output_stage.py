@@ -1,4 +1,4 @@
-"""What a model's output formats mean for an answer: which grammar it is bound to before it begins (`OutputBinding`), and how its text
+"""What a model's output formats mean for an answer: which grammar it is bound to before it begins (`bound_grammar`), and how its text
 becomes content, reasoning and tool calls behind the assembler of a stream.
 
 A stage is a sequence's own. Once it can find nothing more it is passed over, so that it costs one check per event.
@@ -61,9 +61,6 @@ class OutputParsing:
             marker_ids=formats.marker_ids(tools, reasoning),
         )
 
-    def parser(self) -> OutputParser:
-        return OutputParser(self.tools, self.reasoning, functions=self.functions, is_reasoning_open=self.is_reasoning_open)
-
 
 class OutputStage:
     """One sequence's parser, its calls' ids and its reasoning tokens.
@@ -77,7 +74,9 @@ class OutputStage:
         skipped   ids of tokens without text
         call_key  what distinguishes this sequence's calls from all others: ids are made of it
         """
-        self._parser = parsing.parser()
+        self._parser = OutputParser(
+            parsing.tools, parsing.reasoning, functions=parsing.functions, is_reasoning_open=parsing.is_reasoning_open
+        )
         self._id_chars = parsing.tools.call_id_chars if parsing.tools is not None else None
         self._call_key = call_key
         splitter = self._parser.reasoning
@@ -108,34 +107,33 @@ class OutputStage:
         return ToolCall(piece.number, call_id, piece.name, piece.arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputBinding:
-    """The rules of one model."""
+def bound_grammar(formats: ModelFormats, prompt: Conversation | PlainPrompts, wanted: Grammar | None) -> Grammar | None:
+    """What the output must match. wanted: by the request's own field for it
 
-    formats: ModelFormats
-    tokenizer: Tokenizer
+    Raises InvalidRequest for functions whose calls cannot be read or forced, and for a grammar that calls cannot stand beside.
+    """
+    if not isinstance(prompt, Conversation) or not prompt.shown_tools:
+        return wanted
+    if formats.tools is None:
+        remedy = "Name it with --tool-call-parser where the server is started."
+        raise InvalidRequest("tools", "a model whose way to write calls is known to the server", None, remedy)
+    document = None if wanted is None else _document(wanted, prompt.tool_choice)
+    made = forced_grammar(formats.tools, prompt.shown_tools, prompt.tool_choice, document=document, token_ids=formats.token_ids)
+    return None if made is None else made.checked(field="tools")
 
-    def grammar(self, prompt: Conversation | PlainPrompts, wanted: Grammar | None) -> Grammar | None:
-        """What the output must match. wanted: by the request's own field for it
 
-        Raises InvalidRequest for functions whose calls cannot be read or forced, and for a grammar that calls cannot stand beside.
-        """
-        if not isinstance(prompt, Conversation) or not prompt.shown_tools:
-            return wanted
-        tool_format = self.formats.tools
-        if tool_format is None:
-            remedy = "Name it with --tool-call-parser where the server is started."
-            raise InvalidRequest("tools", "a model whose way to write calls is known to the server", None, remedy)
-        document = None if wanted is None else _document(wanted, prompt.tool_choice)
-        made = forced_grammar(tool_format, prompt.shown_tools, prompt.tool_choice, document=document, token_ids=self.formats.token_ids)
-        return None if made is None else made.checked(field="tools")
-
-    def after_reasoning(self, grammar: Grammar | None, prompt: Conversation | PlainPrompts, prompt_ids: Sequence[int]) -> Grammar | None:
-        """The grammar, binding after the reasoning with which the model may begin its answer to a conversation."""
-        if grammar is None or not isinstance(prompt, Conversation):
-            return grammar
-        begun = begun_answer(prompt.messages, continue_final_message=prompt.continue_final_message)
-        return replace(grammar, reasoning=self.formats.reasoning_span(self.tokenizer, prompt_ids, begun))
+def after_reasoning(
+    formats: ModelFormats,
+    tokenizer: Tokenizer,
+    grammar: Grammar | None,
+    prompt: Conversation | PlainPrompts,
+    prompt_ids: Sequence[int],
+) -> Grammar | None:
+    """The grammar, binding after the reasoning with which the model may begin its answer to a conversation."""
+    if grammar is None or not isinstance(prompt, Conversation):
+        return grammar
+    begun = begun_answer(prompt.messages, continue_final_message=prompt.continue_final_message)
+    return replace(grammar, reasoning=formats.reasoning_span(tokenizer, prompt_ids, begun))
 
 
 def _document(wanted: Grammar, choice: ToolChoice) -> Mapping[str, object]:

@@ -1,33 +1,42 @@
 """The replicas of one model as this gateway sees them: their connections, and the choice among them.
 
 Replicas come and go while requests run. A retired one gets no new request; its connection stays until its last request has left, or its
-engine has ended. Whether a replica is ready is judged in `replica_health`, which also moves calls off a replica that hangs.
+engine has ended. Whether a replica is ready is judged in `replica_health`.
+
+The pool watches its replicas for the running calls: it moves calls off a replica that hangs, and wakes the calls that wait for one. A
+replica hangs when it makes no progress for `MOVE_AFTER_S` beyond its predicted step. Its streams are given up only if another ready replica
+may continue them, or begin them where nothing of them has come; otherwise they stay until the wire's lease ends, since it may recover. A
+retired replica is watched as well: its streams move off it when it hangs, and none moves to it. Without a `failover_s` nothing moves, and
+only the calls that wait already are woken. See docs/failover.md.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.model_info import ModelInfo
-from headrace.core.numerics import Numerics, why_not_resume
+from headrace.core.numerics import Numerics, may_resume, numerics_digest, why_not_resume
 from headrace.core.request import PriorityClass
-from headrace.gateway.upstream.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, ReplicaWatch
+from headrace.gateway.upstream.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, stalled_s
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState, queue_state, served_before
 from headrace.policy.queues import traits_of
-from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
+from headrace.policy.routing.choice import Random, ReplicaId, choose
 from headrace.policy.routing.ejection import ejected
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 from headrace.policy.routing.retry_budget import RetryBudget
 from headrace.policy.routing.slow_start import started, started_share
 from headrace.wire.client import ConnectionState
+
+log = logging.getLogger(__name__)
 
 RESUME_BURST = 100.0
 RESUME_SHARE = 0.2
@@ -45,6 +54,16 @@ CLOSE_CHECK_S = 0.05
 
 UNKNOWN_PROMPT_TOKENS = 128
 """Length expected of a prompt before any of the model's replicas has finished a request."""
+
+
+TICK_S = 0.1
+"""Seconds between two looks at the replicas."""
+
+MOVE_AFTER_S = 2.0
+"""Seconds without progress, beyond the predicted step, after which streams leave a replica for another one."""
+
+RETRY_S = 0.5
+"""Calls that wait for a replica try again after this many seconds where one is ready and nothing has changed: it was full, perhaps."""
 
 
 class ReplicaPool:
@@ -79,7 +98,10 @@ class ReplicaPool:
         self.failover_s = failover_s
         self.resume_budget = RetryBudget(share=RESUME_SHARE, burst=RESUME_BURST)
         self.clock = clock
-        self.watch = ReplicaWatch(self, clock)
+        self._change: asyncio.Future[None] | None = None
+        self._last_ready: frozenset[tuple[str, str, str]] = frozenset()
+        self._woken_at = clock()
+        self._watching: asyncio.Task[None] | None = None
         self._random = random
         self._slow_start_s = slow_start_s
         self._on_closed = on_closed
@@ -89,13 +111,11 @@ class ReplicaPool:
     async def __aenter__(self) -> ReplicaPool:
         for replica in self.replicas:
             replica.connection.start()
-        if self.failover_s:
-            self.watch.start()
+        self._start_watch()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.watch.close()
-        closing = list(self._closing)
+        closing = [*self._closing, *([] if self._watching is None else [self._watching])]
         for task in closing:
             task.cancel()
         await asyncio.gather(*closing, return_exceptions=True)
@@ -105,8 +125,11 @@ class ReplicaPool:
     def follow(self, *, failover_s: float, slow_start_s: float) -> None:
         """Other values for later losses and connections. A wait that has begun ends when it was to end."""
         self.failover_s, self._slow_start_s = failover_s, slow_start_s
-        if failover_s:
-            self.watch.start()
+        self._start_watch()
+
+    def _start_watch(self) -> None:
+        if self.failover_s and self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(self._watch(), name="replica watch")
 
     def change(self, *, add: Collection[Replica] = (), retire: Collection[Replica] = ()) -> None:
         """Send requests to `add` as soon as they are connected, and none to `retire` from now on, which are among `replicas`."""
@@ -141,12 +164,8 @@ class ReplicaPool:
 
         Replicas of one model may differ in `max_model_len`: it follows from the memory each has.
         """
-        largest: ModelInfo | None = None
-        for replica in self.replicas:
-            info = replica.connection.info
-            if info is not None and (largest is None or info.model.max_model_len > largest.max_model_len):
-                largest = info.model
-        self._last_info = largest or self._last_info
+        models = [info.model for replica in self.replicas if (info := replica.connection.info) is not None]
+        self._last_info = max(models, key=lambda model: model.max_model_len, default=self._last_info)
         return self._last_info
 
     @property
@@ -178,15 +197,13 @@ class ReplicaPool:
         left = [replica for replica in self.replicas if replica.instance not in tried and replica.max_model_len >= num_tokens]
         if numerics is not None:
             left = [replica for replica in left if not why_not_resume(numerics, replica.numerics)]
-        ready = [replica for replica, reason in self.verdicts() if not reason]
+        ready = self.ready()
         left_out = self._ejected(ready)
-        chosen = self._choose([replica for replica in ready if replica in left and replica.name not in left_out], size, preferred)
-        if chosen is None:
-            connected = [replica for replica in left if replica.connection.state is ConnectionState.CONNECTED]
-            chosen = self._choose(connected, size, preferred)
-        if chosen is None:
+        first = [replica for replica in ready if replica in left and replica.name not in left_out]
+        connected = [replica for replica in left if replica.connection.state is ConnectionState.CONNECTED]
+        if not (first or connected):
             raise self.why_unavailable()
-        return chosen
+        return self._choose(first or connected, size, preferred)
 
     def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
         """The shortest queue that a request of this class finds at a ready replica; None where none is ready, or none has reported its
@@ -197,7 +214,7 @@ class ReplicaPool:
         info, size = self.info, RequestSize(0, self._expected_output_tokens(None))
         traits = traits_of(info.queue_policy if info else "")
         lowest = traits.lowest_before(priority)
-        seen = [_candidate(replica, lowest) for replica, reason in self.verdicts() if not reason]
+        seen = [replica.candidate(lowest) for replica in self.ready()]
         num_joining = joining.num_requests(lowest)
         joined = self._joined(num_joining, len(seen)) if num_joining and seen else NOTHING_SENT
         loads = [(served_before(each.snapshot, lowest), each.sent.plus(joined)) for each in seen if each.snapshot is not None]
@@ -227,18 +244,20 @@ class ReplicaPool:
             return Unavailable(f"The model {self.model} cannot be served now. {self.unavailable}", retry_after_s=UNAVAILABLE_RETRY_S)
         return Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
 
-    def _choose(self, fit: Sequence[Replica], size: RequestSize, preferred: str) -> Replica | None:
-        if len(fit) < 2:
-            return fit[0] if fit else None
+    def _choose(self, fit: Sequence[Replica], size: RequestSize, preferred: str) -> Replica:
+        """One of at least one."""
+        if len(fit) == 1:
+            return fit[0]
         info = self.info
         chosen = choose(
-            [_candidate(replica) for replica in self._started(fit)],
+            [replica.candidate() for replica in self._started(fit)],
             size=size,
             block_size=info.block_size if info else 16,
             random=self._random,
             preferred=ReplicaId(preferred),
         )
-        return None if chosen is None else next(replica for replica in fit if replica.name == chosen.replica_id)
+        assert chosen is not None, "one of the largest share always takes part"
+        return next(replica for replica in fit if replica.name == chosen.replica_id)
 
     def _expected_output_tokens(self, max_output_tokens: int | None) -> int:
         """Mean length of the answers that this model's replicas gave, as far as `max_output_tokens` allows it."""
@@ -248,14 +267,9 @@ class ReplicaPool:
 
     def _counted(self) -> tuple[int, int, int]:
         """Requests that this model's replicas finished, and the tokens of their prompts and outputs."""
-        num_finished = prompt_tokens = output_tokens = 0
-        for replica in self.replicas:
-            if (seen := replica.connection.snapshot) is not None:
-                counters = seen.load.counters
-                num_finished += sum(counters.finished.values())
-                prompt_tokens += counters.prompt_tokens
-                output_tokens += counters.generation_tokens
-        return num_finished, prompt_tokens, output_tokens
+        counted = [seen.load.counters for replica in self.replicas if (seen := replica.connection.snapshot) is not None]
+        num_finished = sum(sum(counters.finished.values()) for counters in counted)
+        return num_finished, sum(counters.prompt_tokens for counters in counted), sum(counters.generation_tokens for counters in counted)
 
     def _joined(self, num_requests: int, num_replicas: int) -> SentSince:
         """One replica's part of requests that join, whose prompts are taken to be of the mean length."""
@@ -275,38 +289,68 @@ class ReplicaPool:
             return ""
         return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "no other replica is connected"
 
-    def verdicts(self) -> Iterator[tuple[Replica, str]]:
-        """Each replica and why it is not ready; an empty reason means ready."""
+    def ready(self) -> list[Replica]:
         now = self.clock()
-        for replica in self.replicas:
-            yield replica, replica.verdict(now)
+        return [replica for replica in self.replicas if not replica.verdict(now)]
 
     def health(self) -> list[ReplicaHealth]:
-        verdicts, now = list(self.verdicts()), self.clock()
-        left_out = self._ejected([replica for replica, reason in verdicts if not reason])
-        return [_health(replica, EJECTED if replica.name in left_out else reason, now) for replica, reason in verdicts]
+        now, left_out = self.clock(), self._ejected(self.ready())
+        return [replica.health(EJECTED if replica.name in left_out else replica.verdict(now), now) for replica in self.replicas]
 
     def retired_health(self) -> list[ReplicaHealth]:
         now = self.clock()
-        return [_health(replica, RETIRED, now) for replica in self.retired]
+        return [replica.health(RETIRED, now) for replica in self.retired]
 
+    # -- the watch over its replicas -----------------------------------------------------------------------------------------------
 
-def _health(replica: Replica, reason: str, now: float) -> ReplicaHealth:
-    connection = replica.connection
-    return ReplicaHealth(
-        replica.name,
-        connection.state is not ConnectionState.DOWN,
-        reason,
-        connection.snapshot.load if connection.snapshot else None,
-        num_open=connection.num_open,
-        has_tried=connection.has_tried,
-        is_failing=not replica.circuit.breaker.can_send(now),
-    )
+    async def wait_for_change(self) -> None:
+        """Until a replica has become ready, or one still is after `RETRY_S`."""
+        if self._change is None:
+            self._change = asyncio.get_running_loop().create_future()
+            self._woken_at = self.clock()
+            self._last_ready = self._ready_instances()
+        await asyncio.shield(self._change)
 
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                for replica in (*self.replicas, *self.retired) if self.failover_s else ():
+                    self._look_at(replica)
+                if self._change is not None:
+                    self._wake()
+            except Exception:  # the outermost loop: without it a bug of ours would leave every later stall unnoticed
+                log.exception("looking at the replicas failed")
 
-def _candidate(replica: Replica, lowest: PriorityClass = PriorityClass.BATCH) -> Candidate:
-    """lowest: class of the requests sent since the snapshot that are counted, with the classes above it"""
-    connection = replica.connection
-    seen = connection.snapshot
-    sent = connection.sent_since_snapshot(lowest)
-    return Candidate(replica.name, seen.load if seen else None, SentSince(len(sent), sum(sent)))
+    def _look_at(self, replica: Replica) -> None:
+        """Give up its requests where another replica can go on: all where it hangs, those it has not counted where it does not read.
+
+        Without another one of equal numerics, those of which nothing has come.
+        """
+        connection, name = replica.connection, replica.instance[0]
+        is_hanging = stalled_s(connection.state, connection.snapshot, connection.silent_s, self.clock()) >= MOVE_AFTER_S
+        if not connection.num_open or not (is_hanging or connection.unread_s >= MOVE_AFTER_S):
+            return
+        reason = f"replica {name} {'hangs' if is_hanging else 'does not read what is sent'}"
+        others = [other for other in self.ready() if other is not replica]
+        if not any(may_resume(numerics_digest(replica.numerics), numerics_digest(other.numerics)) for other in others):
+            num_moved = connection.abandon_unbegun(reason) if others else 0
+        elif is_hanging:
+            num_moved = connection.num_open
+            connection.abandon(reason)
+        else:
+            num_moved = connection.abandon_unseen(reason)
+        if num_moved:
+            log.warning("%s: %d of its requests move to another one", reason, num_moved)
+
+    def _wake(self) -> None:
+        assert self._change is not None
+        ready, now = self._ready_instances(), self.clock()
+        if ready - self._last_ready or (ready and now - self._woken_at >= RETRY_S):
+            self._change.set_result(None)
+            self._change = None
+        self._last_ready = ready
+
+    def _ready_instances(self) -> frozenset[tuple[str, str, str]]:
+        """Name, process and numerics digest of each ready replica. The digest may become known later."""
+        return frozenset((*replica.instance, numerics_digest(replica.numerics)) for replica in self.ready())

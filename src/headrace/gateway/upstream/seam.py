@@ -1,4 +1,4 @@
-"""The seam between the HTTP surfaces and whatever answers requests: types and protocols only.
+"""The seam between the HTTP surfaces and whatever answers requests: types only.
 
     validated request + facts of its key --Upstream.prepare--> Prepared (counts, to decide on) --stream--> EventStream --> OutputEvents
 
@@ -8,7 +8,8 @@ wire, `upstream.foreign` any OpenAI-compatible server; neither knows the other, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -136,6 +137,14 @@ class OutputEvent(NamedTuple):
         )
 
 
+def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
+    """At most one event per sequence."""
+    by_sequence: dict[int, list[OutputEvent]] = {}
+    for event in events:
+        by_sequence.setdefault(event.index, []).append(event)
+    return [OutputEvent.joined(of_one) for of_one in by_sequence.values()]
+
+
 class TokenUsage(NamedTuple):
     """Tokens that a request has used so far. A prompt counts once, however many sequences continue it.
 
@@ -161,9 +170,9 @@ class TokenUsage(NamedTuple):
 NO_USAGE = TokenUsage(0, 0, 0)
 
 
-def added(one: TokenUsage, other: TokenUsage) -> TokenUsage:
-    """What two requests used together."""
-    return TokenUsage(*(sum(pair) for pair in zip(one, other, strict=True)))
+def added(*usages: TokenUsage) -> TokenUsage:
+    """What these requests used together."""
+    return TokenUsage(*[sum(column) for column in zip(*usages, strict=True)])
 
 
 class ReplicaLost(Unavailable):
@@ -183,7 +192,6 @@ class EventListener(Protocol):
     @property
     def has_room(self) -> bool:
         """Whether `take` can be done without waiting."""
-        ...
 
     def take(self, events: Sequence[OutputEvent]) -> None: ...
 
@@ -201,81 +209,73 @@ class SequenceFacts(NamedTuple):
     stages: StageSeconds | None = None
 
 
-class EventStream(Protocol):
+class EventStream(ABC):
     """An open request. Ends after the last sequence's finish, or when cancelled."""
 
     @property
     def unread_bytes(self) -> int:
         """Approximate memory of events that have arrived and were not yet returned by `events`."""
-        ...
+        return 0
 
     @property
     def num_resumes(self) -> int:
         """How often a sequence was submitted again because its engine was lost."""
-        ...
+        return 0
 
+    @abstractmethod
     async def events(self) -> list[OutputEvent]:
         """Everything new, for a sequence that is being computed as one event; empty = ended. Raises a HeadraceError: rejected, or
         `ReplicaLost`."""
-        ...
 
     def listen(self, listener: EventListener | None) -> None:
         """From now on the stream may hand plain events (no log-probabilities, no error) to `listener` while the consumer task waits in
         `events`; that task is not woken for them. Order and content are the same. None ends it. A stream may ignore this.
         """
-        ...
+        return
 
+    @abstractmethod
     def usage(self) -> TokenUsage: ...
 
-    def facts(self, index: int) -> SequenceFacts: ...
+    def facts(self, index: int) -> SequenceFacts:
+        return SequenceFacts()
 
     def saved_state(self) -> bytes | None:
         """What a later stream needs to go on from here (`EarlierOutput`), also after `cancel`. None: it cannot be continued."""
-        ...
+        return None
 
     def replay(self, index: int, place: int) -> OutputEvent:
         """What was new in a sequence between the call before and `place`, made again. For a continued stream, before its first `events`. An
         event of a request with log-probabilities has none.
         """
-        ...
+        raise AssertionError("a stream that keeps no events is never continued")
 
+    @abstractmethod
     def cancel(self) -> None:
         """Stop the request wherever it runs. `events` then ends. May be called at any time, more than once."""
-        ...
 
     async def close(self) -> None:
         """As `cancel`, and wait until no task of the stream runs any more."""
-        ...
-
-
-class PreparedPrompt(Protocol):
-    """One prompt as its upstream understood it. num_tokens: None where only the server that answers can count them"""
-
-    @property
-    def num_tokens(self) -> int | None: ...
-
-    @property
-    def text(self) -> str:
-        """The prompt as echo shows it; empty for token ids whose text is not shown."""
-        ...
-
-    def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
-        """Every token of the prompt with its log-probability, a page at a time. Making a page is little work; a page may be empty, so that
-        long work can pause. The first token is a page by itself: it has no probability (rank 0).
-
-        logprobs  of positions 1.. in order, as collected from `OutputEvent.prompt_logprobs`; the pages end with them
-        """
-        ...
+        self.cancel()
 
 
 @dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """A `PreparedPrompt` without log-probabilities: another server reads it, or has read it and its answer is kept."""
+class PreparedPrompt:
+    """One prompt as its upstream understood it.
+
+    text        the prompt as echo shows it; empty for token ids whose text is not shown
+    num_tokens  None where only the server that answers can count them
+    """
 
     text: str
     num_tokens: int | None = None
 
     def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
+        """Every token of the prompt with its log-probability, a page at a time. Making a page is little work; a page may be empty, so that
+        long work can pause. The first token is a page by itself: it has no probability (rank 0).
+
+        logprobs  of positions 1.. in order, as collected from `OutputEvent.prompt_logprobs`; the pages end with them. A prompt without them
+                  has no page: another server reads it, or has read it and its answer is kept
+        """
         return iter(())
 
 
@@ -337,40 +337,42 @@ class ReplicaHealth:
     is_failing: bool = False
 
 
-class Upstream(Protocol):
+class Upstream(ABC):
     """Where the requests of one model go."""
 
     def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
         """What a new request of this class would wait for, `joining` included; None where it is not known."""
-        ...
+        return None
 
     @property
     def max_model_len(self) -> int | None:
         """Prompt and output together, at most; None while or where it is not known."""
-        ...
+        return None
 
     @property
     def fingerprint(self) -> str | None:
         """OpenAI's system_fingerprint: changes with the weights."""
-        ...
+        return None
 
     @property
     def version(self) -> str:
         """Changes with whatever an answer depends on: weights, precision, tokenizer, template. "" while or where it is not known."""
-        ...
+        return ""
 
+    @abstractmethod
     def replicas(self) -> list[ReplicaHealth]: ...
 
     def retired_replicas(self) -> list[ReplicaHealth]:
         """What gets no new request and still has running ones, or will be closed in a moment."""
-        ...
+        return []
 
+    @abstractmethod
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
         """Raises InvalidRequest for what this model cannot take, Unavailable while it is starting, Overloaded."""
-        ...
 
+    @abstractmethod
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         """Token ids of one conversation or one text, of any length. Raises as `prepare`."""
-        ...
 
+    @abstractmethod
     async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str: ...

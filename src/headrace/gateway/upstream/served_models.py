@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from headrace.core.errors import InvalidRequest, ModelNotFound, Unavailable
-from headrace.core.request import PriorityClass
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
@@ -87,30 +86,20 @@ UNREADABLE = "its tokenizer or chat template cannot be used"
 """Without a path: clients may read it."""
 
 
-class UnreadableModel:
-    """A model whose tokenizer or chat template cannot be used: no replica of it is connected to. An `Upstream`.
+class UnreadableModel(Upstream):
+    """A model whose tokenizer or chat template cannot be used: no replica of it is connected to.
 
     Every request is refused as Unavailable. An operator mends the files and has the configuration read again (`control.texts`). The whole
     reason is in the log and in `headrace status`.
     """
-
-    max_model_len: int | None = None
-    fingerprint: str | None = None
-    version = ""
 
     def __init__(self, model: str, replicas: Sequence[str]) -> None:
         """replicas: their names"""
         self._model = model
         self._replicas = replicas
 
-    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> None:
-        return None
-
     def replicas(self) -> list[ReplicaHealth]:
         return [ReplicaHealth(name, is_connected=False, reason=UNREADABLE) for name in self._replicas]
-
-    def retired_replicas(self) -> list[ReplicaHealth]:
-        return []
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> NoReturn:
         raise self._refusal()

@@ -25,7 +25,7 @@ from headrace.gateway.upstream.earlier_output import (
 )
 from headrace.gateway.upstream.output_stage import OutputStage
 from headrace.gateway.upstream.replicas import ReplicaPool
-from headrace.gateway.upstream.seam import EventListener, EventStream, OutputEvent, ReplicaLost, SequenceFacts, TokenUsage
+from headrace.gateway.upstream.seam import EventListener, EventStream, OutputEvent, ReplicaLost, SequenceFacts, TokenUsage, added, merged
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
 from headrace.wire.stream import PlainRow
@@ -33,22 +33,22 @@ from headrace.wire.stream import PlainRow
 ANOTHER_TOKEN = "This answer cannot be continued from where it stopped; it can be sent again."
 
 
-class TokenStream:
-    """One call at our engines, as events. An `EventStream`."""
+class TokenStream(EventStream):
+    """One call at our engines, as events."""
 
     def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: Call, *, first_index: int = 0) -> None:
         """first_index: of the call's sequences within the request"""
         self._first_index = first_index
         self.call = call
-        n = call.params.n
+        n = call.request.params.n
         self.attempts = CallAttempts(pool, call)
         kept_ids = call.parsing.marker_ids if call.parsing is not None else frozenset()
-        self._assemblers = [OutputAssembler(tokenizer, call.params, kept_ids=kept_ids) for _ in range(n)]
+        self._assemblers = [OutputAssembler(tokenizer, call.request.params, kept_ids=kept_ids) for _ in range(n)]
         self._stages = [_stage(call, tokenizer, index) for index in range(n)]
         self._listener: EventListener | None = None
         self._ends: list[tuple[FinishReason | None, int | None]] = [(None, None)] * n
         self._num_earlier_tokens = call.earlier.num_counted_tokens if call.earlier is not None else 0
-        self._earlier = EarlierUpdates(call.earlier, call.request_id) if call.earlier is not None else None
+        self._earlier = EarlierUpdates(call.earlier, call.request.request_id) if call.earlier is not None else None
         self._recomputed: dict[int, RecomputedLogprobs] = {}
 
     @property
@@ -75,22 +75,22 @@ class TokenStream:
         completion = sum([assembler.num_tokens for assembler in self._assemblers])
         reasoning = sum([stage.num_reasoning_tokens for stage in self._stages if stage is not None])
         earlier = completion if self._earlier is not None else min(completion, self._num_earlier_tokens)
-        num_prompt = len(self.call.prompt_ids)
+        num_prompt = len(self.call.request.prompt_ids)
         earlier_prompt = num_prompt if self.call.earlier is not None else 0
         return TokenUsage(num_prompt, completion, self._assemblers[0].num_cached_tokens or 0, reasoning, earlier, earlier_prompt)
 
     def facts(self, index: int) -> SequenceFacts:
         own = index - self._first_index
-        return SequenceFacts(self.attempts.replica(own), self._assemblers[own].queue_time_s, self._assemblers[own].stages)
+        return SequenceFacts(self.attempts.replicas[own], self._assemblers[own].queue_time_s, self._assemblers[own].stages)
 
     def saved_state(self) -> bytes | None:
         if not any(self.attempts.output_ids):
             return None
         sequences = [EarlierSequence(ids.tobytes(), *end) for ids, end in zip(self.attempts.output_ids, self._ends, strict=True)]
-        assert self.call.params.seed is not None
+        assert self.call.request.params.seed is not None
         call = EarlierCallOutput(
-            self.call.params.seed,
-            prompt_digest(self.call.prompt_ids),
+            self.call.request.params.seed,
+            prompt_digest(self.call.request.prompt_ids),
             dict(self.attempts.numerics),
             self._assemblers[0].num_cached_tokens,
             tuple(sequences),
@@ -106,10 +106,10 @@ class TokenStream:
     def _go_on(self, earlier: EarlierUpdates) -> list[OutputEvent]:
         """Everything earlier was replayed: what was read after its last event, then the sequences that have not ended go on."""
         assert self.call.earlier is not None
-        events = self._read([earlier.take(index) for index in range(self.call.params.n)])
+        events = self._read([earlier.take(index) for index in range(self.call.request.params.n)])
         self._num_earlier_tokens = max(self._num_earlier_tokens, sum(assembler.num_tokens for assembler in self._assemblers))
         self._earlier = None
-        if self.call.params.logprobs is not None:
+        if self.call.request.params.logprobs is not None:
             self._read_pending_again()
         self.attempts.go_on(self.call.earlier.numerics)
         return events
@@ -178,7 +178,9 @@ class TokenStream:
     def _fed_tokens(self, index: int, token_ids: tuple[int, ...]) -> OutputEvent | None:
         text = self._assemblers[index].feed_whole(token_ids)
         if text is None:
-            return self._fed(SequenceUpdate(request_id=self.call.request_id, epoch=self.attempts.epoch, index=index, token_ids=token_ids))
+            return self._fed(
+                SequenceUpdate(request_id=self.call.request.request_id, epoch=self.attempts.epoch, index=index, token_ids=token_ids)
+            )
         place = self.attempts.keep(index, token_ids)
         return self._parsed(index, OutputEvent(self._first_index + index, text, len(token_ids), place), token_ids)
 
@@ -190,16 +192,8 @@ class TokenStream:
 def _stage(call: Call, tokenizer: Tokenizer, index: int) -> OutputStage | None:
     if call.parsing is None:
         return None
-    skipped = tokenizer.special_ids - call.parsing.marker_ids if call.params.skip_special_tokens else frozenset()
-    return OutputStage(call.parsing, tokenizer, skipped, f"{call.params.seed}/{call.answer_id or call.request_id}/{index}")
-
-
-def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
-    """At most one event per sequence."""
-    by_sequence: dict[int, list[OutputEvent]] = {}
-    for event in events:
-        by_sequence.setdefault(event.index, []).append(event)
-    return [OutputEvent.joined(of_one) for of_one in by_sequence.values()]
+    skipped = tokenizer.special_ids - call.parsing.marker_ids if call.request.params.skip_special_tokens else frozenset()
+    return OutputStage(call.parsing, tokenizer, skipped, f"{call.request.params.seed}/{call.answer_id or call.request.request_id}/{index}")
 
 
 def event_of(index: int, delta: OutputDelta, place: int) -> OutputEvent:
@@ -209,14 +203,17 @@ def event_of(index: int, delta: OutputDelta, place: int) -> OutputEvent:
     return OutputEvent(index, delta.text, len(delta.token_ids), place, logprobs, prompt_logprobs, *ended)
 
 
-class MergedStream:
-    """Streams of n sequences each, numbered over all of them. One stream's error is the request's: closing cancels the rest."""
+class MergedStream(EventStream):
+    """Streams of n sequences each, numbered over all of them. One stream's error is the request's: closing cancels the rest.
 
-    def __init__(self, streams: Sequence[EventStream], n: int) -> None:
+    No stream gets the listener: several that wrote directly would interleave their events.
+    """
+
+    def __init__(self, streams: list[EventStream], n: int) -> None:
         self._streams = streams
         self._n = n
         self._waiting: dict[asyncio.Task[list[OutputEvent]], int] = {}
-        self._is_begun = False
+        self._to_ask = list(range(len(streams)))
 
     @property
     def unread_bytes(self) -> int:
@@ -228,22 +225,20 @@ class MergedStream:
 
     async def events(self) -> list[OutputEvent]:
         """Events of any of the streams; empty once all have ended."""
-        if not self._is_begun:
-            self._is_begun = True
-            for number in range(len(self._streams)):
-                self._ask(number)
-        while self._waiting:
+        found: list[OutputEvent] = []
+        while not found and (self._to_ask or self._waiting):
+            self._waiting |= {asyncio.create_task(self._streams[number].events()): number for number in self._to_ask}
+            self._to_ask.clear()
             done, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
-            if found := self._take(done):
-                return found
-        return []
-
-    def listen(self, listener: EventListener | None) -> None:
-        """Ignored: several streams that wrote directly would interleave their events."""
+            for task in done:
+                number = self._waiting.pop(task)
+                if events := task.result():
+                    found += events
+                    self._to_ask.append(number)
+        return found
 
     def usage(self) -> TokenUsage:
-        parts = [stream.usage() for stream in self._streams]
-        return TokenUsage(*[sum(column) for column in zip(*parts, strict=True)])
+        return added(*[stream.usage() for stream in self._streams])
 
     def facts(self, index: int) -> SequenceFacts:
         return self._streams[index // self._n].facts(index)
@@ -263,21 +258,9 @@ class MergedStream:
         self.cancel()
         tasks = list(self._waiting)
         self._waiting.clear()
+        self._to_ask.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for stream in self._streams:
             await stream.close()
-
-    def _ask(self, number: int) -> None:
-        self._waiting[asyncio.create_task(self._streams[number].events())] = number
-
-    def _take(self, done: set[asyncio.Task[list[OutputEvent]]]) -> list[OutputEvent]:
-        found: list[OutputEvent] = []
-        for task in done:
-            number = self._waiting.pop(task)
-            events = task.result()
-            if events:
-                found += events
-                self._ask(number)
-        return found

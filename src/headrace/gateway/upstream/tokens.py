@@ -17,16 +17,16 @@ from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import PAGE_TOKENS, LogprobColumns, TokenLogprobs, columns_of
-from headrace.core.request import PriorityClass
+from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import FROM_MODEL, SamplingParams, with_default_max_tokens
 from headrace.gateway.http.errors import ContextLengthExceeded, StreamConflict, context_overflow
 from headrace.gateway.upstream.attempts import Call
 from headrace.gateway.upstream.earlier_output import EarlierCallOutput, calls_of, prompt_digest
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.model_text import ModelText
-from headrace.gateway.upstream.output_stage import OutputBinding, OutputParsing
+from headrace.gateway.upstream.output_stage import OutputParsing, after_reasoning, bound_grammar
 from headrace.gateway.upstream.replicas import ReplicaPool
-from headrace.gateway.upstream.seam import EventStream, Prepared, ReplicaHealth, Tokenization
+from headrace.gateway.upstream.seam import EventStream, Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream
 from headrace.gateway.upstream.token_stream import MergedStream, TokenStream
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
@@ -43,8 +43,8 @@ MAX_NAMED = 8
 """Up to this many template variables without effect are named one by one in `x-headrace-ignored`; more are named together."""
 
 
-class TokenUpstream:
-    """One model's replicas. An `Upstream`."""
+class TokenUpstream(Upstream):
+    """One model's replicas."""
 
     def __init__(self, text: ModelText, pool: ReplicaPool, *, draw_seed: Callable[[], int], formats: ModelFormats) -> None:
         """
@@ -55,7 +55,6 @@ class TokenUpstream:
         self._text = text
         self._pool = pool
         self._draw_seed = draw_seed
-        self._binding = OutputBinding(formats, text.tokenizer)
 
     @property
     def max_model_len(self) -> int | None:
@@ -95,7 +94,7 @@ class TokenUpstream:
         """info: of the model, with the context that the caller's tier leaves of it"""
         earlier = None if request.earlier is None else _earlier_calls(request.earlier, request.sampling)
         params = self._params(request, info, None if earlier is None else earlier[0].seed)
-        grammar = self._binding.grammar(request.prompt, None if request.grammar is None else request.grammar.grammar)
+        grammar = bound_grammar(self._formats, request.prompt, None if request.grammar is None else request.grammar.grammar)
         prompts, ignored = await self._encode(request.prompt, params.max_tokens, info, principal.tenant)
         if request.has_priority and info.queue_policy and not traits_of(info.queue_policy).has_classes:
             ignored = [*ignored, "priority"]
@@ -105,36 +104,36 @@ class TokenUpstream:
         for number, prompt in enumerate(prompts):
             if number or len(prompt.token_ids) > MAX_TOKENS_AT_ONCE:
                 await asyncio.sleep(0)  # each call's checks take up to milliseconds: other tasks run between them
-            bound = self._binding.after_reasoning(grammar, request.prompt, prompt.token_ids)
+            bound = after_reasoning(self._formats, self._text.tokenizer, grammar, request.prompt, prompt.token_ids)
             parsing = OutputParsing.of(self._formats, self._text.tokenizer, request.prompt, prompt.token_ids)
             call = _call(number, prompt.token_ids, params, request, info, principal, grammar=bound, parsing=parsing)
             calls.append(call if earlier is None else _continued(call, earlier, number, request))
-        prompt_tokens = sum([len(call.prompt_ids) for call in calls])
+        prompt_tokens = sum([len(call.request.prompt_ids) for call in calls])
         return Prepared(
             stream=partial(self._stream, calls),
             prompts=prompts,
             prompt_tokens=prompt_tokens,
             max_prompt_tokens=prompt_tokens,
-            max_output_tokens=sum([call.max_output_tokens * call.params.n for call in calls]),
-            num_sequences=sum([call.params.n for call in calls]),
+            max_output_tokens=sum([call.max_output_tokens * call.request.params.n for call in calls]),
+            num_sequences=sum([call.request.params.n for call in calls]),
             seed=params.seed,
             ignored=ignored,
             keeps_events=params.prompt_logprobs is None,  # which ids do not hold
         )
 
     def _stream(self, calls: Sequence[Call]) -> EventStream:
-        n = calls[0].params.n
-        streams = [TokenStream(self._pool, self._text.tokenizer, call, first_index=number * n) for number, call in enumerate(calls)]
+        n = calls[0].request.params.n
+        streams: list[EventStream] = [
+            TokenStream(self._pool, self._text.tokenizer, call, first_index=number * n) for number, call in enumerate(calls)
+        ]
         return streams[0] if len(streams) == 1 else MergedStream(streams, n)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         if isinstance(prompt, Conversation):
-            made = self._text.tokenize_chat(prompt, needs_texts=needs_texts, tenant=tenant)
-        else:
-            (text,) = prompt.prompts
-            assert isinstance(text, str), "ids are tokenized"
-            made = self._text.tokenize(text, add_special_tokens=prompt.add_special_tokens, needs_texts=needs_texts, tenant=tenant)
-        return Tokenization(*await made)
+            return await self._text.tokenize_chat(prompt, needs_texts=needs_texts, tenant=tenant)
+        (text,) = prompt.prompts
+        assert isinstance(text, str), "ids are tokenized"
+        return await self._text.tokenize(text, add_special_tokens=prompt.add_special_tokens, needs_texts=needs_texts, tenant=tenant)
 
     async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str:
         return await self._text.decode(token_ids, field="tokens", skip_special_tokens=False, tenant=tenant)
@@ -170,7 +169,7 @@ class TokenUpstream:
         """
         if isinstance(prompt, Conversation):
             ids, unread = await self._text.encode_chat(prompt, max_model_len=info.max_model_len, tenant=tenant)
-            return [TokenPrompt(tuple(ids), "", self._text.tokenizer)], unread if len(unread) <= MAX_NAMED else ["chat_template_kwargs"]
+            return [self._prompt(tuple(ids), "")], unread if len(unread) <= MAX_NAMED else ["chat_template_kwargs"]
         return await self._encode_plain(prompt, max_tokens, info, tenant), []
 
     async def _encode_plain(self, prompt: PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
@@ -189,8 +188,11 @@ class TokenUpstream:
                 check_fits_context(len(given), max_tokens, info, part="prompt")
                 text = await self._text.decode(given, field="prompt", tenant=tenant) if prompt.needs_text else ""
                 ids = tuple(given)
-            made.append(TokenPrompt(ids, text, self._text.tokenizer))
+            made.append(self._prompt(ids, text))
         return made
+
+    def _prompt(self, ids: tuple[int, ...], text: str) -> TokenPrompt:
+        return TokenPrompt(text, len(ids), token_ids=ids, tokenizer=self._text.tokenizer)
 
 
 def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo, *, part: str) -> int:
@@ -209,7 +211,7 @@ def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo,
 
 def _with_max_tokens(params: SamplingParams, prompts: Sequence[TokenPrompt], principal: PrincipalFacts, info: ModelInfo) -> SamplingParams:
     """`params`, of a request that says no `max_tokens`, with what the caller's limits allow one sequence. Unchanged without limits."""
-    num_tokens = [prompt.num_tokens for prompt in prompts]
+    num_tokens = [len(prompt.token_ids) for prompt in prompts]
     ceiling = principal.ceiling
     room = info.max_model_len - max(num_tokens)
     allowed = ceiling.max_tokens(sum(num_tokens), len(prompts) * params.n)
@@ -233,7 +235,7 @@ def _earlier_calls(earlier: EarlierOutput, sampling: Mapping[str, Any]) -> tuple
 def _continued(call: Call, earlier: Sequence[EarlierCallOutput], number: int, request: GenerationRequest) -> Call:
     """The call after what was computed of it before. Raises StreamConflict where its prompt is another one now."""
     assert request.earlier is not None
-    if number >= len(earlier) or earlier[number].prompt_digest != prompt_digest(call.prompt_ids):
+    if number >= len(earlier) or earlier[number].prompt_digest != prompt_digest(call.request.prompt_ids):
         raise StreamConflict("The prompt of this request has other tokens than it had: its chat template or tokenizer was changed.")
     return replace(call, earlier=earlier[number], answer_id=RequestId(f"{request.earlier.answer_id}-{number}"))
 
@@ -254,41 +256,40 @@ def _call(
     room = check_fits_context(len(prompt_ids), params.max_tokens, info, part=part)
     if params.max_tokens is None:  # what the model's author chose, if anything, as far as the context leaves room
         params = with_default_max_tokens(params, info.sampling_defaults.get("max_tokens"), room)
-    call = Call(
+    engine_request = EngineRequest(
         request_id=RequestId(f"{request.request_id}-{number}"),
         prompt_ids=prompt_ids,
         params=params,
-        max_output_tokens=params.max_tokens or room,
-        deadline_at=request.deadline_at,
-        principal=principal,
+        tenant=principal.tenant,
+        weight=principal.weight,
+        priority=principal.priority,
+        tier=principal.tier,
+        salt=principal.salt,
         grammar=grammar,
+        deadline_at=request.deadline_at,
+    )
+    return Call(
+        request=engine_request.checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len),
+        max_output_tokens=params.max_tokens or room,
         parsing=parsing,
         preferred_replica=request.preferred_replica,
         joining=request.joining,
         has_fallback=request.has_fallback,
     )
-    call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
-    return call
 
 
 OFFSET_TOKENS = 512
 """Tokens between two empty pages while offsets are counted: half a millisecond, as a page of log-probabilities."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """A prompt as token ids, with what its log-probabilities need. text: as echo shows it; empty where it is not shown"""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPrompt(PreparedPrompt):
+    """A prompt as token ids, with what its log-probabilities need."""
 
     token_ids: tuple[int, ...]
-    text: str
     tokenizer: Tokenizer
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
     def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
-        """See `seam.PreparedPrompt.decoded_logprobs`."""
         offsets = yield from self._offsets()
         first = columns_of([TokenLogprobs(self.token_ids[0], 0.0, 0)])
         yield DecodedLogprobs(self.tokenizer, first, offsets[:1], bytearray(b"\1"))
