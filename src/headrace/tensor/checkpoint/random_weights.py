@@ -13,13 +13,14 @@ from torch import Tensor
 
 
 class RandomWeights:
-    """Uniform random weights of a trained model's scale, a function of (seed, tensor name) alone: every rank slices the same tensor.
+    """Uniform random weights of a trained model's scale, a function of seed, tensor name and device: ranks slice the same tensor.
 
     norm_weight  what norm weights are made of: 1, or 0 where the model adds 1
+    device       torch's word for where they are drawn: weights for a GPU are drawn there, and none has to be copied
     """
 
-    def __init__(self, seed: int, dtype: torch.dtype, norm_weight: float) -> None:
-        self._seed, self._dtype, self._norm_weight = seed, dtype, norm_weight
+    def __init__(self, seed: int, dtype: torch.dtype, norm_weight: float, device: str = "cpu") -> None:
+        self._seed, self._dtype, self._norm_weight, self._device = seed, dtype, norm_weight, device
 
     def has(self, name: str) -> bool:
         """False: there are no optional tensors, so tied embeddings stay tied, and each expert has tensors of its own."""
@@ -29,11 +30,11 @@ class RandomWeights:
         """Every tensor exists."""
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        weight = torch.empty(shape, dtype=self._dtype)
+        weight = torch.empty(shape, dtype=self._dtype, device=self._device)
         if len(shape) == 1 and name.endswith("norm.weight"):
             return weight.fill_(self._norm_weight)[region or (slice(None),)]
         key = blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(key, "little") >> 1)
         bound = math.sqrt(3.0 / shape[-1])  # outputs of a linear have unit variance for inputs of unit variance
         return weight.uniform_(-bound, bound, generator=generator)[region or (slice(None),)]
 

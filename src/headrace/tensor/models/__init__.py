@@ -148,7 +148,7 @@ def load_model(
     end_tokens = read_end_tokens(folder, config, spec.vocab_size)
     dtype = dtype or _named_dtype(config)
     if load_format == "dummy":
-        weights = _random_weights(config, spec, dtype or torch.float32, seed)
+        weights = _random_weights(config, spec, dtype or torch.float32, seed, device.name)
     else:
         weights = _open_checkpoint(folder, config, spec, dtype, packed)
         weights.open_store(packed, backend, precision, f"{rank}/{world}")
@@ -210,9 +210,9 @@ class _Weights:
         return blake2b(" ".join([self.digest, *choices]).encode(), digest_size=16).hexdigest() if choices else self.digest
 
 
-def _random_weights(config: ConfigFile, spec: DecoderSpec, dtype: torch.dtype, seed: int) -> _Weights:
+def _random_weights(config: ConfigFile, spec: DecoderSpec, dtype: torch.dtype, seed: int, device: str) -> _Weights:
     digest = blake2b(Path(config.file).read_bytes() + f"{seed}".encode(), digest_size=16).hexdigest()
-    return _Weights(RandomWeights(seed, dtype, 1.0 - spec.norm_plus), dtype, digest)
+    return _Weights(RandomWeights(seed, dtype, 1.0 - spec.norm_plus, device), dtype, digest)
 
 
 def _open_checkpoint(
