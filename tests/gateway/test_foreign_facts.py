@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.upstream.foreign_watch import (
+from headrace.gateway.upstream.foreign_session import (
     MAX_WAIT_S,
     ListedModel,
     ReportedLoad,

@@ -168,7 +168,7 @@ class _Call:
             return is_named or self.is_repeated
         if not is_named or self.name is None or self.is_same(piece) or (not is_listed and self._is_name_of(piece)):
             return False
-        return is_listed or self._has_other_id(piece) or piece.name != self.name
+        return is_listed or (None not in (piece.sent_id, self.sent_id) and piece.sent_id != self.sent_id) or piece.name != self.name
 
     def is_again(self, piece: _Piece, *, is_numbered: bool) -> bool:
         """Whether the piece is the whole call once more. is_numbered: the server gives each call an index of its own"""
@@ -176,9 +176,6 @@ class _Call:
             return False
         is_same_number = is_numbered and piece.sent_index is not None and piece.name == self.name
         return self.is_same(piece) or (is_same_number and self.sent_id is None and piece.sent_id is None)
-
-    def _has_other_id(self, piece: _Piece) -> bool:
-        return None not in (piece.sent_id, self.sent_id) and piece.sent_id != self.sent_id
 
     def _is_name_of(self, piece: _Piece) -> bool:
         """Whether the piece's name goes on with this call's: no arguments came yet, and the piece has no id beside this one."""

@@ -156,8 +156,16 @@ class HttpStream(EventStream):
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _read(self) -> None:
+        """Take the answer of the first attempt that gives one; the error is that of the last attempt."""
         try:
-            await self._deliver()
+            while True:
+                server = self._server = self._route.pick()
+                self._reader = EventReader(self._request.num_sequences, self._request.request_id)
+                try:
+                    await server.attempt(self._request, self._reader, self, counts=server not in self._route.tried)
+                    return
+                except AttemptFailed as failure:
+                    await asyncio.sleep(self._route.pause_s(server, failure))
         except HeadraceError as error:
             self._error = error
         except Exception as error:  # the outermost: whatever went wrong, an answer that broke off must not look complete
@@ -167,18 +175,6 @@ class HttpStream(EventStream):
         finally:
             self._is_ended = True
             _wake(self._wants_more)
-
-    async def _deliver(self) -> None:
-        """The answer of the first attempt that gives one. Raises the error of the last attempt."""
-        route = self._route
-        while True:
-            server = self._server = route.pick()
-            self._reader = EventReader(self._request.num_sequences, self._request.request_id)
-            try:
-                await server.attempt(self._request, self._reader, self, counts=server not in route.tried)
-                return
-            except AttemptFailed as failure:
-                await asyncio.sleep(route.pause_s(server, failure))
 
     # -- what the reader gives its events to (`foreign_events.EventSink`) --------------------------------------------------------
 
