@@ -1,0 +1,78 @@
+"""Random requests over a device's runner, steps in flight: each is answered as the plain runner answers it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from device_kit import make_device_runner
+from failpoint_kit import sites
+from plain_masks import PlainMasks
+from random_lives import Life, LifeEngine, RandomFaults, draw_lives, language
+from runner_kit import VOCAB, make_runner
+
+from headrace.engine.runner_device import DeviceRunner
+from headrace.tensor.models.decoder import DecoderModel
+
+pytestmark = pytest.mark.pure
+
+SEED, COUNT = 7, 500
+FEW_BLOCKS = 40
+FAULT_RATE = 0.015
+FAULTS = [name for name in sites() if name.startswith(("device.", "runner.apply", "runner.prompt_logprobs"))]
+
+
+@pytest.fixture(scope="module")
+def lives() -> list[Life]:
+    return draw_lives(COUNT, SEED)
+
+
+@pytest.fixture
+def whole(decoder: DecoderModel, lives: list[Life], kept: dict[str, LifeEngine]) -> LifeEngine:
+    """The same requests by the plain runner, none cut off or preempted."""
+    if not kept:
+        engine = kept["whole"] = LifeEngine(
+            decoder, make_runner(decoder, masks=PlainMasks(language, VOCAB), num_blocks=400), num_blocks=400
+        )
+        engine.run([Life(life.request, None, None) for life in lives], random.Random(0), preempts=False)
+    return kept["whole"]
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, LifeEngine]:
+    """The plain runner's answers, made once, in the surroundings of a test: on one thread."""
+    return {}
+
+
+def check_forgotten(runner: DeviceRunner) -> None:
+    """Nothing is left of a sequence: no step or token in flight, no entry that the device lacks, no edit."""
+    assert not runner._flight
+    assert not runner._num_in_flight.any()
+    assert not runner._changes._blocks
+    assert not runner._choice._edits
+    assert not runner._choice._unsent
+
+
+def check_tables(runner: DeviceRunner) -> None:
+    """The device's block tables are the host's, as far as a slot's sequence reached."""
+    on_device = runner._steps.slots.tables.numpy()
+    for group, table in enumerate(runner._slots.tables):
+        held = table != 0
+        np.testing.assert_array_equal(np.where(held, on_device[group, :-1], 0), table)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_lives_are_answered_as_by_the_plain_runner(decoder: DecoderModel, lives: list[Life], whole: LifeEngine, depth: int) -> None:
+    runner = make_device_runner(decoder, num_blocks=FEW_BLOCKS, masks=PlainMasks(language, VOCAB))
+    engine = LifeEngine(decoder, runner, depth=depth, num_blocks=FEW_BLOCKS)
+    faults = RandomFaults(random.Random(SEED), FAULT_RATE)
+    with faults.armed(FAULTS):
+        engine.run(lives, random.Random(SEED + depth), faults)
+    assert not engine.differences(lives, whole)
+    engine.check_idle()
+    check_tables(runner)
+    check_forgotten(runner)
+    wanted = ["cancelled", "ended early", "preempted", "prefix hits"] + ["cancelled in flight", "preempted in flight"] * (depth - 1)
+    assert min(engine.counts[name] for name in wanted) >= 20, engine.counts
+    assert faults.hits.keys() >= set(FAULTS) - {"runner.prompt_logprobs"}, faults.hits
