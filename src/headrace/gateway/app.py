@@ -21,7 +21,7 @@ from headrace.gateway.access.key_uses import KeyRevoked
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.generation.service import Service
-from headrace.gateway.generation.stages.ladder import refused_headers
+from headrace.gateway.generation.stages.model_choice import refused_headers
 from headrace.gateway.http.asgi import Receive, Scope, Send
 from headrace.gateway.http.errors import (
     BAD_HTTP,

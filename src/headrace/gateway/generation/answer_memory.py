@@ -47,22 +47,6 @@ MAX_INLINE_LOGPROBS = 4096
 """An answer with at most this many log-probabilities is encoded in one go (a few milliseconds); a larger one in slices (`encoding`)."""
 
 
-def num_prompt_logprobs(field: str, num_top: int | None, *, num_tokens: int, num_shown: int) -> int:
-    """Log-probabilities of prompt tokens in the answer. Raises RequestTooLarge beyond MAX_PROMPT_LOGPROBS.
-
-    field      request field that asked for them
-    num_top    alternatives per token; None: not asked for
-    num_shown  choices that show them; a chat shows them once
-    """
-    if num_top is None:
-        return 0
-    num_logprobs = num_tokens * (num_top + 1) * num_shown
-    if num_logprobs > MAX_PROMPT_LOGPROBS:
-        rule = f"prompt tokens ({num_tokens}) x ({field} + 1) x choices ({num_shown}) <= {MAX_PROMPT_LOGPROBS}"
-        raise RequestTooLarge(field, rule, num_top, "Ask for fewer alternatives or choices, or send the prompt in parts.")
-    return num_logprobs
-
-
 def prompt_logprob_bytes(num_top: int | None, *, num_tokens: int) -> int:
     """Memory that the columns of the prompt's log-probabilities take until the answer is written. Choices that show the same ones share it.
 
@@ -84,14 +68,6 @@ def check_output_logprobs(num_top: int | None, *, num_tokens: int) -> None:
     if num_top is not None and num_tokens * (num_top + 1) > MAX_OUTPUT_LOGPROBS:
         rule = f"tokens of all choices ({num_tokens}) x (alternatives + 1) <= {MAX_OUTPUT_LOGPROBS} without stream"
         raise RequestTooLarge("logprobs", rule, num_top, "Stream the answer, or lower max_tokens, n or the alternatives.")
-
-
-def unread_logprob_bytes(num_top: int | None, *, num_tokens: int) -> int:
-    """Bytes of a stream's log-probabilities that may wait for its client. Not charged beforehand: most clients read in time.
-
-    num_tokens  of all sequences, at most
-    """
-    return 0 if num_top is None else min(MAX_UNREAD_LOGPROB_BYTES, num_tokens * (num_top + 1) * UNREAD_LOGPROB_BYTES)
 
 
 def first_answer_bytes(num_top: int | None, *, num_tokens: int | None) -> int:
@@ -127,13 +103,14 @@ class AnswerMemory:
         """Charge the prompt's tokens and what the answer surely takes. Raises RequestTooLarge or Overloaded."""
         parsed, params, answers = self._parsed, self._params, self._held.answers
         num_tokens = prepared.prompt_tokens or 0
-        self.num_prompt_logprobs = num_prompt_logprobs(
-            parsed.logprobs_field, params.prompt_logprobs, num_tokens=num_tokens, num_shown=parsed.num_shown
-        )
+        self.num_prompt_logprobs = self._checked_prompt_logprobs(num_tokens)
         if not parsed.is_streaming and params.max_tokens is not None:
             check_output_logprobs(params.logprobs, num_tokens=prepared.num_sequences * params.max_tokens)
         piece_bytes = 2 * PIECE_BYTES if self.num_prompt_logprobs else 0  # the encoded slice that is being sent
-        self.unread_logprob_bytes = piece_bytes + unread_logprob_bytes(params.logprobs, num_tokens=prepared.max_output_tokens or 0)
+        self.unread_logprob_bytes = piece_bytes
+        if params.logprobs is not None:  # not charged beforehand: most clients read in time
+            num_logprobs = (prepared.max_output_tokens or 0) * self._logprobs_per_token
+            self.unread_logprob_bytes += min(MAX_UNREAD_LOGPROB_BYTES, num_logprobs * UNREAD_LOGPROB_BYTES)
         first_bytes = 0 if parsed.is_streaming else first_answer_bytes(params.logprobs, num_tokens=prepared.max_output_tokens)
         self._uncharged_bytes = -first_bytes
         self._held.prompts.add(PROMPT_TOKEN_BYTES * num_tokens)
@@ -142,6 +119,15 @@ class AnswerMemory:
             params.prompt_logprobs, num_tokens=num_tokens, num_encodings=parsed.num_kept_encodings
         )
         answers.add(column_bytes + self._precharged_json_bytes + piece_bytes + first_bytes)
+
+    def _checked_prompt_logprobs(self, num_tokens: int) -> int:
+        """How many the answer has of prompt tokens. Raises RequestTooLarge beyond MAX_PROMPT_LOGPROBS."""
+        num_top, num_shown, field = self._params.prompt_logprobs, self._parsed.num_shown, self._parsed.logprobs_field
+        num_logprobs = 0 if num_top is None else num_tokens * (num_top + 1) * num_shown
+        if num_logprobs > MAX_PROMPT_LOGPROBS:
+            rule = f"prompt tokens ({num_tokens}) x ({field} + 1) x choices ({num_shown}) <= {MAX_PROMPT_LOGPROBS}"
+            raise RequestTooLarge(field, rule, num_top, "Ask for fewer alternatives or choices, or send the prompt in parts.")
+        return num_logprobs
 
     def hold_json(self, num_bytes: int) -> None:
         """Count JSON of prompt log-probabilities that the answer keeps. Bytes beyond those charged beforehand are charged now.

@@ -27,19 +27,16 @@ class EventId(NamedTuple):
     answer_id: RequestId
     number: int
 
-    @classmethod
-    def parsed(cls, text: str) -> EventId:
-        """Raises InvalidRequest."""
-        found = _EVENT_ID.fullmatch(text)
-        if found is None:
-            raise InvalidRequest(HEADER, "the id of an event of this server (REQUEST/NUMBER)", text, "Send it as it was received.")
-        return cls(RequestId(found[1]), int(found[2]))
-
 
 def last_event(exchange: Exchange) -> EventId | None:
     """The event after which the request continues a stream. None: it begins one. Raises InvalidRequest."""
     given = (exchange.header(LAST_EVENT_ID) or b"").decode("latin-1")
-    return None if given in ("", NO_EVENT) else EventId.parsed(given)
+    if given in ("", NO_EVENT):
+        return None
+    found = _EVENT_ID.fullmatch(given)
+    if found is None:
+        raise InvalidRequest(HEADER, "the id of an event of this server (REQUEST/NUMBER)", given, "Send it as it was received.")
+    return EventId(RequestId(found[1]), int(found[2]))
 
 
 class EventLog:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from headrace.core.request import PriorityClass
 from headrace.gateway.cache.control import NO_WISH, CacheControl
@@ -12,8 +13,7 @@ from headrace.gateway.sessions.window import ContextFitting
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedRequest:
+class ParsedRequest(Struct, frozen=True, kw_only=True):
     """One generating request, the same for every surface.
 
     model        name or alias; None: the only served model

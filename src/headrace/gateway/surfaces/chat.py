@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
@@ -109,9 +108,10 @@ def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ParsedChat, lis
     ignored: dict[str, None] = {}
     kept = parse.honoured_fields(body, CHAT, ignored)
     check_conversation(kept, limits, ignored)
-    if isinstance(metadata := kept.get("metadata", {}), dict) and not metadata.keys() <= {"session_id"}:
-        ignored["metadata"] = None
-    parse.check_inert("metadata", metadata)
+    if (metadata := kept.get("metadata")) is not None:
+        parse.check_inert("metadata", metadata)
+        if set(metadata) != {"session_id"}:  # type: ignore[call-overload]  # it is checked to be an object
+            ignored["metadata"] = None
     request = parse.convert(kept, ChatRequest)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs", "logprobs = true beside it", request.top_logprobs)
@@ -144,7 +144,7 @@ def _common(parsed: ParsedChat, principal: Principal) -> ParsedRequest:
     request, _ = parsed
     shared = parse.shared_request(parsed, principal, request.conversation())
     num_top = (request.top_logprobs or 0) if request.logprobs else None
-    return replace(
+    return msgspec.structs.replace(
         shared,
         sampling={**shared.sampling, "max_tokens": request.max_tokens, "logprobs": num_top},
         fitting=_fitting(request, principal),

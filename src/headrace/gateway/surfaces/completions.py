@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
 from sys import getsizeof
 from typing import Any
 
@@ -105,7 +104,7 @@ def _common(parsed: ParsedCompletion, principal: Principal) -> ParsedRequest:
     request, _ = parsed
     prompts = PlainPrompts(prompts=prompt_list(request.prompt), add_special_tokens=request.add_special_tokens, needs_text=request.echo)
     shared = parse.shared_request(parsed, principal, prompts)
-    return replace(
+    return msgspec.structs.replace(
         shared,
         sampling={**shared.sampling, **_own_params(request)},
         logprobs_field="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",

@@ -10,6 +10,7 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.dialect.conversation import Message, checked_messages, template_messages
+from headrace.gateway.surfaces.dialect.field_table import Inside
 from headrace.gateway.surfaces.dialect.parse import convert, honoured_inside
 from headrace.gateway.surfaces.dialect.tools import ToolDefinition, check_tools, function_tools
 from headrace.gateway.surfaces.endpoint import parsed_body
@@ -51,7 +52,7 @@ def parse_tokenize(body: dict[str, object], limits: Limits) -> tuple[TokenizeReq
     """The request, and the names of fields in its messages that change nothing. Raises InvalidRequest."""
     ignored: dict[str, None] = {}
     if body.get("messages") is not None:
-        tools = honoured_inside(body.get("tools"), "tools", ignored, "tools")
+        tools = honoured_inside(body.get("tools"), Inside.TOOL, ignored, "tools")
         check_tools(tools)
         body = {**body, "messages": checked_messages(body["messages"], limits, ignored), "tools": tools}
     request = convert(body, TokenizeRequest)

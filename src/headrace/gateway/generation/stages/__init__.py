@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.stages.accounts import log_prompt, record_prepared, reserve_limits, reserve_memory
 from headrace.gateway.generation.stages.fitting import fit_context
-from headrace.gateway.generation.stages.ladder import choose_model
+from headrace.gateway.generation.stages.model_choice import choose_model
 from headrace.gateway.generation.stages.resume import resume
 from headrace.gateway.generation.stages.reuse import reuse
 from headrace.gateway.generation.stages.session import take_turn

@@ -16,7 +16,7 @@ from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.generation import Generation
-from headrace.gateway.generation.stages.ladder import headers_of
+from headrace.gateway.generation.stages.model_choice import headers_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader
 from headrace.gateway.sessions.window import ContextFitting
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
@@ -132,6 +132,8 @@ class AnswerReuse:
         self._cache: AnswerCache = service.answer_cache
         self._replays: Replays = service.replays
         self._config, self._idempotency = service.config.cache, service.config.idempotency
+        self._continues = self._exchange.header(LAST_EVENT_ID) is not None
+        """The stream may be continued event by event, which is another way to get the rest of an answer."""
         self._claim: KeyClaim | None = None
         self._flight: Flight | None = None
         self._key = ""
@@ -198,11 +200,6 @@ class AnswerReuse:
             return found
         self._claim = found
         return None
-
-    @property
-    def _continues(self) -> bool:
-        """Whether the stream may be continued event by event, which is another way to get the rest of an answer."""
-        return self._exchange.header(LAST_EVENT_ID) is not None
 
     def _may_cache(self, question: Question) -> bool:
         config, control = self._config, question.control

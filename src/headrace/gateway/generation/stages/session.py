@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec import structs
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.cache.replays import retry_key
 from headrace.gateway.generation.event_log import last_event
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json
 from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
 from headrace.gateway.sessions.names import METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
@@ -49,10 +49,13 @@ async def take_turn(generation: Generation, call_next: Callable[[], Awaitable[Pr
         return await call_next()
     _check_one_line(parsed, parsed.prompt)
     key = retry_key(exchange, service.config.idempotency)
-    turn = await generation.ends.enter_async_context(opened_turn(service.sessions, exchange, session_id, retry_key=key))
+    continued = last_event(exchange)
+    turn = SessionTurn(service.sessions, SessionKey(exchange.principal.tenant_key, session_id), key)
+    generation.ends.callback(turn.free)
+    await turn.claim("" if continued is None else continued.answer_id)
     history = generation.history = turn.conversation(parsed.prompt.messages, max_messages=service.config.limits.max_messages)
     generation.held.prompts.add(turn.check_size(history))
-    generation.parsed = replace(parsed, prompt=replace(parsed.prompt, messages=prompt_messages(history)))
+    generation.parsed = structs.replace(parsed, prompt=replace(parsed.prompt, messages=prompt_messages(history)))
     generation.preferred_replica = turn.preferred_replica(generation.model.name)
     prepared = await call_next()
     if not generation.is_replayed:
@@ -83,27 +86,6 @@ def _check_one_line(parsed: ParsedRequest, prompt: Conversation) -> None:
         raise InvalidRequest("continue_final_message", "false in a session", True)
 
 
-@asynccontextmanager
-async def opened_turn(sessions: Sessions, exchange: Exchange, session_id: str, *, retry_key: str) -> AsyncIterator[SessionTurn]:
-    """The next turn of the session, which no other request has until the block ends.
-
-    retry_key  see `cache.replays.retry_key`
-
-    Raises InvalidRequest, SessionConflict or Unavailable.
-    """
-    continued = last_event(exchange)
-    turn = SessionTurn(sessions, SessionKey(exchange.principal.tenant_key, session_id), retry_key)
-    try:
-        await turn.claim("" if continued is None else continued.answer_id)
-        renewing = asyncio.create_task(turn.renew())
-        try:
-            yield turn
-        finally:
-            renewing.cancel()
-    finally:
-        turn.free()
-
-
 class SessionTurn:
     """
     history     what came before this turn
@@ -116,17 +98,21 @@ class SessionTurn:
         self._owner = os.urandom(12)
         """It names the turn in the store."""
         self._is_freed = False
+        self._renewing: asyncio.Task[None] | None = None
         self._found = ReadSession()
         self.history = History()
         self.num_new = 0
 
     async def claim(self, continued_id: str) -> None:
-        """Read the session, which is this turn's until `free`. Where its last turn gave the answer that the request continues, or had its
-        Idempotency-Key, the turn is that one again.
+        """Read the session, which no other request has until `free`. Where its last turn gave the answer that the request continues, or had
+        the request's Idempotency-Key, the turn is that one again.
 
         continued_id  of the answer; empty: none
+
+        Raises SessionConflict or Unavailable.
         """
         self._found = await self._sessions.claimed(self._key, self._owner)
+        self._renewing = asyncio.create_task(self._renew())
         stored, messages = self._found.stored, self._found.messages
         if stored is None:
             return
@@ -134,14 +120,16 @@ class SessionTurn:
             messages = messages[: stored.num_before]
         self.history = History(messages, stored.summary)
 
-    async def renew(self) -> None:
-        """Runs until the claim is freed, or it is cancelled."""
-        while not self._is_freed:
+    async def _renew(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
             await asyncio.sleep(RENEW_S)
             await self._sessions.renew(self._key, self._owner, RENEW_S)
 
     def free(self) -> None:
         """Give the claim back, without waiting for it. Later calls do nothing."""
+        if self._renewing is not None:
+            self._renewing.cancel()
         if not self._is_freed:
             self._is_freed = True
             self._sessions.free(self._key, self._owner)

@@ -73,7 +73,7 @@ class FieldRule:
 
     def is_off(self, value: object) -> bool:
         """By JSON's equality: 1 and 1.0 are one number, true is none."""
-        return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
+        return bool(self.off) and any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
 
     @property
     def off_words(self) -> str:
@@ -442,6 +442,17 @@ GROUPS: Mapping[str, tuple[FieldRule, ...]] = {
 TABLE: tuple[FieldRule, ...] = tuple(rule for rules in GROUPS.values() for rule in rules)
 
 RULES: Mapping[str, Mapping[str, FieldRule]] = {
-    place: {rule.name: rule for rule in TABLE if place in rule.places} for place in {each for rule in TABLE for each in rule.places}
+    str(place): {rule.name: rule for rule in TABLE if place in rule.places} for place in {each for rule in TABLE for each in rule.places}
 }
 """Place -> the rows of its fields, by name."""
+
+
+def _inner_places(place: str) -> dict[str, str]:
+    prefix = "" if place.startswith("/") else f"{place}."
+    found = {name: (f"{prefix}{name}", f"{prefix}{name}[]") for name in RULES[place]}
+    return {name: inner for name, places in found.items() for inner in places if inner in RULES and inner != Inside.MESSAGE}
+
+
+INNER_PLACES: Mapping[str, Mapping[str, str]] = {place: _inner_places(place) for place in RULES}
+"""Place -> the fields that are objects with rows, or lists of such, and their places. Not messages, most of which have nothing to find
+(`dialect.conversation`)."""

@@ -22,7 +22,7 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.config import Limits
-from headrace.gateway.surfaces.dialect.field_table import MAX_INERT_CHARS, MAX_METADATA, RULES, TABLE, Inside, Treatment
+from headrace.gateway.surfaces.dialect.field_table import INNER_PLACES, MAX_INERT_CHARS, MAX_METADATA, RULES, TABLE, Inside, Treatment
 from headrace.gateway.surfaces.dialect.schemas import SamplingFields
 from headrace.gateway.surfaces.dialect.structured import requested_grammar
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
@@ -103,21 +103,20 @@ def _lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityCl
 
 
 def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, None], path: str = "") -> dict[str, object]:
-    """The honoured fields of an object that are neither null nor off, and of the objects in it: all but messages, most of which have
-    nothing to find (`dialect.conversation`).
+    """The honoured fields of an object that are neither null nor off, and of the objects in it but messages.
 
     ignored  gets the names of fields that were accepted and change nothing
     path     of the object in the body, for errors: "messages[3]."
 
     Raises: InvalidRequest for what is unknown or not served.
     """
-    rules = RULES[place]
+    rules, inner = RULES[place], INNER_PLACES[place]
     inside = "" if place.startswith("/") else f"{place}."
     kept: dict[str, object] = {}
     kinds = rules["type"].kinds if "type" in rules else ()
-    if kinds and given.get("type") not in (None, *kinds):
-        served = " or ".join(f'"{kind}"' for kind in kinds)
-        raise InvalidRequest(f"{path}type", served, given["type"], "Other kinds of tools are not served.")
+    if kinds and (kind := given.get("type")) is not None and kind not in kinds:
+        served = " or ".join(f'"{each}"' for each in kinds)
+        raise InvalidRequest(f"{path}type", served, kind, "Other kinds of tools are not served.")
     for name, value in given.items():
         rule = rules.get(name)
         if rule is None:
@@ -127,7 +126,7 @@ def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, 
         if rule.is_off(value):
             ignored[f"{inside}{name}"] = None
         elif rule.treatment is Treatment.HONOURED:
-            kept[name] = honoured_inside(value, f"{inside}{name}", ignored, f"{path}{name}")
+            kept[name] = honoured_inside(value, inner[name], ignored, f"{path}{name}") if name in inner else value
         elif rule.treatment is Treatment.INERT:
             if not rule.is_any:
                 check_inert(f"{path}{name}", value)
@@ -138,15 +137,13 @@ def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, 
 
 
 def honoured_inside(value: object, place: str, ignored: dict[str, None], path: str) -> object:
-    """A field's value with the honoured fields of the objects in it, where the table has rows of them. Raises as `honoured_fields`."""
-    if isinstance(value, dict) and place in RULES:
+    """The value of a field with the honoured fields of the objects in it. Raises as `honoured_fields`. place: see INNER_PLACES"""
+    if isinstance(value, dict) and not place.endswith("[]"):
         return honoured_fields(value, place, ignored, f"{path}.")
-    if isinstance(value, list) and (items := f"{place}[]") in RULES and items != Inside.MESSAGE:
-        return [
-            honoured_fields(item, items, ignored, f"{path}[{number}].") if isinstance(item, dict) else item
-            for number, item in enumerate(value)
-        ]
-    return value
+    if isinstance(value, list) and place.endswith("[]"):
+        numbered = enumerate(value)
+        return [honoured_fields(item, place, ignored, f"{path}[{n}].") if isinstance(item, dict) else item for n, item in numbered]
+    return value  # its type is refused later
 
 
 def unknown_field(name: str, served: Iterable[str], prefix: str = "") -> InvalidRequest:

@@ -82,19 +82,16 @@ def check_tools(tools: object) -> None:
     num_bytes = len(msgspec.json.encode(tools))
     if num_bytes > MAX_TOOLS_BYTES:
         raise RequestTooLarge("tools", f"at most {MAX_TOOLS_BYTES} bytes of JSON", num_bytes, "Shorten schemas and descriptions.")
-    for number, tool in enumerate(tools):
-        function = tool.get(FUNCTION) if isinstance(tool, dict) else None
-        parameters = function.get("parameters") if isinstance(function, dict) else None
-        kind = parameters.get("type", "object") if isinstance(parameters, dict) else "object"
-        if kind != "object":
-            raise InvalidRequest(f"tools[{number}].{FUNCTION}.parameters.type", '"object"', kind, "Arguments are an object.")
 
 
 def function_tools(tools: Sequence[ToolDefinition]) -> list[FunctionTool]:
-    """The functions as values. Raises InvalidRequest for a name that no format can write, and for one that stands twice."""
+    """The functions as values. Raises InvalidRequest for arguments that are no object, and for a name that no format can write or that
+    stands twice."""
     made: dict[str, FunctionTool] = {}
     for number, tool in enumerate(tools):
         path, given = f"tools[{number}].{FUNCTION}", tool.function
+        if given.parameters and (kind := given.parameters.get("type", "object")) != "object":
+            raise InvalidRequest(f"{path}.parameters.type", '"object"', kind, "Arguments are an object.")
         function = FunctionTool(name=given.name, description=given.description, parameters=given.parameters, is_strict=given.strict)
         made.setdefault(function.checked(field=path).name, function)
         if made[function.name] is not function:

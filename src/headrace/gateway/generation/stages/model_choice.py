@@ -6,12 +6,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from headrace.core.errors import HeadraceError, Overloaded
 from headrace.core.request import PriorityClass
-from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.upstream.seam import Prepared
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
-from headrace.policy.admission.config import AdmissionRules
-from headrace.policy.admission.ladder import ALONE, AdmissionStep, QueueState, TenantTurn, decide
+from headrace.policy.admission.ladder import AdmissionStep, QueueState, TenantTurn, decide
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
 """Headers of every generating answer, a refusal too: the model that answers, and an `AdmissionStep`."""
@@ -32,52 +30,29 @@ async def choose_model(generation: Generation, call_next: Callable[[], Awaitable
 
 def _choose(generation: Generation) -> None:
     service, exchange, asked, priority = generation.service, generation.exchange, generation.asked, generation.parsed.priority
-    models = service.models.usable_by(exchange.principal)
-    try:
-        turn = service.open_requests.turn_of(exchange.principal.tenant)
-        model, step = admitted_model(asked, models, exchange.principal, priority, service.config.admission, turn)
-    except ModelBusy:
-        exchange.more_headers = (*exchange.more_headers, *headers_of(asked, AdmissionStep.REFUSED))
-        raise
-    exchange.more_headers = (*exchange.more_headers, *headers_of(model, step))
-    if model is not asked:
-        generation.model = model
-        exchange.use(model.users)
-        exchange.record.model = model.name
-    generation.joining = model.joining.join(priority)
-    exchange.join(generation.joining)
-
-
-def admitted_model(
-    asked: ServedModel, models: ModelTable, principal: Principal, priority: PriorityClass, rules: AdmissionRules, turn: TenantTurn = ALONE
-) -> tuple[ServedModel, AdmissionStep]:
-    """The model that answers, and why.
-
-    models    that the caller may use
-    priority  of the request, which may be lower than its key's
-    turn      of its tenant among the tenants of this gateway
-
-    Raises ModelBusy.
-    """
-    smaller = _smaller(asked, models)
-    goal_ms = principal.tier.ttft_ms
+    smaller = _smaller(asked, service.models.usable_by(exchange.principal))
+    turn, goal_ms = service.open_requests.turn_of(exchange.principal.tenant), exchange.principal.tier.ttft_ms
     verdict = decide(
         _queue(asked, priority, turn),
         None if smaller is None else _queue(smaller, priority, turn),
         has_smaller=smaller is not None,
         priority=priority,
-        rules=rules,
+        rules=service.config.admission,
         ttft_goal_s=None if goal_ms is None else goal_ms / 1000,
     )
+    if verdict.step is AdmissionStep.SMALLER_MODEL and smaller is not None:
+        generation.model = smaller
+        exchange.use(smaller.users)
+        exchange.record.model = smaller.name
+    exchange.more_headers = (*exchange.more_headers, *headers_of(generation.model, verdict.step))
     if verdict.step is AdmissionStep.REFUSED:
         raise ModelBusy(f"The queue of the model {asked.name} is full; try again later.", retry_after_s=verdict.retry_after_s)
-    if verdict.step is AdmissionStep.SMALLER_MODEL:
-        assert smaller is not None
-        return smaller, verdict.step
-    return asked, verdict.step
+    generation.joining = generation.model.joining.join(priority)
+    exchange.join(generation.joining)
 
 
 def _queue(model: ServedModel, priority: PriorityClass, turn: TenantTurn) -> QueueState | None:
+    """As the newest request of a tenant finds it. turn: of the tenant among the tenants of this gateway"""
     queue = model.upstream.queue(priority, model.joining)
     return None if queue is None else queue.at_turn(turn)
 
