@@ -18,11 +18,10 @@ from typing import Any
 from unittest.mock import patch
 
 from headrace.core.strict_decode import decode, plain
-from headrace.gateway.ledger import archive as archive_module
-from headrace.gateway.ledger.archive import Archive
+from headrace.gateway.ledger import kafka
 from headrace.gateway.ledger.clickhouse import ClickHouseSink
 from headrace.gateway.ledger.config import ClickHouseConfig, KafkaConfig, UsageConfig
-from headrace.gateway.ledger.kafka import client_properties
+from headrace.gateway.ledger.kafka import Archive, client_properties
 
 BATCH_RECORDS = 500
 MAX_BATCHES = 3
@@ -60,12 +59,12 @@ def free_partitions_soon() -> None:
     def properties(config: KafkaConfig) -> dict[str, Any]:
         return client_properties(config) | {"session.timeout.ms": SESSION_MS, "heartbeat.interval.ms": SESSION_MS // 4}
 
-    patch("headrace.gateway.ledger.archive.client_properties", properties).start()
+    patch("headrace.gateway.ledger.kafka.client_properties", properties).start()
 
 
 def run_child(place: str, halt_batch: int, config: Mapping[str, Any]) -> None:
     """In a process of its own, until it is killed, or to the topic's end."""
-    archive_module.MAX_MESSAGES = BATCH_RECORDS
+    kafka.MAX_MESSAGES = BATCH_RECORDS
     free_partitions_soon()
     HaltedArchive(decode(UsageConfig, config), place, halt_batch).run(until_end=True)
 

@@ -16,8 +16,7 @@ from headrace.cli.main import app
 from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.ledger.record import encode_record
-from headrace.gateway.ledger.segment import MAGIC, frame
-from headrace.gateway.ledger.spool import OPEN, Spool
+from headrace.gateway.ledger.spool import MAGIC, OPEN, Spool, frame
 from headrace.gateway.ledger.usage_db import FILE, SQL, UsageDb
 
 pytestmark = pytest.mark.pure

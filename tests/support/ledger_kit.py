@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.gateway.ledger import shipper, spool_thread
-from headrace.gateway.ledger.record import UsageRecord, decode_record
-from headrace.gateway.ledger.sink import SinkFailed
+from headrace.gateway.ledger.record import SinkFailed, UsageRecord, decode_record
 
 
 def usage(number: int, **changes: Any) -> UsageRecord:

@@ -25,7 +25,7 @@ def archive(
     """Move usage records from Kafka to ClickHouse until stopped (SIGTERM, Ctrl-C). Any number of these may run."""
     from headrace.cli.config import load_settings
     from headrace.core.counted import counted
-    from headrace.gateway.ledger.archive import Archive
+    from headrace.gateway.ledger.kafka import Archive
     from headrace.observe.logs import LogFormat, set_up_logging
 
     loaded = load_settings(config, os.environ)

@@ -75,11 +75,11 @@ def _nothing(query: UsageQuery, where: str) -> str:
 
 def read_rows(folder: Path, query: UsageQuery) -> list[dict[str, object]]:
     """Rows of everything that was recorded; none where there is no usage.db. Raises ConfigError."""
-    from headrace.gateway.ledger.ledger import ship_left_over
+    from headrace.gateway.ledger.ledger import ship_orphaned
     from headrace.gateway.ledger.usage_db import FILE
     from headrace.gateway.ledger.usage_query import usage_rows
 
-    ship_left_over(folder)
+    ship_orphaned(folder)
     path = folder / FILE
     if not path.exists():
         return []
@@ -95,8 +95,8 @@ def read_rows(folder: Path, query: UsageQuery) -> list[dict[str, object]]:
 
 def site_rows(config: ClickHouseConfig, query: UsageQuery) -> list[dict[str, object]]:
     """Rows of everything that ClickHouse has. Raises ConfigError."""
-    from headrace.gateway.ledger.clickhouse_usage import clickhouse_rows
-    from headrace.gateway.ledger.sink import SinkFailed
+    from headrace.gateway.ledger.clickhouse import clickhouse_rows
+    from headrace.gateway.ledger.record import SinkFailed
 
     try:
         return clickhouse_rows(config, query, timeout_s=ANSWER_S)

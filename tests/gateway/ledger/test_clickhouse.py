@@ -17,14 +17,11 @@ from ledger_kit import usage
 from patience import until
 
 from headrace.core.errors import ConfigError
-from headrace.gateway.ledger.archive import Archive
-from headrace.gateway.ledger.clickhouse import ClickHouseRefused, ClickHouseSink, create_table
-from headrace.gateway.ledger.clickhouse_usage import clickhouse_dialect
+from headrace.gateway.ledger.clickhouse import ClickHouseRefused, ClickHouseSink, clickhouse_dialect, create_table
 from headrace.gateway.ledger.config import ClickHouseConfig, KafkaConfig, UsageConfig
-from headrace.gateway.ledger.kafka import KafkaSink
-from headrace.gateway.ledger.record import encode_record
+from headrace.gateway.ledger.kafka import Archive, KafkaSink
+from headrace.gateway.ledger.record import SinkFailed, encode_record
 from headrace.gateway.ledger.shipper import Shipper
-from headrace.gateway.ledger.sink import SinkFailed
 from headrace.gateway.ledger.spool import Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
 from headrace.gateway.ledger.usage_query import LATENCY, USE, UsageQuery, usage_statement

@@ -24,8 +24,7 @@ from typer.testing import CliRunner
 from headrace.cli.main import app
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import plain
-from headrace.gateway.ledger.clickhouse import ClickHouseSink
-from headrace.gateway.ledger.clickhouse_usage import clickhouse_dialect, clickhouse_rows
+from headrace.gateway.ledger.clickhouse import ClickHouseSink, clickhouse_dialect, clickhouse_rows
 from headrace.gateway.ledger.config import ClickHouseConfig
 from headrace.gateway.ledger.record import encode_record
 from headrace.gateway.ledger.usage_db import DAY_MS, FILE, UsageDb

@@ -16,9 +16,8 @@ from headrace.core.errors import ConfigError
 from headrace.gateway.ledger import kafka
 from headrace.gateway.ledger.config import KafkaConfig, UsageConfig
 from headrace.gateway.ledger.kafka import KafkaSink, client_properties, producer_properties
-from headrace.gateway.ledger.record import encode_record
+from headrace.gateway.ledger.record import SinkFailed, encode_record
 from headrace.gateway.ledger.shipper import Shipper
-from headrace.gateway.ledger.sink import SinkFailed
 from headrace.gateway.ledger.spool import Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.ledger.segment import HEAD, MAGIC, MAX_RECORD_BYTES, frame, num_whole, read_segment
+from headrace.gateway.ledger.spool import HEAD, MAGIC, MAX_RECORD_BYTES, frame, num_whole, read_segment
 
 pytestmark = pytest.mark.pure
 

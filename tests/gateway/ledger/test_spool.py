@@ -12,8 +12,7 @@ import pytest
 from ledger_kit import usage
 
 from headrace.gateway.ledger import spool as spool_module
-from headrace.gateway.ledger.segment import frame, read_segment
-from headrace.gateway.ledger.spool import DISK_BLOCK_BYTES, MANY_SEGMENTS, OPEN, OpenSegment, Spool
+from headrace.gateway.ledger.spool import DISK_BLOCK_BYTES, MANY_SEGMENTS, OPEN, OpenSegment, Spool, frame, read_segment
 from headrace.gateway.ledger.spool_thread import SpoolThread
 
 pytestmark = pytest.mark.pure

@@ -11,17 +11,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, Overloaded, Unavailable
-from headrace.gateway.ledger.clickhouse import ClickHouseSink
-from headrace.gateway.ledger.clickhouse_usage import ClickHouseUsage
+from headrace.gateway.ledger.clickhouse import ClickHouseSink, ClickHouseUsage
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.ledger.kafka import KafkaSink
-from headrace.gateway.ledger.record import UsageRecord
+from headrace.gateway.ledger.record import Sink, SinkFailed, UsageRecord
 from headrace.gateway.ledger.shipper import Shipper
-from headrace.gateway.ledger.sink import Sink, SinkFailed
 from headrace.gateway.ledger.spool import OPEN, Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
 from headrace.gateway.ledger.usage_db import FILE, SQL, USAGE, UsageDb
@@ -37,16 +34,6 @@ QUERY_S = 5.0
 """Seconds that a query may take; a tenant with very many records asks for a shorter time."""
 
 
-class UsageSource(Protocol):
-    """Where usage is read."""
-
-    async def rows(self, query: UsageQuery, timeout_s: float) -> list[dict[str, object]]:
-        """Raises StoreFailed, SinkFailed or TimeoutError, and ConfigError where a file that it needs is gone."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Ledger:
     """Made by `open_ledger`. It follows every change of `usage` while it runs."""
 
@@ -55,7 +42,7 @@ class Ledger:
         self._spool = spool
         self._usage_db = usage_db
         self._local = local
-        self._source: UsageSource = local
+        self._source: LocalUsage | ClickHouseUsage = local
         self._asking: set[str] = set()
         self._shippers: dict[str, Shipper] = {}
         start = self.prepare(config)
@@ -79,8 +66,7 @@ class Ledger:
             self._thread.fsync = config.fsync
             self._ship_to(sinks)
             former, self._source = self._source, source
-            if former is not self._local:
-                former.close()
+            _close(former)
 
         return apply
 
@@ -122,8 +108,8 @@ class Ledger:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
-        self._source.close()
-        await self._local.end()
+        _close(self._source)
+        await self._local.close()
 
     def _close(self) -> None:
         self._thread.close(CLOSE_S)
@@ -157,6 +143,12 @@ class Ledger:
         )
 
 
+def _close(source: LocalUsage | ClickHouseUsage) -> None:
+    """Usage.db stays open: a later configuration may read it again."""
+    if isinstance(source, ClickHouseUsage):
+        source.close()
+
+
 def _retrieve(asked: asyncio.Task[list[dict[str, object]]]) -> None:
     """Take a failed task's error, which asyncio would log where its client has left."""
     if not asked.cancelled():
@@ -184,7 +176,7 @@ SPOOL = "spool"
 """The spool's folder in the state folder."""
 
 
-def ship_left_over(state: Path) -> None:
+def ship_orphaned(state: Path) -> None:
     """Bring what ended gateways left in a spool to usage.db, where no gateway runs that does it.
 
     Nothing happens while a gateway ships, nor in another user's folder, whose files would become this user's. Raises ConfigError.

@@ -1,12 +1,16 @@
-"""The usage record: what one request used, cost and how it went; and its JSON, which is the same in the spool and at every sink."""
+"""The usage record: what one request used, cost and how it went; its JSON, which is the same in the spool and at every
+sink; and what the spool asks of a sink. `usage_db`, `kafka` and `clickhouse` are the sinks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
 
+from headrace.core.errors import HeadraceError
 from headrace.gateway.access.principal import Principal
 from headrace.observe.request_log import Outcome, RequestLogRecord
 from headrace.policy.limits.price import Price
@@ -116,3 +120,27 @@ def _billed_tokens(record: RequestLogRecord) -> tuple[int, int, int]:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)
+
+
+class SinkFailed(HeadraceError):
+    """A sink cannot be reached or refuses records. For the log: they stay in the spool and are sent again."""
+
+
+class Sink(Protocol):
+    """Used by one thread. name: of its folder in the spool, and in metrics"""
+
+    name: str
+
+    def ship(self, payloads: Sequence[bytes]) -> None:
+        """Keep records, each as JSON of `UsageRecord`. They may have been shipped before. Raises SinkFailed where not all are kept."""
+        ...
+
+    def idle(self) -> None:
+        """Do what is due beside shipping. Called often while nothing waits. Raises SinkFailed."""
+        ...
+
+    def interrupt(self) -> None:
+        """Have a `ship` that waits raise SinkFailed soon. From any thread."""
+        ...
+
+    def close(self) -> None: ...

@@ -12,9 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.core.counted import counted
-from headrace.gateway.ledger.segment import read_segment
-from headrace.gateway.ledger.sink import Sink, SinkFailed
-from headrace.gateway.ledger.spool import Spool
+from headrace.gateway.ledger.record import Sink, SinkFailed
+from headrace.gateway.ledger.spool import Spool, read_segment
 
 log = logging.getLogger("headrace.usage")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -13,8 +14,7 @@ from time import monotonic, sleep
 from headrace.core.clock import Clock
 from headrace.core.counted import counted
 from headrace.gateway.ledger.record import UsageRecord, encode_record
-from headrace.gateway.ledger.segment import frame
-from headrace.gateway.ledger.spool import OpenSegment, Spool
+from headrace.gateway.ledger.spool import OpenSegment, Spool, frame
 
 log = logging.getLogger("headrace.usage")
 
@@ -61,7 +61,7 @@ class SpoolThread:
         self._close_at = 0.0
         self._adopt_at = 0.0
         self._logged_at = -LOGGED_EVERY_S
-        self._serial = 0
+        self._serials = itertools.count()
         self._thread = threading.Thread(target=self._run, name="usage-spool", daemon=True)
         self._thread.start()
 
@@ -123,15 +123,11 @@ class SpoolThread:
         """Raises OSError."""
         if self._segment is None:
             try:
-                self._segment = self._new_segment()
+                self._segment = OpenSegment(self._spool, serial=next(self._serials))
             except BlockingIOError:  # another process took it; its next search is ADOPT_S away
-                self._segment = self._new_segment()
+                self._segment = OpenSegment(self._spool, serial=next(self._serials))
             self._close_at = self._clock() + SEGMENT_S
         return self._segment
-
-    def _new_segment(self) -> OpenSegment:
-        self._serial += 1
-        return OpenSegment(self._spool, serial=self._serial)
 
     def _tend(self, *, is_last: bool) -> None:
         """Close the segment and look for abandoned ones, where that is due."""

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from msgspec import MsgspecError
 
 from headrace.core.clock import Clock
-from headrace.gateway.ledger.record import UsageRecord, decode_record
-from headrace.gateway.ledger.sink import SinkFailed
+from headrace.gateway.ledger.record import SinkFailed, UsageRecord, decode_record
 from headrace.gateway.stores.sqlite_thread import SqliteForm, open_sqlite
 
 log = logging.getLogger("headrace.usage")

@@ -222,7 +222,7 @@ def unix_ms_of(field: str, text: str, now: float) -> int:
 
 
 class LocalUsage:
-    """Usage of one machine, from its usage.db beside the gateways that write it. A `ledger.UsageSource`, open until `end`."""
+    """Where a ledger reads usage of one machine: its usage.db, beside the gateways that write it."""
 
     def __init__(self, reader: SqliteThread) -> None:
         self._reader = reader
@@ -231,10 +231,7 @@ class LocalUsage:
         """Raises StoreFailed, also where it takes longer than `timeout_s`."""
         return await self._reader.call(lambda: self._rows_in_time(query, timeout_s), is_read=True)
 
-    def close(self) -> None:
-        """Its file stays open: a later configuration may read it again."""
-
-    async def end(self) -> None:
+    async def close(self) -> None:
         await self._reader.close()
 
     def _rows_in_time(self, query: UsageQuery, timeout_s: float) -> list[dict[str, object]]:
