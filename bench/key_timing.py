@@ -43,7 +43,7 @@ from headrace.core.errors import Unauthorized, Unavailable
 from headrace.gateway.access.administration import PREFIX, Administration, NewKey
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.config import ApiKey, digest_of
-from headrace.gateway.access.sqlite_keys import FILE, SqliteKeys
+from headrace.gateway.access.key_stores import FILE, SqliteKeys
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.http.framing import OPENAI
 from headrace.lab.environment import environment
@@ -130,7 +130,7 @@ def t_by_percentile(one: Sequence[int], other: Sequence[int]) -> dict[str, float
 
 async def measure(path: str, right: str, count: int, state: Path, rng: random.Random) -> dict[str, Any]:
     """right: a row of NUM_RIGHT;  state: an empty folder"""
-    admin = Administration(SqliteKeys.open(str(state / FILE)), tiers=BUILT_IN_TIERS, unix_time=time.time, actor="bench")
+    admin = Administration(SqliteKeys(str(state / FILE)), tiers=BUILT_IN_TIERS, unix_time=time.time, actor="bench")
     issued = [(await admin.create_key(NewKey(tenant="bench"))).key for _ in range(NUM_KEYS)]
     await admin.close()
     valid = issued[NUM_KEYS // 2]
@@ -140,7 +140,7 @@ async def measure(path: str, right: str, count: int, state: Path, rng: random.Ra
         taken = await timings(Authenticator(keys, {}), path, make, count)
     else:
         clock: Clock = (lambda: 0.0) if path == "known" else time.monotonic  # what is remembered stays so
-        async with StoredKeys(SqliteKeys.open(str(state / FILE)), clock=clock, unix_time=time.time) as stored:
+        async with StoredKeys(SqliteKeys(str(state / FILE)), clock=clock, unix_time=time.time) as stored:
             taken = await timings(Authenticator((), {}, stored), path, make, count)
     found = t_by_percentile(*taken)
     return {

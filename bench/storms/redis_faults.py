@@ -51,6 +51,7 @@ from bench.storms.common import RESULTS, redis_program
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.limits.rules import rules_of
+from headrace.gateway.stores.redis import open_redis
 from headrace.lab.environment import environment
 from headrace.lab.network_faults import CUT, HEALTHY, FaultyLink, LinkFault
 from headrace.lab.report import write_json
@@ -322,7 +323,7 @@ class RedisSite:
     async def _lost_tokens(self, load: Load, tenant: str) -> int:
         """Tokens that `limited` got and that are not charged, once nothing of it is open."""
         caller, answered = Principal(tenant=tenant, tier=METERED), sum(seen.tokens for seen in load.answers if seen.caller == "limited")
-        store = RedisLimits.open(self.url)
+        store = RedisLimits(open_redis(self.url))
         try:
             async with asyncio.timeout(CHARGED_S):
                 while True:

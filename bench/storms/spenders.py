@@ -42,6 +42,7 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.limits.rules import rules_of
+from headrace.gateway.stores.redis import open_redis
 from headrace.gateway.upstream.seam import TokenUsage
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
@@ -113,7 +114,7 @@ async def run_gateway(url: str, truth: Path, budget: int, spenders: int) -> None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     caller = principal(budget)
     with truth.open("ab", buffering=0) as file:
-        async with Limiter.running(RedisLimits.open(url), clock=time.monotonic) as limiter:
+        async with Limiter.running(RedisLimits(open_redis(url)), clock=time.monotonic) as limiter:
             await asyncio.gather(*(spend(limiter, file, caller, stop) for _ in range(spenders)))
 
 
@@ -267,7 +268,7 @@ def _counts(fleet: list[_Process], plan: SpendingPlan) -> SpendingCounts:
 
 async def _book(url: str, budget: int) -> tuple[int, int]:
     """Tokens that the book has charged, and requests that it holds open, once a survivor has charged what the last kills left."""
-    store = RedisLimits.open(url)
+    store = RedisLimits(open_redis(url))
     async with Limiter.running(store, clock=time.monotonic):
         await asyncio.sleep(LEASE_S + 3.0)
         result = await store.take(None, [rule.claim(None) for rule in rules_of(principal(budget))])

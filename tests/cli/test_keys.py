@@ -20,9 +20,9 @@ from headrace.cli.exits import UsageRefused, exit_code_of
 from headrace.cli.main import app
 from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.gateway.access.key_store import TenantRecord
-from headrace.gateway.limits.open import open_limits
 from headrace.gateway.limits.report import LimitRequests, tenant_principal
 from headrace.gateway.limits.rules import rules_of
+from headrace.gateway.limits.store import open_limits
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 

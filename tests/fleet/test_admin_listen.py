@@ -34,11 +34,12 @@ from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.config_change import check_can_become
 from headrace.gateway.access.admin_requests import KeyRequests
 from headrace.gateway.access.administration import Administration
-from headrace.gateway.access.sqlite_keys import SqliteKeys
-from headrace.gateway.cache.open import open_answer_store
+from headrace.gateway.access.key_stores import SqliteKeys
+from headrace.gateway.cache.answer_cache import open_answer_store
 from headrace.gateway.control.purge import CacheRequests
 from headrace.gateway.sessions.sessions import open_session_store
 from headrace.gateway.site.memory import TenantShare
+from headrace.gateway.stores.open import Stores
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.wire.tls.files import TlsFiles, TlsRole, files_in
 
@@ -113,7 +114,7 @@ async def test_commands_work_from_another_machine(made: Site, capsys: pytest.Cap
 
 async def test_keys_are_created_and_revoked_from_another_machine(made: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def administration(actor: str) -> Administration:
-        return Administration(SqliteKeys.open(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
+        return Administration(SqliteKeys(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
     async with made.running([KeyRequests(administration)]):
         place = made.place
@@ -137,7 +138,7 @@ async def test_tenants_are_created_changed_and_removed_from_another_machine(
     made: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def administration(actor: str) -> Administration:
-        return Administration(SqliteKeys.open(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
+        return Administration(SqliteKeys(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
     async with made.running([KeyRequests(administration)]):
         place = made.place
@@ -161,10 +162,10 @@ async def test_what_is_kept_of_a_tenant_is_removed_from_another_machine(
     config = gateway_config(state=str(tmp_path))
 
     def administration(actor: str) -> Administration:
-        return Administration(SqliteKeys.open(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
+        return Administration(SqliteKeys(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
-    for opened in (partial(open_answer_store, config.cache), partial(open_session_store, config.sessions)):
-        store = opened(config.store, config.state, TenantShare(config), time.time)
+    stores = Stores(config.store, config.state, TenantShare(config), time.time)
+    for store in (open_answer_store(config.cache, stores), open_session_store(config.sessions, stores)):
         await store.put("kept", b"", tenant="acme", ttl_s=60.0)
         await store.close()
     async with made.running([CacheRequests(lambda: config, administration, time.time)]):

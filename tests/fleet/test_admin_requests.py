@@ -23,7 +23,7 @@ from headrace.fleet.hangup import reloading_when_asked
 from headrace.fleet.progress import Hear, no_operator
 from headrace.gateway.access.admin_requests import REQUESTS, KeyRequests
 from headrace.gateway.access.administration import Administration
-from headrace.gateway.access.sqlite_keys import SqliteKeys
+from headrace.gateway.access.key_stores import SqliteKeys
 from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 
@@ -58,7 +58,7 @@ async def door() -> AsyncIterator[Door]:
     with socket_dir() as folder:
 
         def administration(actor: str) -> Administration:
-            store = SqliteKeys.open(str(folder / "keys.db"))
+            store = SqliteKeys(str(folder / "keys.db"))
             return Administration(store, tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
         async with admin_socket(folder, cast(FleetControl, None), [KeyRequests(administration)]):
@@ -133,7 +133,7 @@ async def test_commands_to_a_deployment_leave_audit_records() -> None:
     with socket_dir() as folder:
 
         def administration(actor: str) -> Administration:
-            store = SqliteKeys.open(str(folder / "keys.db"))
+            store = SqliteKeys(str(folder / "keys.db"))
             return Administration(store, tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
         async def write(actor: str, action: str, subject: str, detail: Mapping[str, object]) -> None:
@@ -171,7 +171,7 @@ async def test_commands_to_a_deployment_leave_audit_records() -> None:
 
 
 async def directory_version(folder: Path) -> int:
-    store = SqliteKeys.open(str(folder / "keys.db"))
+    store = SqliteKeys(str(folder / "keys.db"))
     try:
         return (await store.state()).version
     finally:

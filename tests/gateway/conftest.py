@@ -27,7 +27,7 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if kind_of(request.node) != "loop":
         monkeypatch.setattr("headrace.gateway.stores.guard.REQUEST_WAIT_S", PATIENCE_S)
         for name in ("CONNECT_S", "ANSWER_S"):
-            monkeypatch.setattr(f"headrace.gateway.stores.redis_client.{name}", PATIENCE_S)
+            monkeypatch.setattr(f"headrace.gateway.stores.redis.{name}", PATIENCE_S)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from headrace.cli.main import app
 from headrace.core.request import EngineRequest
 from headrace.gateway.access.admin_requests import KeyRequests
-from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, TenantChange
+from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, NewTenant
 from headrace.gateway.control.purge import CacheRequests
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
@@ -169,7 +169,7 @@ async def test_what_a_client_says_is_written_down_nowhere_and_shown_to_no_other(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     caplog.set_level(logging.WARNING, logger="httpx2")  # the test's client
-    await admin.create_tenant("acme", TenantChange(options={"cache": True}))
+    await admin.create_tenant(NewTenant(name="acme", options={"cache": True}))
     issued, other = [await admin.create_key(NewKey(tenant=tenant)) for tenant in ("acme", "other")]
     async with open_bench(text, state=str(tmp_path), request_log=str(tmp_path / "requests.log")) as bench:
         bench.replica.said = ANSWER

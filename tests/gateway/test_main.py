@@ -17,7 +17,7 @@ from local_workers import LocalWorkers
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import RequestId
 from headrace.gateway import process
-from headrace.gateway.access.open_requests import OpenRequest, OpenRequests
+from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.config import config_from
 from headrace.gateway.http.config import Limits
 from headrace.gateway.main import DRAIN_GRACE_S, drain
@@ -106,7 +106,9 @@ class Streams:
     def __init__(self) -> None:
         self.open_requests = OpenRequests(10)
         self.cut: list[HeadraceError] = []
-        self.entries: list[OpenRequest] = [self.open_requests.admit(RequestId(f"r{index}"), "t", self._cut) for index in range(2)]
+        self.entries = [self.open_requests.admit(RequestId(f"r{index}"), "t", self._cut) for index in range(2)]
+        for entry in self.entries:
+            entry.__enter__()
 
     def _cut(self, error: HeadraceError) -> None:
         self.cut.append(error)

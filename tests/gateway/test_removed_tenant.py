@@ -10,7 +10,7 @@ import pytest
 from gateway_kit import MODEL, TestBench, chat_body, open_bench
 from identity_kit import administration
 
-from headrace.gateway.access.administration import NewKey, TenantChange
+from headrace.gateway.access.administration import NewKey, NewTenant
 from headrace.gateway.control.purge import purge
 from headrace.text.folder import TextModel
 
@@ -55,7 +55,7 @@ async def test_a_tenant_of_a_removed_ones_name_reads_and_owes_nothing_of_it(
 ) -> None:
     admin = administration(tmp_path)
     async with open_bench(text, **gateway) as bench:
-        await admin.create_tenant("acme", TenantChange(monthly_budget=0.00001))
+        await admin.create_tenant(NewTenant(name="acme", budget=0.00001))
         first = await valid(bench, (await admin.create_key(NewKey(tenant="acme"))).key)
         assert await use(bench, first) == ("miss", "false")
         async with asyncio.timeout(60):
@@ -64,7 +64,7 @@ async def test_a_tenant_of_a_removed_ones_name_reads_and_owes_nothing_of_it(
         salt = bench.replica.requests[-1].salt
         await admin.remove_tenant("acme", revoke_keys=True)
 
-        await admin.create_tenant("acme", TenantChange(monthly_budget=0.00001))
+        await admin.create_tenant(NewTenant(name="acme", budget=0.00001))
         second = await valid(bench, (await admin.create_key(NewKey(tenant="acme"))).key)
         assert (await bench.client.get("/v1/sessions/s", headers=second)).status_code == 404
         assert await usage(bench, second) == []

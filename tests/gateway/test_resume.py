@@ -312,7 +312,7 @@ class BadStore:
 async def test_a_bad_store_costs_resuming_and_no_answer(
     text: TextModel, monkeypatch: pytest.MonkeyPatch, is_slow: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("headrace.gateway.compose.open_store", lambda *_: BadStore(is_slow=is_slow))
+    monkeypatch.setattr("headrace.gateway.compose.Stores.open_streams", lambda *_: BadStore(is_slow=is_slow))
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
         began = now()
@@ -385,7 +385,7 @@ async def test_a_claim_that_is_given_back_leaves_the_claim_of_another_request(te
 
 
 async def test_what_waits_to_be_written_is_bounded(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.gateway.compose.open_store", lambda *_: BadStore(is_slow=True))
+    monkeypatch.setattr("headrace.gateway.compose.Stores.open_streams", lambda *_: BadStore(is_slow=True))
     monkeypatch.setattr("headrace.gateway.stores.guard.MAX_WRITING_BYTES", 1000)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)

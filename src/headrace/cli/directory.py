@@ -164,8 +164,8 @@ async def read_limits(
 ) -> list[dict[str, object]]:
     """What `work` makes of a report on the limits of a configuration's tenants. Raises as `LimitReport`."""
     from headrace.cli.state import make_state_folder
-    from headrace.gateway.limits.open import open_limits
     from headrace.gateway.limits.report import LimitReport
+    from headrace.gateway.limits.store import open_limits
     from headrace.policy.limits.tier import all_tiers
 
     make_state_folder(Path(config.state))
@@ -191,7 +191,7 @@ def open_administration(config: ServeConfig, *, actor: str) -> Administration:
     """actor: see `AuditRecord`. Raises ConfigError"""
     from headrace.cli.state import make_state_folder
     from headrace.gateway.access.administration import Administration
-    from headrace.gateway.access.open_keys import open_keys
+    from headrace.gateway.access.key_stores import open_keys
     from headrace.policy.limits.tier import all_tiers
 
     make_state_folder(Path(config.state))

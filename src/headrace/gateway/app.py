@@ -17,9 +17,7 @@ from contextlib import nullcontext
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
-from headrace.gateway.access.key_uses import KeyRevoked
-from headrace.gateway.access.open_requests import Draining
-from headrace.gateway.access.use_count import UseCount
+from headrace.gateway.access.open_requests import Draining, KeyRevoked, UseCount
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.stages.model_choice import refused_headers
 from headrace.gateway.http.asgi import Receive, Scope, Send

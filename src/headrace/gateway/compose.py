@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.memory import machine_bytes
 from headrace.gateway.access.budget import RequestMemory
-from headrace.gateway.access.open_keys import open_keys
+from headrace.gateway.access.key_stores import open_keys
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.app import Gateway
-from headrace.gateway.cache.open import open_answer_cache, open_replays
+from headrace.gateway.cache.answer_cache import AnswerCache, open_answer_store
+from headrace.gateway.cache.replays import Replays, open_replay_store, replay_limits
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.models import Connect, ModelOpener, Sources, connect_wire
 from headrace.gateway.control.reload import Reloader
@@ -31,19 +32,20 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger, open_ledger
 from headrace.gateway.limits.limiter import Limiter
-from headrace.gateway.limits.open import open_limits
-from headrace.gateway.sessions.sessions import Sessions, open_sessions
+from headrace.gateway.limits.store import open_limits
+from headrace.gateway.sessions.sessions import Sessions, open_session_store
 from headrace.gateway.site.memory import TenantShare, give_back_when_idle, memory_budget
 from headrace.gateway.site.siblings import Siblings
 from headrace.gateway.site.site_metrics import SiteMetrics, answers_of
 from headrace.gateway.site.worker import GatewayWorker
 from headrace.gateway.stores.guard import GuardedStore
-from headrace.gateway.stores.open import open_store
+from headrace.gateway.stores.open import Stores
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
+from headrace.observe.cache_metrics import AnswerCacheMetrics, ReplayMetrics
 from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
@@ -128,7 +130,11 @@ async def _open_service(
     memory = memory_budget(config.limits, machine_bytes(), share())
     stack.callback(asyncio.create_task(give_back_when_idle(memory), name="memory given back").cancel)
     open_requests = OpenRequests(config.limits.max_requests, share)
-    clocks = {"clock": sources.clock, "unix_time": sources.unix_time}
+    stores = Stores(config.store, config.state, share, sources.unix_time)
+    answers = GuardedStore(open_answer_store(config.cache, stores), "cached answers", sources.clock)
+    replayed = GuardedStore(open_replay_store(config.idempotency, stores), "answers under an Idempotency-Key", sources.clock)
+    for store in (answers, replayed):
+        stack.push_async_callback(store.close)
     return Service(
         config=config,
         models=ModelTable(models.served),
@@ -139,11 +145,13 @@ async def _open_service(
         encoding=EncodingTurns(sources.clock),
         memory=memory,
         tenant_share=share,
-        kept_streams=await stack.enter_async_context(_kept_streams(config, share, metrics, sources)),
-        sessions=await stack.enter_async_context(_sessions(config, share, metrics, sources)),
+        kept_streams=_kept_streams(stack, config, stores, metrics, sources),
+        sessions=_sessions(stack, config, stores, metrics, sources),
         limiter=await _limiter(stack, config, metrics, sources),
-        answer_cache=await stack.enter_async_context(open_answer_cache(config.cache, config.store, config.state, share, metrics, **clocks)),
-        replays=await stack.enter_async_context(open_replays(config.idempotency, config.store, config.state, share, metrics, **clocks)),
+        answer_cache=AnswerCache(
+            answers, AnswerCacheMetrics(metrics.registry), sources.unix_time, max_entry_bytes=config.cache.max_entry_bytes
+        ),
+        replays=Replays(replayed, ReplayMetrics(metrics.registry), limits=replay_limits(config.idempotency, stores)),
         metrics=metrics,
         ledger=await _ledger(stack, config, metrics, sources),
         site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
@@ -187,15 +195,12 @@ async def _stored_keys(stack: AsyncExitStack, config: GatewayConfig, sources: So
     return None if keys is None else await stack.enter_async_context(keys)
 
 
-@asynccontextmanager
-async def _kept_streams(config: GatewayConfig, share: TenantShare, metrics: Metrics, sources: Sources) -> AsyncIterator[KeptStreams]:
+def _kept_streams(stack: AsyncExitStack, config: GatewayConfig, stores: Stores, metrics: Metrics, sources: Sources) -> KeptStreams:
     ttl_s = config.timeouts.stream_resume_s
-    store = GuardedStore(open_store(config.store, config.state, share, sources.unix_time), "streams", sources.clock) if ttl_s else None
+    store = GuardedStore(stores.open_streams(), "streams", sources.clock) if ttl_s else None
     streams = KeptStreams(store, ttl_s=ttl_s, metrics=ResumeMetrics(metrics.registry))
-    try:
-        yield streams
-    finally:
-        await streams.close()
+    stack.push_async_callback(streams.close)
+    return streams
 
 
 async def _limiter(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics, sources: Sources) -> Limiter:
@@ -221,16 +226,11 @@ def _followed(reloader: Reloader, service: Service) -> Reloader:
     return reloader
 
 
-def _sessions(config: GatewayConfig, share: TenantShare, metrics: Metrics, sources: Sources) -> AbstractAsyncContextManager[Sessions]:
-    return open_sessions(
-        config.sessions,
-        config.store,
-        config.state,
-        share,
-        SessionMetrics(metrics.registry),
-        clock=sources.clock,
-        unix_time=sources.unix_time,
-    )
+def _sessions(stack: AsyncExitStack, config: GatewayConfig, stores: Stores, metrics: Metrics, sources: Sources) -> Sessions:
+    store = GuardedStore(open_session_store(config.sessions, stores), "sessions", sources.clock) if config.sessions.ttl_s else None
+    sessions = Sessions(store, config.sessions, metrics=SessionMetrics(metrics.registry), unix_time=sources.unix_time)
+    stack.push_async_callback(sessions.close)
+    return sessions
 
 
 def _text_pool(config: GatewayConfig, workers: Workers, sources: Sources) -> TextPool:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from headrace.cli.main import app
 from headrace.gateway.access.administration import Administration
-from headrace.gateway.access.open_keys import open_keys
+from headrace.gateway.access.key_stores import open_keys
 from headrace.gateway.control.purge import CacheRequests
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.limits.tier import BUILT_IN_TIERS

@@ -23,6 +23,7 @@ from redis_kit import RedisServer
 from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.limits.sqlite import SqliteLimits
 from headrace.gateway.limits.store import LimitStore
+from headrace.gateway.stores.redis import open_redis
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, Holder, LimitBook
@@ -166,7 +167,7 @@ def test_two_processes_on_one_file_do_together_what_the_book_does(acts: list[Act
 def test_the_redis_store_does_what_the_book_does(redis_server: RedisServer, acts: list[Act]) -> None:
     async def run() -> None:
         twin = Twin()
-        store = RedisLimits.open(redis_server.url)
+        store = RedisLimits(open_redis(redis_server.url))
         await store._client.flushall()
 
         def set_now(now: Moment) -> None:
@@ -207,7 +208,7 @@ async def open_store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch
 
     def one_more() -> LimitStore:
         path = str(tmp_path / "limits.db")
-        store = RedisLimits.open(url) if url else SqliteLimits(path, clock=twin.clock, unix_time=twin.unix_time)
+        store = RedisLimits(open_redis(url)) if url else SqliteLimits(path, clock=twin.clock, unix_time=twin.unix_time)
         opened.append(store)
         return store
 

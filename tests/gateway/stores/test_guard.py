@@ -28,8 +28,7 @@ from headrace.gateway.stores.guard import (
     StoreGuard,
     one_request,
 )
-from headrace.gateway.stores.redis import RedisStore
-from headrace.gateway.stores.redis_client import RedisCalls
+from headrace.gateway.stores.redis import RedisCalls, RedisStore, open_redis
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed, StoreLimits, StoreProgress
 
@@ -186,7 +185,7 @@ async def test_a_call_that_is_given_up_ends_while_the_server_hangs(redis_server:
     """
     async with RedisRelay.open(redis_server) as relay:
         for _ in range(6):
-            store = RedisStore.open(relay.url, LIMITS)  # its calls connect
+            store = RedisStore(open_redis(relay.url), LIMITS)  # its calls connect
             relay.hang()
             calls = [asyncio.create_task(store.get("a")) for _ in range(12)]
             await asyncio.sleep(0.001)

@@ -7,7 +7,7 @@ from unittest.mock import AsyncMock
 import pytest
 import redis
 
-from headrace.gateway.stores.redis_client import RedisCalls
+from headrace.gateway.stores.redis import RedisCalls
 
 
 @pytest.mark.loop

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from redis_kit import RedisServer
 
-from headrace.gateway.stores.redis import RedisStore
+from headrace.gateway.stores.redis import RedisStore, open_redis
 from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreLimits
 
@@ -32,7 +32,7 @@ async def fill(store: Store, num_entries: int, *, num_tenants: int) -> None:
 @pytest.mark.socket
 @pytest.mark.parametrize("num_tenants", [1, NUM_IN_REDIS])
 async def test_redis_takes_no_more_memory_for_small_entries_than_the_bound(redis_server: RedisServer, num_tenants: int) -> None:
-    store = RedisStore.open(redis_server.url, LIMITS)
+    store = RedisStore(open_redis(redis_server.url), LIMITS)
     await fill(store, 100, num_tenants=num_tenants)
     await store._client.flushall()  # connections and scripts stay: they are no entries
     before = (await store._client.info("memory"))["used_memory"]

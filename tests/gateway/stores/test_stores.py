@@ -19,13 +19,13 @@ from redis_kit import RedisRelay, RedisServer
 
 from headrace.core.errors import ConfigError
 from headrace.gateway.access.administration import Administration, NewKey
-from headrace.gateway.access.redis_keys import RedisKeys
+from headrace.gateway.access.key_stores import RedisKeys
 from headrace.gateway.config import config_from
 from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.stores import redis, sqlite
 from headrace.gateway.stores.config import StoreConfig
-from headrace.gateway.stores.open import open_store
-from headrace.gateway.stores.redis import RedisStore
+from headrace.gateway.stores.open import Stores
+from headrace.gateway.stores.redis import RedisStore, open_redis
 from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import EntryTooLarge, StoreFailed, StoreLimits
@@ -68,7 +68,7 @@ AnyStore = SqliteStore | RedisStore
 async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[AnyStore]:
     opened: AnyStore
     if request.param == "redis":
-        opened = RedisStore.open(request.getfixturevalue("redis_url"), LIMITS)
+        opened = RedisStore(open_redis(request.getfixturevalue("redis_url")), LIMITS)
     else:
         opened = SqliteStore(str(tmp_path / "store.db") if request.param == "file" else IN_MEMORY, LIMITS, clock)
     yield opened
@@ -139,7 +139,7 @@ async def test_of_several_that_make_an_entry_one_succeeds(store: AnyStore, clock
 
 
 async def test_parts_of_one_server_share_neither_entries_nor_bounds(redis_url: str) -> None:
-    parts = [RedisStore.open(redis_url, LIMITS, part=part) for part in ("", "one", "two")]
+    parts = [RedisStore(open_redis(redis_url), LIMITS, part=part) for part in ("", "one", "two")]
     for number, store in enumerate(parts):
         await store.put("a", b"%d" % number * 90, tenant="t", ttl_s=1000)
     assert [await store.get("a") for store in parts] == [b"0" * 90, b"1" * 90, b"2" * 90]
@@ -287,7 +287,7 @@ def test_a_store_that_makes_no_sense_is_refused_by_name(given: dict[str, object]
 
 @pytest.mark.parametrize("evicted", ["ages", "ages:t", "tenants", "sizes", "ends", "bytes", "total"])
 async def test_a_server_that_evicts_keys_of_the_index_takes_writes_on(redis_url: str, evicted: str) -> None:
-    store = RedisStore.open(redis_url, LIMITS)
+    store = RedisStore(open_redis(redis_url), LIMITS)
     for number in range(2):
         await store.put(f"a{number}", bytes(100), tenant="t", ttl_s=60)
     await store._client.delete(f"{store._prefix}{evicted}")
@@ -303,7 +303,7 @@ async def test_a_server_that_evicts_keys_of_the_index_takes_writes_on(redis_url:
 
 async def test_a_server_that_was_started_again_is_used_again(redis_server: RedisServer) -> None:
     async with RedisRelay.open(redis_server) as relay:
-        store = RedisStore.open(relay.url, LIMITS)
+        store = RedisStore(open_redis(relay.url), LIMITS)
         await store.put("a", b"one", tenant="t", ttl_s=500)
         await relay.stop()
         with pytest.raises(StoreFailed, match="redis: "):
@@ -319,9 +319,9 @@ async def test_a_server_that_was_started_again_is_used_again(redis_server: Redis
 
 
 async def test_a_server_that_hangs_fails_calls_in_time(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.gateway.stores.redis_client.ANSWER_S", 0.1)
+    monkeypatch.setattr("headrace.gateway.stores.redis.ANSWER_S", 0.1)
     async with RedisRelay.open(redis_server) as relay:
-        store = RedisStore.open(relay.url, LIMITS)
+        store = RedisStore(open_redis(relay.url), LIMITS)
         await answered(lambda: store.put("a", b"one", tenant="t", ttl_s=6000))
         relay.hang()
         with pytest.raises(StoreFailed, match="Timeout"):
@@ -339,9 +339,9 @@ KEY_USE = Claim("t:acme/requests_per_minute", Window.MINUTE, Unit.REQUESTS, 1000
 async def test_whatever_a_server_does_its_stores_fail_by_their_own_error_and_go_on_after_it(own_redis: RedisServer) -> None:
     """Entries, limits and keys: a replica takes no writes, and neither does a server without memory; and one is gone."""
     store, limits, keys = (
-        RedisStore.open(own_redis.url, LIMITS),
-        RedisLimits.open(own_redis.url),
-        RedisKeys.open(own_redis.url, password=None),
+        RedisStore(open_redis(own_redis.url), LIMITS),
+        RedisLimits(open_redis(own_redis.url)),
+        RedisKeys(open_redis(own_redis.url)),
     )
     admin = Administration(keys, tiers=BUILT_IN_TIERS, unix_time=lambda: 1e9, actor="x")
 
@@ -393,7 +393,7 @@ async def test_a_password_comes_from_a_file_and_is_never_shown(own_redis: RedisS
     file.touch(mode=0o600)
     for password, is_right in (("right-secret", True), ("wrong-secret", False)):
         file.write_text(password)
-        store = open_store(StoreConfig(url=own_redis.url, password_file=str(file)).checked(), "", lambda: 1.0, ManualClock())
+        store = Stores(StoreConfig(url=own_redis.url, password_file=str(file)).checked(), "", lambda: 1.0, ManualClock()).open_streams()
         if is_right:
             assert await store.get("a") is None
         else:
@@ -404,7 +404,7 @@ async def test_a_password_comes_from_a_file_and_is_never_shown(own_redis: RedisS
 
 
 async def test_concurrent_puts_of_several_gateways_keep_the_bounds(redis_server: RedisServer) -> None:
-    stores = [RedisStore.open(redis_server.url, LIMITS) for _ in range(3)]
+    stores = [RedisStore(open_redis(redis_server.url), LIMITS) for _ in range(3)]
     puts = [
         store.put(f"{number % 17}", b"x" * (number % 90), tenant="tu"[number % 2], ttl_s=500) for number in range(60) for store in stores
     ]
@@ -418,14 +418,14 @@ async def test_streams_are_in_the_state_folder_unless_another_place_is_named(tmp
     (tmp_path / "state").mkdir()
     places = {"entries.db": StoreConfig(), "own.db": StoreConfig(path=str(tmp_path / "own.db"))}
     for config in places.values():
-        store = open_store(config, str(tmp_path / "state"), lambda: 1.0, clock)
+        store = Stores(config, str(tmp_path / "state"), lambda: 1.0, clock).open_streams()
         await store.put("a", b"one", tenant="t", ttl_s=500)
         await store.close()
-        again = open_store(config, str(tmp_path / "state"), lambda: 1.0, clock)
+        again = Stores(config, str(tmp_path / "state"), lambda: 1.0, clock).open_streams()
         assert await again.get("a") == b"one", "the next process reads it"
         await again.close()
     assert sorted(path.name for path in tmp_path.glob("**/*.db")) == ["entries.db", "own.db"]
-    alone = open_store(StoreConfig(), "", lambda: 1.0, clock)
+    alone = Stores(StoreConfig(), "", lambda: 1.0, clock).open_streams()
     await alone.put("b", b"two", tenant="t", ttl_s=500)
     await alone.close()
     assert sorted(path.name for path in tmp_path.glob("**/*.db")) == ["entries.db", "own.db"], "without a folder it is memory"

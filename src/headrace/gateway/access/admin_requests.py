@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.core.strict_decode import decode
-from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, TenantChange
+from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, NewTenant, TenantChange
 from headrace.gateway.access.key_store import AuditRecord, KeyRecord, TenantRecord
-from headrace.gateway.access.principal import KeyLimits
 from headrace.gateway.stores.store import StoreFailed
 
 MAX_AUDIT = 10_000
@@ -18,38 +17,8 @@ MAX_AUDIT = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyBody:
-    tenant: str
-    tier: str | None = None
-    user: str = ""
-    expires_s: float | None = None
-    budget: float | None = None
-    requests_per_minute: int | None = None
-    models: tuple[str, ...] = ()
-
-    def wanted(self) -> NewKey:
-        limits = KeyLimits(monthly_budget=self.budget, requests_per_minute=self.requests_per_minute, models=self.models)
-        return NewKey(tenant=self.tenant, tier=self.tier, user=self.user, expires_s=self.expires_s, limits=limits)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RotateBody:
     grace_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantBody:
-    tier: str | None = None
-    budget: float | None = None
-    options: dict[str, bool | str | None] = field(default_factory=dict)
-
-    def change(self) -> TenantChange:
-        return TenantChange(tier=self.tier, monthly_budget=self.budget, options=self.options)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewTenantBody(TenantBody):
-    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +49,24 @@ class KeyRequests:
         """Status and JSON; None: no request of these. path: its parts"""
         if _handler(method, path) is None:
             return None
+        return await answered(lambda: self._answer(method, path, query, body, actor))
+
+    async def _answer(self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str) -> object:
+        admin = self._open(f"{actor}, through the admin socket")
         try:
-            admin = self._open(f"{actor}, through the admin socket")
-            try:
-                return 200, await answer_request(admin, method, path, query, body)
-            finally:
-                await admin.close()
-        except (InvalidRequest, ConfigError) as error:
-            return 400, {"error": str(error)}
-        except StoreFailed as error:
-            return 503, {"error": str(error)}
+            return await answer_request(admin, method, path, query, body)
+        finally:
+            await admin.close()
+
+
+async def answered(work: Callable[[], Awaitable[object]]) -> tuple[int, object]:
+    """Status and JSON of a request to the admin socket, which `work` does."""
+    try:
+        return 200, await work()
+    except (InvalidRequest, ConfigError) as error:
+        return 400, {"error": str(error)}
+    except StoreFailed as error:
+        return 503, {"error": str(error)}
 
 
 async def answer_request(
@@ -102,7 +79,7 @@ async def answer_request(
     """What one of REQUESTS gives, as JSON data. Raises InvalidRequest, ConfigError and StoreFailed."""
     handler = _handler(method, path)
     assert handler is not None, f"{method} {path} is in the table"
-    return await handler(_Call(admin, path[1] if len(path) > 1 else "", query or {}, body or {}))
+    return shown(await handler(_Call(admin, path[1] if len(path) > 1 else "", query or {}, body or {})), admin.now())
 
 
 def _handler(method: str, path: Sequence[str]) -> Callable[[_Call], Awaitable[object]] | None:
@@ -110,115 +87,68 @@ def _handler(method: str, path: Sequence[str]) -> Callable[[_Call], Awaitable[ob
     return REQUESTS.get(shape)
 
 
-async def _keys(call: _Call) -> object:
-    return [shown_key(key, call.admin.now()) for key in await call.admin.keys(call.query.get("tenant"))]
-
-
-async def _key(call: _Call) -> object:
-    return shown_key(await call.admin.key(call.name), call.admin.now())
-
-
-async def _create_key(call: _Call) -> object:
-    return _issued(await call.admin.create_key(decode(KeyBody, call.body).wanted()))
-
-
-async def _rotate_key(call: _Call) -> object:
-    return _issued(await call.admin.rotate_key(call.name, grace_s=decode(RotateBody, call.body).grace_s))
-
-
-async def _revoke_key(call: _Call) -> object:
-    return shown_key(await call.admin.revoke_key(call.name), call.admin.now())
-
-
-async def _tenants(call: _Call) -> object:
-    return [shown_tenant(tenant) for tenant in await call.admin.tenants()]
-
-
-async def _tenant(call: _Call) -> object:
-    return shown_tenant(await call.admin.tenant(call.name))
-
-
-async def _create_tenant(call: _Call) -> object:
-    body = decode(NewTenantBody, call.body)
-    return shown_tenant(await call.admin.create_tenant(body.name, body.change()))
-
-
-async def _set_tenant(call: _Call) -> object:
-    return shown_tenant(await call.admin.set_tenant(call.name, decode(TenantBody, call.body).change()))
-
-
-async def _remove_tenant(call: _Call) -> object:
-    await call.admin.remove_tenant(call.name, revoke_keys=decode(RemoveBody, call.body).revoke_keys)
-    return {}
-
-
-async def _audit(call: _Call) -> object:
-    limit = call.query.get("limit", "100")
+def _limit_of(query: Mapping[str, str]) -> int:
+    """How many audit records are asked for. Raises InvalidRequest."""
+    limit = query.get("limit", "100")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= MAX_AUDIT):
         raise InvalidRequest("limit", f"1 to {MAX_AUDIT}", limit)
-    return [shown_audit(record) for record in await call.admin.audit(int(limit))]
-
-
-def _issued(issued: IssuedKey) -> object:
-    return {"id": issued.record.id, "key": issued.key, "tenant": issued.record.tenant}
+    return int(limit)
 
 
 REQUESTS: Mapping[tuple[str, ...], Callable[[_Call], Awaitable[object]]] = {
-    ("GET", "keys"): _keys,
-    ("POST", "keys"): _create_key,
-    ("GET", "keys", "NAME"): _key,
-    ("POST", "keys", "NAME", "rotate"): _rotate_key,
-    ("DELETE", "keys", "NAME"): _revoke_key,
-    ("GET", "tenants"): _tenants,
-    ("POST", "tenants"): _create_tenant,
-    ("GET", "tenants", "NAME"): _tenant,
-    ("POST", "tenants", "NAME"): _set_tenant,
-    ("DELETE", "tenants", "NAME"): _remove_tenant,
-    ("GET", "audit"): _audit,
+    ("GET", "keys"): lambda call: call.admin.keys(call.query.get("tenant")),
+    ("POST", "keys"): lambda call: call.admin.create_key(decode(NewKey, call.body)),
+    ("GET", "keys", "NAME"): lambda call: call.admin.key(call.name),
+    ("POST", "keys", "NAME", "rotate"): lambda call: call.admin.rotate_key(call.name, grace_s=decode(RotateBody, call.body).grace_s),
+    ("DELETE", "keys", "NAME"): lambda call: call.admin.revoke_key(call.name),
+    ("GET", "tenants"): lambda call: call.admin.tenants(),
+    ("POST", "tenants"): lambda call: call.admin.create_tenant(decode(NewTenant, call.body)),
+    ("GET", "tenants", "NAME"): lambda call: call.admin.tenant(call.name),
+    ("POST", "tenants", "NAME"): lambda call: call.admin.set_tenant(call.name, decode(TenantChange, call.body)),
+    ("DELETE", "tenants", "NAME"): lambda call: call.admin.remove_tenant(call.name, revoke_keys=decode(RemoveBody, call.body).revoke_keys),
+    ("GET", "audit"): lambda call: call.admin.audit(_limit_of(call.query)),
 }
 """Method and parts of the path -> what answers."""
 
 
-def shown_key(key: KeyRecord, now: float) -> dict[str, object]:
-    return {
-        "id": key.id,
-        "first_chars": key.first_chars,
-        "tenant": key.tenant,
-        "user": key.user,
-        "tier": key.tier or None,
-        "state": state_of(key, now),
-        "created_at": key.created_at,
-        "expires_at": key.expires_at,
-        "revoked_at": key.revoked_at,
-        "previous_until": key.previous_until if key.previous_until > now else None,
-        "budget": key.limits.monthly_budget,
-        "requests_per_minute": key.limits.requests_per_minute,
-        "models": list(key.limits.models),
-    }
+def shown(found: object, now: float) -> Any:
+    """What a request gives, as JSON data. now: Unix seconds"""
+    match found:
+        case KeyRecord():
+            return {
+                "id": found.id,
+                "first_chars": found.first_chars,
+                "tenant": found.tenant,
+                "user": found.user,
+                "tier": found.tier or None,
+                "state": state_of(found, now),
+                "created_at": found.created_at,
+                "expires_at": found.expires_at,
+                "revoked_at": found.revoked_at,
+                "previous_until": found.previous_until if found.previous_until > now else None,
+                "budget": found.limits.monthly_budget,
+                "requests_per_minute": found.limits.requests_per_minute,
+                "models": list(found.limits.models),
+            }
+        case IssuedKey():
+            return {"id": found.record.id, "key": found.key, "tenant": found.record.tenant}
+        case TenantRecord():
+            return {
+                "name": found.name,
+                "id": found.id,
+                "tier": found.tier,
+                "budget": found.monthly_budget,
+                "options": dict(found.options),
+                "created_at": found.created_at,
+            }
+        case AuditRecord():
+            return asdict(found)
+        case list():
+            return [shown(one, now) for one in found]
+    return {}
 
 
 def state_of(key: KeyRecord, now: float) -> str:
     if key.revoked_at is not None:
         return "revoked"
     return "active" if key.is_active(now) else "expired"
-
-
-def shown_tenant(tenant: TenantRecord) -> dict[str, object]:
-    return {
-        "name": tenant.name,
-        "id": tenant.id,
-        "tier": tenant.tier,
-        "budget": tenant.monthly_budget,
-        "options": dict(tenant.options),
-        "created_at": tenant.created_at,
-    }
-
-
-def shown_audit(record: AuditRecord) -> dict[str, object]:
-    return {
-        "time": record.time,
-        "actor": record.actor,
-        "action": record.action,
-        "subject": record.subject,
-        "detail": dict(record.detail),
-    }

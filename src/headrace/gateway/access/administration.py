@@ -67,13 +67,16 @@ class NewKey:
 
     tier       None: the tenant's
     expires_s  seconds from now; None: it does not expire
+    budget     money in a UTC month
     """
 
     tenant: str
     tier: str | None = None
     user: str = ""
     expires_s: float | None = None
-    limits: KeyLimits = field(default_factory=KeyLimits)
+    budget: float | None = None
+    requests_per_minute: int | None = None
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +89,16 @@ class IssuedKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChange:
-    """Values to set; None leaves one as it is. monthly_budget: 0 for the tier's. options: those to set, null to drop one"""
+    """Values to set; None leaves one as it is. budget: of a month, 0 for the tier's. options: those to set, null to drop one"""
 
     tier: str | None = None
-    monthly_budget: float | None = None
-    options: Mapping[str, object] = field(default_factory=dict)
+    budget: float | None = None
+    options: dict[str, bool | str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTenant(TenantChange):
+    name: str
 
 
 class Administration:
@@ -118,7 +126,7 @@ class Administration:
         key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
         key_id = f"key-{secrets.token_hex(8)}"
 
-        async def decide() -> tuple[KeyRecord, _Decision]:
+        async def decide() -> tuple[KeyRecord, DirectoryChange]:
             now = self._unix_time()
             tenant = await self._store.tenant(wanted.tenant)
             made: tuple[TenantRecord, ...] = ()
@@ -135,24 +143,24 @@ class Administration:
                 tier="" if own_tier == tenant.tier else own_tier,
                 created_at=now,
                 expires_at=None if wanted.expires_s is None else now + wanted.expires_s,
-                limits=wanted.limits,
+                limits=KeyLimits(monthly_budget=wanted.budget, requests_per_minute=wanted.requests_per_minute, models=wanted.models),
             )
             detail = {name: value for name, value in _shown(record).items() if value not in (None, "", ())}
             if made:
                 detail["created_tenant"] = {"tier": tenant.tier}
-            return record, _Decision("key.create", key_id, detail, keys=(record,), tenants=made)
+            return record, DirectoryChange(audit=self._audit("key.create", key_id, detail), keys=(record,), tenants=made)
 
         return IssuedKey(await self._change(decide), key)
 
     async def revoke_key(self, key_id: str) -> KeyRecord:
         """End a key now, whatever its expiry and grace. A key that is revoked stays as it is."""
 
-        async def decide() -> tuple[KeyRecord, _Decision | None]:
+        async def decide() -> tuple[KeyRecord, DirectoryChange | None]:
             record = await self.key(key_id)
             if record.revoked_at is not None:
                 return record, None
             revoked = replace(record, revoked_at=self._unix_time())
-            return revoked, _Decision("key.revoke", key_id, {}, keys=(revoked,))
+            return revoked, DirectoryChange(audit=self._audit("key.revoke", key_id, {}), keys=(revoked,))
 
         return await self._change(decide)
 
@@ -162,7 +170,7 @@ class Administration:
             raise InvalidRequest("grace", "seconds from 0 to a hundred years", grace_s)
         key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
-        async def decide() -> tuple[KeyRecord, _Decision]:
+        async def decide() -> tuple[KeyRecord, DirectoryChange]:
             record, now = await self.key(key_id), self._unix_time()
             if not record.is_active(now):
                 raise InvalidRequest("id", "a key that is neither revoked nor expired", key_id, "Create another one.")
@@ -171,7 +179,9 @@ class Administration:
                 record, sha256=digest(key), first_chars=key[:FIRST_CHARS], previous_sha256=previous[0], previous_until=previous[1]
             )
             removed = tuple({*record.digests} - {*rotated.digests})
-            return rotated, _Decision("key.rotate", key_id, {"grace_s": grace_s}, keys=(rotated,), removed_digests=removed)
+            return rotated, DirectoryChange(
+                audit=self._audit("key.rotate", key_id, {"grace_s": grace_s}), keys=(rotated,), removed_digests=removed
+            )
 
         return IssuedKey(await self._change(decide), key)
 
@@ -187,24 +197,25 @@ class Administration:
 
     # -- tenants -------------------------------------------------------------------------------------------------------------------
 
-    async def create_tenant(self, name: str, change: TenantChange) -> TenantRecord:
-        self._check_name("tenant", name)
-        self._check_change(change)
+    async def create_tenant(self, wanted: NewTenant) -> TenantRecord:
+        name = wanted.name
+        self._check_name(name)
+        self._check_change(wanted)
 
-        async def decide() -> tuple[TenantRecord, _Decision]:
+        async def decide() -> tuple[TenantRecord, DirectoryChange]:
             if await self._store.tenant(name) is not None:
                 raise InvalidRequest("tenant", "a name that is not taken", name, "`headrace tenants set` changes it.")
-            record = _changed(_new_tenant(name, DEFAULT_TIER, self._unix_time()), change)
-            return record, _Decision("tenant.create", name, _differences(change, record), tenants=(record,))
+            record = _changed(_new_tenant(name, DEFAULT_TIER, self._unix_time()), wanted)
+            return record, DirectoryChange(audit=self._audit("tenant.create", name, _differences(wanted, record)), tenants=(record,))
 
         return await self._change(decide)
 
     async def set_tenant(self, name: str, change: TenantChange) -> TenantRecord:
         self._check_change(change)
 
-        async def decide() -> tuple[TenantRecord, _Decision]:
+        async def decide() -> tuple[TenantRecord, DirectoryChange]:
             record = _changed(await self.tenant(name), change)
-            return record, _Decision("tenant.set", name, _differences(change, record), tenants=(record,))
+            return record, DirectoryChange(audit=self._audit("tenant.set", name, _differences(change, record)), tenants=(record,))
 
         return await self._change(decide)
 
@@ -214,7 +225,7 @@ class Administration:
         What stores hold of it lies under its id, which no later tenant of that name has.
         """
 
-        async def decide() -> tuple[None, _Decision]:
+        async def decide() -> tuple[None, DirectoryChange]:
             tenant, now = await self.tenant(name), self._unix_time()
             active = [record for record in await self.keys(name) if record.is_active(now)]
             if active and not revoke_keys:
@@ -222,7 +233,7 @@ class Administration:
                 raise InvalidRequest("tenant", "a tenant without active keys", f"{name}: {len(active)} of them", remedy)
             revoked = tuple(replace(record, revoked_at=now) for record in active)
             detail = {"id": tenant.id, "revoked": [record.id for record in revoked]}
-            return None, _Decision("tenant.remove", name, detail, keys=revoked, removed_tenants=(name,))
+            return None, DirectoryChange(audit=self._audit("tenant.remove", name, detail), keys=revoked, removed_tenants=(name,))
 
         await self._change(decide)
 
@@ -247,8 +258,8 @@ class Administration:
     async def record(self, action: str, subject: str, detail: Mapping[str, object]) -> None:
         """Leave an audit record of a change that is not one of keys and tenants. Gateways read nothing again because of it."""
 
-        async def decide() -> tuple[None, _Decision]:
-            return None, _Decision(action, subject, detail)
+        async def decide() -> tuple[None, DirectoryChange]:
+            return None, DirectoryChange(audit=self._audit(action, subject, detail))
 
         await self._change(decide)
 
@@ -257,42 +268,36 @@ class Administration:
 
     # -- rules ---------------------------------------------------------------------------------------------------------------------
 
-    async def _change(self, decide: Callable[[], Awaitable[tuple[T, _Decision | None]]]) -> T:
+    async def _change(self, decide: Callable[[], Awaitable[tuple[T, DirectoryChange | None]]]) -> T:
         for _ in range(MAX_TRIES):
             state = await self._store.state()  # before all that is decided on
-            result, decision = await decide()
-            if decision is None:
+            result, change = await decide()
+            if change is None:
                 return result
-            now = self._unix_time()
             # A version is another one than a lost directory had.
-            change = DirectoryChange(
-                expected=state.version,
-                version=max(state.version + 1, int(1000 * now)) if decision.changes_records else state.version,
-                audit=AuditRecord(time=now, actor=self._actor, action=decision.action, subject=decision.subject, detail=decision.detail),
-                keys=decision.keys,
-                removed_digests=decision.removed_digests,
-                tenants=decision.tenants,
-                removed_tenants=decision.removed_tenants,
-            )
-            if await self._store.apply(change):
+            version = max(state.version + 1, int(1000 * self._unix_time())) if change.has_records else state.version
+            if await self._store.apply(change, expected=state.version, version=version):
                 return result
         raise StoreFailed("Other changes came between each time; try again.")
 
+    def _audit(self, action: str, subject: str, detail: Mapping[str, object]) -> AuditRecord:
+        return AuditRecord(time=self._unix_time(), actor=self._actor, action=action, subject=subject, detail=detail)
+
     def _check(self, wanted: NewKey) -> None:
-        self._check_name("tenant", wanted.tenant)
+        self._check_name(wanted.tenant)
         if wanted.user and USER.fullmatch(wanted.user) is None:
             raise InvalidRequest("user", "1 to 128 letters, digits and . _ @ + -", wanted.user)
         self._check_tier(wanted.tier)
         if wanted.expires_s is not None and not 0 < wanted.expires_s <= MAX_EXPIRES_S:
             raise InvalidRequest("expires", "seconds above 0, up to a hundred years", wanted.expires_s)
-        _check_budget("budget", wanted.limits.monthly_budget, least_is_zero=False)
-        rate = wanted.limits.requests_per_minute
+        _check_budget(wanted.budget, least_is_zero=False)
+        rate = wanted.requests_per_minute
         if rate is not None and not 0 < rate <= 10**9:
             raise InvalidRequest("requests_per_minute", "1 to 1,000,000,000", rate)
 
     def _check_change(self, change: TenantChange) -> None:
         self._check_tier(change.tier)
-        _check_budget("monthly_budget", change.monthly_budget, least_is_zero=True)
+        _check_budget(change.budget, least_is_zero=True)
         checked_options({name: value for name, value in change.options.items() if value is not None})
 
     def _check_tier(self, tier: str | None) -> None:
@@ -300,27 +305,9 @@ class Administration:
             remedy = "Tiers of a configuration file are known where it is named: --config FILE."
             raise InvalidRequest("tier", f"one of {', '.join(self._tiers)}", tier, remedy)
 
-    def _check_name(self, field: str, name: str) -> None:
+    def _check_name(self, name: str) -> None:
         if NAME.fullmatch(name) is None:
-            raise InvalidRequest(field, "1 to 128 letters, digits and . _ -", name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """A change that has no version yet."""
-
-    action: str
-    subject: str
-    detail: Mapping[str, object]
-    keys: tuple[KeyRecord, ...] = ()
-    removed_digests: tuple[str, ...] = ()
-    tenants: tuple[TenantRecord, ...] = ()
-    removed_tenants: tuple[str, ...] = ()
-
-    @property
-    def changes_records(self) -> bool:
-        """Whether it changes keys or tenants."""
-        return bool(self.keys or self.removed_digests or self.tenants or self.removed_tenants)
+            raise InvalidRequest("tenant", "1 to 128 letters, digits and . _ -", name)
 
 
 def digest(key: str) -> str:
@@ -333,14 +320,14 @@ def _new_tenant(name: str, tier: str, now: float) -> TenantRecord:
     return TenantRecord(name=name, tier=tier, created_at=now, id=f"{name}:{secrets.token_hex(8)}")
 
 
-def _check_budget(field: str, budget: float | None, *, least_is_zero: bool) -> None:
+def _check_budget(budget: float | None, *, least_is_zero: bool) -> None:
     if budget is not None and not (MIN_MONEY <= budget <= MAX_MONEY or (least_is_zero and budget == 0)):
-        raise InvalidRequest(field, f"above 0 (at least {MIN_MONEY:g}), up to {MAX_MONEY:g}", budget)
+        raise InvalidRequest("budget", f"above 0 (at least {MIN_MONEY:g}), up to {MAX_MONEY:g}", budget)
 
 
 def _changed(record: TenantRecord, change: TenantChange) -> TenantRecord:
     options = {**record.options, **change.options}
-    budget = record.monthly_budget if change.monthly_budget is None else change.monthly_budget or None
+    budget = record.monthly_budget if change.budget is None else change.budget or None
     return replace(
         record,
         tier=change.tier or record.tier,
@@ -351,7 +338,7 @@ def _changed(record: TenantRecord, change: TenantChange) -> TenantRecord:
 
 def _differences(change: TenantChange, record: TenantRecord) -> dict[str, object]:
     """What a change set, for its audit record."""
-    given = {"tier": change.tier and record.tier, "monthly_budget": change.monthly_budget, "options": dict(change.options) or None}
+    given = {"tier": change.tier and record.tier, "monthly_budget": change.budget, "options": dict(change.options) or None}
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -2,7 +2,7 @@
 
 `gateway.app` decides by the path that the router matched, never by a URL rebuilt from headers. Keys are those of the configuration, then
 those of the store (`access.stored_keys`); a tenant's record in the store holds for both. Keys exist here only as SHA-256 digests, and
-lookups are blinded (`access.blinding`).
+lookups are blinded (`stored_keys.blinding`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unauthorized, UnusableKey
-from headrace.gateway.access.blinding import Blinding
 from headrace.gateway.access.config import ApiKey, digest_of
 from headrace.gateway.access.key_store import KeyRecord, StoredKey, TenantRecord
 from headrace.gateway.access.principal import ANONYMOUS, Principal
-from headrace.gateway.access.stored_keys import StoredKeys
+from headrace.gateway.access.stored_keys import StoredKeys, blinding, remember
 from headrace.policy.limits.tier import DEFAULT_TIER, Tier, all_tiers
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class Authenticator:
         tiers     of the configuration
         stored    keys of the store; None: there is none
         """
-        self._blind = Blinding()
+        self._blind = blinding()
         self._stored = stored
         self._clock = clock
         self._tiers = all_tiers(tiers)
@@ -95,9 +94,7 @@ class Authenticator:
         return made.principal if made is not None and made.key is key and made.tenant is tenant else None
 
     def _keep(self, key: ApiKey | KeyRecord, tenant: TenantRecord | None, principal: Principal) -> Principal:
-        if len(self._made) >= MAX_MADE:
-            del self._made[next(iter(self._made))]
-        self._made[key.sha256] = _Made(key, tenant, principal)
+        remember(self._made, key.sha256, _Made(key, tenant, principal), MAX_MADE)
         return principal
 
     def _of_configured(self, key: ApiKey, tenant: TenantRecord | None) -> Principal:

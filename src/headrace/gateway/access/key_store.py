@@ -3,8 +3,8 @@
 A key itself is kept nowhere: only its SHA-256 digest and first characters.
 
 A store is a directory of small records with one version. Every change names the version that it was decided on, and is refused where the
-directory has changed since, so that the rules (`access.administration`) stand once, above both implementations: `access.sqlite_keys` and
-`access.redis_keys`. Which one a configuration names: `access.open_keys`.
+directory has changed since, so that the rules (`access.administration`) stand once, above both implementations: those of
+`access.key_stores`.
 """
 
 from __future__ import annotations
@@ -108,20 +108,18 @@ class DirectoryState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryChange:
-    """Records to write as one.
+    """Records to write as one. removed_digests: that lead to no key any more"""
 
-    expected         version of the directory that the change was decided on
-    version          the one it has afterwards, the same where there is only the audit record to write
-    removed_digests  that lead to no key any more
-    """
-
-    expected: int
-    version: int
     audit: AuditRecord
     keys: tuple[KeyRecord, ...] = ()
     removed_digests: tuple[str, ...] = ()
     tenants: tuple[TenantRecord, ...] = ()
     removed_tenants: tuple[str, ...] = ()
+
+    @property
+    def has_records(self) -> bool:
+        """Whether there is more than the audit record to write."""
+        return bool(self.keys or self.removed_digests or self.tenants or self.removed_tenants)
 
 
 class KeyStore(Protocol):
@@ -147,8 +145,12 @@ class KeyStore(Protocol):
         """The newest changes, newest first."""
         ...
 
-    async def apply(self, change: DirectoryChange) -> bool:
-        """Write all of it, or nothing and return False where the directory is not of the expected version."""
+    async def apply(self, change: DirectoryChange, *, expected: int, version: int) -> bool:
+        """Write all of it, or nothing and return False where the directory is not of the expected version.
+
+        expected  version of the directory that the change was decided on
+        version   the one that it has afterwards, the same where there is only the audit record to write
+        """
         ...
 
     async def close(self) -> None: ...

@@ -1,42 +1,54 @@
-"""The generating requests that are open: one entry each, made at admission and closed exactly once.
+"""The requests that are open: all generating ones, those of each key, and how many use something that is to be closed after them.
 
-A request beyond the cap, or beyond its tenant's part of it, is refused with 429, a request during the drain with 503. `wait_empty` returns
-when the last request has ended.
+A generating request beyond the cap, or beyond its tenant's part of it, is refused with 429, a request during the drain with 503.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from headrace.core.counted import counted
-from headrace.core.errors import HeadraceError, Overloaded, Unavailable
+from headrace.core.errors import HeadraceError, Overloaded, Unauthorized, Unavailable
 from headrace.core.ids import RequestId
+from headrace.gateway.access.key_store import KeyRecord
 from headrace.policy.admission.ladder import TenantTurn
+
+
+class UseCount:
+    """Lives on one event loop. num_users: requests that have entered and not left"""
+
+    __slots__ = ("_unused", "num_users")
+
+    def __init__(self) -> None:
+        self.num_users = 0
+        self._unused: asyncio.Event | None = None
+
+    def enter(self) -> None:
+        self.num_users += 1
+
+    def leave(self) -> None:
+        assert self.num_users > 0, "left without having entered"
+        self.num_users -= 1
+        if self._unused is not None and not self.num_users:
+            self._unused.set()
+
+    async def wait_unused(self) -> None:
+        """Return at a moment without users. The caller makes sure that none enters later."""
+        while self.num_users:
+            self._unused = self._unused or asyncio.Event()
+            self._unused.clear()
+            await self._unused.wait()
 
 
 class Draining(Unavailable):
     """The server is shutting down: it finishes its open requests and admits none."""
 
 
-class OpenRequest:
-    """An admitted request, closed by `with`."""
-
-    __slots__ = ("_open_requests", "cut", "request_id", "tenant")
-
-    def __init__(self, open_requests: OpenRequests, request_id: RequestId, tenant: str, cut: Callable[[HeadraceError], None]) -> None:
-        self._open_requests = open_requests
-        self.request_id = request_id
-        self.tenant = tenant
-        self.cut = cut
-
-    def __enter__(self) -> OpenRequest:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._open_requests._close(self)
+End = Callable[[HeadraceError], None]
+"""Ends a request with an error before its time."""
 
 
 class OpenRequests:
@@ -48,7 +60,7 @@ class OpenRequests:
     def __init__(self, max_requests: int, tenant_share: Callable[[], float] = lambda: 1.0) -> None:
         self.max_requests = max_requests
         self._tenant_share = tenant_share
-        self._open: dict[RequestId, OpenRequest] = {}
+        self._open: dict[RequestId, End] = {}
         self._tenants: Counter[str] = Counter()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -62,9 +74,9 @@ class OpenRequests:
         """Tenant -> its open requests."""
         return dict(self._tenants)
 
-    def admit(self, request_id: RequestId, tenant: str, cut: Callable[[HeadraceError], None]) -> OpenRequest:
-        """
-        cut  ends the request with an error before its time
+    @contextmanager
+    def admit(self, request_id: RequestId, tenant: str, cut: End) -> Iterator[None]:
+        """The request is open until the block ends.
 
         Raises Draining once `drain` was called and Overloaded at the cap; nothing was counted then.
         """
@@ -76,10 +88,18 @@ class OpenRequests:
         if self._tenants[tenant] >= most:
             raise Overloaded(f"This server already works on {counted(most, 'request')} of this tenant.", retry_after_s=1.0)
         assert request_id not in self._open, "request ids are unique"
-        entry = self._open[request_id] = OpenRequest(self, request_id, tenant, cut)
+        self._open[request_id] = cut
         self._tenants[tenant] += 1
         self._empty.clear()
-        return entry
+        try:
+            yield
+        finally:
+            del self._open[request_id]
+            self._tenants[tenant] -= 1
+            if not self._tenants[tenant]:
+                del self._tenants[tenant]
+            if not self._open:
+                self._empty.set()
 
     def turn_of(self, tenant: str) -> TenantTurn:
         """The turn of a tenant's newest request, which is counted already."""
@@ -90,9 +110,9 @@ class OpenRequests:
         self.is_draining = True
 
     def cut(self, error: HeadraceError) -> None:
-        """End every open request with `error`. Each closes its entry once its task has run."""
-        for entry in list(self._open.values()):
-            entry.cut(error)
+        """End every open request with `error`. Each leaves its block once its task has run."""
+        for end in list(self._open.values()):
+            end(error)
 
     async def wait_empty(self, timeout_s: float) -> bool:
         """True as soon as no request is open, False after `timeout_s`."""
@@ -103,11 +123,41 @@ class OpenRequests:
             return False
         return True
 
-    def _close(self, entry: OpenRequest) -> None:
-        assert entry.request_id in self._open, "closed twice"
-        del self._open[entry.request_id]
-        self._tenants[entry.tenant] -= 1
-        if not self._tenants[entry.tenant]:
-            del self._tenants[entry.tenant]
-        if not self._open:
-            self._empty.set()
+
+MAX_READS = 64
+"""Records of keys that are read at a time."""
+
+
+class KeyRevoked(Unauthorized):
+    """The key of a request was revoked while it was answered."""
+
+
+class KeyUses:
+    """The open requests of each key, so that those of a key that was revoked are ended.
+
+    Requests are checked after each change of the directory. A key that the store has lost ends none: Redis may have been started anew.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[str, set[End]] = {}
+
+    @contextmanager
+    def use(self, key_id: str, end: End) -> Iterator[None]:
+        """The block answers a request with the key."""
+        ends = self._ends.setdefault(key_id, set())
+        ends.add(end)
+        try:
+            yield
+        finally:
+            ends.discard(end)
+            if not ends and self._ends.get(key_id) is ends:
+                del self._ends[key_id]
+
+    async def end_revoked(self, read: Callable[[str], Awaitable[KeyRecord | None]]) -> None:
+        """read: the record of a key. Raises what it raises; then some keys were not checked."""
+        in_use = list(self._ends)
+        for first in range(0, len(in_use), MAX_READS):
+            for record in await asyncio.gather(*map(read, in_use[first : first + MAX_READS])):
+                if record is not None and record.revoked_at is not None:
+                    for end in list(self._ends.get(record.id, ())):
+                        end(KeyRevoked("This request's API key was revoked."))

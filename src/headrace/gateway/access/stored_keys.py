@@ -9,6 +9,8 @@ for the rest of them. While the store does not answer, keys that were found stay
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -17,11 +19,10 @@ from typing import TypeVar
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.steady_time import SteadyUnixTime
-from headrace.gateway.access.blinding import Blinding
 from headrace.gateway.access.key_store import DirectoryState, KeyStore, StoredKey, TenantRecord
-from headrace.gateway.access.key_uses import KeyUses
+from headrace.gateway.access.open_requests import KeyUses
 from headrace.gateway.stores.guard import StoreGuard
-from headrace.gateway.stores.store import StoreFailed, StoreProgress
+from headrace.gateway.stores.store import StoreFailed, StoreProgress, drop_error
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -55,6 +56,16 @@ MAX_CHANGES = 64
 """Changes of which the time is remembered. Keys that were found before an older one are looked up before they are valid again."""
 
 
+def blinding() -> Callable[[bytes], bytes]:
+    """What makes of a digest its place in one index, so that the time of a lookup says nothing (double HMAC).
+
+    It depends on a secret that is drawn here, thus on a value that a client can neither compute nor choose: a comparison in constant time
+    whose cost does not grow with the number of entries.
+    """
+    secret = secrets.token_bytes(32)
+    return lambda digest: hashlib.blake2b(digest, key=secret, digest_size=32).digest()
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A key as it was in the directory of `version`."""
@@ -74,7 +85,7 @@ class StoredKeys:
         self._store = store
         self._clock = clock
         self._now = SteadyUnixTime(unix_time, clock)
-        self._blind = Blinding()
+        self._blind = blinding()
         self._state: DirectoryState | None = None
         self._answered_at = float("-inf")
         self._guard = StoreGuard("keys", store.progress, clock)
@@ -170,10 +181,10 @@ class StoredKeys:
             return found  # read before a change that is known by now: not remembered
         self._saw(DirectoryState(version, found is not None or self.has_seen_keys))
         if found is not None:
-            _remember(self._found, blinded, _Found(found, version), MAX_FOUND)
+            remember(self._found, blinded, _Found(found, version), MAX_FOUND)
         else:
             self._found.pop(blinded, None)
-            _remember(self._absent, blinded, self._clock() + ABSENT_S, MAX_ABSENT)
+            remember(self._absent, blinded, self._clock() + ABSENT_S, MAX_ABSENT)
         return found
 
     async def _poll(self) -> None:
@@ -199,7 +210,7 @@ class StoredKeys:
         """Read the directory's version, once for all that ask at a time. Raises Unavailable."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_once(), name="keys' version")
-            self._reading.add_done_callback(_retrieve)
+            self._reading.add_done_callback(drop_error)
         try:
             async with self._guard.waiting():
                 await asyncio.shield(self._reading)
@@ -212,7 +223,7 @@ class StoredKeys:
 
     def _saw(self, state: DirectoryState) -> None:
         if self._state is not None and state.version != self._state.version:
-            _remember(self._outdated_at, self._state.version, self._clock(), MAX_CHANGES)
+            remember(self._outdated_at, self._state.version, self._clock(), MAX_CHANGES)
             self._absent.clear()
             self._lookups.forget()
             self._checks_left = NUM_CHECKS
@@ -233,17 +244,12 @@ class StoredKeys:
         return answer
 
 
-def _remember(table: dict[K, T], key: K, value: T, most: int) -> None:
+def remember(table: dict[K, T], key: K, value: T, most: int) -> None:
+    """Keep a value, in the place of the oldest one where there are `most`."""
     table.pop(key, None)
     while len(table) >= most:
         del table[next(iter(table))]
     table[key] = value
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Take a failed task's error, which asyncio would log where all that waited for it were cancelled."""
-    if not task.cancelled():
-        task.exception()
 
 
 class ConfiguredTenants:

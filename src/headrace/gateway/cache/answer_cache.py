@@ -9,9 +9,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
+from headrace.gateway.cache.config import CacheConfig
 from headrace.gateway.cache.recorded_answer import WholeAnswer, decode_answer, encode_answer
 from headrace.gateway.stores.guard import GuardedStore
-from headrace.gateway.stores.store import StoreFailed
+from headrace.gateway.stores.open import Stores
+from headrace.gateway.stores.store import Store, StoreFailed
 from headrace.observe.cache_metrics import AnswerCacheMetrics, KeptAnswer
 
 
@@ -56,6 +58,15 @@ class Flights:
     def check(self) -> None:
         """Assert that no request is open: nothing is being made."""
         assert all(flight.ended.is_set() for flight in self._flights.values()), "a flight was not ended"
+
+
+ANSWERS = "answers"
+"""Name of their part of the stores."""
+
+
+def open_answer_store(config: CacheConfig, stores: Stores) -> Store:
+    """Raises ConfigError."""
+    return stores.open(ANSWERS, stores.limits(entry=config.max_entry_bytes, total=config.max_bytes))
 
 
 FLIGHT_WAIT_S = 30.0

@@ -24,6 +24,7 @@ from headrace.gateway.cache.recorded_answer import FORM, WholeAnswer
 from headrace.gateway.http.errors import IdempotencyConflict, IdempotencyMismatch
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.stores.guard import GuardedStore
+from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import Store, StoredEntry, StoreFailed, StoreLimits, entry_in
 from headrace.observe.cache_metrics import ReplayMetrics, ReplayOutcome
 
@@ -42,6 +43,18 @@ RENEW_S = 3.0
 """Seconds between two renewals of a claim."""
 
 BUSY_RETRY_S = 1.0
+
+REPLAYS = "replays"
+"""Name of the part of the stores with answers under an Idempotency-Key."""
+
+
+def replay_limits(config: IdempotencyConfig, stores: Stores) -> StoreLimits:
+    return stores.limits(entry=config.max_entry_bytes, total=config.max_bytes)
+
+
+def open_replay_store(config: IdempotencyConfig, stores: Stores) -> Store:
+    """Raises ConfigError."""
+    return stores.open(REPLAYS, replay_limits(config, stores))
 
 
 class ReplayEntry(StoredEntry, frozen=True):

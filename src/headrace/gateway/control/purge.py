@@ -10,27 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.core.clock import Clock
-from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode
+from headrace.gateway.access.admin_requests import answered
 from headrace.gateway.access.administration import Administration
-from headrace.gateway.cache.open import open_answer_store, open_replay_store
+from headrace.gateway.cache.answer_cache import open_answer_store
+from headrace.gateway.cache.replays import open_replay_store
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.sessions.sessions import open_session_store
 from headrace.gateway.site.memory import TenantShare
-from headrace.gateway.stores.open import open_store
-from headrace.gateway.stores.store import Store, StoreFailed
-
-
-def _answers(config: GatewayConfig, share: TenantShare, unix_time: Clock) -> list[Callable[[], Store]]:
-    """Open what a request could be answered from."""
-    place = config.store, config.state, share, unix_time
-    return [partial(open_answer_store, config.cache, *place), partial(open_replay_store, config.idempotency, *place)]
-
-
-def _conversations(config: GatewayConfig, share: TenantShare, unix_time: Clock) -> list[Callable[[], Store]]:
-    """Open what a request could be continued from."""
-    place = config.store, config.state, share, unix_time
-    return [partial(open_session_store, config.sessions, *place), partial(open_store, *place)]
+from headrace.gateway.stores.open import Stores
+from headrace.gateway.stores.store import Store
 
 
 async def purge(config: GatewayConfig, tenant: str, admin: Administration, unix_time: Clock, *, is_all: bool) -> int:
@@ -41,11 +30,15 @@ async def purge(config: GatewayConfig, tenant: str, admin: Administration, unix_
 
     Raises ConfigError, and StoreFailed where a part of them may be left.
     """
-    num_removed, share = 0, TenantShare(config)
+    num_removed, stores = 0, Stores(config.store, config.state, TenantShare(config), unix_time)
     names = await admin.tenant_keys(tenant)
-    openers = _answers(config, share, unix_time) + (_conversations(config, share, unix_time) if is_all else [])
-    for opened in openers:
-        store = opened()
+    answers: list[Callable[[], Store]] = [
+        partial(open_answer_store, config.cache, stores),
+        partial(open_replay_store, config.idempotency, stores),
+    ]
+    conversations: list[Callable[[], Store]] = [partial(open_session_store, config.sessions, stores), stores.open_streams]
+    for open_part in answers + (conversations if is_all else []):
+        store = open_part()
         try:
             num_removed += sum([await store.purge(name) for name in names])
         finally:
@@ -79,14 +72,12 @@ class CacheRequests:
         """Status and JSON; None: no request of these. path: its parts"""
         if method != "DELETE" or len(path) != 2 or path[0] != "cache":
             return None
+        return await answered(lambda: self._purge(path[1], body, actor))
+
+    async def _purge(self, tenant: str, body: Mapping[str, object], actor: str) -> object:
+        is_all = decode(PurgeBody, body).all
+        admin = self._open(f"{actor}, through the admin socket")
         try:
-            is_all = decode(PurgeBody, body).all
-            admin = self._open(f"{actor}, through the admin socket")
-            try:
-                return 200, {"removed": await purge(self._config(), path[1], admin, self._unix_time, is_all=is_all)}
-            finally:
-                await admin.close()
-        except ConfigError as error:
-            return 400, {"error": str(error)}
-        except StoreFailed as error:
-            return 503, {"error": str(error)}
+            return {"removed": await purge(self._config(), tenant, admin, self._unix_time, is_all=is_all)}
+        finally:
+            await admin.close()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from headrace.core.errors import CheckpointError
-from headrace.gateway.access.use_count import UseCount
+from headrace.gateway.access.open_requests import UseCount
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.models import ModelChange, ModelOpener, OpenModel
 from headrace.gateway.control.texts import FailedText, LoadedText, ModelTexts

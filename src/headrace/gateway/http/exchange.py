@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import RequestId
+from headrace.gateway.access.open_requests import UseCount
 from headrace.gateway.access.principal import ANONYMOUS, Principal
-from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.http.asgi import (
     ABORT_EXTENSION,
     CONNECTION_EXTENSION,

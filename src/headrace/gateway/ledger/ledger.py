@@ -24,7 +24,7 @@ from headrace.gateway.ledger.spool_thread import SpoolThread
 from headrace.gateway.ledger.usage_db import FILE, SQL, USAGE, UsageDb
 from headrace.gateway.ledger.usage_query import LocalUsage, UsageQuery
 from headrace.gateway.stores.sqlite_thread import SqliteThread
-from headrace.gateway.stores.store import StoreFailed
+from headrace.gateway.stores.store import StoreFailed, drop_error
 from headrace.observe.usage_metrics import SinkReading, UsageReading
 
 CLOSE_S = 2.0
@@ -127,7 +127,7 @@ class Ledger:
         if tenant is not None:
             self._asking.add(tenant)
             asked.add_done_callback(lambda _: self._asking.discard(tenant))
-        asked.add_done_callback(_retrieve)
+        asked.add_done_callback(drop_error)
         return asked
 
     def _wake(self) -> None:
@@ -147,12 +147,6 @@ def _close(source: LocalUsage | ClickHouseUsage) -> None:
     """Usage.db stays open: a later configuration may read it again."""
     if isinstance(source, ClickHouseUsage):
         source.close()
-
-
-def _retrieve(asked: asyncio.Task[list[dict[str, object]]]) -> None:
-    """Take a failed task's error, which asyncio would log where its client has left."""
-    if not asked.cancelled():
-        asked.exception()
 
 
 def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | None:

@@ -2,7 +2,7 @@
 them: LATENCY, what there is to watch of a model, or of what a tenant gets.
 
 `usage_statement` writes the statement for a dialect. `usage_rows` asks usage.db, and reads whole days from its sums of days;
-`clickhouse_usage` asks ClickHouse.
+`clickhouse` asks ClickHouse.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.gateway.stores.redis_client import PREFIX, RedisCalls, open_redis
+from headrace.gateway.stores.redis import PREFIX, RedisCalls
 from headrace.policy.limits.book import (
     LATE_MS,
     MAX_LATE_REMOVED,
@@ -207,21 +207,16 @@ return #held / 2
 
 
 class RedisLimits(RedisCalls):
-    """A `LimitStore`. Made by `open`; it connects with the first call."""
+    """A `LimitStore`. It connects with the first call."""
 
     is_in_order = False
     """Calls at the same time are on several connections."""
 
     def __init__(self, client: Any, *, now: Moment | None = None) -> None:
-        """client: the package's asynchronous one; now: instead of the server's time, for tests"""
+        """client: what `open_redis` made; now: instead of the server's time, for tests"""
         super().__init__(client)
         self.now = now
         self._take, self._charge, self._renew, self._expire = [client.register_script(script) for script in (TAKE, CHARGE, RENEW, EXPIRE)]
-
-    @classmethod
-    def open(cls, url: str, *, password: str | None = None) -> RedisLimits:
-        """Raises ConfigError, as `open_redis` does."""
-        return cls(open_redis(url, password=password))
 
     async def take(self, holder: Holder | None, claims: Sequence[Claim], charges: Charges = NO_CHARGES) -> TakeResult:
         held = ("", "", 0, "") if holder is None else (holder.id, holder.gateway, holder.beat, _joined(holder.saved))

@@ -7,15 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 from headrace.core.clock import Clock
-from headrace.core.errors import ConfigError, InvalidRequest
+from headrace.core.errors import ConfigError
 from headrace.core.money import NANOS
+from headrace.gateway.access.admin_requests import answered
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.key_store import KeyRecord, TenantRecord
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.limits.rules import LimitRule, Scope, rules_of
 from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.limits.verdict import LimitState, limits_now
-from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.counters import Unit
 from headrace.policy.limits.tier import DeploymentBudget, Tier
 
@@ -129,9 +129,4 @@ class LimitRequests:
                 work = partial(LimitReport.of, kind=kind, name=name)
             case _:
                 return None
-        try:
-            return 200, await self._read(work)
-        except (InvalidRequest, ConfigError) as error:
-            return 400, {"error": str(error)}
-        except StoreFailed as error:
-            return 503, {"error": str(error)}
+        return await answered(lambda: self._read(work))

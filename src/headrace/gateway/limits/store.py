@@ -7,8 +7,15 @@ the tests compare all three.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
+from headrace.core.clock import Clock
+from headrace.gateway.limits.redis import RedisLimits
+from headrace.gateway.limits.sqlite import SqliteLimits
+from headrace.gateway.stores.config import StoreConfig
+from headrace.gateway.stores.redis import open_redis
+from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import StoreProgress
 from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, Holder, TakeResult
 from headrace.policy.limits.counters import Amounts
@@ -34,3 +41,13 @@ class LimitStore(Protocol):
     async def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts]) -> dict[str, int]: ...
     async def expire(self, gateway: str, beat: int) -> int: ...
     async def close(self) -> None: ...
+
+
+FILE = "limits.db"
+
+
+def open_limits(config: StoreConfig, state: str, *, clock: Clock, unix_time: Clock) -> LimitStore:
+    """The store that a configuration names. state: folder of the embedded stores; empty: the book is in memory. Raises ConfigError."""
+    if config.url:
+        return RedisLimits(open_redis(config.url, password=config.password()))
+    return SqliteLimits(str(Path(state) / FILE) if state else IN_MEMORY, clock=clock, unix_time=unix_time)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,10 +28,9 @@ from headrace.gateway.sessions.history import (
     unpacked,
 )
 from headrace.gateway.sessions.names import SessionKey
-from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.guard import GuardedStore
-from headrace.gateway.stores.open import open_part
-from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed, StoreLimits
+from headrace.gateway.stores.open import Stores
+from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
 from headrace.observe.session_metrics import SessionMetrics, TurnOutcome
 
 T = TypeVar("T")
@@ -204,34 +202,6 @@ ENTRY_MARGIN = 2
 """An entry may have N times the bytes of a session's messages: the answer of its last turn is not counted before it is given."""
 
 
-@asynccontextmanager
-async def open_sessions(
-    config: SessionConfig,
-    stores: StoreConfig,
-    state: str,
-    tenant_share: Callable[[], float],
-    metrics: SessionMetrics,
-    *,
-    clock: Clock,
-    unix_time: Clock,
-) -> AsyncIterator[Sessions]:
-    """Sessions in the file NAME.db of the state folder, or at `store.url`.
-
-    tenant_share  part of all bytes that one tenant may fill
-
-    Raises ConfigError.
-    """
-    store = GuardedStore(open_session_store(config, stores, state, tenant_share, unix_time), NAME, clock) if config.ttl_s else None
-    sessions = Sessions(store, config, metrics=metrics, unix_time=unix_time)
-    try:
-        yield sessions
-    finally:
-        await sessions.close()
-
-
-def open_session_store(
-    config: SessionConfig, stores: StoreConfig, state: str, tenant_share: Callable[[], float], unix_time: Clock
-) -> Store:
+def open_session_store(config: SessionConfig, stores: Stores) -> Store:
     """Raises ConfigError."""
-    limits = StoreLimits(entry=ENTRY_MARGIN * config.max_session_bytes, total=config.max_bytes, tenant_share=tenant_share)
-    return open_part(NAME, stores, state, limits, unix_time)
+    return stores.open(NAME, stores.limits(entry=ENTRY_MARGIN * config.max_session_bytes, total=config.max_bytes))

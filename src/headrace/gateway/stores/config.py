@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
+from headrace.wire.private_files import read_token
 
 URL_SCHEMES = ("redis://", "rediss://", "unix://")
 
@@ -52,6 +53,10 @@ class StoreConfig:
             if (value := getattr(self, name)) <= 0:
                 raise ConfigError(f"store.{name}", f"{value} is not positive")
         return self
+
+    def password(self) -> str | None:
+        """What its file holds now. Raises ConfigError."""
+        return read_token("store.password_file", self.password_file) if self.password_file else None
 
     def _check_is_safe(self) -> None:
         """Raises InsecureStore."""

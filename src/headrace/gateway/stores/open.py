@@ -1,47 +1,42 @@
-"""The stores that a configuration names."""
+"""Opens the stores that a configuration names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.clock import Clock
 from headrace.gateway.stores.config import StoreConfig
-from headrace.gateway.stores.redis import RedisStore
+from headrace.gateway.stores.redis import RedisStore, open_redis
 from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import Store, StoreLimits
-from headrace.wire.private_files import read_token
-
-STREAMS_FILE = "entries.db"
 
 
-def open_store(config: StoreConfig, state: str, tenant_share: Callable[[], float], unix_time: Clock) -> Store:
-    """The store of streams: at `config.url`, in `config.path`, in STREAMS_FILE of the folder `state`, or else in this process's memory.
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The stores of one configuration, each a part of its own: none pushes out entries of another.
 
-    tenant_share  part of the store that one tenant may fill
-
-    Raises ConfigError.
+    state         folder of the embedded ones; empty: entries are in the memory of this process
+    tenant_share  part of each store that one tenant may fill
     """
-    limits = StoreLimits(entry=config.max_entry_bytes, total=config.max_bytes, tenant_share=tenant_share)
-    if config.url:
-        return RedisStore.open(config.url, limits, password=_password(config))
-    in_state = str(Path(state) / STREAMS_FILE) if state else IN_MEMORY
-    return SqliteStore(config.path or in_state, limits, unix_time)
 
+    config: StoreConfig
+    state: str
+    tenant_share: Callable[[], float]
+    unix_time: Clock
 
-def open_part(part: str, config: StoreConfig, state: str, limits: StoreLimits, unix_time: Clock) -> Store:
-    """A store of its own beside that of streams, so that neither pushes out entries of the other.
+    def limits(self, *, entry: int, total: int) -> StoreLimits:
+        return StoreLimits(entry=entry, total=total, tenant_share=self.tenant_share)
 
-    part   its name on the server of `config.url`, or of its file
-    state  folder of that file where no server is named; empty: entries are in the memory of this process
+    def open(self, part: str, limits: StoreLimits) -> Store:
+        """part: its name on the server of `store.url`, or of its file. Raises ConfigError."""
+        if self.config.url:
+            return RedisStore(open_redis(self.config.url, password=self.config.password()), limits, part)
+        return SqliteStore(str(Path(self.state) / f"{part or 'entries'}.db") if self.state else IN_MEMORY, limits, self.unix_time)
 
-    Raises ConfigError.
-    """
-    if config.url:
-        return RedisStore.open(config.url, limits, password=_password(config), part=part)
-    return SqliteStore(str(Path(state) / f"{part}.db") if state else IN_MEMORY, limits, unix_time)
-
-
-def _password(config: StoreConfig) -> str | None:
-    return read_token("store.password_file", config.password_file) if config.password_file else None
+    def open_streams(self) -> Store:
+        """The store of streams, which is in `store.path` where that is given. Raises ConfigError."""
+        limits = self.limits(entry=self.config.max_entry_bytes, total=self.config.max_bytes)
+        return SqliteStore(self.config.path, limits, self.unix_time) if self.config.path else self.open("", limits)

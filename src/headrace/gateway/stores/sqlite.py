@@ -36,7 +36,7 @@ ENTRIES = SqliteForm(
 
 
 class SqliteStore:
-    """A `Store`. Made by `open`."""
+    """A `Store`."""
 
     def __init__(self, path: str, limits: StoreLimits, unix_time: Clock) -> None:
         """path: as `SqliteThread.open` takes it. Raises ConfigError."""

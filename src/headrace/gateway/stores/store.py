@@ -7,9 +7,10 @@ share.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -25,6 +26,12 @@ class StoreProgress:
     """num_answers: calls that a store has ended so far, as its client in this process has seen, with an error or without"""
 
     num_answers: int = 0
+
+
+def drop_error(task: asyncio.Future[Any]) -> None:
+    """Take the error of a task that has failed: asyncio would log it where all that waited for it have gone."""
+    if not task.cancelled():
+        task.exception()
 
 
 class StoredEntry(msgspec.Struct, array_like=True, frozen=True):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from headrace.core.errors import InvalidRequest, ModelNotFound, Unavailable
+from headrace.gateway.access.open_requests import UseCount
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.seam import ReplicaHealth, Upstream
 from headrace.observe.metrics import ReplicaReading
