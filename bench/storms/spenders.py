@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from bench.storms.common import RESULTS, redis_program
 from headrace.core.errors import Unavailable
@@ -43,7 +43,7 @@ from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.limits.rules import rules_of
 from headrace.gateway.stores.redis import open_redis
-from headrace.gateway.upstream.seam import TokenUsage
+from headrace.gateway.upstream.seam import Prepared, TokenUsage
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
 from headrace.observe.request_log import RequestLogRecord
@@ -132,19 +132,26 @@ async def spend(limiter: Limiter, truth: BinaryIO, caller: Principal, stop: asyn
             await asyncio.sleep(0.1)
 
 
-@dataclass(frozen=True)
-class SpenderRequest:
-    """What a spender reserves."""
+def _no_stream() -> NoReturn:
+    raise NotImplementedError("a spender counts by itself")
 
-    max_prompt_tokens: int = PROMPT_TOKENS
-    max_output_tokens: int = MAX_OUTPUT_TOKENS
-    num_sequences: int = 1
+
+RESERVED = Prepared(
+    stream=_no_stream,
+    prompts=(),
+    prompt_tokens=PROMPT_TOKENS,
+    max_prompt_tokens=PROMPT_TOKENS,
+    max_output_tokens=MAX_OUTPUT_TOKENS,
+    num_sequences=1,
+    seed=None,
+)
+"""What a spender reserves."""
 
 
 async def use(limiter: Limiter, truth: BinaryIO, request_id: RequestId) -> None:
     """Reserve, and then use a part of it, piece by piece."""
     admission = limiter.admission(request_id)
-    await admission.reserve(FREE, SpenderRequest())
+    await admission.reserve(FREE, RESERVED)
     output = 0
     admission.follow(lambda: TokenUsage(PROMPT_TOKENS, output, 0))
     truth.write(b"%d\n" % PROMPT_TOKENS)

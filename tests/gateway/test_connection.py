@@ -20,8 +20,7 @@ from headrace.core.descriptors import num_open
 from headrace.gateway.http import connection as protocol
 from headrace.gateway.http.client_transport import ClientTransport
 from headrace.gateway.http.descriptors import ConnectionLimit
-from headrace.gateway.http.listener import PAUSE_S
-from headrace.gateway.http.server import Server
+from headrace.gateway.http.server import PAUSE_S, Server
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop

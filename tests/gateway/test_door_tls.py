@@ -18,7 +18,7 @@ from tls_kit import authority, write_certificates, write_whole
 from headrace.core.errors import ConfigError
 from headrace.fleet.authority import SiteAuthority
 from headrace.gateway.config import config_from
-from headrace.gateway.http import forwarded, listener
+from headrace.gateway.http import forwarded, server
 from headrace.gateway.http.config import HttpTls
 from headrace.gateway.http.door_tls import STAMP_S, DoorCertificate
 from headrace.gateway.http.forwarded import MAX_HOPS, TrustedProxies, check_networks
@@ -147,7 +147,7 @@ async def test_what_speaks_plain_http_to_https_is_closed_and_named_once(
 
 
 async def test_a_handshake_that_hangs_is_ended(text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.1)
     async with open_bench(text, tls=plain(certificate(tmp_path))) as bench, serving(bench.gateway) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await asyncio.wait_for(reader.read(), 20) == b"", "closed without a word"

@@ -197,15 +197,17 @@ def outcome_of(error: Exception, status: int) -> Outcome:
 def use_of(record: RequestLogRecord, usage: UsageRecord | None) -> RequestUse:
     """What a request adds to the metrics of its tenant. usage: None where it used nothing"""
     refused = (record.error or "") if record.outcome is Outcome.REFUSED else ""
-    if usage is None:
-        return RequestUse(refused=refused, limit=record.limit or "")
-    return RequestUse(
-        refused=refused,
-        limit=record.limit or "",
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
-        cost_nanos=usage.cost_nanos,
+    return (
+        RequestUse(refused=refused, limit=record.limit or "")
+        if usage is None
+        else RequestUse(
+            refused=refused,
+            limit=record.limit or "",
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            cost_nanos=usage.cost_nanos,
+        )
     )
 
 

@@ -35,8 +35,7 @@ from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.store import open_limits
 from headrace.gateway.sessions.sessions import Sessions, open_session_store
 from headrace.gateway.site.memory import TenantShare, give_back_when_idle, memory_budget
-from headrace.gateway.site.siblings import Siblings
-from headrace.gateway.site.site_metrics import SiteMetrics, answers_of
+from headrace.gateway.site.siblings import Siblings, SiteMetrics, answers_of
 from headrace.gateway.site.worker import GatewayWorker
 from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.open import Stores

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from headrace.core.ids import RequestId
 from headrace.gateway.limits.admission import NOTHING
-from headrace.gateway.limits.ended import MAX_CHARGES
-from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.limits.limiter import MAX_CHARGES, Limiter
 from headrace.gateway.stores.store import StoreFailed, StoreProgress
 from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, Holder, LimitBook, TakeResult
 from headrace.policy.limits.counters import Amounts, Moment, Unit, Window

@@ -178,28 +178,43 @@ def _log_differences(before: GatewayConfig, after: GatewayConfig) -> None:
         log.info("%s", difference)
 
 
-log = logging.getLogger("headrace.gateway")
-
 INTERNAL = "the change failed by a fault of this program; its log says more"
 
 
 @asynccontextmanager
 async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: StopSignals) -> AsyncIterator[None]:
-    """Answer requests until the block ends.
+    """Answer requests until the block ends. A status is answered at once, reloads one after another.
 
     read  reads the configuration again; None: there is no file, and SIGHUP drains
     """
-    answers = _Answers(leash, reloader, read)
+    waiting: asyncio.Queue[LeashRequest | None] = asyncio.Queue()  # None: asked by a signal, which gets no answer but the log
     loop = asyncio.get_running_loop()
+
+    def take(request: LeashRequest) -> None:
+        if request.kind is LeashRequestKind.STATUS:
+            leash.status(request, reloader.status())
+        else:
+            waiting.put_nowait(request)
 
     def hand_over(request: LeashRequest) -> None:  # in the leash's thread
         with suppress(RuntimeError):  # the loop is closed: this process ends
-            loop.call_soon_threadsafe(answers.take, request)
+            loop.call_soon_threadsafe(take, request)
+
+    async def reload_in_order() -> None:
+        while True:
+            request = await waiting.get()
+            reason = await _why_refused(reloader, read)
+            if reason:
+                log.error("the configuration stays as it is: %s", reason)
+            if request is not None and reason:
+                leash.refused(request, reason)
+            elif request is not None:
+                leash.reloaded(request)
 
     leash.listen(hand_over)
-    reloading = loop.create_task(answers.run(), name="reloads")
+    reloading = loop.create_task(reload_in_order(), name="reloads")
     try:
-        with on_hangup(None if read is None else answers.reload, stop):
+        with on_hangup(None if read is None else lambda: waiting.put_nowait(None), stop):
             yield
     finally:
         leash.listen(None)
@@ -207,48 +222,15 @@ async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: S
         await asyncio.gather(reloading, return_exceptions=True)
 
 
-class _Answers:
-    """The requests that are waiting, and their answers."""
-
-    def __init__(self, leash: Leash, reloader: Reloader, read: Read | None) -> None:
-        self._leash = leash
-        self._reloader = reloader
-        self._read = read
-        self._waiting: asyncio.Queue[LeashRequest | None] = asyncio.Queue()
-
-    def take(self, request: LeashRequest) -> None:
-        if request.kind is LeashRequestKind.STATUS:
-            self._leash.status(request, self._reloader.status())
-        else:
-            self._waiting.put_nowait(request)
-
-    def reload(self) -> None:
-        """As asked by a signal, which gets no answer but the log."""
-        self._waiting.put_nowait(None)
-
-    async def run(self) -> None:
-        while True:
-            await self._answer(await self._waiting.get())
-
-    async def _answer(self, request: LeashRequest | None) -> None:
-        reason = await self._why_refused()
-        if reason:
-            log.error("the configuration stays as it is: %s", reason)
-        if request is not None:
-            if reason:
-                self._leash.refused(request, reason)
-            else:
-                self._leash.reloaded(request)
-
-    async def _why_refused(self) -> str:
-        """Reload; why nothing was changed, or empty."""
-        if self._read is None:
-            return "this gateway was started without a file"
-        try:
-            await self._reloader.reload(self._read)
-        except HeadraceError as error:
-            return str(error)
-        except Exception:  # the outermost loop: a bug must not leave later requests unanswered
-            log.exception("reading the configuration again failed")
-            return INTERNAL
-        return ""
+async def _why_refused(reloader: Reloader, read: Read | None) -> str:
+    """Reload; why nothing was changed, or empty."""
+    if read is None:
+        return "this gateway was started without a file"
+    try:
+        await reloader.reload(read)
+    except HeadraceError as error:
+        return str(error)
+    except Exception:  # the outermost loop: a bug must not leave later requests unanswered
+        log.exception("reading the configuration again failed")
+        return INTERNAL
+    return ""

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from headrace.core.errors import CheckpointError
 from headrace.gateway.access.open_requests import UseCount
@@ -192,14 +192,7 @@ class SiteModels:
             self.metrics.replica(name, replica.name)
 
 
-class _Reading(Protocol):
-    @property
-    def model(self) -> str: ...
-    @property
-    def replica(self) -> str: ...
-
-
-R = TypeVar("R", bound=_Reading)
+R = TypeVar("R", ReplicaReading, UpstreamReading)
 
 
 def _one_of_each(readings: Iterable[R]) -> Iterator[R]:

@@ -51,6 +51,7 @@ REASONS = {
     408: b"Request Timeout",
     431: b"Request Header Fields Too Large",
     501: b"Not Implemented",
+    503: b"Service Unavailable",
 }
 NO_HTTP = "Invalid HTTP request."
 NO_HTTP2 = "HTTP/2 is not served here. Send HTTP/1.1, as curl --http1.1 does."
@@ -72,6 +73,14 @@ def protocol_for(config: ServerConfig, on_refused: OnRefused) -> type[BoundedPro
 
     ConfiguredProtocol.follow(config)
     return ConfiguredProtocol
+
+
+def refusal_bytes(status: int, request_id: str, error: ErrorObject, headers: Headers) -> bytes:
+    """An answer without the application, after which the connection is closed. headers: beside those of every such answer"""
+    body = msgspec.json.encode(ErrorBody(error))
+    own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-request-id", request_id.encode())]
+    lines = [b"%b: %b\r\n" % header for header in (*own, *headers, (b"connection", b"close"))]
+    return b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, REASONS[status], b"".join(lines), body)
 
 
 class _Refusal(NamedTuple):
@@ -291,13 +300,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_in_body and not self._withdraw():
             self._close()
             return
-        body = msgspec.json.encode(ErrorBody(ErrorObject(message, "invalid_request_error", None, BAD_HTTP)))
         request_id = os.urandom(12).hex()
-        own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-request-id", request_id.encode())]
-        more = self.origins.answer_headers(self.headers if self._has_begun else ())
-        lines = [b"%b: %b\r\n" % header for header in (*own, *headers, *more, (b"connection", b"close"))]
-        written = b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, REASONS[status], b"".join(lines), body)
-        self._refusal = _Refusal(request_id, status, message, written)
+        more = [*headers, *self.origins.answer_headers(self.headers if self._has_begun else ())]
+        error = ErrorObject(message, "invalid_request_error", None, BAD_HTTP)
+        self._refusal = _Refusal(request_id, status, message, refusal_bytes(status, request_id, error, more))
         self._unwanted_bytes = 0
         self._stop_timers("_head_timer")
         if not is_earlier_due:

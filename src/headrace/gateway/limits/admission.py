@@ -7,7 +7,7 @@ the prompt is tokenized, and `count` at the end of a stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.core.errors import Unavailable
 from headrace.gateway.access.principal import Principal
@@ -15,37 +15,21 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, amounts_of, ceiling_of, limits_of
 from headrace.gateway.limits.verdict import headers, refusal, states
 from headrace.gateway.stores.store import StoreFailed
-from headrace.gateway.upstream.seam import TokenUsage
+from headrace.gateway.upstream.seam import Prepared, TokenUsage
 from headrace.policy.limits.book import Claim, TakeResult
 from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.limits.counters import Amounts
 from headrace.policy.limits.price import FREE, Price
 from headrace.policy.limits.tier import DeploymentBudget
 
+if TYPE_CHECKING:
+    from headrace.gateway.limits.limiter import Limiter
+
 FIRST_TAIL_TOKENS = 256
 """Output tokens of each sequence that are charged if the gateway dies before it has saved any: more than an engine gives in a second."""
 
 UNAVAILABLE = "The limits of this key cannot be read now; nothing was used. Try again in a moment."
 NOTHING = Amounts(requests=1)
-
-
-class TakesLimits(Protocol):
-    """The limiter, as an admission sees it."""
-
-    async def take(self, admission: Admission, claims: Sequence[Claim]) -> TakeResult: ...
-    def opened(self, admission: Admission) -> None: ...
-    def closed(self, admission: Admission) -> None: ...
-
-
-class CountedRequest(Protocol):
-    """A prepared request, as an admission sees it. max_output_tokens: None where nothing bounds it here; 1 is taken then"""
-
-    @property
-    def max_prompt_tokens(self) -> int: ...
-    @property
-    def max_output_tokens(self) -> int | None: ...
-    @property
-    def num_sequences(self) -> int: ...
 
 
 class _LimitsTaken(NamedTuple):
@@ -83,7 +67,7 @@ class Admission:
         "used",
     )
 
-    def __init__(self, limiter: TakesLimits, exchange: Exchange, *, budget: DeploymentBudget, is_open_on_failure: bool) -> None:
+    def __init__(self, limiter: Limiter, exchange: Exchange, *, budget: DeploymentBudget, is_open_on_failure: bool) -> None:
         """
         budget              of the deployment
         is_open_on_failure  the request goes on without a reservation where the store fails
@@ -126,8 +110,8 @@ class Admission:
             self.is_held = limits.takes_open
             await self._take(limits.first_rules, limits.first_claims)
 
-    async def reserve(self, price: Price, prepared: CountedRequest) -> None:
-        """Take the most that a prepared request may use, besides what was taken before.
+    async def reserve(self, price: Price, prepared: Prepared) -> None:
+        """Take the most that a prepared request may use, besides what was taken before; one output token where nothing bounds it here.
 
         Raises RateLimitExceeded, QuotaExhausted, or Unavailable where the store fails.
         """

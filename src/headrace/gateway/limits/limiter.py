@@ -1,6 +1,6 @@
 """One gateway's part in the limits: it admits requests, shows each second that it lives, charges what has ended, and what dead ones left.
 
-Requests wait for `take` alone, which carries the charges of what their tenant's earlier ones used (`limits.ended`); the others are made in
+Requests wait for `take` alone, which carries the charges of what their tenant's earlier ones used (`EndedRequests`); the others are made in
 the background. A charge that the store does not take is kept and tried again: the reservation is named until it is charged.
 """
 
@@ -11,7 +11,8 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.counted import counted
@@ -20,17 +21,142 @@ from headrace.core.money import NANOS
 from headrace.gateway.http.config import FAIL_OPEN, Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.admission import NOTHING, Admission
-from headrace.gateway.limits.ended import MAX_CHARGES, CarriedCharges, EndedRequests
 from headrace.gateway.limits.rules import deployment_rules
 from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.limits.verdict import LimitState, limits_now
 from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed
 from headrace.observe.budget_metrics import BudgetReading
-from headrace.policy.limits.book import Claim, Holder, TakeResult
+from headrace.policy.limits.book import Charges, Claim, Holder, TakeResult
 from headrace.policy.limits.counters import Amounts
 from headrace.policy.limits.peers import PeerWatch
 from headrace.policy.limits.tier import NO_BUDGET, DeploymentBudget
+
+MAX_CHARGES = 500
+"""Charges in one call of the store."""
+
+
+class _Ended(NamedTuple):
+    """A request that is over. number: of the requests that have ended so far"""
+
+    number: int
+    used: Amounts
+
+
+_ByTenant = dict[str, dict[RequestId, _Ended]]
+
+
+class CarriedCharges:
+    """Charges that one call has. first_number: of the request among them that ended first"""
+
+    def __init__(self, gateway: str, by_tenant: _ByTenant) -> None:
+        self.by_tenant = by_tenant
+        self.charges = Charges(gateway, {request_id: one.used for ended in by_tenant.values() for request_id, one in ended.items()})
+        self.first_number = min([one.number for ended in by_tenant.values() for one in ended.values()])
+        self.is_over = asyncio.Event()
+        self.failure: StoreFailed | None = None
+
+
+class EndedRequests:
+    """Requests that have ended and are not charged yet, by tenant, and which call of the store has their charges.
+
+    A charge is in one call at a time. Where that call fails or is given up, the charge may have been made or not: it waits again, and a
+    second one finds nothing to charge.
+
+    gateway  whose requests they are
+    """
+
+    def __init__(self, gateway: str) -> None:
+        self._gateway = gateway
+        self._waiting: _ByTenant = {}
+        self._carried: dict[str, list[CarriedCharges]] = {}
+        self.num_ended = 0
+        self.num_uncharged = 0
+        self.has_waiting = asyncio.Event()
+
+    def add(self, tenant: str, request_id: RequestId, used: Amounts) -> None:
+        self._waiting.setdefault(tenant, {})[request_id] = _Ended(self.num_ended, used)
+        self.num_ended += 1
+        self.num_uncharged += 1
+        self.has_waiting.set()
+
+    def used(self) -> dict[str, Amounts]:
+        """What each request used that is not charged yet, by reservation."""
+        found: dict[str, Amounts] = {}
+        for ended in self._waiting.values():
+            found |= {request_id: one.used for request_id, one in ended.items()}
+        for calls in self._carried.values():
+            for carried in calls:
+                found |= carried.charges.used
+        return found
+
+    def num_waiting(self, tenant: str) -> int:
+        """Requests of a tenant whose charges no call has."""
+        return len(self._waiting.get(tenant, ()))
+
+    async def answered(self, tenant: str) -> None:
+        """Wait until no call has a charge of a request of this tenant that has ended by now. Raises StoreFailed where such a call fails.
+
+        What ends meanwhile is not waited for, so a tenant with many refusals does not have its requests wait one after the other.
+        """
+        until = self.num_ended
+        while (carried := next((one for one in self._carried.get(tenant, ()) if one.first_number < until), None)) is not None:
+            await carried.is_over.wait()
+            if carried.failure is not None:
+                raise StoreFailed(str(carried.failure))
+
+    def carry(self, tenant: str) -> CarriedCharges | None:
+        """Charges of a tenant for the next call, MAX_CHARGES at most. Its caller then calls `charged` or `put_back`."""
+        waiting = self._waiting.get(tenant)
+        if not waiting:
+            return None
+        if len(waiting) <= MAX_CHARGES:
+            del self._waiting[tenant]
+            return self._carrying({tenant: waiting})
+        return self._carrying({tenant: {name: waiting.pop(name) for name in list(islice(waiting, MAX_CHARGES))}})
+
+    def carry_from_all(self, until_number: int) -> CarriedCharges | None:
+        """As `carry`, of all tenants. until_number: those that had ended when `num_ended` was this"""
+        found: _ByTenant = {}
+        left = MAX_CHARGES
+        for tenant, waiting in list(self._waiting.items()):
+            names = list(islice((name for name, one in waiting.items() if one.number < until_number), left))
+            if names:
+                found[tenant] = {name: waiting.pop(name) for name in names}
+                left -= len(names)
+            if not waiting:
+                del self._waiting[tenant]
+        return self._carrying(found) if found else None
+
+    def charged(self, carried: CarriedCharges) -> None:
+        """The store has taken them."""
+        self._end(carried)
+        self.num_uncharged -= len(carried.charges.used)
+
+    def put_back(self, carried: CarriedCharges, failure: StoreFailed | None) -> None:
+        """They may have been charged or not. failure: of the call; None: its caller has gone"""
+        for tenant, ended in carried.by_tenant.items():
+            self._waiting[tenant] = ended | self._waiting.get(tenant, {})
+        carried.failure = failure
+        self._end(carried)
+        self.has_waiting.set()
+
+    def _carrying(self, by_tenant: _ByTenant) -> CarriedCharges:
+        carried = CarriedCharges(self._gateway, by_tenant)
+        for tenant in by_tenant:
+            self._carried.setdefault(tenant, []).append(carried)
+        if not self._waiting:
+            self.has_waiting.clear()
+        return carried
+
+    def _end(self, carried: CarriedCharges) -> None:
+        for tenant in carried.by_tenant:
+            calls = self._carried[tenant]
+            calls.remove(carried)
+            if not calls:
+                del self._carried[tenant]
+        carried.is_over.set()
+
 
 log = logging.getLogger("headrace.gateway")
 

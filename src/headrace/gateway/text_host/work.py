@@ -20,7 +20,7 @@ from headrace.gateway.http.json_border import Caps, decode_object
 from headrace.gateway.surfaces.endpoint import Parse
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.gateway.text_workers import frames
-from headrace.gateway.text_workers.fits import check_fits
+from headrace.gateway.text_workers.limits import check_fits
 from headrace.text.folder import TextModel
 
 PARSERS: Mapping[str, Parse] = {row.parse.__name__: row.parse for row in ENDPOINTS if row.parse is not None}

@@ -1,4 +1,5 @@
-"""Limits of one job: CPU seconds, memory, wall time. Each grows with the job's bytes, so that a small job cannot take much.
+"""Limits of one job: CPU seconds, memory, wall time. Each grows with the job's bytes, so that a small job cannot take much. And of one
+prompt: what cannot fit its model's context is refused by its bytes, before it is tokenized.
 
 CPU is limited to about five times, memory to about twice, what ordinary work takes on a slow machine: tokenizing a MiB takes about a second
 of CPU and 200 MiB.
@@ -7,6 +8,9 @@ of CPU and 200 MiB.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from headrace.gateway.http.errors import context_overflow
+from headrace.text.token_bounds import TokenBound
 
 MIB = 1 << 20
 
@@ -53,3 +57,16 @@ class JobLimits:
     @property
     def is_heavy(self) -> bool:
         return self.num_bytes >= HEAVY_BYTES
+
+
+def check_fits(field: str, text: str, bound: TokenBound | None, max_model_len: int | None) -> None:
+    """Raise ContextLengthExceeded for a text that has too many tokens however it is tokenized.
+
+    bound          None: the tokenizer allows no bound; nothing is refused
+    max_model_len  None: no limit
+    """
+    if bound is None or max_model_len is None or 4 * len(text) < max_model_len:
+        return
+    least = bound.least_tokens(text)
+    if least >= max_model_len:
+        raise context_overflow(field, max_model_len, part=field, prompt_tokens=least, max_tokens=None, is_least=True)

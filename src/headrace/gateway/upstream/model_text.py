@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Sequence
 
 from headrace.core.errors import Unavailable
 from headrace.gateway.text_workers import frames
-from headrace.gateway.text_workers.fits import check_fits
+from headrace.gateway.text_workers.limits import check_fits
 from headrace.gateway.text_workers.pool import Done, TextPool
 from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.seam import Tokenization
