@@ -64,7 +64,7 @@ def test_init_writes_a_file_that_holds_and_overwrites_none(
 
 
 def test_options_named_in_the_template_exist(tmp_path: Path, model_folder: Path) -> None:
-    text = config_commands.TEMPLATE.format(model=model_folder, digest="0" * 64)
+    text = config_commands.begun_file(str(model_folder), "0" * 64)
     uncommented = "\n".join(re.sub(r"^( +)# ", r"\1", line) for line in text.splitlines())
     file = tmp_path / "all.yaml"
     file.write_text(uncommented)

@@ -32,7 +32,7 @@ models:
       # max_model_len: 4096           # shorter contexts leave room for more sequences
       # max_num_seqs: 64              # sequences computed in one step
       # memory_fraction: 0.5          # share of the available memory for weights and KV cache
-      # queue_policy: priority        # priority | fcfs | sjf | fair
+      # queue_policy: priority        # {queue_policies}
   # - name: elsewhere                 # a model that other OpenAI-compatible servers answer for
   #   upstreams: [{{url: "http://127.0.0.1:9000/v1", model: its-name-there, api_key_env: ITS_KEY}}]
   #   # beside `engine`, upstreams answer what no replica takes
@@ -106,12 +106,19 @@ def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: t
     print(dump_yaml(shown(load(file, os.environ))), end="")
 
 
+def begun_file(model: str, digest: str) -> str:
+    """The text that a configuration file begins with. digest: of an API key"""
+    from headrace.policy.queues import QUEUES
+
+    return TEMPLATE.format(model=model, digest=digest, queue_policies=" | ".join(QUEUES))
+
+
 @config_app.command()
 def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; default: standard output.")] = None) -> None:
     """Begin a configuration file with the options that are changed most often."""
     from headrace.bundled import DEFAULT_MODEL
 
-    text = TEMPLATE.format(model=DEFAULT_MODEL, digest=_EXAMPLE_DIGEST)
+    text = begun_file(DEFAULT_MODEL, _EXAMPLE_DIGEST)
     if file is None:
         print(text, end="")
         return
