@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.core import errors as core_errors
 from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest, ModelNotFound, Overloaded, RequestTooLarge
-from headrace.gateway.access.config import digest_of
+from headrace.gateway.access.principal import digest_of
 from headrace.gateway.config import config_from, load_config
 from headrace.gateway.http.errors import INTERNAL_MESSAGE, TABLE, error_reply
 from headrace.gateway.http.json_border import Caps, decode_object

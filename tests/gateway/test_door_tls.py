@@ -18,10 +18,10 @@ from tls_kit import authority, write_certificates, write_whole
 from headrace.core.errors import ConfigError
 from headrace.fleet.authority import SiteAuthority
 from headrace.gateway.config import config_from
-from headrace.gateway.http import forwarded, server
-from headrace.gateway.http.config import HttpTls
+from headrace.gateway.http import origins, server
+from headrace.gateway.http.config import HttpTls, check_networks
 from headrace.gateway.http.door_tls import STAMP_S, DoorCertificate
-from headrace.gateway.http.forwarded import MAX_HOPS, TrustedProxies, check_networks
+from headrace.gateway.http.origins import MAX_HOPS, TrustedProxies
 from headrace.text.folder import TextModel
 from headrace.wire.tls.files import TlsRole
 
@@ -226,7 +226,7 @@ def test_no_more_of_a_header_is_read_than_hops_are_followed(monkeypatch: pytest.
         read.append(part)
         return "10.0.0.2"
 
-    monkeypatch.setattr(forwarded, "_named_for", named_for)
+    monkeypatch.setattr(origins, "_named_for", named_for)
     PROXIES.client_of(peer, [LONG])
     assert len(read) == num_read
 

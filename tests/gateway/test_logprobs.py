@@ -17,9 +17,9 @@ from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.gateway.generation import answer_memory
 from headrace.gateway.generation.answer_encoder import EncodingTurns
+from headrace.gateway.http.asgi import PIECE_BYTES
 from headrace.gateway.http.errors import ClientLeft
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.http.pieces import PIECE_BYTES
 from headrace.gateway.surfaces import completions
 from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs
 from headrace.observe.request_log import RequestLogRecord

@@ -33,12 +33,12 @@ from local_workers import LocalWorker, LocalWorkers
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.gateway.access.open_requests import Draining
-from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.reload import CHANGEABLE, check_change
 from headrace.gateway.control.site_models import SERIES_KEPT_S
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.http.config import Limits, Timeouts
+from headrace.gateway.stores.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.workers import Owner, Worker
@@ -455,7 +455,7 @@ async def test_a_request_log_that_was_moved_away_is_opened_again(text: TextModel
 async def test_the_cache_follows_and_what_is_kept_stays(bench: TestBench) -> None:
     async def cache_said(question: str) -> str:
         answer = await bench.chat(temperature=0, max_tokens=2, messages=[{"role": "user", "content": question}])
-        await eventually(lambda: not len(bench.gateway.service.answer_cache.flights))
+        await eventually(lambda: not bench.gateway.service.answer_cache.num_computing)
         said: str = answer.headers["x-headrace-cache"]
         return said
 

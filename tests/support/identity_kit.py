@@ -10,7 +10,7 @@ from virtual_time import VirtualTimeLoop
 
 from headrace.core.clock import Clock
 from headrace.gateway.access.administration import Administration
-from headrace.gateway.access.key_stores import open_keys
+from headrace.gateway.access.key_store import open_keys
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 

@@ -191,7 +191,7 @@ def open_administration(config: ServeConfig, *, actor: str) -> Administration:
     """actor: see `AuditRecord`. Raises ConfigError"""
     from headrace.cli.state import make_state_folder
     from headrace.gateway.access.administration import Administration
-    from headrace.gateway.access.key_stores import open_keys
+    from headrace.gateway.access.key_store import open_keys
     from headrace.policy.limits.tier import all_tiers
 
     make_state_folder(Path(config.state))

@@ -22,7 +22,7 @@ def has_stored_keys(state: str, store: StoreConfig) -> bool:
 
     state, store  as `open_keys` takes them
     """
-    from headrace.gateway.access.key_stores import FILE
+    from headrace.gateway.access.key_store import FILE
     from headrace.gateway.stores.store import StoreFailed
 
     if not store.url and not (Path(state) / FILE).exists():
@@ -35,7 +35,7 @@ def has_stored_keys(state: str, store: StoreConfig) -> bool:
 
 
 async def _has_keys(state: str, store: StoreConfig) -> bool:
-    from headrace.gateway.access.key_stores import open_keys
+    from headrace.gateway.access.key_store import open_keys
 
     opened = open_keys(state, store)
     assert opened is not None, "one of the two is given"

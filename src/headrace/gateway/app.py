@@ -34,8 +34,7 @@ from headrace.gateway.http.errors import (
     row_of,
 )
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.http.forwarded import TrustedProxies
-from headrace.gateway.http.origins import HostCheck, Origins, answer_preflight, is_preflight
+from headrace.gateway.http.origins import HostCheck, Origins, TrustedProxies, answer_preflight, is_preflight
 from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
 from headrace.gateway.stores.guard import StoreWait, one_request
 from headrace.gateway.surfaces.paths import AnsweredPath, find_path, logged_path, plain_path

@@ -15,7 +15,7 @@ from functools import partial
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.memory import machine_bytes
 from headrace.gateway.access.budget import RequestMemory
-from headrace.gateway.access.key_stores import open_keys
+from headrace.gateway.access.key_store import open_keys
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.app import Gateway

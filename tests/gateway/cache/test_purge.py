@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from headrace.cli.main import app
 from headrace.gateway.access.administration import Administration
-from headrace.gateway.access.key_stores import open_keys
+from headrace.gateway.access.key_store import open_keys
 from headrace.gateway.control.purge import CacheRequests
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.limits.tier import BUILT_IN_TIERS
@@ -46,7 +46,7 @@ async def results(bench: TestBench) -> list[str]:
         drawn = await bench.client.post(PATH, json=chat_body(max_tokens=3), headers=headers | {"idempotency-key": "a"})
         found.append(drawn.headers.get("idempotent-replayed", "false"))
     service = bench.gateway.service
-    await eventually(lambda: not service.replays.num_open and not len(service.answer_cache.flights))
+    await eventually(lambda: not service.replays.num_open and not service.answer_cache.num_computing)
     return found
 
 

@@ -29,7 +29,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 async def cached(text: TextModel) -> AsyncIterator[TestBench]:
     async with open_bench(text, **ON) as bench:
         yield bench
-        bench.gateway.service.answer_cache.flights.check()
+        bench.gateway.service.answer_cache.check()
 
 
 def result(answer: httpx2.Response) -> str:
@@ -39,7 +39,7 @@ def result(answer: httpx2.Response) -> str:
 
 async def written(bench: TestBench) -> None:
     """Until the store has every answer."""
-    await eventually(lambda: not len(bench.gateway.service.answer_cache.flights))
+    await eventually(lambda: not bench.gateway.service.answer_cache.num_computing)
 
 
 def comparable(answer: httpx2.Response) -> dict[str, Any]:

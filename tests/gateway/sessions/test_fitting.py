@@ -11,7 +11,7 @@ from foreign_kit import DONE, ScriptedServer, head, said, scripted
 from gateway_kit import MAX_MODEL_LEN, SAID, TestBench, events_of, open_bench
 from session_kit import CHAT, assistant, history, prompt_of, roles, turn, user
 
-from headrace.gateway.sessions.window import SUMMARY_TITLE
+from headrace.gateway.sessions.history import SUMMARY_TITLE
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop

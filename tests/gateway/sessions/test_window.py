@@ -9,8 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.sessions.history import History, StoredSession, entry_of, messages_json, packed, stored_in, unpacked
-from headrace.gateway.sessions.window import SUMMARY_TITLE, last_turns, most_that_fit, prompt_messages, transcript, turn_starts
+from headrace.gateway.sessions.history import (
+    SUMMARY_TITLE,
+    History,
+    StoredSession,
+    entry_of,
+    last_turns,
+    messages_json,
+    most_that_fit,
+    packed,
+    prompt_messages,
+    stored_in,
+    transcript,
+    turn_starts,
+    unpacked,
+)
 
 pytestmark = pytest.mark.pure
 

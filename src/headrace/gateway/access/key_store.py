@@ -1,19 +1,28 @@
-"""The seam between gateways, administration and what keeps keys and tenants, and what is kept of them.
+"""What is kept of keys and tenants, the seam between it and gateways and administration, and both stores of it.
 
-A key itself is kept nowhere: only its SHA-256 digest and first characters.
+A key itself is kept nowhere: only its SHA-256 digest and first characters. A store is a directory of small records with one version. Every
+change names the version that it was decided on, and is refused where the directory has changed since, so that the rules
+(`access.administration`) stand once, above both.
 
-A store is a directory of small records with one version. Every change names the version that it was decided on, and is refused where the
-directory has changed since, so that the rules (`access.administration`) stand once, above both implementations: those of
-`access.key_stores`.
+One is a SQLite file, which all processes of a machine share: a change is on the disk when `apply` returns. The other, for gateways on
+several machines, is Redis (6.2 or later) or Valkey: records last as long as Redis keeps them, so it needs persistence, and a
+`maxmemory-policy` that evicts no key without an expiry. Where it has lost them, gateways go on wanting keys, and refuse all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from headrace.gateway.access.principal import KeyLimits
+from headrace.gateway.stores.config import StoreConfig
+from headrace.gateway.stores.redis import PREFIX, RedisCalls, open_redis
+from headrace.gateway.stores.sqlite_thread import SqliteForm, SqliteThread
 from headrace.gateway.stores.store import StoreProgress
 
 
@@ -154,3 +163,195 @@ class KeyStore(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+T = TypeVar("T")
+
+FILE = "keys.db"
+
+KEYS = SqliteForm(
+    version=1,
+    synchronous="FULL",
+    statements=(
+        "CREATE TABLE directory (version INTEGER NOT NULL)",
+        "INSERT INTO directory VALUES (0)",
+        "CREATE TABLE keys (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, record BLOB NOT NULL)",
+        "CREATE TABLE digests (sha256 TEXT PRIMARY KEY, key_id TEXT NOT NULL)",
+        "CREATE TABLE tenants (name TEXT PRIMARY KEY, record BLOB NOT NULL)",
+        "CREATE TABLE audit (number INTEGER PRIMARY KEY AUTOINCREMENT, record BLOB NOT NULL)",
+    ),
+)
+FIND_ROW = (
+    "SELECT keys.record, tenants.record FROM digests JOIN keys ON keys.id = digests.key_id JOIN tenants ON tenants.name = keys.tenant"
+    " WHERE digests.sha256 = ?"
+)
+
+
+class SqliteKeys:
+    """A `KeyStore`."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError."""
+        self._thread = SqliteThread.open(path, KEYS, where="state")
+        self._connection = self._thread.connection
+        self.progress = self._thread.progress
+
+    async def state(self) -> DirectoryState:
+        return await self._read(lambda: DirectoryState(self._version(), bool(self._rows("SELECT 1 FROM keys LIMIT 1"))))
+
+    async def find(self, sha256: str) -> tuple[int, StoredKey | None]:
+        version, rows = await self._read(lambda: (self._version(), self._rows(FIND_ROW, sha256)))
+        return version, StoredKey(_decoded(rows[0][0], KeyRecord), _decoded(rows[0][1], TenantRecord)) if rows else None
+
+    async def key(self, key_id: str) -> KeyRecord | None:
+        return next(iter(await self._records(KeyRecord, "SELECT record FROM keys WHERE id = ?", key_id)), None)
+
+    async def keys(self) -> list[KeyRecord]:
+        return await self._records(KeyRecord, "SELECT record FROM keys ORDER BY rowid")
+
+    async def tenant(self, name: str) -> TenantRecord | None:
+        return next(iter(await self._records(TenantRecord, "SELECT record FROM tenants WHERE name = ?", name)), None)
+
+    async def tenants(self) -> list[TenantRecord]:
+        return await self._records(TenantRecord, "SELECT record FROM tenants ORDER BY rowid")
+
+    async def audit(self, limit: int) -> list[AuditRecord]:
+        return await self._records(AuditRecord, "SELECT record FROM audit ORDER BY number DESC LIMIT ?", limit)
+
+    async def apply(self, change: DirectoryChange, *, expected: int, version: int) -> bool:
+        return await self._thread.call(lambda: self._apply(change, expected, version))
+
+    async def close(self) -> None:
+        await self._thread.close()
+
+    async def _read(self, work: Callable[[], T]) -> T:
+        return await self._thread.call(work, is_read=True)
+
+    async def _records(self, kind: type[T], query: str, *parameters: str | int) -> list[T]:
+        return [_decoded(record, kind) for (record,) in await self._read(lambda: self._rows(query, *parameters))]
+
+    # -- in the thread -------------------------------------------------------------------------------------------------------------
+
+    def _rows(self, query: str, *parameters: str | int) -> list[tuple[bytes, ...]]:
+        return self._connection.execute(query, parameters).fetchall()
+
+    def _version(self) -> int:
+        version: int = self._connection.execute("SELECT version FROM directory").fetchone()[0]
+        return version
+
+    def _apply(self, change: DirectoryChange, expected: int, version: int) -> bool:
+        if self._version() != expected:
+            return False
+        execute, encode = self._connection.execute, msgspec.json.encode
+        execute("UPDATE directory SET version = ?", (version,))
+        for digest in change.removed_digests:
+            execute("DELETE FROM digests WHERE sha256 = ?", (digest,))
+        for key in change.keys:
+            row = (key.id, key.tenant, encode(key))
+            execute("INSERT INTO keys VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE SET record = excluded.record", row)
+            for digest in key.digests:
+                execute("INSERT OR REPLACE INTO digests VALUES (?, ?)", (digest, key.id))
+        for name in change.removed_tenants:
+            execute("DELETE FROM tenants WHERE name = ?", (name,))
+        for tenant in change.tenants:
+            named = (tenant.name, encode(tenant))
+            execute("INSERT INTO tenants VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET record = excluded.record", named)
+        execute("INSERT INTO audit (record) VALUES (?)", (encode(change.audit),))
+        return True
+
+
+VERSION, RECORDS, DIGESTS, TENANTS, AUDIT = (f"{PREFIX}keys:{name}" for name in ("version", "records", "digests", "tenants", "audit"))
+"""The version of the directory; records of keys by id; ids by digest; records of tenants by name; audit records, oldest first."""
+
+FIND = """
+local version = redis.call('GET', KEYS[1]) or '0'
+local id = redis.call('HGET', KEYS[3], ARGV[1])
+local record = id and redis.call('HGET', KEYS[2], id)
+local tenant = record and redis.call('HGET', KEYS[4], cjson.decode(record).tenant)
+return tenant and {version, record, tenant} or {version}
+"""
+APPLY = """
+local change = cjson.decode(ARGV[1])
+if (redis.call('GET', KEYS[1]) or '0') ~= change.expected then return 0 end
+redis.call('SET', KEYS[1], change.version)
+for _, digest in ipairs(change.removed_digests) do redis.call('HDEL', KEYS[3], digest) end
+for _, key in ipairs(change.keys) do
+  redis.call('HSET', KEYS[2], key.id, key.record)
+  for _, digest in ipairs(key.digests) do redis.call('HSET', KEYS[3], digest, key.id) end
+end
+for _, name in ipairs(change.removed_tenants) do redis.call('HDEL', KEYS[4], name) end
+for _, tenant in ipairs(change.tenants) do redis.call('HSET', KEYS[4], tenant.name, tenant.record) end
+redis.call('RPUSH', KEYS[5], change.audit)
+return 1
+"""
+
+
+class RedisKeys(RedisCalls):
+    """A `KeyStore`. It connects with the first call."""
+
+    def __init__(self, client: Any) -> None:
+        """client: what `open_redis` made"""
+        super().__init__(client)
+        self._find_script = client.register_script(FIND)
+        self._apply_script = client.register_script(APPLY)
+
+    async def state(self) -> DirectoryState:
+        pipe = self._client.pipeline(transaction=True).get(VERSION).hlen(RECORDS)
+        version, num_keys = await self.answer(pipe.execute())
+        return DirectoryState(int(version or 0), num_keys > 0)
+
+    async def find(self, sha256: str) -> tuple[int, StoredKey | None]:
+        version, *found = await self.answer(self._find_script(keys=[VERSION, RECORDS, DIGESTS, TENANTS], args=[sha256]))
+        return int(version), StoredKey(_decoded(found[0], KeyRecord), _decoded(found[1], TenantRecord)) if found else None
+
+    async def key(self, key_id: str) -> KeyRecord | None:
+        record = await self.answer(self._client.hget(RECORDS, key_id))
+        return None if record is None else _decoded(record, KeyRecord)
+
+    async def keys(self) -> list[KeyRecord]:
+        records = await self.answer(self._client.hvals(RECORDS))
+        return sorted((_decoded(record, KeyRecord) for record in records), key=lambda key: (key.created_at, key.id))
+
+    async def tenant(self, name: str) -> TenantRecord | None:
+        record = await self.answer(self._client.hget(TENANTS, name))
+        return None if record is None else _decoded(record, TenantRecord)
+
+    async def tenants(self) -> list[TenantRecord]:
+        records = await self.answer(self._client.hvals(TENANTS))
+        return sorted((_decoded(record, TenantRecord) for record in records), key=lambda tenant: (tenant.created_at, tenant.name))
+
+    async def audit(self, limit: int) -> list[AuditRecord]:
+        records = await self.answer(self._client.lrange(AUDIT, -limit, -1))
+        return [_decoded(record, AuditRecord) for record in reversed(records)]
+
+    async def apply(self, change: DirectoryChange, *, expected: int, version: int) -> bool:
+        content = {
+            "expected": str(expected),
+            "version": str(version),
+            "keys": [{"id": key.id, "record": _encoded(key), "digests": key.digests} for key in change.keys],
+            "removed_digests": change.removed_digests,
+            "tenants": [{"name": tenant.name, "record": _encoded(tenant)} for tenant in change.tenants],
+            "removed_tenants": change.removed_tenants,
+            "audit": _encoded(change.audit),
+        }
+        return bool(await self.answer(self._apply_script(keys=[VERSION, RECORDS, DIGESTS, TENANTS, AUDIT], args=[json.dumps(content)])))
+
+
+def _encoded(record: object) -> str:
+    return msgspec.json.encode(record).decode()
+
+
+def _decoded(record: bytes, kind: type[T]) -> T:
+    return msgspec.json.decode(record, type=kind)
+
+
+def open_keys(state: str, store: StoreConfig) -> KeyStore | None:
+    """
+    state  folder of the embedded stores, which is there; empty: a bare gateway, whose keys are those of its configuration
+    store  takes the place of the file where it has a url
+
+    Raises ConfigError.
+    """
+    if store.url:
+        return RedisKeys(open_redis(store.url, password=store.password()))
+    return SqliteKeys(str(Path(state) / FILE)) if state else None

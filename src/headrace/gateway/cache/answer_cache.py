@@ -1,4 +1,4 @@
-"""The response cache: whole answers by everything they depend on, and one computation (a `Flight`) at a time of each.
+"""The response cache: whole answers by everything they depend on, and one `Computation` at a time of each.
 
 Which requests use it: `generation.stages.reuse`. A store that fails costs only the cache: equal requests still wait for one another.
 """
@@ -9,8 +9,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
-from headrace.gateway.cache.config import CacheConfig
 from headrace.gateway.cache.recorded_answer import WholeAnswer, decode_answer, encode_answer
+from headrace.gateway.stores.config import CacheConfig
 from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import Store, StoreFailed
@@ -18,46 +18,12 @@ from headrace.observe.cache_metrics import AnswerCacheMetrics, KeptAnswer
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class Computation:
     """One answer. answer: None until it is whole, and for ever where it failed;  ended: set once it is whole or has failed"""
 
     key: str
     answer: WholeAnswer | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class Flights:
-    """At most one flight per key. A flight stays after its end until its answer is in the store."""
-
-    def __init__(self) -> None:
-        self._flights: dict[str, Flight] = {}
-
-    def __len__(self) -> int:
-        return len(self._flights)
-
-    def find(self, key: str) -> Flight | None:
-        return self._flights.get(key)
-
-    def begin(self, key: str) -> Flight:
-        """A flight that the caller has to `land`, whatever happens. For a key of which `find` knows none."""
-        assert key not in self._flights
-        flight = self._flights[key] = Flight(key)
-        return flight
-
-    def land(self, flight: Flight, answer: WholeAnswer | None) -> None:
-        """Wake the requests that wait for the flight. answer: None where it failed"""
-        flight.answer = answer
-        flight.ended.set()
-        if answer is None:
-            self.forget(flight)
-
-    def forget(self, flight: Flight) -> None:
-        if self._flights.get(flight.key) is flight:
-            del self._flights[flight.key]
-
-    def check(self) -> None:
-        """Assert that no request is open: nothing is being made."""
-        assert all(flight.ended.is_set() for flight in self._flights.values()), "a flight was not ended"
 
 
 ANSWERS = "answers"
@@ -69,7 +35,7 @@ def open_answer_store(config: CacheConfig, stores: Stores) -> Store:
     return stores.open(ANSWERS, stores.limits(entry=config.max_entry_bytes, total=config.max_bytes))
 
 
-FLIGHT_WAIT_S = 30.0
+EQUAL_WAIT_S = 30.0
 """Seconds that a request waits for an equal one; then it is computed too."""
 
 
@@ -80,7 +46,7 @@ class AnswerCache:
         self._store = store
         self.metrics = metrics
         self._unix_time = unix_time
-        self.flights = Flights()
+        self._computing: dict[str, Computation] = {}
 
     async def close(self) -> None:
         await self._store.close()
@@ -99,29 +65,42 @@ class AnswerCache:
         answer = decode_answer(value)
         return None if answer is None or (max_age_s is not None and self.age_s(answer) > max_age_s) else answer
 
-    async def wait(self, key: str) -> WholeAnswer | Flight | None:
-        """The answer of an equal request, once it is whole; a flight that the caller has to end, where none is under way; None where one
-        takes too long, so that this request is computed beside it."""
+    @property
+    def num_computing(self) -> int:
+        """Answers that are computed, or that are whole and not in the store yet."""
+        return len(self._computing)
+
+    async def wait(self, key: str) -> WholeAnswer | Computation | None:
+        """The answer of an equal request, once it is whole; where none is computed, a computation that the caller has to end, whatever
+        happens; None where one takes too long, so that this request is computed beside it."""
         try:
-            async with asyncio.timeout(FLIGHT_WAIT_S):
-                while (flight := self.flights.find(key)) is not None:
-                    await flight.ended.wait()
-                    if flight.answer is not None:
-                        return flight.answer
+            async with asyncio.timeout(EQUAL_WAIT_S):
+                while (computation := self._computing.get(key)) is not None:
+                    await computation.ended.wait()
+                    if computation.answer is not None:
+                        return computation.answer
         except TimeoutError:
             return None
-        return self.flights.begin(key)
+        computation = self._computing[key] = Computation(key)
+        return computation
 
-    def keep(self, key: str, answer: WholeAnswer, *, tenant: str, ttl_s: float, flight: Flight | None) -> None:
-        """Write an answer, in the background. flight: lands with it"""
+    def end(self, computation: Computation, answer: WholeAnswer | None = None) -> None:
+        """Wake the requests that wait for it. answer: None where it failed; else the computation stays until its answer is in the store"""
+        computation.answer = answer
+        computation.ended.set()
+        if answer is None:
+            self._forget(computation)
+
+    def keep(self, key: str, answer: WholeAnswer, *, tenant: str, ttl_s: float, computation: Computation | None) -> None:
+        """Write an answer, in the background. computation: ends with it"""
         value = encode_answer(answer)
-        if flight is not None:
-            self.flights.land(flight, answer)
+        if computation is not None:
+            self.end(computation, answer)
 
         def ended(outcome: KeptAnswer) -> None:
             self.metrics.kept(outcome)
-            if flight is not None:
-                self.flights.forget(flight)
+            if computation is not None:
+                self._forget(computation)
 
         if len(value) > self.max_entry_bytes:
             ended(KeptAnswer.TOO_LARGE)
@@ -131,3 +110,11 @@ class AnswerCache:
                 len(value),
                 lambda failure: ended(KeptAnswer.KEPT if failure is None else KeptAnswer.FAILED),
             )
+
+    def check(self) -> None:
+        """Assert that no request is open: nothing is computed."""
+        assert all(computation.ended.is_set() for computation in self._computing.values()), "a computation was not ended"
+
+    def _forget(self, computation: Computation) -> None:
+        if self._computing.get(computation.key) is computation:
+            del self._computing[computation.key]

@@ -1,4 +1,5 @@
-"""A whole answer as a value: what an encoder was given, compact, so that another encoder writes the same answer again.
+"""A whole answer as a value: what an encoder was given, compact, so that another encoder writes the same answer again; and the value as an
+upstream gives an answer.
 
 Events are kept one by one, so that a stream is replayed in the pieces in which it came. Log-probabilities are kept as columns, with the
 texts of the token ids in them: no tokenizer is needed for a replay. Log-probabilities of prompts are not kept.
@@ -6,9 +7,12 @@ texts of the token ids in them: no tokenizer is needed for a replay. Log-probabi
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +21,7 @@ from msgspec import Struct
 from headrace.core.finish import FinishReason
 from headrace.core.plan import LogprobColumns
 from headrace.gateway.stores.store import StoredEntry, entry_in
-from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall
+from headrace.gateway.upstream.seam import EventStream, OutputEvent, Prepared, PreparedPrompt, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs, TokenTexts
 
 FORM = 1
@@ -160,3 +164,43 @@ _decoder = msgspec.msgpack.Decoder(WholeAnswer)
 def decode_answer(value: bytes | None) -> WholeAnswer | None:
     """As `entry_in`."""
     return entry_in(value, _decoder, FORM)
+
+
+REPLAY_EVENTS = 32
+"""Events that a replay gives at a time, each of which becomes a chunk in about 10 us. Other requests have their turn between batches."""
+
+
+def recorded_prepared(answer: WholeAnswer) -> Prepared:
+    """An answer that is there already. Answers with log-probabilities of their prompts are not recorded."""
+    usage = answer.token_usage
+    return Prepared(
+        stream=partial(ReplayedStream, answer),
+        prompts=[PreparedPrompt(text, num_tokens) for num_tokens, text in answer.prompts],
+        prompt_tokens=usage.prompt_tokens,
+        max_prompt_tokens=usage.prompt_tokens,
+        max_output_tokens=usage.completion_tokens,
+        num_sequences=answer.num_sequences,
+        seed=answer.seed,
+        ignored=answer.ignored,
+    )
+
+
+class ReplayedStream(EventStream):
+    """An answer that no engine computes. A batch has several events of a sequence: the pieces in which the answer came."""
+
+    def __init__(self, answer: WholeAnswer) -> None:
+        self._usage = answer.token_usage
+        self._events = answer.output_events()
+        self._is_begun = False
+
+    async def events(self) -> list[OutputEvent]:
+        if self._is_begun:
+            await asyncio.sleep(0)
+        self._is_begun = True
+        return list(islice(self._events, REPLAY_EVENTS))
+
+    def usage(self) -> TokenUsage:
+        return self._usage
+
+    def cancel(self) -> None:
+        self._events = iter(())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -92,25 +92,6 @@ class OpenModel:
     failure: CheckpointError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelChange:
-    """What a new configuration makes of a model that stays connected. The connections to `add` are made, and not started."""
-
-    model: OpenModel
-    config: ModelConfig
-    served: ServedModel
-    add: Mapping[ReplicaConfig, Replica]
-    retire: Mapping[ReplicaConfig, Replica]
-
-    def apply(self) -> None:
-        model = self.model
-        if model.pool is not None:
-            model.pool.change(add=self.add.values(), retire=self.retire.values())
-            model.pool.unavailable = self.config.unavailable
-        model.replicas = {config: replica for config, replica in (model.replicas | dict(self.add)).items() if config not in self.retire}
-        model.config, model.served = self.config, self.served
-
-
 class ModelOpener:
     """Makes models from their configuration.
 
@@ -161,10 +142,11 @@ class ModelOpener:
         """Why its tokenizer or chat template cannot be used, from its start or from the loss of the text workers' host on."""
         return model.failure if model.text is None else self._text_pool.failures.get(model.text.name)
 
-    def change(self, model: OpenModel, config: ModelConfig) -> ModelChange | None:
-        """What `config` makes of a model; nothing is changed before `ModelChange.apply`. Raises ConfigError.
+    def change(self, model: OpenModel, config: ModelConfig) -> Callable[[], None] | None:
+        """Make connections to the replicas that are new, and do not start them; what this returns makes of the model what `config` says.
 
-        None: the model must be opened anew, since another folder or other servers answer for it, or its text could not be used
+        Raises ConfigError. None: the model must be opened anew, since another folder or other servers answer for it, or its text could not
+        be used
         """
         if model.failure is not None:
             return None
@@ -175,7 +157,16 @@ class ModelOpener:
         if model.text is not None:
             add = {replica: self._replica(replica, model.text, ReplicaCircuit()) for replica in wanted if replica not in model.replicas}
         retire = {given: replica for given, replica in model.replicas.items() if given not in wanted}
-        return ModelChange(model, config, self._changed(model, config), add, retire)
+        served = self._changed(model, config)
+
+        def apply() -> None:
+            if model.pool is not None:
+                model.pool.change(add=add.values(), retire=retire.values())
+                model.pool.unavailable = config.unavailable
+            model.replicas = {known: replica for known, replica in (model.replicas | add).items() if known not in retire}
+            model.config, model.served = config, served
+
+        return apply
 
     def _changed(self, model: OpenModel, config: ModelConfig) -> ServedModel:
         """As it is served from now on: the same value where nothing but its replicas changed, else one with the same users."""

@@ -142,10 +142,10 @@ class Reloader:
                 undo.push_async_callback(asyncio.to_thread, request_log.close)
             texts = await self._texts.prepare(config, self._models.texts_in_use)
             undo.push_async_callback(texts.close)
-            models = await self._models.prepare(config, texts.texts)
+            apply_models = await self._models.prepare(config, texts.texts)
             undo.pop_all()
         former_log, self._app.request_log = self._app.request_log, request_log
-        self._models.apply(models, self._app.active.choosing)
+        apply_models(self._app.active.choosing)
         self._texts.apply(texts)
         self._serve(config)
         for apply in follows:

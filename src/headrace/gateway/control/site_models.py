@@ -7,15 +7,16 @@ earlier configuration and has not asked for its model yet. Its series stay on th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from headrace.core.errors import CheckpointError
 from headrace.gateway.access.open_requests import UseCount
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.control.models import ModelChange, ModelOpener, OpenModel
+from headrace.gateway.control.models import ModelOpener, OpenModel
 from headrace.gateway.control.texts import FailedText, LoadedText, ModelTexts
 from headrace.gateway.upstream.replicas import RETIRED
 from headrace.gateway.upstream.seam import ReplicaHealth
@@ -28,15 +29,6 @@ from headrace.wire.leash import ModelStatuses, ReplicaStatus
 SERIES_KEPT_S = 300.0
 """Seconds for which the series of a replica or model that has left are exported: enough to be scraped once more, so that old names do not
 pile up."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelsChange:
-    """What the next configuration makes of the models. opened: new ones; changed: those that stay connected"""
-
-    opened: Mapping[str, OpenModel]
-    changed: Mapping[str, ModelChange]
-    config: GatewayConfig
 
 
 @dataclass(slots=True, eq=False)
@@ -118,9 +110,12 @@ class SiteModels:
 
     # -- changing them -------------------------------------------------------------------------------------------------------------
 
-    async def prepare(self, config: GatewayConfig, texts: ModelTexts) -> ModelsChange:
-        """What `config` makes of them; nothing is changed before `apply`. Raises ConfigError."""
-        changed: dict[str, ModelChange] = {}
+    async def prepare(self, config: GatewayConfig, texts: ModelTexts) -> Callable[[UseCount], None]:
+        """Open what `config` has anew; what this returns serves the models of `config`. Raises ConfigError.
+
+        It is called with the requests of the present configuration that have not asked for a model yet.
+        """
+        changed: dict[str, Callable[[], None]] = {}
         opened: dict[str, OpenModel] = {}
         async with AsyncExitStack() as undo:
             for model in config.models:
@@ -131,15 +126,16 @@ class SiteModels:
                 opened[model.name] = await self.opener.open(model, text, config, known)
                 undo.push_async_callback(opened[model.name].stack.aclose)
             undo.pop_all()
-        return ModelsChange(opened, changed, config)
+        return partial(self._apply, config, opened, changed)
 
-    def apply(self, change: ModelsChange, choosing: UseCount) -> None:
-        """Serve the next configuration's models. choosing: requests of the one before that have not asked for a model yet"""
-        config = change.config
-        left = [model for name, model in self.models.items() if name not in change.changed]
-        for changed in change.changed.values():
-            changed.apply()
-        known = {name: changed.model for name, changed in change.changed.items()} | dict(change.opened)
+    def _apply(
+        self, config: GatewayConfig, opened: Mapping[str, OpenModel], changed: Mapping[str, Callable[[], None]], choosing: UseCount
+    ) -> None:
+        """opened: new models; changed: those that stay connected"""
+        left = [model for name, model in self.models.items() if name not in changed]
+        for apply in changed.values():
+            apply()
+        known = {**self.models, **opened}
         self.models = {model.name: known[model.name] for model in config.models}
         for model in self.models.values():
             if model.pool is not None:

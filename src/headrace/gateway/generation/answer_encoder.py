@@ -17,7 +17,7 @@ from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.gateway.generation.progress import RequestProgress
-from headrace.gateway.http.pieces import PIECE_BYTES
+from headrace.gateway.http.asgi import PIECE_BYTES
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 

@@ -11,7 +11,7 @@ from headrace.core.errors import RequestTooLarge
 from headrace.core.sampling import SamplingParams
 from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.http.pieces import PIECE_BYTES
+from headrace.gateway.http.asgi import PIECE_BYTES
 from headrace.gateway.upstream.seam import OutputEvent, Prepared
 
 MAX_PROMPT_LOGPROBS = 1 << 20

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from headrace.core.request import PriorityClass
 from headrace.gateway.cache.control import NO_WISH, CacheControl
-from headrace.gateway.sessions.window import ContextFitting
+from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
 
 

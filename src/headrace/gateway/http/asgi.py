@@ -1,8 +1,10 @@
-"""The types of ASGI, and what `http.connection` gives an application beyond it in `scope["extensions"]`."""
+"""The types of ASGI, what `http.connection` gives an application beyond it in `scope["extensions"]`, and the size of the writes of a large
+body.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, Protocol
 
 Scope = MutableMapping[str, Any]
@@ -37,3 +39,21 @@ class ClientConnection(Protocol):
     def write_chunk(self, body: bytes) -> None: ...
     def join_writes(self) -> None: ...
     def end_join(self) -> None: ...
+
+
+PIECE_BYTES = 64 << 10
+"""Bytes handed to the transport in one write: it reports a full buffer only between two writes."""
+
+
+def joined_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in parts of about PIECE_BYTES: small pieces are joined, large ones stay."""
+    found: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        found.append(piece)
+        size += len(piece)
+        if size >= PIECE_BYTES:
+            yield b"".join(found)
+            found, size = [], 0
+    if found:
+        yield b"".join(found)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_network
 
 from headrace.core.errors import ConfigError
 from headrace.policy.limits.tier import DeploymentBudget
@@ -138,3 +140,12 @@ def check_names(hosts: tuple[str, ...], origins: tuple[str, ...]) -> None:
         if DEFAULT_PORTS.get(origin.partition(":")[0].lower()) == port:
             remedy = f"Write {origin.removesuffix(':' + port)}: browsers leave out the port that a scheme has by default."
             raise ConfigError(f"allowed_origins[{index}]", f"{origin!r} is an origin that no browser sends", remedy)
+
+
+def check_networks(where: str, networks: Sequence[str]) -> None:
+    """Raises ConfigError for what is no network in CIDR notation."""
+    for index, network in enumerate(networks):
+        try:
+            ip_network(network)
+        except ValueError as error:
+            raise ConfigError(f"{where}[{index}]", f"{network!r} is no network ({error})", "Write 10.0.0.0/8, or one address.") from None

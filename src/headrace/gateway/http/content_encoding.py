@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from headrace.core.errors import InvalidRequest
@@ -35,31 +36,6 @@ MAX_STREAMS = 4096
 
 MAX_WINDOW_LOG = 23
 """Largest window of a zstd frame, as a power of two: the 8 MiB that RFC 9659 has every decoder take. A larger one is refused."""
-
-
-class BodyDecoder(Protocol):
-    """Decodes the bytes of one body, chunk by chunk."""
-
-    def parts(self, chunk: bytes) -> Iterator[bytes]:
-        """The decoded bytes of a chunk, in slices that are made when they are asked for: at least one, which may be empty.
-
-        Raises InvalidRequest for damaged bytes, BodyTooLarge before a slice that ends beyond the cap.
-        """
-        ...
-
-    def end(self) -> None:
-        """Called after the last chunk. Raises InvalidRequest when the body is not complete."""
-        ...
-
-
-class Identity:
-    """A body without Content-Encoding."""
-
-    def parts(self, chunk: bytes) -> Iterator[bytes]:
-        yield chunk
-
-    def end(self) -> None:
-        return
 
 
 class Stream(Protocol):
@@ -188,19 +164,27 @@ class StreamDecoder:
         return InvalidRequest("body", what, remedy="Other bytes follow its end.")
 
 
-class Chain:
-    """Undoes the last coding of a body, then those before it."""
+class BodyDecoder:
+    """Decodes the bytes of one body, chunk by chunk."""
 
-    def __init__(self, last: BodyDecoder, before: BodyDecoder) -> None:
-        self._last, self._before = last, before
+    def __init__(self, decoders: Sequence[StreamDecoder]) -> None:
+        """decoders: in the order in which codings are undone, the last one first; none: the body has no Content-Encoding"""
+        self._decoders = decoders
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
-        for part in self._last.parts(chunk):
-            yield from self._before.parts(part)
+        """The decoded bytes of a chunk, in slices that are made when they are asked for: at least one, which may be empty.
+
+        Raises InvalidRequest for damaged bytes, BodyTooLarge before a slice that ends beyond the cap.
+        """
+        found: Iterator[bytes] = iter((chunk,))
+        for decoder in self._decoders:
+            found = chain.from_iterable(map(decoder.parts, found))
+        return found
 
     def end(self) -> None:
-        self._last.end()
-        self._before.end()
+        """Called after the last chunk. Raises InvalidRequest when the body is not complete."""
+        for decoder in self._decoders:
+            decoder.end()
 
 
 def decoder_of(values: Sequence[bytes], max_bytes: int) -> BodyDecoder:
@@ -214,9 +198,4 @@ def decoder_of(values: Sequence[bytes], max_bytes: int) -> BodyDecoder:
         raise UnsupportedEncoding(unknown)
     if len(names) > MAX_CODINGS:
         raise UnsupportedEncoding(", ".join(names), f"has more than {MAX_CODINGS} codings")
-    if not names:
-        return Identity()
-    decoder: BodyDecoder = StreamDecoder(names[0], max_bytes)
-    for name in names[1:]:
-        decoder = Chain(StreamDecoder(name, max_bytes), decoder)
-    return decoder
+    return BodyDecoder([StreamDecoder(name, max_bytes) for name in reversed(names)])

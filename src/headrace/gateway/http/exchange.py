@@ -20,16 +20,17 @@ from headrace.gateway.http.asgi import (
     ABORT_EXTENSION,
     CONNECTION_EXTENSION,
     LOST_EXTENSION,
+    PIECE_BYTES,
     ClientConnection,
     Headers,
     Receive,
     Scope,
     Send,
+    joined_pieces,
 )
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.gateway.http.framing import OPENAI, Framing
-from headrace.gateway.http.pieces import PIECE_BYTES, joined_pieces
 from headrace.observe.request_log import RequestLogRecord
 from headrace.policy.admission.joining import Joining
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.core.errors import Unavailable
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, amounts_of, ceiling_of, limits_of
-from headrace.gateway.limits.verdict import headers, refusal, states
+from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, amounts_of, ceiling_of, headers, limits_of, refusal, states
 from headrace.gateway.stores.store import StoreFailed
 from headrace.gateway.upstream.seam import Prepared, TokenUsage
 from headrace.policy.limits.book import Claim, TakeResult

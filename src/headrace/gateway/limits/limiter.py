@@ -21,9 +21,8 @@ from headrace.core.money import NANOS
 from headrace.gateway.http.config import FAIL_OPEN, Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.admission import NOTHING, Admission
-from headrace.gateway.limits.rules import deployment_rules
+from headrace.gateway.limits.rules import LimitState, deployment_rules, limits_now
 from headrace.gateway.limits.store import LimitStore
-from headrace.gateway.limits.verdict import LimitState, limits_now
 from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed
 from headrace.observe.budget_metrics import BudgetReading

@@ -13,9 +13,8 @@ from headrace.gateway.access.admin_requests import answered
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.key_store import KeyRecord, TenantRecord
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.limits.rules import LimitRule, Scope, rules_of
+from headrace.gateway.limits.rules import LimitRule, LimitState, Scope, limits_now, rules_of
 from headrace.gateway.limits.store import LimitStore
-from headrace.gateway.limits.verdict import LimitState, limits_now
 from headrace.policy.limits.counters import Unit
 from headrace.policy.limits.tier import DeploymentBudget, Tier
 

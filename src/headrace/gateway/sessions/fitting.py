@@ -14,11 +14,12 @@ from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.gateway.http.errors import ContextLengthExceeded
-from headrace.gateway.sessions.history import History, Message
-from headrace.gateway.sessions.window import (
+from headrace.gateway.sessions.history import (
     ANSWER_DIVISOR,
     TARGET_SHARE,
     ContextFitting,
+    History,
+    Message,
     last_turns,
     most_that_fit,
     prompt_messages,

@@ -1,9 +1,12 @@
-"""What a session holds, its form in the store, and the conversation that it makes of a request's messages. Pure."""
+"""What a session holds, its form in the store, the conversation that it makes of a request's messages, and which part of a conversation
+stays where it has outgrown its window. Pure: `fitting` counts the tokens.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -92,3 +95,80 @@ def entry_of(stored: StoredSession) -> bytes:
 def stored_in(entry: bytes | None) -> StoredSession | None:
     """As `entry_in`."""
     return entry_in(entry, _decoder, FORM)
+
+
+TARGET_SHARE = 0.75
+"""Part of the window's room for a prompt that a shortened one fills at most, so that the next turns fit without dropping anything."""
+
+ANSWER_DIVISOR = 4
+"""1/N of the window is left for an answer whose length the client does not bound."""
+
+SUMMARY_TITLE = "Summary of the earlier conversation:"
+
+
+class ContextFitting(StrEnum):
+    """What is done with a conversation that does not fit its window."""
+
+    REFUSE = "refuse"
+    SLIDING_WINDOW = "sliding_window"
+    SUMMARY = "summary"
+
+
+def turn_starts(history: History) -> list[int]:
+    """Where each turn begins: at a user's message. What comes between the head and the first of them belongs to the first turn."""
+    first = history.num_head
+    users = [number for number, message in enumerate(history.messages) if number > first and message["role"] == "user"]
+    return [first, *users] if len(history.messages) > first else []
+
+
+def last_turns(history: History, count: int) -> tuple[History, Sequence[Message]]:
+    """The history with its head and its last `count` turns, count >= 1, and the messages that it then lacks."""
+    head, start = history.num_head, turn_starts(history)[-count]
+    return History([*history.messages[:head], *history.messages[start:]], history.summary), history.messages[head:start]
+
+
+def prompt_messages(history: History) -> Sequence[Message]:
+    """The messages that the model reads: the summary stands in the system message."""
+    if not history.summary:
+        return history.messages
+    text = f"{SUMMARY_TITLE}\n{history.summary}"
+    if not (count := history.num_head):
+        return [{"role": "system", "content": text}, *history.messages]
+    system = history.messages[count - 1]
+    content = system["content"]
+    joined = [*content, {"type": "text", "text": text}] if isinstance(content, list) else f"{content}\n\n{text}"
+    return [*history.messages[: count - 1], {**system, "content": joined}, *history.messages[count:]]
+
+
+async def most_that_fit(fits: Callable[[int], Awaitable[bool]], limit: int) -> int:
+    """The largest count below `limit` that fits, or 1 where not even 2 do. `fits` is asked for small counts first, each at most twice as
+    large as one that did fit, for it costs time in proportion.
+    """
+    fitting, too_many = 1, limit
+    while fitting * 2 < too_many:
+        if not await fits(fitting * 2):
+            too_many = fitting * 2
+            break
+        fitting *= 2
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if await fits(middle):
+            fitting = middle
+        else:
+            too_many = middle
+    return fitting
+
+
+def transcript(messages: Sequence[Message]) -> str:
+    """Messages as plain text, for the model to summarise."""
+    return "\n\n".join(f"{message['role']}: {_text(message)}" for message in messages)
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    parts = [part["text"] for part in content] if isinstance(content, list) else [content] if isinstance(content, str) else []
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        function: Mapping[str, object] = call["function"]
+        parts.append(f"(called {function['name']} with {function['arguments']})")
+    return "\n".join(parts)

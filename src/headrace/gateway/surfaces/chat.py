@@ -14,7 +14,7 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.config import Limits
-from headrace.gateway.sessions.window import ContextFitting
+from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.surfaces.dialect import parse, schemas
 from headrace.gateway.surfaces.dialect.answers import ChoiceOutput, OpenAIAnswer
 from headrace.gateway.surfaces.dialect.conversation import ConversationFields, check_conversation

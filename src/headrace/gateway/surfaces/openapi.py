@@ -19,8 +19,8 @@ from headrace.core.tools import FUNCTION_NAME, MAX_TOOLS
 from headrace.gateway.cache.control import MAX_CACHE_S
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import TABLE
+from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.sessions.names import SESSION_ID
-from headrace.gateway.sessions.window import ContextFitting
 from headrace.gateway.surfaces.dialect.conversation import MAX_PARTS
 from headrace.gateway.surfaces.dialect.field_table import (
     CHAT,

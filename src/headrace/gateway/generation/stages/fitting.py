@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.sessions.fitting import ContextFitter
-from headrace.gateway.sessions.window import ContextFitting
+from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.seam import EventStream, Prepared, added
 
 

@@ -7,10 +7,9 @@ from contextlib import suppress
 
 from headrace.core.errors import HeadraceError, InvalidRequest, ModelNotFound
 from headrace.gateway.access.budget import Held
-from headrace.gateway.cache.answer_cache import AnswerCache, Flight
+from headrace.gateway.cache.answer_cache import AnswerCache, Computation
 from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question, entry_salt
-from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer
-from headrace.gateway.cache.replayed_stream import recorded_prepared
+from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer, recorded_prepared
 from headrace.gateway.cache.replays import HEADER, IDEMPOTENCY_KEY, KeyClaim, Replays, retry_key
 from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
@@ -18,7 +17,7 @@ from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.stages.model_choice import headers_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader
-from headrace.gateway.sessions.window import ContextFitting
+from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
 from headrace.observe.cache_metrics import CacheResult, KeptAnswer
 from headrace.policy.admission.ladder import AdmissionStep
@@ -135,7 +134,7 @@ class AnswerReuse:
         self._continues = self._exchange.header(LAST_EVENT_ID) is not None
         """The stream may be continued event by event, which is another way to get the rest of an answer."""
         self._claim: KeyClaim | None = None
-        self._flight: Flight | None = None
+        self._computation: Computation | None = None
         self._key = ""
         self._ttl_s = 0.0
         self._recorder: AnswerRecorder | None = None
@@ -221,7 +220,7 @@ class AnswerReuse:
             waited = await self._cache.wait(key)
             if isinstance(waited, WholeAnswer):
                 return waited
-            self._flight = waited
+            self._computation = waited
         return found
 
     def _say(self, result: CacheResult, *headers: tuple[bytes, bytes]) -> None:
@@ -233,9 +232,9 @@ class AnswerReuse:
     def turn_off_cache(self) -> None:
         """Another model than the one that was asked for answers: its answer is not the one that an equal request means."""
         self._key = ""
-        if self._flight is not None:
-            self._cache.flights.land(self._flight, None)
-            self._flight = None
+        if self._computation is not None:
+            self._cache.end(self._computation)
+            self._computation = None
 
     def recorder(self, prepared: Prepared) -> AnswerRecorder | None:
         """Gets every event of the answer. None: nothing is kept."""
@@ -260,5 +259,5 @@ class AnswerReuse:
         if self._key and answer is None:
             self._cache.metrics.kept(KeptAnswer.TOO_LARGE)
         elif self._key and answer is not None:
-            flight, self._flight = self._flight, None
-            self._cache.keep(self._key, answer, tenant=self._exchange.principal.tenant_key, ttl_s=self._ttl_s, flight=flight)
+            computation, self._computation = self._computation, None
+            self._cache.keep(self._key, answer, tenant=self._exchange.principal.tenant_key, ttl_s=self._ttl_s, computation=computation)

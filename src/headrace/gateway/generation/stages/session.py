@@ -19,11 +19,10 @@ from headrace.gateway.cache.replays import retry_key
 from headrace.gateway.generation.event_log import last_event
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json
+from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json, prompt_messages
 from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
 from headrace.gateway.sessions.names import METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
 from headrace.gateway.sessions.sessions import ReadSession, Sessions
-from headrace.gateway.sessions.window import prompt_messages
 from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, ToolCall
 
