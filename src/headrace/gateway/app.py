@@ -36,7 +36,7 @@ from headrace.gateway.http.errors import (
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.origins import HostCheck, Origins, TrustedProxies, answer_preflight, is_preflight
 from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
-from headrace.gateway.stores.guard import StoreWait, one_request
+from headrace.gateway.stores.guard import StoreWait
 from headrace.gateway.surfaces.paths import AnsweredPath, find_path, logged_path, plain_path
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.observe.request_log import MAX_DETAIL_CHARS, Outcome, RequestLog, RequestLogRecord
@@ -91,7 +91,7 @@ class Gateway:
         path, scope["path_params"] = find_path(scope["path"])
         if path is not None:
             exchange.framing = path.framing
-        with one_request(active.service.clock) as store_wait:
+        with StoreWait(active.service.clock) as store_wait:
             try:
                 exchange.use(active.choosing)
                 host = active.host_check(exchange, is_probe=path is not None and path.is_public)

@@ -26,7 +26,7 @@ from headrace.gateway.stores.guard import (
     WRITE_S,
     GuardedStore,
     StoreGuard,
-    one_request,
+    StoreWait,
 )
 from headrace.gateway.stores.redis import RedisCalls, RedisStore, open_redis
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread
@@ -74,7 +74,7 @@ async def fails() -> None:
 async def test_one_request_waits_for_all_stores_together_as_long_as_for_one(loop: VirtualTimeLoop) -> None:
     guards = [StoreGuard(name, StoreProgress(), loop.time) for name in ("keys", "limits", "answers", "sessions", "streams")]
     began = loop.time()
-    with one_request(loop.time) as wait:
+    with StoreWait(loop.time) as wait:
         assert await asked(guards[0], lambda: asyncio.sleep(0.05)) == ""
         assert wait.waited_s == pytest.approx(0.05)
         assert "in time" in await asked(guards[1], never)
@@ -143,7 +143,7 @@ async def test_what_no_request_waits_for_is_no_part_of_its_wait(loop: VirtualTim
             return
 
     store = GuardedStore(Slow(), "answers", loop.time)  # type: ignore[arg-type]
-    with one_request(loop.time) as wait:
+    with StoreWait(loop.time) as wait:
         store.write(lambda bare: bare.put(), 10, ended.append)  # type: ignore[call-arg]
         assert store.num_writing == 1
         await store.tried(lambda bare: bare.put(), 5.0)  # type: ignore[call-arg]
@@ -166,7 +166,7 @@ async def test_every_request_of_a_flood_waits_its_time_at_most_for_a_store_that_
     async def request(number: int) -> None:
         await asyncio.sleep(number * 0.005)
         began = loop.time()
-        with one_request(loop.time):
+        with StoreWait(loop.time):
             for _ in range(3):
                 with pytest.raises(StoreFailed):
                     await store.asked(_get)
@@ -275,11 +275,11 @@ async def test_time_by_which_the_event_loop_is_late_is_not_the_stores(one: Store
         for _ in range(3):  # an answer that wakes a task, which wakes another one
             await asyncio.sleep(0.01)
 
-    with one_request(loop.time) as wait:
+    with StoreWait(loop.time) as wait:
         reasons = await asyncio.gather(asked(one, answered_late), busy(loop, 2 * REQUEST_WAIT_S), asked(one, answered_late))
         assert list(reasons) == ["", None, ""]
         assert wait.waited_s < REQUEST_WAIT_S / 2
-    with one_request(loop.time) as wait:
+    with StoreWait(loop.time) as wait:
         began = loop.time()
         stopped, _ = await asyncio.gather(asked(one, never), busy(loop, REQUEST_WAIT_S))
     assert "in time" in stopped, "one that gives no answer is given up all the same"
@@ -293,7 +293,7 @@ async def test_a_wait_with_little_time_left_ends_before_the_look_that_longer_one
     monkeypatch.setattr(guard, "TICK_S", REQUEST_WAIT_S)
     long, began = asyncio.create_task(asked(one, never)), loop.time()
     await asyncio.sleep(0)
-    with one_request(loop.time) as wait:
+    with StoreWait(loop.time) as wait:
         wait.waited_s = REQUEST_WAIT_S - 0.01
         assert "in time" in await asked(one, never)
     assert loop.time() - began == pytest.approx(0.01)
@@ -347,7 +347,7 @@ async def test_a_machine_that_stands_still_leaves_no_store_alone_and_refuses_nob
     waits, is_over = [], asyncio.Event()
 
     async def request() -> str:
-        with one_request(loop.time) as wait:
+        with StoreWait(loop.time) as wait:
             said = await asked(one, store.call)
         waits.append(wait.waited_s)
         return said
@@ -371,7 +371,7 @@ async def test_a_machine_that_stands_still_leaves_no_store_alone_and_refuses_nob
 
 ASKS_A_STORE = """
 import asyncio, sys, time, uvloop
-from headrace.gateway.stores.guard import StoreGuard, one_request
+from headrace.gateway.stores.guard import StoreGuard, StoreWait
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread
 from headrace.gateway.stores.store import StoreFailed
 
@@ -389,7 +389,7 @@ async def main():
 
     async def client():
         while not is_over.is_set():
-            with one_request():
+            with StoreWait():
                 try:
                     async with guard.waiting():
                         await thread.call(insert)

@@ -15,7 +15,7 @@ from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.core.steady_time import SteadyUnixTime
 from headrace.gateway.access.admin_requests import shown
 from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, NewTenant, TenantChange, digest
-from headrace.gateway.access.key_store import KeyRecord, KeyStore, RedisKeys, open_keys
+from headrace.gateway.access.key_store import KeyRecord, KeyStore, RedisKeys, TenantRecord, open_keys
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.redis import open_redis
 from headrace.gateway.stores.store import StoreFailed
@@ -71,7 +71,7 @@ async def test_a_key_is_256_random_bits_and_only_its_digest_is_kept(admin: Admin
     assert issued.record.first_chars == issued.key[:8]
     assert issued.key not in repr(issued)
     assert await found(store, issued) == issued.record
-    kept = repr([await store.keys(), await store.tenants(), await store.audit(10)])
+    kept = repr([await store.records(KeyRecord), await store.records(TenantRecord), await store.audit(10)])
     assert issued.key not in kept
     assert issued.key[9:] not in kept
 
@@ -195,8 +195,8 @@ async def test_changes_at_once_are_all_made(store: KeyStore, unix_time: ManualTi
     """Of changes that were decided on the same directory one is written; the others are decided again."""
     admins = [Administration(store, tiers=BUILT_IN_TIERS, unix_time=unix_time, actor=f"a{index}") for index in range(8)]
     await asyncio.gather(*(admin.create_key(NewKey(tenant="acme", tier="free")) for admin in admins))
-    assert len(await store.keys()) == len(await store.audit(100)) == 8
-    assert len(await store.tenants()) == 1
+    assert len(await store.records(KeyRecord)) == len(await store.audit(100)) == 8
+    assert len(await store.records(TenantRecord)) == 1
     assert sum("created_tenant" in record.detail for record in await store.audit(100)) == 1
 
 

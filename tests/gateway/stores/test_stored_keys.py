@@ -23,7 +23,7 @@ from headrace.core.errors import Unauthorized, Unavailable
 from headrace.core.request import PriorityClass
 from headrace.gateway.access.administration import Administration, NewKey, NewTenant, TenantChange
 from headrace.gateway.access.auth import Authenticator
-from headrace.gateway.access.key_store import DirectoryState, KeyStore, RedisKeys, SqliteKeys, StoredKey, TenantRecord, open_keys
+from headrace.gateway.access.key_store import DirectoryState, KeyStore, R, RedisKeys, SqliteKeys, StoredKey, TenantRecord, open_keys
 from headrace.gateway.access.principal import ApiKey, KeyLimits, digest_of
 from headrace.gateway.access.stored_keys import ABSENT_S, MAX_ABSENT, MAX_FIRST_LOOKUPS, OPEN_S, OUTAGE_S, OUTDATED_S, StoredKeys
 from headrace.gateway.http.framing import OPENAI
@@ -401,9 +401,10 @@ class BrokenStore(SqliteKeys):
         await self._break()
         return await super().find(sha256)
 
-    async def tenant(self, name: str) -> TenantRecord | None:
-        await self._break()
-        return await super().tenant(name)
+    async def record(self, kind: type[R], name: str) -> R | None:
+        if kind is TenantRecord:
+            await self._break()
+        return await super().record(kind, name)
 
     async def _break(self) -> None:
         if self.mode == "fails":

@@ -128,7 +128,7 @@ class Administration:
 
         async def decide() -> tuple[KeyRecord, DirectoryChange]:
             now = self._unix_time()
-            tenant = await self._store.tenant(wanted.tenant)
+            tenant = await self._store.record(TenantRecord, wanted.tenant)
             made: tuple[TenantRecord, ...] = ()
             if tenant is None:
                 tenant = _new_tenant(wanted.tenant, wanted.tier or DEFAULT_TIER, now)
@@ -186,14 +186,14 @@ class Administration:
         return IssuedKey(await self._change(decide), key)
 
     async def key(self, key_id: str) -> KeyRecord:
-        record = await self._store.key(key_id)
+        record = await self._store.record(KeyRecord, key_id)
         if record is None:
             raise InvalidRequest("id", "the id of a key", key_id, "`headrace keys list` shows them.")
         return record
 
     async def keys(self, tenant: str | None = None) -> list[KeyRecord]:
         """Oldest first; revoked and expired ones are among them. tenant: None for all"""
-        return [record for record in await self._store.keys() if tenant in (None, record.tenant)]
+        return [record for record in await self._store.records(KeyRecord) if tenant in (None, record.tenant)]
 
     # -- tenants -------------------------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Administration:
         self._check_change(wanted)
 
         async def decide() -> tuple[TenantRecord, DirectoryChange]:
-            if await self._store.tenant(name) is not None:
+            if await self._store.record(TenantRecord, name) is not None:
                 raise InvalidRequest("tenant", "a name that is not taken", name, "`headrace tenants set` changes it.")
             record = _changed(_new_tenant(name, DEFAULT_TIER, self._unix_time()), wanted)
             return record, DirectoryChange(audit=self._audit("tenant.create", name, _differences(wanted, record)), tenants=(record,))
@@ -238,18 +238,18 @@ class Administration:
         await self._change(decide)
 
     async def tenant(self, name: str) -> TenantRecord:
-        record = await self._store.tenant(name)
+        record = await self._store.record(TenantRecord, name)
         if record is None:
             raise InvalidRequest("tenant", "the name of a tenant", name, "`headrace tenants list` shows them.")
         return record
 
     async def tenant_keys(self, name: str) -> tuple[str, ...]:
         """What stores may hold data of a tenant under: its name, for keys of a configuration, and the id of its record."""
-        record = await self._store.tenant(name)
+        record = await self._store.record(TenantRecord, name)
         return (name, record.id) if record is not None and record.id else (name,)
 
     async def tenants(self) -> list[TenantRecord]:
-        return await self._store.tenants()
+        return await self._store.records(TenantRecord)
 
     async def audit(self, limit: int) -> list[AuditRecord]:
         """The newest changes, newest first."""

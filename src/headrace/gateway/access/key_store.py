@@ -131,6 +131,9 @@ class DirectoryChange:
         return bool(self.keys or self.removed_digests or self.tenants or self.removed_tenants)
 
 
+R = TypeVar("R", KeyRecord, TenantRecord)
+
+
 class KeyStore(Protocol):
     """Every method raises StoreFailed."""
 
@@ -142,13 +145,13 @@ class KeyStore(Protocol):
         """The version of the directory, and the key with this digest in it."""
         ...
 
-    async def key(self, key_id: str) -> KeyRecord | None: ...
+    async def record(self, kind: type[R], name: str) -> R | None:
+        """The record of a key by its id, or of a tenant by its name."""
+        ...
 
-    async def keys(self) -> list[KeyRecord]: ...
-
-    async def tenant(self, name: str) -> TenantRecord | None: ...
-
-    async def tenants(self) -> list[TenantRecord]: ...
+    async def records(self, kind: type[R]) -> list[R]:
+        """Oldest first."""
+        ...
 
     async def audit(self, limit: int) -> list[AuditRecord]:
         """The newest changes, newest first."""
@@ -181,6 +184,9 @@ KEYS = SqliteForm(
         "CREATE TABLE audit (number INTEGER PRIMARY KEY AUTOINCREMENT, record BLOB NOT NULL)",
     ),
 )
+TABLES: Mapping[type, tuple[str, str]] = {KeyRecord: ("keys", "id"), TenantRecord: ("tenants", "name")}
+"""Kind of record -> its table and the column that names it."""
+
 FIND_ROW = (
     "SELECT keys.record, tenants.record FROM digests JOIN keys ON keys.id = digests.key_id JOIN tenants ON tenants.name = keys.tenant"
     " WHERE digests.sha256 = ?"
@@ -203,17 +209,12 @@ class SqliteKeys:
         version, rows = await self._read(lambda: (self._version(), self._rows(FIND_ROW, sha256)))
         return version, StoredKey(_decoded(rows[0][0], KeyRecord), _decoded(rows[0][1], TenantRecord)) if rows else None
 
-    async def key(self, key_id: str) -> KeyRecord | None:
-        return next(iter(await self._records(KeyRecord, "SELECT record FROM keys WHERE id = ?", key_id)), None)
+    async def record(self, kind: type[R], name: str) -> R | None:
+        table, column = TABLES[kind]
+        return next(iter(await self._records(kind, f"SELECT record FROM {table} WHERE {column} = ?", name)), None)
 
-    async def keys(self) -> list[KeyRecord]:
-        return await self._records(KeyRecord, "SELECT record FROM keys ORDER BY rowid")
-
-    async def tenant(self, name: str) -> TenantRecord | None:
-        return next(iter(await self._records(TenantRecord, "SELECT record FROM tenants WHERE name = ?", name)), None)
-
-    async def tenants(self) -> list[TenantRecord]:
-        return await self._records(TenantRecord, "SELECT record FROM tenants ORDER BY rowid")
+    async def records(self, kind: type[R]) -> list[R]:
+        return await self._records(kind, f"SELECT record FROM {TABLES[kind][0]} ORDER BY rowid")
 
     async def audit(self, limit: int) -> list[AuditRecord]:
         return await self._records(AuditRecord, "SELECT record FROM audit ORDER BY number DESC LIMIT ?", limit)
@@ -263,6 +264,7 @@ class SqliteKeys:
 VERSION, RECORDS, DIGESTS, TENANTS, AUDIT = (f"{PREFIX}keys:{name}" for name in ("version", "records", "digests", "tenants", "audit"))
 """The version of the directory; records of keys by id; ids by digest; records of tenants by name; audit records, oldest first."""
 
+HASHES: Mapping[type, str] = {KeyRecord: RECORDS, TenantRecord: TENANTS}
 FIND = """
 local version = redis.call('GET', KEYS[1]) or '0'
 local id = redis.call('HGET', KEYS[3], ARGV[1])
@@ -304,21 +306,13 @@ class RedisKeys(RedisCalls):
         version, *found = await self.answer(self._find_script(keys=[VERSION, RECORDS, DIGESTS, TENANTS], args=[sha256]))
         return int(version), StoredKey(_decoded(found[0], KeyRecord), _decoded(found[1], TenantRecord)) if found else None
 
-    async def key(self, key_id: str) -> KeyRecord | None:
-        record = await self.answer(self._client.hget(RECORDS, key_id))
-        return None if record is None else _decoded(record, KeyRecord)
+    async def record(self, kind: type[R], name: str) -> R | None:
+        record = await self.answer(self._client.hget(HASHES[kind], name))
+        return None if record is None else _decoded(record, kind)
 
-    async def keys(self) -> list[KeyRecord]:
-        records = await self.answer(self._client.hvals(RECORDS))
-        return sorted((_decoded(record, KeyRecord) for record in records), key=lambda key: (key.created_at, key.id))
-
-    async def tenant(self, name: str) -> TenantRecord | None:
-        record = await self.answer(self._client.hget(TENANTS, name))
-        return None if record is None else _decoded(record, TenantRecord)
-
-    async def tenants(self) -> list[TenantRecord]:
-        records = await self.answer(self._client.hvals(TENANTS))
-        return sorted((_decoded(record, TenantRecord) for record in records), key=lambda tenant: (tenant.created_at, tenant.name))
+    async def records(self, kind: type[R]) -> list[R]:
+        records = await self.answer(self._client.hvals(HASHES[kind]))
+        return sorted((_decoded(record, kind) for record in records), key=lambda record: (record.created_at, record.id))
 
     async def audit(self, limit: int) -> list[AuditRecord]:
         records = await self.answer(self._client.lrange(AUDIT, -limit, -1))

@@ -19,7 +19,7 @@ from typing import TypeVar
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.steady_time import SteadyUnixTime
-from headrace.gateway.access.key_store import DirectoryState, KeyStore, StoredKey, TenantRecord
+from headrace.gateway.access.key_store import DirectoryState, KeyRecord, KeyStore, StoredKey, TenantRecord
 from headrace.gateway.access.open_requests import KeyUses
 from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed, StoreProgress, drop_error
@@ -203,7 +203,7 @@ class StoredKeys:
     async def _end_revoked(self) -> None:
         """Raises StoreFailed."""
         if self._checks_left:
-            await self.uses.end_revoked(lambda key_id: self._answer(self._store.key(key_id)))
+            await self.uses.end_revoked(lambda key_id: self._answer(self._store.record(KeyRecord, key_id)))
             self._checks_left -= 1
 
     async def _read_state(self) -> None:
@@ -272,7 +272,7 @@ class ConfiguredTenants:
         if name not in self._records:
             try:
                 async with self._guard.waiting():
-                    self._records[name] = await self._store.tenant(name)
+                    self._records[name] = await self._store.record(TenantRecord, name)
             except StoreFailed:
                 return None
         return self._records[name]
@@ -281,7 +281,7 @@ class ConfiguredTenants:
         """Read what was asked for, unless that was done for this version of the directory. Raises StoreFailed."""
         if version != self._version:
             for name in list(self._records):
-                self._records[name] = await self._store.tenant(name)
+                self._records[name] = await self._store.record(TenantRecord, name)
             self._version = version
 
 

@@ -5,7 +5,7 @@ body.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 Scope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]
@@ -20,25 +20,7 @@ LOST_EXTENSION = "headrace.lost"
 """Key in scope["extensions"]: a function that says why the connection is gone, a ClientLeft or SlowReader; None while it stands."""
 
 CONNECTION_EXTENSION = "headrace.connection"
-"""Key in scope["extensions"]: a ClientConnection, where the server provides one."""
-
-
-class ClientConnection(Protocol):
-    """What the connection of a request can do without a task, and without ASGI's messages."""
-
-    def has_body(self, scope: Scope) -> bool:
-        """Whether the whole body has arrived."""
-        ...
-
-    def watch(self, on_left: Callable[[], None]) -> None:
-        """Call `on_left` when the client has left; at once if it has."""
-        ...
-
-    def end_watch(self, on_left: Callable[[], None]) -> None: ...
-    def has_room(self, scope: Scope) -> bool: ...
-    def write_chunk(self, body: bytes) -> None: ...
-    def join_writes(self) -> None: ...
-    def end_join(self) -> None: ...
+"""Key in scope["extensions"]: a `client_transport.ClientTransport`, where the server provides one."""
 
 
 PIECE_BYTES = 64 << 10

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import RequestId
@@ -21,7 +21,6 @@ from headrace.gateway.http.asgi import (
     CONNECTION_EXTENSION,
     LOST_EXTENSION,
     PIECE_BYTES,
-    ClientConnection,
     Headers,
     Receive,
     Scope,
@@ -33,6 +32,9 @@ from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, R
 from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.observe.request_log import RequestLogRecord
 from headrace.policy.admission.joining import Joining
+
+if TYPE_CHECKING:
+    from headrace.gateway.http.client_transport import ClientTransport
 
 T = TypeVar("T")
 
@@ -136,7 +138,7 @@ class Exchange:
         self.body_digest = b""
         self.pending_bytes = 0
         self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
-        self.connection: ClientConnection | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
+        self.connection: ClientTransport | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
         self._closed = False
         self._is_event_stream = False
         self._used: UseCount | None = None

@@ -97,11 +97,15 @@ _clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, WaitClock] = WeakKeyDictio
 
 
 class StoreWait:
-    """One request. waited_s: seconds that it has waited for stores so far, on `clock`"""
+    """Calls within the block, and within tasks that it begins, are one request's. Outside of such a block each call is a request.
+
+    waited_s  seconds that the request has waited for stores so far, on `clock`
+    """
 
     __slots__ = ("_token", "clock", "waited_s")
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        """clock: the same for all requests of one event loop"""
         loop = asyncio.get_running_loop()
         self.clock = _clocks.get(loop) or _clocks.setdefault(loop, WaitClock(clock))
         self.waited_s = 0.0
@@ -115,14 +119,6 @@ class StoreWait:
 
 
 _request_wait: ContextVar[StoreWait | None] = ContextVar("store wait of this request", default=None)
-
-
-def one_request(clock: Clock = time.monotonic) -> StoreWait:
-    """Calls within the block, and within tasks that it begins, are one request's. Outside of such a block each call is a request.
-
-    clock  the same for all requests of one event loop
-    """
-    return StoreWait(clock)
 
 
 class _Wait:
