@@ -79,7 +79,7 @@ async def use_everything(caller: Caller, state: Path) -> None:
         await caller.ask("POST", CHAT, 200, said())
     for _ in range(2):  # the second is a replay
         await caller.ask("POST", CHAT, 200, said(temperature=1), idempotency_key=REPLAY)
-        await eventually(lambda: not bench.gateway.service.replays.num_open)
+        await eventually(lambda: not bench.gateway.service.replays.claims)
     await caller.ask("POST", CHAT, 422, said(temperature=1, max_tokens=3), idempotency_key=REPLAY)
     await caller.ask("POST", CHAT, 400, said(), idempotency_key=f"{REPLAY} {REPLAY}")
     for _ in range(2):

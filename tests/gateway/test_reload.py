@@ -480,7 +480,7 @@ async def test_the_time_of_retries_follows(bench: TestBench) -> None:
     async def is_replayed() -> bool:
         answer = await bench.client.post("/v1/chat/completions", json=chat_body(max_tokens=2), headers={"idempotency-key": "one"})
         assert answer.status_code == 200
-        await eventually(lambda: not bench.gateway.service.replays.num_open)
+        await eventually(lambda: not bench.gateway.service.replays.claims)
         return answer.headers.get("idempotent-replayed") == "true"
 
     assert [await is_replayed() for _ in range(2)] == [False, True]

@@ -46,7 +46,7 @@ async def results(bench: TestBench) -> list[str]:
         drawn = await bench.client.post(PATH, json=chat_body(max_tokens=3), headers=headers | {"idempotency-key": "a"})
         found.append(drawn.headers.get("idempotent-replayed", "false"))
     service = bench.gateway.service
-    await eventually(lambda: not service.replays.num_open and not service.answer_cache.num_computing)
+    await eventually(lambda: not service.replays.claims and not service.answer_cache.num_computing)
     return found
 
 

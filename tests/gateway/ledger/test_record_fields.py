@@ -123,7 +123,7 @@ async def test_every_field_says_what_its_request_saw(text: TextModel, tmp_path: 
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway), base_url="http://localhost") as client:
             first = await Asked(loop).whole(client, "a")
             again = await Asked(loop).whole(client)
-            await eventually(lambda: not gateway.service.replays.num_open)
+            await eventually(lambda: not gateway.service.replays.claims)
             replayed = await Asked(loop).whole(client, "a")
         async with serving(gateway) as port:
             left = await Asked(loop).left(port, 8)

@@ -306,7 +306,7 @@ async def _run(*, is_in_order: bool, steps: list[tuple[str, int]], fates: list[s
         elif kind == "leave" and (waiting := [task for task in run.takes if not task.done()]):
             waiting[place % len(waiting)].cancel()
         elif kind == "background":
-            carried = run.limiter._ended.carry_from_all(run.limiter._ended.num_ended - place)
+            carried = run.limiter._ended.carry(run.limiter._ended.num_ended - place)
             background.add(asyncio.create_task(run.limiter._charge_some(carried)))
         await run.settle()
     while run.store.calls:
@@ -317,7 +317,7 @@ async def _run(*, is_in_order: bool, steps: list[tuple[str, int]], fates: list[s
         assert ended is None or isinstance(ended, StoreFailed)
     for one in run.open:
         run.end(one)
-    while (carried := run.limiter._ended.carry_from_all(run.limiter._ended.num_ended)) is not None:
+    while (carried := run.limiter._ended.carry(run.limiter._ended.num_ended)) is not None:
         task = asyncio.create_task(run.limiter._charge_some(carried))
         await run.settle()
         run.store.step(0, "answered")

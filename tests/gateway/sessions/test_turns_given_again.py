@@ -31,7 +31,7 @@ async def keyed(bench: TestBench, said: str, key: str, *, session: str = "s", **
 async def written(bench: TestBench) -> None:
     """Until every answer and every claim is in its store."""
     await idle(bench)
-    await eventually(lambda: not bench.gateway.service.replays.num_open and not bench.gateway.service.answer_cache.num_computing)
+    await eventually(lambda: not bench.gateway.service.replays.claims and not bench.gateway.service.answer_cache.num_computing)
 
 
 async def asked(bench: TestBench, session: str = "s") -> list[str]:

@@ -117,15 +117,12 @@ class Authenticator:
         """Raises UnusableKey where the configuration has no tier of the name."""
         tier = self._tiers.get(name)
         if tier is None:
-            self._log_unusable(key_id, name)
+            now = self._clock()
+            if now - self._logged_at.get(key_id, float("-inf")) >= LOG_EVERY_S:
+                self._logged_at[key_id] = now
+                log.error("key %s is refused: its tier %s is not in the configuration", key_id, name)
             raise UnusableKey("This API key cannot be used on this server; its operator finds the reason in the log.")
         return tier
-
-    def _log_unusable(self, key_id: str, tier_name: str) -> None:
-        now = self._clock()
-        if now - self._logged_at.get(key_id, float("-inf")) >= LOG_EVERY_S:
-            self._logged_at[key_id] = now
-            log.error("key %s is refused: its tier %s is not in the configuration", key_id, tier_name)
 
 
 def _with_record(principal: Principal, tenant: TenantRecord) -> Principal:

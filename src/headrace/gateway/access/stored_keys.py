@@ -192,19 +192,11 @@ class StoredKeys:
             await asyncio.sleep(POLL_S)
             with suppress(Unavailable, StoreFailed):
                 await self._read_state()
-                await self._read_tenants()
-                await self._end_revoked()
-
-    async def _read_tenants(self) -> None:
-        """Raises StoreFailed."""
-        if self._state is not None:
-            await self._answer(self._tenants.read_again(self._state.version))
-
-    async def _end_revoked(self) -> None:
-        """Raises StoreFailed."""
-        if self._checks_left:
-            await self.uses.end_revoked(lambda key_id: self._answer(self._store.record(KeyRecord, key_id)))
-            self._checks_left -= 1
+                if self._state is not None:
+                    await self._answer(self._tenants.read_again(self._state.version))
+                if self._checks_left:
+                    await self.uses.end_revoked(lambda key_id: self._answer(self._store.record(KeyRecord, key_id)))
+                    self._checks_left -= 1
 
     async def _read_state(self) -> None:
         """Read the directory's version, once for all that ask at a time. Raises Unavailable."""

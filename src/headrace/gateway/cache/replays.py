@@ -126,11 +126,7 @@ class Replays:
         """Held by requests that are running, and by answers that are being written."""
         return list(self._claims.values())
 
-    @property
-    def num_open(self) -> int:
-        return len(self._claims)
-
-    async def find(self, key: str, *, tenant: str, body: bytes, ttl_s: float) -> WholeAnswer | KeyClaim:
+    async def find(self, key: str, *, tenant: str, body: bytes) -> WholeAnswer | KeyClaim:
         """The first answer, or the claim where this is the first request.
 
         Raises IdempotencyConflict while the first one runs, IdempotencyMismatch for another body, Unavailable.
@@ -163,7 +159,13 @@ class Replays:
         """The request failed: the next one under the key is the first."""
         if not claim.is_ended:
             self._end(claim)
-            self._store.write(lambda store: self._release(store, claim), 0, lambda _: self._forget(claim), within_s=LEASE_S)
+            # An entry that is over at once, unless another request has claimed the key meanwhile.
+            self._store.write(
+                lambda store: store.swap(claim.key, b"", expected=claim.value, tenant=claim.tenant, ttl_s=0.001),
+                0,
+                lambda _: self._forget(claim),
+                within_s=LEASE_S,
+            )
 
     def check(self) -> None:
         """Assert that no claim is left. For a gateway without requests."""
@@ -234,7 +236,3 @@ class Replays:
         for expected in (claim.value, None):
             if await store.swap(claim.key, value, expected=expected, tenant=claim.tenant, ttl_s=ttl_s):
                 return
-
-    async def _release(self, store: Store, claim: KeyClaim) -> None:
-        """Leave an entry that is over at once, unless another request has claimed the key meanwhile."""
-        await store.swap(claim.key, b"", expected=claim.value, tenant=claim.tenant, ttl_s=0.001)

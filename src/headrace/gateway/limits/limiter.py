@@ -104,28 +104,30 @@ class EndedRequests:
             if carried.failure is not None:
                 raise StoreFailed(str(carried.failure))
 
-    def carry(self, tenant: str) -> CarriedCharges | None:
-        """Charges of a tenant for the next call, MAX_CHARGES at most. Its caller then calls `charged` or `put_back`."""
-        waiting = self._waiting.get(tenant)
-        if not waiting:
-            return None
-        if len(waiting) <= MAX_CHARGES:
-            del self._waiting[tenant]
-            return self._carrying({tenant: waiting})
-        return self._carrying({tenant: {name: waiting.pop(name) for name in list(islice(waiting, MAX_CHARGES))}})
+    def carry(self, until_number: int, tenant: str | None = None) -> CarriedCharges | None:
+        """Charges for the next call, MAX_CHARGES at most. Its caller then calls `charged` or `put_back`.
 
-    def carry_from_all(self, until_number: int) -> CarriedCharges | None:
-        """As `carry`, of all tenants. until_number: those that had ended when `num_ended` was this"""
+        until_number  of those that had ended when `num_ended` was this
+        tenant        of this one alone; None: of all
+        """
         found: _ByTenant = {}
         left = MAX_CHARGES
-        for tenant, waiting in list(self._waiting.items()):
-            names = list(islice((name for name, one in waiting.items() if one.number < until_number), left))
-            if names:
-                found[tenant] = {name: waiting.pop(name) for name in names}
-                left -= len(names)
+        for name in list(self._waiting) if tenant is None else [tenant]:
+            waiting = self._waiting.get(name, {})
+            ids = list(islice((request_id for request_id, one in waiting.items() if one.number < until_number), left))
+            if ids:
+                found[name] = {request_id: waiting.pop(request_id) for request_id in ids}
+                left -= len(ids)
             if not waiting:
-                del self._waiting[tenant]
-        return self._carrying(found) if found else None
+                self._waiting.pop(name, None)
+        if not found:
+            return None
+        carried = CarriedCharges(self._gateway, found)
+        for name in found:
+            self._carried.setdefault(name, []).append(carried)
+        if not self._waiting:
+            self.has_waiting.clear()
+        return carried
 
     def charged(self, carried: CarriedCharges) -> None:
         """The store has taken them."""
@@ -139,14 +141,6 @@ class EndedRequests:
         carried.failure = failure
         self._end(carried)
         self.has_waiting.set()
-
-    def _carrying(self, by_tenant: _ByTenant) -> CarriedCharges:
-        carried = CarriedCharges(self._gateway, by_tenant)
-        for tenant in by_tenant:
-            self._carried.setdefault(tenant, []).append(carried)
-        if not self._waiting:
-            self.has_waiting.clear()
-        return carried
 
     def _end(self, carried: CarriedCharges) -> None:
         for tenant in carried.by_tenant:
@@ -238,8 +232,8 @@ class Limiter:
             if not self._store.is_in_order:
                 await self._ended.answered(tenant)
             for _ in range((self._ended.num_waiting(tenant) - 1) // MAX_CHARGES):
-                await self._charge_some(self._ended.carry(tenant))
-            if (carried := self._ended.carry(tenant)) is None:
+                await self._charge_some(self._ended.carry(self._ended.num_ended, tenant))
+            if (carried := self._ended.carry(self._ended.num_ended, tenant)) is None:
                 return await self._store.take(holder, claims)
             return await self._carried(carried, self._store.take(holder, claims, carried.charges))
 
@@ -283,7 +277,7 @@ class Limiter:
             until_number = self._ended.num_ended
             await self._pause(CARRY_S)
             try:
-                await self._charge_some(self._ended.carry_from_all(until_number))
+                await self._charge_some(self._ended.carry(until_number))
             except StoreFailed as error:
                 self._guard.warn(error)
                 await self._pause(BEAT_S)
@@ -332,7 +326,7 @@ class Limiter:
         await asyncio.gather(*tasks, return_exceptions=True)
         with suppress(StoreFailed, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                while (carried := self._ended.carry_from_all(self._ended.num_ended)) is not None:
+                while (carried := self._ended.carry(self._ended.num_ended)) is not None:
                     await self._charge_some(carried)
                 await self._renew()
                 await self._store.expire(self.gateway, self._beat)

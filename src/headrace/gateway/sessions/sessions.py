@@ -111,11 +111,7 @@ class Sessions:
 
     async def renew(self, key: SessionKey, owner: bytes, within_s: float) -> None:
         """A failure is tried again by the next renewal; the swap of the history decides in the end."""
-
-        async def renewed(store: Store) -> None:
-            await store.swap(key.claim, owner, expected=owner, tenant=key.tenant, ttl_s=LEASE_S)
-
-        await self.store.tried(renewed, within_s)
+        await self.store.tried(lambda store: store.swap(key.claim, owner, expected=owner, tenant=key.tenant, ttl_s=LEASE_S), within_s)
 
     async def keep(self, key: SessionKey, found: ReadSession, stored: StoredSession, messages: Sequence[Message]) -> None:
         """Store the session as a turn leaves it. Raises SessionConflict, Unavailable, or RequestTooLarge."""

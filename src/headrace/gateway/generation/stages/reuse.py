@@ -194,7 +194,7 @@ class AnswerReuse:
         for other, is_given in ((LAST_EVENT, self._continues), ("prompt_logprobs", question.has_prompt_logprobs)):
             if is_given:
                 raise InvalidRequest(HEADER, f"no {other} beside it", None, "Such an answer is not kept for a retry.")
-        found = await self._replays.find(key, tenant=tenant, body=self._exchange.body_digest, ttl_s=config.ttl_s)
+        found = await self._replays.find(key, tenant=tenant, body=self._exchange.body_digest)
         if isinstance(found, WholeAnswer):
             return found
         self._claim = found
