@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,6 @@ from headrace.gateway.site.siblings import Siblings, SiteMetrics, answers_of
 from headrace.gateway.site.worker import GatewayWorker
 from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.open import Stores
-from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
@@ -65,10 +64,6 @@ def _load_or_error(folder: str) -> TextModel | CheckpointError:
         return error
 
 
-def _host_process(config: HostConfig, withheld: Collection[str]) -> Workers:
-    return HostProcess(config, withheld=withheld)
-
-
 @dataclass(frozen=True, slots=True)
 class OpenGateway:
     """A gateway that is served from now on, and what changes its configuration."""
@@ -85,7 +80,7 @@ async def open_gateway(
     *,
     connect: Connect = connect_wire,
     load: LoadText = load_text,
-    make_workers: MakeWorkers = _host_process,
+    make_workers: MakeWorkers = HostProcess,
     sources: Sources | None = None,
     worker: GatewayWorker | None = None,
 ) -> AsyncIterator[OpenGateway]:

@@ -66,7 +66,7 @@ def run_gateway(
 
 def text_workers(config: GatewayConfig) -> HostProcess:
     """The text workers, not yet started. They tokenize for the models that engines serve, and parse large bodies for every model."""
-    return HostProcess(HostConfig(config.text_folders, config.limits), withheld=config.key_variables)
+    return HostProcess(HostConfig(config.text_folders, config.limits), config.key_variables)
 
 
 def _serve(

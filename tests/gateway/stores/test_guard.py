@@ -29,7 +29,7 @@ from headrace.gateway.stores.guard import (
     StoreWait,
 )
 from headrace.gateway.stores.redis import RedisCalls, RedisStore, open_redis
-from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread
+from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread, open_sqlite
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed, StoreLimits, StoreProgress
 
 pytestmark = pytest.mark.loop
@@ -372,12 +372,12 @@ async def test_a_machine_that_stands_still_leaves_no_store_alone_and_refuses_nob
 ASKS_A_STORE = """
 import asyncio, sys, time, uvloop
 from headrace.gateway.stores.guard import StoreGuard, StoreWait
-from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread
+from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread, open_sqlite
 from headrace.gateway.stores.store import StoreFailed
 
 async def main():
     form = SqliteForm(version=1, statements=("CREATE TABLE numbers (number INTEGER)",), synchronous="OFF")
-    thread = SqliteThread.open(IN_MEMORY, form, where="state")
+    thread = SqliteThread(open_sqlite(IN_MEMORY, form, where="state"))
     guard = StoreGuard("limits", thread.progress)
 
     is_over = asyncio.Event()
@@ -437,7 +437,7 @@ EMPTY = SqliteForm(version=1, statements=("CREATE TABLE numbers (number INTEGER)
 async def test_a_store_whose_thread_is_blocked_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "REQUEST_WAIT_S", 0.05)
     monkeypatch.setattr(guard, "RETRY_S", 600.0)
-    thread, go_on = SqliteThread.open(IN_MEMORY, EMPTY, where="state"), threading.Event()
+    thread, go_on = SqliteThread(open_sqlite(IN_MEMORY, EMPTY, where="state")), threading.Event()
     one = StoreGuard("limits", thread.progress)
     try:
         blocked = asyncio.create_task(thread.call(lambda: go_on.wait(600)))

@@ -25,7 +25,7 @@ TOO_LARGE = 2**63
 
 @pytest.fixture
 async def thread() -> AsyncIterator[SqliteThread]:
-    opened = SqliteThread.open(IN_MEMORY, NUMBERS, where="state")
+    opened = SqliteThread(open_sqlite(IN_MEMORY, NUMBERS, where="state"))
     yield opened
     await opened.close()
 

@@ -22,7 +22,7 @@ import msgspec
 from headrace.gateway.access.principal import KeyLimits
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.redis import PREFIX, RedisCalls, open_redis
-from headrace.gateway.stores.sqlite_thread import SqliteForm, SqliteThread
+from headrace.gateway.stores.sqlite_thread import SqliteForm, SqliteThread, open_sqlite
 from headrace.gateway.stores.store import StoreProgress
 
 
@@ -198,7 +198,7 @@ class SqliteKeys:
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError."""
-        self._thread = SqliteThread.open(path, KEYS, where="state")
+        self._thread = SqliteThread(open_sqlite(path, KEYS, where="state"))
         self._connection = self._thread.connection
         self.progress = self._thread.progress
 

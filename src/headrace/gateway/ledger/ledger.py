@@ -23,7 +23,7 @@ from headrace.gateway.ledger.spool import OPEN, Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
 from headrace.gateway.ledger.usage_db import FILE, SQL, USAGE, UsageDb
 from headrace.gateway.ledger.usage_query import LocalUsage, UsageQuery
-from headrace.gateway.stores.sqlite_thread import SqliteThread
+from headrace.gateway.stores.sqlite_thread import SqliteThread, open_sqlite
 from headrace.gateway.stores.store import StoreFailed, drop_error
 from headrace.observe.usage_metrics import SinkReading, UsageReading
 
@@ -156,7 +156,7 @@ def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | N
     folder = Path(state)
     usage_db = UsageDb(str(folder / FILE), retention_days=config.retention_days, unix_time=unix_time)
     spool = Spool(folder / SPOOL, [usage_db.name], config.max_spool_bytes)
-    return Ledger(spool, usage_db, LocalUsage(SqliteThread.open(str(folder / FILE), USAGE, where="state")), config)
+    return Ledger(spool, usage_db, LocalUsage(SqliteThread(open_sqlite(str(folder / FILE), USAGE, where="state"))), config)
 
 
 def far_sinks(config: UsageConfig) -> list[Sink]:

@@ -280,7 +280,7 @@ class SqliteLimits:
     """The calls of a process are done one after the other, and each transaction begins with the charges that were asked for before it."""
 
     def __init__(self, path: str, *, clock: Clock, unix_time: Clock) -> None:
-        """path: as `SqliteThread.open` takes it; clock: monotonic seconds of the machine. Raises ConfigError."""
+        """path: as `open_sqlite` takes it; clock: monotonic seconds of the machine. Raises ConfigError."""
         self._clock, self._unix_time = clock, unix_time
         connection = open_sqlite(path, BOOK, where="state")
         self._rows = SqliteRows(connection)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.core.clock import Clock
-from headrace.gateway.stores.sqlite_thread import MAX_BATCH, SqliteForm, SqliteThread
+from headrace.gateway.stores.sqlite_thread import MAX_BATCH, SqliteForm, SqliteThread, open_sqlite
 from headrace.gateway.stores.store import StoreLimits
 
 ENTRY_BYTES, KEY_COPIES = 500, 2
@@ -39,10 +39,10 @@ class SqliteStore:
     """A `Store`."""
 
     def __init__(self, path: str, limits: StoreLimits, unix_time: Clock) -> None:
-        """path: as `SqliteThread.open` takes it. Raises ConfigError."""
+        """path: as `open_sqlite` takes it. Raises ConfigError."""
         self._limits = limits
         self._unix_time = unix_time
-        self._thread = SqliteThread.open(path, ENTRIES, where="store.path", begin_write=self._remove_expired)
+        self._thread = SqliteThread(open_sqlite(path, ENTRIES, where="store.path"), begin_write=self._remove_expired)
         self._connection = self._thread.connection
         self.progress = self._thread.progress
 

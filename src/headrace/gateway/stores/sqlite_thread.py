@@ -63,7 +63,7 @@ def _nothing() -> None:
 
 
 class SqliteThread:
-    """Made by `open`. connection: for the work that `call` is given, which runs in the thread"""
+    """connection: for the work that `call` is given, which runs in the thread"""
 
     def __init__(
         self,
@@ -84,11 +84,6 @@ class SqliteThread:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sqlite", daemon=True)
         self._thread.start()
-
-    @classmethod
-    def open(cls, path: str, form: SqliteForm, *, where: str, begin_write: Callable[[], None] = _nothing) -> SqliteThread:
-        """Parameters and errors as those of `open_sqlite` and of the thread itself."""
-        return cls(open_sqlite(path, form, where=where), begin_write=begin_write)
 
     async def call(self, work: Callable[[], T], *, is_read: bool = False) -> T:
         """What `work` returns, done in the thread within a transaction. is_read: it writes nothing

@@ -116,9 +116,9 @@ class HostProcess:
     def __init__(
         self,
         config: frames.HostConfig,
-        command: Sequence[str] = COMMAND,
-        *,
         withheld: Collection[str] = (),
+        *,
+        command: Sequence[str] = COMMAND,
         clock: Clock = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
