@@ -15,12 +15,13 @@ from typer.testing import CliRunner, Result
 
 from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.config import load, load_settings
-from headrace.cli.directory import read_limits
+from headrace.cli.directory import open_administration, read_limits
 from headrace.cli.exits import UsageRefused, exit_code_of
 from headrace.cli.main import app
 from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest
+from headrace.gateway.access.admin_requests import KeyRequests
 from headrace.gateway.access.key_store import TenantRecord
-from headrace.gateway.limits.report import LimitRequests, tenant_principal
+from headrace.gateway.limits.report import limit_requests, tenant_principal
 from headrace.gateway.limits.rules import rules_of
 from headrace.gateway.limits.store import open_limits
 from headrace.gateway.stores.config import StoreConfig
@@ -207,7 +208,9 @@ def test_models_whose_requests_are_free_in_a_budget_are_named(tmp_path: Path) ->
 async def test_limits_are_shown_over_the_admin_socket() -> None:
     made = await asyncio.to_thread(printed, "keys", "create", "--tenant", "acme", "--tier", "free", "--budget", "2")
     config = load_settings(None, os.environ, {"state": None}, default_model=DEFAULT_MODEL)
-    requests = LimitRequests(lambda work: read_limits(config, work, actor="test"))
+    requests = KeyRequests(
+        lambda actor: open_administration(config, actor=actor), limit_requests(lambda admin, work: read_limits(config, admin, work))
+    )
 
     async def get(*path: str) -> Any:
         return await requests.answer("GET", path, {}, {}, "test")

@@ -36,7 +36,7 @@ from headrace.gateway.access.admin_requests import KeyRequests
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.key_store import SqliteKeys
 from headrace.gateway.cache.answer_cache import open_answer_store
-from headrace.gateway.control.purge import CacheRequests
+from headrace.gateway.control.purge import cache_requests
 from headrace.gateway.sessions.sessions import open_session_store
 from headrace.gateway.site.memory import TenantShare
 from headrace.gateway.stores.open import Stores
@@ -168,7 +168,7 @@ async def test_what_is_kept_of_a_tenant_is_removed_from_another_machine(
     for store in (open_answer_store(config.cache, stores), open_session_store(config.sessions, stores)):
         await store.put("kept", b"", tenant="acme", ttl_s=60.0)
         await store.close()
-    async with made.running([CacheRequests(lambda: config, administration, time.time)]):
+    async with made.running([KeyRequests(administration, cache_requests(lambda: config, time.time))]):
         place = made.place
         for everything, num_removed in ((False, 1), (True, 1), (True, 0)):
             await asyncio.to_thread(partial(cache.purge, "acme", everything=everything, as_json=True, **place))

@@ -22,7 +22,7 @@ from headrace.cli.main import app
 from headrace.core.request import EngineRequest
 from headrace.gateway.access.admin_requests import KeyRequests
 from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, NewTenant
-from headrace.gateway.control.purge import CacheRequests
+from headrace.gateway.control.purge import cache_requests
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
 
@@ -128,7 +128,7 @@ async def admin_answers(bench: TestBench, state: Path, issued: IssuedKey) -> str
     """All answers of the admin socket about keys, tenants and caches."""
     config = bench.gateway.service.config
     keys = KeyRequests(lambda _actor: administration(state))
-    caches = CacheRequests(lambda: config, lambda _actor: administration(state), time.time)
+    caches = KeyRequests(lambda _actor: administration(state), cache_requests(lambda: config, time.time))
     asked = [
         ("GET", ("keys",)),
         ("GET", ("keys", issued.record.id)),

@@ -69,11 +69,10 @@ class KeyDirectory:
 
     def _report(self, work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]], *path: str) -> Any:
         """What `work` makes of a report; path: where a deployment answers it, before /limits. Raises as `ask`."""
-        import asyncio
-
         if self.is_remote:
             return self._ask_deployment("GET", *path, "limits")
-        return asyncio.run(read_limits(_settings(self.file, self.state), work, actor="headrace"))
+        config = _settings(self.file, self.state)
+        return administered(self.file, self.state, lambda admin: read_limits(config, admin, work))
 
     def note_unpriced_models(self, budget: float | None, names: Sequence[str] = ()) -> None:
         """Say on stderr of which models a request costs nothing in a budget. names: those that it is for; none: all"""
@@ -160,24 +159,18 @@ def administered(file: Path | None, state: str | None, work: Callable[[Administr
 
 
 async def read_limits(
-    config: ServeConfig, work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]], *, actor: str
+    config: ServeConfig, admin: Administration, work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]]
 ) -> list[dict[str, object]]:
     """What `work` makes of a report on the limits of a configuration's tenants. Raises as `LimitReport`."""
-    from headrace.cli.state import make_state_folder
     from headrace.gateway.limits.report import LimitReport
     from headrace.gateway.limits.store import open_limits
     from headrace.policy.limits.tier import all_tiers
 
-    make_state_folder(Path(config.state))
-    admin = open_administration(config, actor=actor)
+    store = open_limits(config.gateway.store, config.state, clock=time.monotonic, unix_time=time.time)
     try:
-        store = open_limits(config.gateway.store, config.state, clock=time.monotonic, unix_time=time.time)
-        try:
-            return await work(LimitReport(admin, store, all_tiers(config.tiers), config.gateway.limits.budget, time.time))
-        finally:
-            await store.close()
+        return await work(LimitReport(admin, store, all_tiers(config.tiers), config.gateway.limits.budget, time.time))
     finally:
-        await admin.close()
+        await store.close()
 
 
 def _settings(file: Path | None, state: str | None) -> ServeConfig:

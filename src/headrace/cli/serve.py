@@ -158,10 +158,10 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     from headrace.fleet.listening import check_can_listen
     from headrace.fleet.supervisor import run_fleet
     from headrace.fleet.weights import resolve_model
-    from headrace.gateway.access.admin_requests import KeyRequests
-    from headrace.gateway.control.purge import CacheRequests
+    from headrace.gateway.access.admin_requests import REQUESTS, KeyRequests
+    from headrace.gateway.control.purge import cache_requests
     from headrace.gateway.http.descriptors import connection_limit
-    from headrace.gateway.limits.report import LimitRequests
+    from headrace.gateway.limits.report import limit_requests
     from headrace.observe.logs import LogFormat, set_up_logging
 
     set_up_logging(LogFormat(config.log_format))
@@ -182,9 +182,14 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
         return config if source is None else source.held
 
     requests: list[AdminRequests] = [
-        KeyRequests(lambda actor: open_administration(held(), actor=actor)),
-        LimitRequests(lambda work: read_limits(held(), work, actor="the admin socket")),
-        CacheRequests(lambda: held().whole_gateway(), lambda actor: open_administration(held(), actor=actor), time.time),
+        KeyRequests(
+            lambda actor: open_administration(held(), actor=actor),
+            {
+                **REQUESTS,
+                **limit_requests(lambda admin, work: read_limits(held(), admin, work)),
+                **cache_requests(lambda: held().whole_gateway(), time.time),
+            },
+        )
     ]
 
     async def audit(actor: str, action: str, subject: str, detail: Mapping[str, object]) -> None:

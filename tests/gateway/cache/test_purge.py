@@ -14,9 +14,10 @@ from gateway_kit import TestBench, chat_body, eventually, open_bench
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
+from headrace.gateway.access.admin_requests import KeyRequests
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.key_store import open_keys
-from headrace.gateway.control.purge import CacheRequests
+from headrace.gateway.control.purge import cache_requests
 from headrace.gateway.stores.config import StoreConfig
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.text.folder import TextModel
@@ -60,7 +61,7 @@ async def test_one_tenants_answers_are_removed(text: TextModel, tmp_path: Path, 
             done = await asyncio.to_thread(CliRunner().invoke, app, words)
             assert json.loads(done.stdout) == {"removed": 2}, done.output
         else:
-            requests = CacheRequests(lambda: bench.gateway.service.config, administration(str(tmp_path)), lambda: 0.0)
+            requests = KeyRequests(administration(str(tmp_path)), cache_requests(lambda: bench.gateway.service.config, lambda: 0.0))
             assert await requests.answer("DELETE", ("cache", "one"), {}, {}, "root") == (200, {"removed": 2})
             assert await requests.answer("GET", ("cache", "one"), {}, {}, "root") is None
         assert await results(bench) == ["miss", "false", "hit", "true"]
@@ -100,7 +101,7 @@ async def removed(bench: TestBench, folder: Path, way: str, *, is_all: bool) -> 
     """Entries of the tenant `one` that a purge removes."""
     config = bench.gateway.service.config
     if way == "socket":
-        requests = CacheRequests(lambda: config, administration(str(folder), config.store), lambda: 0.0)
+        requests = KeyRequests(administration(str(folder), config.store), cache_requests(lambda: config, lambda: 0.0))
         answer = await requests.answer("DELETE", ("cache", "one"), {}, {"all": is_all}, "root")
         assert answer is not None
         assert answer[0] == 200, answer
@@ -120,7 +121,7 @@ async def test_a_body_with_another_word_is_refused(tmp_path: Path) -> None:
     from gateway_kit import gateway_config
 
     config: Any = gateway_config(state=str(tmp_path))
-    requests = CacheRequests(lambda: config, administration(str(tmp_path)), lambda: 0.0)
+    requests = KeyRequests(administration(str(tmp_path)), cache_requests(lambda: config, lambda: 0.0))
     answer = await requests.answer("DELETE", ("cache", "one"), {}, {"al": True}, "root")
     assert answer is not None
     assert answer[0] == 400
@@ -130,7 +131,7 @@ async def test_a_store_that_does_not_answer_is_said(tmp_path: Path) -> None:
     from gateway_kit import gateway_config
 
     config: Any = gateway_config(store={"url": f"unix://{tmp_path}/none.sock"})
-    requests = CacheRequests(lambda: config, administration("", config.store), lambda: 0.0)
+    requests = KeyRequests(administration("", config.store), cache_requests(lambda: config, lambda: 0.0))
     answer = await requests.answer("DELETE", ("cache", "one"), {}, {}, "root")
     assert answer is not None
     assert answer[0] == 503

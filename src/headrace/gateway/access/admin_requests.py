@@ -1,4 +1,7 @@
-"""Keys and tenants over the admin socket: requests to `access.administration`, records to JSON. docs/identity.md lists the requests."""
+"""Keys and tenants over the admin socket: requests to `access.administration`, records to JSON. docs/identity.md lists the requests.
+
+`limits.report` and `control.purge` have further rows of the table.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class RemoveBody:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class AdminCall:
     """One request. name: the id or the tenant in its path; "" where there is none"""
 
     admin: Administration
@@ -36,37 +39,37 @@ class _Call:
     body: Mapping[str, object]
 
 
-class KeyRequests:
-    """A `fleet.admin.AdminRequests`."""
+Handlers = Mapping[tuple[str, ...], Callable[[AdminCall], Awaitable[object]]]
+"""Method and parts of the path, where NAME stands for any -> what answers."""
 
-    def __init__(self, open_administration: Callable[[str], Administration]) -> None:
-        """open_administration: for an actor; closed after each request"""
+
+class KeyRequests:
+    """A `fleet.admin.AdminRequests`: requests to the admin socket that a table of handlers answers."""
+
+    def __init__(self, open_administration: Callable[[str], Administration], handlers: Handlers | None = None) -> None:
+        """
+        open_administration  for an actor; closed after each request
+        handlers             None: REQUESTS
+        """
         self._open = open_administration
+        self._handlers = REQUESTS if handlers is None else handlers
 
     async def answer(
         self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
     ) -> tuple[int, object] | None:
         """Status and JSON; None: no request of these. path: its parts"""
-        if _handler(method, path) is None:
+        if _shape(method, path) not in self._handlers:
             return None
-        return await answered(lambda: self._answer(method, path, query, body, actor))
-
-    async def _answer(self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str) -> object:
-        admin = self._open(f"{actor}, through the admin socket")
         try:
-            return await answer_request(admin, method, path, query, body)
-        finally:
-            await admin.close()
-
-
-async def answered(work: Callable[[], Awaitable[object]]) -> tuple[int, object]:
-    """Status and JSON of a request to the admin socket, which `work` does."""
-    try:
-        return 200, await work()
-    except (InvalidRequest, ConfigError) as error:
-        return 400, {"error": str(error)}
-    except StoreFailed as error:
-        return 503, {"error": str(error)}
+            admin = self._open(f"{actor}, through the admin socket")
+            try:
+                return 200, await answer_request(admin, method, path, query, body, self._handlers)
+            finally:
+                await admin.close()
+        except (InvalidRequest, ConfigError) as error:
+            return 400, {"error": str(error)}
+        except StoreFailed as error:
+            return 503, {"error": str(error)}
 
 
 async def answer_request(
@@ -75,16 +78,15 @@ async def answer_request(
     path: Sequence[str],
     query: Mapping[str, str] | None = None,
     body: Mapping[str, object] | None = None,
+    handlers: Handlers | None = None,
 ) -> Any:
-    """What one of REQUESTS gives, as JSON data. Raises InvalidRequest, ConfigError and StoreFailed."""
-    handler = _handler(method, path)
-    assert handler is not None, f"{method} {path} is in the table"
-    return shown(await handler(_Call(admin, path[1] if len(path) > 1 else "", query or {}, body or {})), admin.now())
+    """What one of `handlers` (None: REQUESTS) gives, as JSON data. Raises InvalidRequest, ConfigError and StoreFailed."""
+    handler = (REQUESTS if handlers is None else handlers)[_shape(method, path)]
+    return shown(await handler(AdminCall(admin, path[1] if len(path) > 1 else "", query or {}, body or {})), admin.now())
 
 
-def _handler(method: str, path: Sequence[str]) -> Callable[[_Call], Awaitable[object]] | None:
-    shape = (method, path[0] if path else "", *("NAME" if index == 0 else part for index, part in enumerate(path[1:])))
-    return REQUESTS.get(shape)
+def _shape(method: str, path: Sequence[str]) -> tuple[str, ...]:
+    return (method, path[0] if path else "", *("NAME" if index == 0 else part for index, part in enumerate(path[1:])))
 
 
 def _limit_of(query: Mapping[str, str]) -> int:
@@ -95,7 +97,7 @@ def _limit_of(query: Mapping[str, str]) -> int:
     return int(limit)
 
 
-REQUESTS: Mapping[tuple[str, ...], Callable[[_Call], Awaitable[object]]] = {
+REQUESTS: Handlers = {
     ("GET", "keys"): lambda call: call.admin.keys(call.query.get("tenant")),
     ("POST", "keys"): lambda call: call.admin.create_key(decode(NewKey, call.body)),
     ("GET", "keys", "NAME"): lambda call: call.admin.key(call.name),
@@ -108,7 +110,6 @@ REQUESTS: Mapping[tuple[str, ...], Callable[[_Call], Awaitable[object]]] = {
     ("DELETE", "tenants", "NAME"): lambda call: call.admin.remove_tenant(call.name, revoke_keys=decode(RemoveBody, call.body).revoke_keys),
     ("GET", "audit"): lambda call: call.admin.audit(_limit_of(call.query)),
 }
-"""Method and parts of the path -> what answers."""
 
 
 def shown(found: object, now: float) -> Any:
@@ -143,6 +144,8 @@ def shown(found: object, now: float) -> Any:
             }
         case AuditRecord():
             return asdict(found)
+        case dict():
+            return found
         case list():
             return [shown(one, now) for one in found]
     return {}

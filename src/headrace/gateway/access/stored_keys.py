@@ -94,7 +94,8 @@ class StoredKeys:
         self._absent: dict[bytes, float] = {}
         self._outdated_at: dict[int, float] = {}
         self._lookups = KeyLookups(self._ask, self._guard)
-        self._tenants = ConfiguredTenants(store, self._guard)
+        self._tenants: dict[str, TenantRecord | None] = {}
+        self._tenants_version: int | None = None
         self.uses = KeyUses()
         self._checks_left = 0
         self._reading: asyncio.Task[None] | None = None
@@ -154,8 +155,19 @@ class StoredKeys:
         return found if found is not None and found.key.is_valid(sha256, self._now()) else None
 
     async def tenant(self, name: str) -> TenantRecord | None:
-        """The record of the tenant of a configured key, if there is one and the store has answered for it."""
-        return await self._tenants.record(name)
+        """The record of the tenant of a configured key, if there is one and the store has answered for it.
+
+        These keys are good without the store, so a request waits for a record once at most: the first time that its tenant is asked for.
+        From then on records are read again after each change of the directory, in the background, and stay as they were while the store
+        does not answer.
+        """
+        if name not in self._tenants:
+            try:
+                async with self._guard.waiting():
+                    self._tenants[name] = await self._store.record(TenantRecord, name)
+            except StoreFailed:
+                return None
+        return self._tenants[name]
 
     @property
     def _is_recent(self) -> bool:
@@ -192,11 +204,17 @@ class StoredKeys:
             await asyncio.sleep(POLL_S)
             with suppress(Unavailable, StoreFailed):
                 await self._read_state()
-                if self._state is not None:
-                    await self._answer(self._tenants.read_again(self._state.version))
+                if self._state is not None and self._state.version != self._tenants_version:
+                    await self._answer(self._read_tenants(self._state.version))
                 if self._checks_left:
                     await self.uses.end_revoked(lambda key_id: self._answer(self._store.record(KeyRecord, key_id)))
                     self._checks_left -= 1
+
+    async def _read_tenants(self, version: int) -> None:
+        """Read again what was asked for, in the directory of this version or a later one. Raises StoreFailed."""
+        for name in list(self._tenants):
+            self._tenants[name] = await self._store.record(TenantRecord, name)
+        self._tenants_version = version
 
     async def _read_state(self) -> None:
         """Read the directory's version, once for all that ask at a time. Raises Unavailable."""
@@ -242,39 +260,6 @@ def remember(table: dict[K, T], key: K, value: T, most: int) -> None:
     while len(table) >= most:
         del table[next(iter(table))]
     table[key] = value
-
-
-class ConfiguredTenants:
-    """Records in the store of tenants that keys of the configuration belong to, as they were read last.
-
-    These keys are good without the store, so a request waits for a record once at most: the first time that its tenant is asked for. From
-    then on records are read again after each change of the directory, in the background, and stay as they were while the store does not
-    answer.
-    """
-
-    def __init__(self, store: KeyStore, guard: StoreGuard) -> None:
-        """guard: of the store"""
-        self._store = store
-        self._guard = guard
-        self._records: dict[str, TenantRecord | None] = {}
-        self._version: int | None = None
-
-    async def record(self, name: str) -> TenantRecord | None:
-        """None: the tenant has none, or the store has not answered yet."""
-        if name not in self._records:
-            try:
-                async with self._guard.waiting():
-                    self._records[name] = await self._store.record(TenantRecord, name)
-            except StoreFailed:
-                return None
-        return self._records[name]
-
-    async def read_again(self, version: int) -> None:
-        """Read what was asked for, unless that was done for this version of the directory. Raises StoreFailed."""
-        if version != self._version:
-            for name in list(self._records):
-                self._records[name] = await self._store.record(TenantRecord, name)
-            self._version = version
 
 
 MAX_FIRST_LOOKUPS = 4

@@ -5,13 +5,13 @@ Not a lock: what runs meanwhile is kept when it ends. Whoever removes a tenant r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from headrace.core.clock import Clock
 from headrace.core.strict_decode import decode
-from headrace.gateway.access.admin_requests import answered
+from headrace.gateway.access.admin_requests import AdminCall, Handlers
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.cache.answer_cache import open_answer_store
 from headrace.gateway.cache.replays import open_replay_store
@@ -54,30 +54,11 @@ class PurgeBody:
     all: bool = False
 
 
-class CacheRequests:
-    """`DELETE /cache/TENANT` on the admin socket. A `fleet.admin.AdminRequests`."""
+def cache_requests(config: Callable[[], GatewayConfig], unix_time: Clock) -> Handlers:
+    """`DELETE /cache/TENANT` on the admin socket. config: the one that holds now"""
 
-    def __init__(self, config: Callable[[], GatewayConfig], open_administration: Callable[[str], Administration], unix_time: Clock) -> None:
-        """
-        config               the one that holds now
-        open_administration  for an actor; closed after each request
-        """
-        self._config = config
-        self._open = open_administration
-        self._unix_time = unix_time
+    async def remove(call: AdminCall) -> object:
+        is_all = decode(PurgeBody, call.body).all
+        return {"removed": await purge(config(), call.name, call.admin, unix_time, is_all=is_all)}
 
-    async def answer(
-        self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
-    ) -> tuple[int, object] | None:
-        """Status and JSON; None: no request of these. path: its parts"""
-        if method != "DELETE" or len(path) != 2 or path[0] != "cache":
-            return None
-        return await answered(lambda: self._purge(path[1], body, actor))
-
-    async def _purge(self, tenant: str, body: Mapping[str, object], actor: str) -> object:
-        is_all = decode(PurgeBody, body).all
-        admin = self._open(f"{actor}, through the admin socket")
-        try:
-            return {"removed": await purge(self._config(), tenant, admin, self._unix_time, is_all=is_all)}
-        finally:
-            await admin.close()
+    return {("DELETE", "cache", "NAME"): remove}

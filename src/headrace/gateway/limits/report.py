@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
 from headrace.core.money import NANOS
-from headrace.gateway.access.admin_requests import answered
+from headrace.gateway.access.admin_requests import Handlers
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.key_store import KeyRecord, TenantRecord
 from headrace.gateway.access.principal import Principal
@@ -106,26 +105,16 @@ def _in_units(rule: LimitRule, value: int) -> float | int:
     return value / NANOS if rule.unit is Unit.NANOS else value
 
 
-ReadLimits = Callable[[Callable[[LimitReport], Awaitable[list[dict[str, object]]]]], Awaitable[list[dict[str, object]]]]
+ReadLimits = Callable[[Administration, Callable[[LimitReport], Awaitable[list[dict[str, object]]]]], Awaitable[list[dict[str, object]]]]
 
 
-class LimitRequests:
-    """`GET /limits`, `/tenants/NAME/limits` and `/keys/ID/limits` on the admin socket. A `fleet.admin.AdminRequests`."""
+def limit_requests(read: ReadLimits) -> Handlers:
+    """`GET /limits`, `/tenants/NAME/limits` and `/keys/ID/limits` on the admin socket.
 
-    def __init__(self, read: ReadLimits) -> None:
-        """read: gives what its argument makes of a report, opened for it alone"""
-        self._read = read
-
-    async def answer(
-        self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
-    ) -> tuple[int, object] | None:
-        """Status and JSON; None: no request of these. path: its parts"""
-        work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]]
-        match [method, *path]:
-            case ["GET", "limits"]:
-                work = LimitReport.of_deployment
-            case ["GET", "keys" | "tenants" as kind, name, "limits"]:
-                work = partial(LimitReport.of, kind=kind, name=name)
-            case _:
-                return None
-        return await answered(lambda: self._read(work))
+    read  gives what its argument makes of a report, opened for it alone
+    """
+    return {
+        ("GET", "limits"): lambda call: read(call.admin, LimitReport.of_deployment),
+        ("GET", "tenants", "NAME", "limits"): lambda call: read(call.admin, lambda report: report.of_tenant(call.name)),
+        ("GET", "keys", "NAME", "limits"): lambda call: read(call.admin, lambda report: report.of_key(call.name)),
+    }
