@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 import msgspec
 
@@ -22,7 +23,6 @@ from headrace.core.ids import RequestId
 from headrace.gateway.generation.event_log import HEADER, EventId, last_event, places_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict, UnknownStream
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.site.siblings import Siblings
 from headrace.gateway.stores.guard import Ended, GuardedStore, TooMuchToWrite, Work
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoredEntry, StoreFailed, entry_in
 from headrace.gateway.upstream.generation_request import EarlierOutput
@@ -117,6 +117,13 @@ class OpenStream:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+class OtherWorkers(Protocol):
+    """The part of `gateway.site.siblings.Siblings` that is used here."""
+
+    def handle(self, question: str, handler: Callable[[str], Awaitable[bytes]]) -> None: ...
+    async def ask_others(self, question: str, argument: str) -> list[bytes]: ...
+
+
 def body_digest(path: str, body: bytes, headers: Sequence[bytes] = ()) -> bytes:
     """Digest of what makes two requests equal. headers: values of those that change the answer, without zero bytes"""
     digest = blake2b(b"\0".join((path.encode(), *headers, b"")), digest_size=16)
@@ -138,9 +145,9 @@ class KeptStreams:
         self._ttl_s = ttl_s
         self._metrics = metrics
         self._open: dict[RequestId, OpenStream] = {}
-        self._siblings: Siblings | None = None
+        self._siblings: OtherWorkers | None = None
 
-    def join(self, siblings: Siblings) -> None:
+    def join(self, siblings: OtherWorkers) -> None:
         """Have the other workers of this port end streams that continue here, and end streams that continue there."""
         self._siblings = siblings
         siblings.handle(END_STREAM, self._end_for_sibling)

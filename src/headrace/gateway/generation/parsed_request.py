@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from headrace.core.request import PriorityClass
 from headrace.gateway.cache.control import NO_WISH, CacheControl
@@ -43,3 +43,6 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     num_kept_encodings: int = 0
     fitting: ContextFitting = ContextFitting.REFUSE
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def with_prompt(self, prompt: Conversation | PlainPrompts) -> ParsedRequest:
+        return structs.replace(self, prompt=prompt)

@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from msgspec import structs
-
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.cache.replays import retry_key
 from headrace.gateway.generation.event_log import last_event
@@ -54,7 +52,7 @@ async def take_turn(generation: Generation, call_next: Callable[[], Awaitable[Pr
     await turn.claim("" if continued is None else continued.answer_id)
     history = generation.history = turn.conversation(parsed.prompt.messages, max_messages=service.config.limits.max_messages)
     generation.held.prompts.add(turn.check_size(history))
-    generation.parsed = structs.replace(parsed, prompt=replace(parsed.prompt, messages=prompt_messages(history)))
+    generation.parsed = parsed.with_prompt(replace(parsed.prompt, messages=prompt_messages(history)))
     generation.preferred_replica = turn.preferred_replica(generation.model.name)
     prepared = await call_next()
     if not generation.is_replayed:
