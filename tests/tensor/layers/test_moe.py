@@ -5,13 +5,20 @@ Sizes are those of real models, for which torch splits its work over threads and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace.tensor.layers.moe import choose_experts, weighted_sum
+from headrace.tensor.batch import ForwardBatch
+from headrace.tensor.checkpoint.random_weights import RandomWeights
+from headrace.tensor.device import CPU
+from headrace.tensor.kernels import Experts, Linear
+from headrace.tensor.kernels.reference import BACKEND, KERNELS
+from headrace.tensor.layers.moe import MoeNames, MoeSpec, SparseMoe, choose_experts, weighted_sum
+from headrace.tensor.layers.weights import WeightReader
 
 pytestmark = pytest.mark.pure
 
@@ -47,3 +54,29 @@ def test_a_token_is_mixed_alone_as_in_a_batch(num_experts: int, top_k: int, widt
                 rows = slice(first, first + size)
                 for whole, part in zip(together, mixed(scores[rows], outputs[rows], top_k), strict=True):
                     assert torch.equal(whole[rows], part), (threads, size, first)
+
+
+def test_a_backend_that_runs_experts_together_is_asked_for_their_outputs() -> None:
+    """The layer's result is the one of its experts run one after another, and the host is not asked which of them were chosen."""
+    asked: list[tuple[int, ...]] = []
+
+    def group(gate_up: Sequence[Linear], down: Sequence[Linear], activation: str) -> Experts:
+        def run(x: Tensor, experts: Tensor) -> Tensor:
+            asked.append(tuple(experts.shape))
+            chosen = [(token, int(expert)) for token, row in enumerate(experts) for expert in row]
+            gated = (KERNELS.gated_activation(gate_up[expert](x[token : token + 1]), activation) for token, expert in chosen)
+            return torch.cat([down[expert](row) for row, (_, expert) in zip(gated, chosen, strict=True)])
+
+        return run
+
+    spec = MoeSpec(num_experts=5, top_k=2, size=24, is_renormalised=True)
+    layers = [
+        SparseMoe(WeightReader(RandomWeights(3, torch.float32, 1.0), backend, torch.float32, CPU), "layer.", spec, MoeNames(), 16)
+        for backend in (BACKEND, replace(BACKEND, group_experts=group), replace(BACKEND, group_experts=lambda *_: None))
+    ]
+    x = torch.randn(7, 16)
+    batch = ForwardBatch(torch.arange(7), torch.tensor([0, 7]), torch.tensor([7]), 7, ())
+    plain, together, refused = (layer(x, batch) for layer in layers)
+    assert torch.allclose(together, plain, atol=1e-6)
+    assert torch.equal(refused, plain)
+    assert asked == [(7, 2)]

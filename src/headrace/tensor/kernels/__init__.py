@@ -6,6 +6,7 @@ PackedFormat    keeps prepared weights on disk between starts; optional
 KernelCompiler  compiles kernels, and runs them on threads of its own; optional
 StepExecutor    runs a step's kernels later than they are called; optional
 draw            draws random tokens on the host; optional, `filters.draw` is the plain one
+GroupExperts    runs a mixture's experts without the host; optional
 mask            applies grammar masks on the host; optional, `masks.apply_masks` is the plain one
 
 `reference` is plain torch and defines every result; `cpu` is Numba and a library GEMM. A model is given a `Backend` and never asks which
@@ -15,7 +16,7 @@ in tests/tensor/kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -80,7 +81,8 @@ class Kernels(Protocol):
     def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None) -> None:
         """Write key, value [T, K, D] into cache [B, 2, S, K, D] at slot_mapping [T] int64, rounded to the cache's dtype.
 
-        An int8 cache comes with kv_scales [B, 2, S, K] float32: a vector is stored as round(x * (127 / max |x|)), ties to even, its
+        A float8_e4m3fn cache holds the values themselves, those beyond +-448 as +-448. An int8 cache comes with kv_scales
+        [B, 2, S, K] float32: a vector is stored as round(x * (127 / max |x|)), ties to even, its
         scale is max |x| / 127.
         """
         ...
@@ -141,7 +143,23 @@ class WeightPacking(Protocol):
         ...
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
-        """`pack_linear` for a weight of small integers; inputs are rounded row by row, see `rounding`."""
+        """`pack_linear` for a rounded weight; inputs are rounded row by row, see `rounding`."""
+        ...
+
+
+class Experts(Protocol):
+    """The experts of one layer of a mixture, run together on the device: the host does not read which of them were chosen."""
+
+    def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
+        """x [T, E], the chosen experts of each token [T, top_k] int64 -> each one's output [T * top_k, E], by (token, choice)."""
+        ...
+
+
+class GroupExperts(Protocol):
+    """Makes `Experts` of a layer's linears, one of each kind per expert."""
+
+    def __call__(self, gate_up: Sequence[Linear], down: Sequence[Linear], activation: str) -> Experts | None:
+        """None for linears that cannot be run together. The linears stay valid."""
         ...
 
 
@@ -255,6 +273,7 @@ class Backend:
     packed_format  None: nothing that `packing` prepares is kept on disk
     draw           one random token per row, on the host and at once; the plain one sorts, which is slow where vocabularies are large
     mask           grammar masks on rows of logits, on the host and at once; its results equal the plain one's to the bit
+    group_experts  runs a mixture's experts together; None: one after another, each over the tokens that chose it
     numerics       what the bits of its results depend on beside source, versions and thread count, in words; "": nothing
     """
 
@@ -266,6 +285,7 @@ class Backend:
     executor: StepExecutor | None = None
     draw: Draw = draw
     mask: ApplyMasks = apply_masks
+    group_experts: GroupExperts | None = None
     numerics: str = ""
 
     def limit_threads(self, num_threads: int) -> str:

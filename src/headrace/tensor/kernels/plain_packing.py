@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inputs, round_weight
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inputs, round_inputs_to_fp8, round_weight
 
 
 class PlainLinear:
@@ -25,7 +25,7 @@ class PlainLinear:
 
 
 class RoundedLinear:
-    """A weight of small integers, multiplied as `rounding` defines; sums are exact in float64."""
+    """A rounded weight, multiplied as `rounding` defines; sums are exact in float64."""
 
     def __init__(self, weight: RoundedWeight, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -33,7 +33,7 @@ class RoundedLinear:
         self.weight_bytes = weight.packed_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        values, scales = round_inputs(x)
+        values, scales = round_inputs_to_fp8(x) if self.weight.values.dtype == torch.float8_e4m3fn else round_inputs(x)
         out = torch.zeros((x.shape[0], self.out_features), dtype=torch.float64, device=x.device)
         size = self.weight.group or self.in_features
         own = self.weight.scales.float().reshape(self.out_features, -1)  # [out, groups]

@@ -19,7 +19,7 @@ from headrace.core.errors import ConfigError
 from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.plain_packing import PACKING
-from headrace.tensor.kernels.rounding import round_inputs
+from headrace.tensor.kernels.rounding import round_inputs, to_fp8
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -52,7 +52,7 @@ class ReferenceKernels:
         blocks, offsets = slots // block_size, slots % block_size
         for part, vectors in enumerate((key[used], value[used])):
             if kv_scales is None:
-                cache[blocks, part, offsets] = vectors.to(cache.dtype)
+                cache[blocks, part, offsets] = to_fp8(vectors) if cache.dtype == torch.float8_e4m3fn else vectors.to(cache.dtype)
             else:
                 whole, scales = round_inputs(vectors)
                 cache[blocks, part, offsets], kv_scales[blocks, part, offsets] = whole.to(cache.dtype), scales.squeeze(-1)

@@ -1,10 +1,12 @@
-"""Weights and inputs as small integers: the definition of the precisions `int8` and `int4`, for every implementation.
+"""Weights and inputs in few bits: the definition of the precisions `int8`, `int4` and `fp8`, for every implementation.
 
 int8  one scale per output (float32): w = q * scale, |q| <= 127
 int4  one scale per output and group of 32, 64 or 128 inputs (bfloat16): w = q * scale, -8 <= q <= 7
 
-In both, every row of inputs is rounded as well: to integers within +-127, by one scale per row from its largest magnitude. Products are
-summed exactly. Rounding is to nearest.
+fp8   one scale per output (float32): w = q * scale, q in float8_e4m3fn, |q| <= 448
+
+Every row of inputs is rounded as well, by one scale per row from its largest magnitude: to integers within +-127, in fp8 to float8_e4m3fn
+within +-448. Products are summed exactly. Rounding is to nearest. An implementation may keep inputs exacter than that.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor
 
 INPUT_LIMIT = 127.0
+FP8_LIMIT = 448.0
+"""The largest float8_e4m3fn."""
 GROUPS = (128, 64, 32)
 SLAB_ELEMENTS = 1 << 23
 """Weights that are rounded at a time, which bounds the size of temporary copies."""
@@ -28,6 +32,7 @@ class Precision(Enum):
     NONE = "none"
     INT8 = "int8"
     INT4 = "int4"
+    FP8 = "fp8"
 
 
 DEFAULT_GROUP = 64
@@ -35,7 +40,7 @@ DEFAULT_GROUP = 64
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeight:
-    """A weight [out, in] as integers. values int8 [out, in]; scales float32 [out] (group 0), or bfloat16 [out, in / group]."""
+    """A weight [out, in] in few bits. values int8 or float8_e4m3fn [out, in]; scales float32 [out], or bfloat16 [out, in / group]."""
 
     values: Tensor
     scales: Tensor
@@ -47,7 +52,7 @@ class RoundedWeight:
         return self.values.numel() // (2 if self.group else 1) + self.scales.numel() * self.scales.element_size()
 
     def dense(self) -> Tensor:
-        """The weight that the integers stand for, float32 [out, in]."""
+        """The weight that the values stand for, float32 [out, in]."""
         wide = self.values.float()
         if not self.group:
             return wide * self.scales[:, None]
@@ -58,11 +63,13 @@ def round_weight(weight: Tensor, precision: Precision, *, group: int = DEFAULT_G
     """weight [out, in] of any floating dtype. A width that neither `group` nor a smaller one divides is stored as int8."""
     group = group_for(weight.shape[1], group) if precision is Precision.INT4 else 0
     rows, inputs = weight.shape
-    values = torch.empty((rows, inputs), dtype=torch.int8, device=weight.device)
+    is_fp8 = precision is Precision.FP8
+    values = torch.empty((rows, inputs), dtype=torch.float8_e4m3fn if is_fp8 else torch.int8, device=weight.device)
     scales = torch.empty((rows, inputs // group) if group else rows, dtype=torch.bfloat16 if group else torch.float32, device=weight.device)
     if not weight.is_meta:
         for part in _slabs(rows, inputs):
-            values[part], scales[part] = _to_int4(weight[part], group) if group else _to_int8(weight[part])
+            piece = weight[part]
+            values[part], scales[part] = _to_fp8(piece) if is_fp8 else _to_int4(piece, group) if group else _to_int8(piece)
     return RoundedWeight(values, scales, group)
 
 
@@ -80,6 +87,17 @@ def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     wide = weight.float()
     scales = wide.abs().amax(dim=1) / 127
     return (wide / _divisor(scales)[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
+
+
+def _to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1) / FP8_LIMIT
+    return to_fp8(wide / _divisor(scales)[:, None]), scales
+
+
+def to_fp8(x: Tensor) -> Tensor:
+    """x in float8_e4m3fn. What is beyond its range becomes its largest number; torch alone would make it NaN."""
+    return x.clamp(-FP8_LIMIT, FP8_LIMIT).to(torch.float8_e4m3fn)
 
 
 def _to_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -101,3 +119,10 @@ def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     limit = torch.full_like(largest, INPUT_LIMIT)  # a number over a tensor would be its reciprocal, rounded, times the number
     factor = torch.where(largest > 0, limit / largest, 0.0)
     return (wide * factor).round_().clamp_(-INPUT_LIMIT, INPUT_LIMIT).nan_to_num_(0.0), largest / INPUT_LIMIT
+
+
+def round_inputs_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows x [..., in] -> (float8_e4m3fn [..., in], scales float32 [..., 1])."""
+    wide = x.float()
+    scales = (wide.abs().amax(dim=-1, keepdim=True) / FP8_LIMIT).clamp_min(1e-12)
+    return to_fp8(wide / scales), scales

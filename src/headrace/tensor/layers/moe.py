@@ -1,7 +1,8 @@
 """Sparse mixture of experts: a router picks `top_k` feed-forward blocks per token.
 
-Experts run one after another, each over the tokens that chose it. Results are laid out by (token, choice) and summed over the choices
-in the router's order, so that a token's sum does not depend on its neighbours in the batch. `choose_experts` and `weighted_sum` are
+Experts run one after another, each over the tokens that chose it, or together where the backend can (`Backend.group_experts`). Results are
+laid out by (token, choice) and summed over the choices in the router's order, so that a token's sum does not depend on its neighbours in
+the batch. `choose_experts` and `weighted_sum` are
 computed by torch, and give a token the same bits in every batch (tests/tensor/layers/test_moe.py).
 """
 
@@ -63,6 +64,8 @@ class SparseMoe:
             parts = _stacked_expert(block, index, spec, hidden_size) if is_stacked else _own_expert(block, index, spec, names, hidden_size)
             self.gate_up.append(reader.column_linear(parts[:2], hidden_size, bias=False))
             self.down.append(reader.row_linear(parts[2], spec.size, bias=False))
+        group = reader.backend.group_experts
+        self._together = None if group is None else group(self.gate_up, self.down, spec.activation)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -71,6 +74,11 @@ class SparseMoe:
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, E], or [W, E] for the batch's selected tokens -> the same shape, summed over ranks."""
         weights, experts = self.route(x)
+        outputs = self._one_by_one(x, experts) if self._together is None else self._together(x, experts)
+        return self.reduce(weighted_sum(outputs, weights))
+
+    def _one_by_one(self, x: Tensor, experts: Tensor) -> Tensor:
+        """See `kernels.Experts`. The host reads how many tokens each expert has."""
         top_k = self.spec.top_k
         order = torch.argsort(experts.view(-1), stable=True)  # (token, choice) pairs, grouped by expert
         tokens = order // top_k
@@ -82,7 +90,7 @@ class SparseMoe:
                 gated = self.kernels.gated_activation(self.gate_up[expert](x[tokens[chosen]]), self.spec.activation)
                 outputs[order[chosen]] = self.down[expert](gated)
                 start += count
-        return self.reduce(weighted_sum(outputs, weights))
+        return outputs
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, top_k] in x's dtype and expert indices [T, top_k] int64."""

@@ -120,6 +120,8 @@ class NumbaPacking:
         return torch.float32 if self._path(dtype) is LinearPath.BF16_STRIPS else dtype
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
+        if precision is Precision.FP8:
+            raise ConfigError("quantization", "fp8 products are for GPUs that have them, and this is a CPU", "Use int8.")
         return integer_packing.round_weight(weight, precision)
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
