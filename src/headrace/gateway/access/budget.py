@@ -9,11 +9,8 @@ streams, by what is left here. Nothing is counted per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple
 
 from headrace.core.errors import Overloaded, RequestTooLarge
 
@@ -145,24 +142,31 @@ class RequestMemory:
         self.prompts.change(other.prompts.limits)
         self.answers.change(other.answers.limits)
 
-    @contextmanager
-    def open(self, tenant: str) -> Iterator[RequestHeld]:
-        """What one request holds of both sums, at first nothing, until the block ends."""
-        self.num_open += 1
-        try:
-            with self.prompts.open(tenant) as prompts, self.answers.open(tenant) as answers:
-                yield RequestHeld(prompts, answers)
-        finally:
-            self.num_open -= 1
-            self.num_closed += 1
+    def open(self, tenant: str) -> RequestHeld:
+        """What one request holds of both sums, at first nothing."""
+        return RequestHeld(self, tenant)
 
     def check(self) -> None:
         self.prompts.check()
         self.answers.check()
 
 
-class RequestHeld(NamedTuple):
-    """What one request holds of both sums."""
+class RequestHeld:
+    """What one request holds of both sums. The end of `with memory.open(tenant) as held:` gives it back."""
 
-    prompts: Held
-    answers: Held
+    __slots__ = ("_memory", "answers", "prompts")
+
+    def __init__(self, memory: RequestMemory, tenant: str) -> None:
+        self._memory = memory
+        self.prompts, self.answers = memory.prompts.open(tenant), memory.answers.open(tenant)
+
+    def __enter__(self) -> RequestHeld:
+        self._memory.num_open += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        memory = self._memory
+        memory.prompts._give_back(self.prompts)
+        memory.answers._give_back(self.answers)
+        memory.num_open -= 1
+        memory.num_closed += 1
