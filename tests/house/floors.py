@@ -77,6 +77,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.tensor.kernels.cpu": Floor(
         _ours("core", "tensor.batch", "tensor.host", "tensor.kernels"), ("torch", "numpy", "numba", "llvmlite")
     ),
+    "headrace.tensor.kernels.gpu": Floor(_ours("core", "tensor.host", "tensor.kernels"), ("torch", "triton")),
     # 3 engine: the loop knows no tensor, the runner no socket
     "headrace.engine": Floor(_ours("core", "policy", "tensor", "wire", "observe")),
     "headrace.engine.config": Floor(_ours("core", "policy.queues", "tensor.backends")),
