@@ -1,0 +1,29 @@
+"""Choosing tokens on the GPU: `DeviceChoice` in Triton. `choice_edits`, then `choice_filters`, then `choice_logprobs`.
+
+The plain twin is `kernels.plain_choice`; tests/tensor/kernels/gpu/test_choice.py compares them. A sum over the vocabulary is made in
+another order than the host's and in single precision, so a random number that falls on the border of two tokens may pick the other one.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headrace.tensor.kernels.choice import ChoiceKind, DecodeRows, RowTensors, SlotTensors
+from headrace.tensor.kernels.gpu import choice_edits, choice_filters, choice_inputs, choice_logprobs
+
+
+class TritonChoice:
+    """Implements `DeviceChoice`; holds no state."""
+
+    def write_tables(self, tables: Tensor, changes: Tensor) -> None:
+        choice_inputs.write_tables(tables, changes)
+
+    def decode_rows(self, fields: Tensor, slots: SlotTensors, block_size: int) -> DecodeRows:
+        return choice_inputs.decode_rows(fields, slots, block_size)
+
+    def choose(self, fields: Tensor, slots: SlotTensors, rows: RowTensors, kind: ChoiceKind) -> None:
+        count = fields.shape[1]
+        logits = choice_edits.edit(fields, slots, rows) if kind.edited else rows.logits[:count]
+        choice_filters.choose(logits, fields, slots, rows.chosen[:, :count], kind)
+        if kind.reported:
+            choice_logprobs.report(rows.logits[:count], fields, rows.chosen[:, :count])
