@@ -125,8 +125,9 @@ class SessionTurn:
 
     def free(self) -> None:
         """Give the claim back, without waiting for it. Later calls do nothing."""
-        if self._renewing is not None:
-            self._renewing.cancel()
+        renewing, self._renewing = self._renewing, None  # a cancelled task holds its frame, which holds this turn
+        if renewing is not None:
+            renewing.cancel()
         if not self._is_freed:
             self._is_freed = True
             self._sessions.free(self._key, self._owner)
