@@ -19,6 +19,7 @@ import multiprocessing.util
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,7 +88,8 @@ class Guard:
     def check(self, act: str, detail: str = "") -> None:
         """Raises KindBroken where the kind of the running test may not do this."""
         if self.kind and act in _REFUSED[self.kind]:
-            message = f"a test of the kind {self.kind} may not do this: {act} {detail}".rstrip()
+            calls = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack() if frame.filename != __file__]
+            message = f"a test of the kind {self.kind} may not do this: {act} {detail}".rstrip() + f", called at {' > '.join(calls[-4:])}"
             self.broken.append(message)
             raise KindBroken(message)
 
