@@ -33,12 +33,12 @@ from local_workers import LocalWorker, LocalWorkers
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.gateway.access.open_requests import Draining
+from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.reload import CHANGEABLE, check_change
 from headrace.gateway.control.site_models import SERIES_KEPT_S
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.http.config import Limits, Timeouts
-from headrace.gateway.stores.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.workers import Owner, Worker

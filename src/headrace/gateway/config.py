@@ -15,9 +15,11 @@ from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.gateway.access.principal import ApiKey, check_key, with_digest
+from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.http.config import FAIL_CLOSED, FAIL_OPEN, HttpTls, Limits, ServerConfig, Timeouts, check_names, check_networks
 from headrace.gateway.ledger.config import UsageConfig
-from headrace.gateway.stores.config import CacheConfig, IdempotencyConfig, SessionConfig, StoreConfig
+from headrace.gateway.sessions.config import SessionConfig
+from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.upstream.model_config import ModelConfig, check_models
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.limits.price import Price, check_money

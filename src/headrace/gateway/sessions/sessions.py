@@ -17,6 +17,7 @@ import msgspec
 from headrace.core.clock import Clock
 from headrace.core.errors import InvalidRequest, RequestTooLarge, Unavailable
 from headrace.gateway.http.errors import SessionConflict, UnknownSession
+from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.sessions.history import (
     Message,
     StoredSession,
@@ -27,7 +28,6 @@ from headrace.gateway.sessions.history import (
     unpacked,
 )
 from headrace.gateway.sessions.names import SessionKey
-from headrace.gateway.stores.config import SessionConfig
 from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
