@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The control side, which knows no tensors: less than a minute on a quiet machine.
 CONTROL = $(addprefix tests/,core text wire observe policy engine/loop engine/server)
 
-.PHONY: setup serve test test-control test-timing test-tools near coverage test-slow test-mutants test-clients browser balancers systemd clickhouse check bench bench-smoke proto clean
+.PHONY: setup serve test test-control test-timing test-tools near coverage test-slow test-gpu gpu gpu-wheels test-mutants test-clients browser balancers systemd clickhouse check bench bench-smoke proto clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,20 @@ near: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt chdb
 	$(PYTEST) -m "slow" --hypothesis-profile=free $(ARGS)
+
+# On a machine with a GPU, whose Python has torch with CUDA and Triton: what is marked gpu; and with it the table of docs/gpu.md, within four
+# minutes, as text and JSON in build/gpu. Both use PYTHON and no environment of their own.
+test-gpu:
+	PYTHON=$(PYTHON) tools/gpu.sh --seconds 0
+
+gpu:
+	PYTHON=$(PYTHON) tools/gpu.sh $(ARGS)
+
+# Beforehand, where there is a package index, for a GPU machine that has none: what `make gpu` needs beside torch and Triton.
+GPU_PYTHON ?= 3.12
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --dest build/gpu-wheels -c constraints.txt --only-binary=:all: --python-version $(GPU_PYTHON) \
+	  $(addprefix --platform manylinux_2_,12_x86_64 17_x86_64 28_x86_64 31_x86_64) llguidance psutil pytest pytest-asyncio pytest-timeout hypothesis
 
 # Chromium from Debian, for the slow test of pages of other origins; needs root.
 browser:
