@@ -28,9 +28,10 @@ from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.preparer import GrammarPreparer
 from headrace.engine.grammar.slots import SlotGrammars
 from headrace.engine.grammar.store import GrammarStore
-from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, size_kv
+from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, size_kv, step_tokens
 from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_compiling import log_compiling
+from headrace.engine.runner_device import DeviceRunner
 from headrace.engine.runner_masks import load_mask_kernel
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.engine.warmup import warm_up
@@ -50,6 +51,9 @@ from headrace.tensor.packed.store import Pieces
 log = logging.getLogger(__name__)
 
 
+AnyRunner = ModelRunner | OverlappedRunner | DeviceRunner
+
+
 class Built(NamedTuple):
     """
     weights    gives the digest of all weight bytes, hashing them first; None: `info` already holds it
@@ -57,7 +61,7 @@ class Built(NamedTuple):
     unwritten  packed weights that are to be written for the next start, and hold this one's; None: there are none
     """
 
-    runner: ModelRunner | OverlappedRunner
+    runner: AnyRunner
     info: ModelInfo
     weights: Callable[[], str] | None
     preparer: GrammarPreparer
@@ -66,7 +70,7 @@ class Built(NamedTuple):
 
 def build_runner(
     config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None
-) -> tuple[ModelRunner | OverlappedRunner, ModelInfo]:
+) -> tuple[AnyRunner, ModelInfo]:
     """The runner and its model's facts alone."""
     return build(config, packed, features)[:2]
 
@@ -94,7 +98,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         runner = _make_runner(config, loaded, sizing, kv, choices.backend, SlotGrammars(grammars))
         try:
             load_mask_kernel(choices.backend.mask)
-            seconds = warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size)
+            seconds = _warm_up(runner, config, sizing, loaded)
         except BaseException:
             runner.close()
             raise
@@ -275,7 +279,21 @@ def _compile_cache(backend: Backend) -> str:
 
 def _make_runner(
     config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache, backend: Backend, masks: SlotGrammars
-) -> ModelRunner | OverlappedRunner:
+) -> AnyRunner:
+    """The runner for this device and these kernels; see `runner_device` for those whose steps are launched and finished apart."""
+    launches = DEVICES[config.device].make_launches()
+    if launches is not None and backend.choice is not None:
+        return DeviceRunner(
+            loaded.model,
+            kv,
+            backend.choice,
+            launches,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=sizing.max_model_len,
+            device=config.device,
+            masks=masks,
+            eos_token_ids=loaded.eos_token_ids,
+        )
     runner = ModelRunner(
         loaded.model,
         kv,
@@ -288,6 +306,17 @@ def _make_runner(
         masks=masks,
     )
     return OverlappedRunner(runner) if config.depth > 1 else runner
+
+
+def _warm_up(runner: AnyRunner, config: EngineConfig, sizing: KvSizing, loaded: LoadedModel) -> float:
+    """Compile, load and capture what requests will run. Returns the seconds it took."""
+    began = time.perf_counter()
+    most_tokens = 0
+    if isinstance(runner, DeviceRunner):
+        runner.capture()
+        most_tokens = step_tokens(config, sizing.max_model_len)
+    warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size, most_tokens=most_tokens)
+    return time.perf_counter() - began
 
 
 def _model_info(

@@ -1,7 +1,8 @@
 """Runs a few made-up steps before an engine reports ready, so that no request waits for a kernel to be compiled or loaded.
 
-The steps are short. A kernel is compiled per dtype, never per size, and the memory of a step's activations is not kept, so a long step
-would prepare nothing that a short one does not (docs/experiments.md, 2026-11-21).
+The steps are short. A CPU's kernel is compiled per dtype, never per size, and the memory of a step's activations is not kept, so a long step
+would prepare nothing that a short one does not (docs/experiments.md, 2026-11-21). A GPU's kernels have variants by the number of tokens,
+which change at powers of two: there prompts of each of these numbers are computed too.
 
 No KV block is taken. The block tables of the made-up sequences are empty, which stands for the pad block: their keys and values are
 written there, and no request's sequence ever reads them.
@@ -9,8 +10,8 @@ written there, and no request's sequence ever reads them.
 
 from __future__ import annotations
 
-import time
 from array import array
+from itertools import takewhile
 from typing import Protocol
 
 from headrace.core.ids import SlotId
@@ -31,17 +32,34 @@ class _Runner(Protocol):
     def submit(self, plan: Plan) -> _Ticket: ...
 
 
-def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int) -> float:
-    """Run a prefill, a decode of one row, a mixed step with every kind of sampling, and a decode of all rows. Returns the seconds it took.
+def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int, most_tokens: int = 0) -> None:
+    """Run a prefill, a decode of one row, a mixed step with every kind of sampling, and a decode of all rows.
+
+    most_tokens  run prompts of 4, 8, .. up to this many tokens as well
 
     No slot is left in use. Raises whatever a step raises: an engine whose warm-up fails cannot serve.
     """
-    began = time.perf_counter()
-    length = min(config.max_num_batched_tokens, max_model_len - 2, _PROMPT_TOKENS)
-    if length > 0:
-        for plan in _plans(length, min(config.max_num_seqs, _DECODE_ROWS), vocab_size):
-            runner.submit(plan).result()
-    return time.perf_counter() - began
+    longest = max_model_len - 2
+    length = min(config.max_num_batched_tokens, longest, _PROMPT_TOKENS)
+    if length <= 0:
+        return
+    for plan in _plans(length, min(config.max_num_seqs, _DECODE_ROWS), vocab_size):
+        runner.submit(plan).result()
+    for tokens in prompt_lengths(min(most_tokens, longest * config.max_num_seqs)):
+        runner.submit(_prompts(tokens, longest, vocab_size)).result()
+    runner.submit(_plan([], ended=range(config.max_num_seqs))).result()
+
+
+def prompt_lengths(most: int) -> list[int]:
+    """4, 8, .. below `most`, and `most` itself."""
+    return [*takewhile(lambda length: length < most, (2**power for power in range(2, 32))), most] if most else []
+
+
+def _prompts(tokens: int, longest: int, vocab_size: int) -> Plan:
+    """A step of this many tokens, in as few rows as the longest sequence allows."""
+    sizes = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
+    started = tuple(_started(slot, size, SamplingParams(temperature=0.0, seed=0), vocab_size) for slot, size in enumerate(sizes))
+    return _plan([(slot, 0, size, 1) for slot, size in enumerate(sizes)], started=started)
 
 
 def _plans(length: int, num_rows: int, vocab_size: int) -> list[Plan]:
@@ -55,7 +73,7 @@ def _plans(length: int, num_rows: int, vocab_size: int) -> list[Plan]:
     plans = [first, decode, mixed, batch]
     if num_rows == 1:  # the only slot has been greedy so far
         plans.append(_plan([(0, 0, length, 1)], started=(_started(0, length, kinds[1], vocab_size),)))
-    return [*plans, _plan([], ended=range(num_rows))]
+    return plans
 
 
 def _started(slot: int, length: int, params: SamplingParams, vocab_size: int) -> Started:

@@ -16,6 +16,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.memory import Available, read_available
 from headrace.tensor.host import pages
 from headrace.tensor.host.cpu_features import CpuFeatures
+from headrace.tensor.launches import CudaLaunches, Launches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIGNMENT = 64
@@ -35,6 +36,10 @@ class TensorDevice:
     def zeroed_bytes(self, shape: tuple[int, ...]) -> Tensor:
         """uint8 zeros, for a KV cache."""
         return torch.zeros(shape, dtype=torch.uint8, device=self.name)
+
+    def make_launches(self) -> Launches | None:
+        """How steps are launched there and finished apart; None: a step is computed where it is called."""
+        return None
 
 
 class Cpu(TensorDevice):
@@ -113,6 +118,9 @@ class Cuda(TensorDevice):
     @property
     def title(self) -> str:
         return torch.cuda.get_device_name()
+
+    def make_launches(self) -> Launches:
+        return CudaLaunches()
 
     def free_memory(self) -> Available:
         return Available(torch.cuda.mem_get_info()[0], "the GPU")

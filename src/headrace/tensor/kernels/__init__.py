@@ -7,6 +7,7 @@ KernelCompiler  compiles kernels, and runs them on threads of its own; optional
 StepExecutor    runs a step's kernels later than they are called; optional
 draw            draws random tokens on the host; optional, `filters.draw` is the plain one
 GroupExperts    runs a mixture's experts without the host; optional
+DeviceChoice    chooses tokens without the host; optional, see `choice`
 mask            applies grammar masks on the host; optional, `masks.apply_masks` is the plain one
 
 `reference` is plain torch and defines every result; `cpu` is Numba and a library GEMM. A model is given a `Backend` and never asks which
@@ -24,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headrace.tensor.kernels.choice import DeviceChoice
 from headrace.tensor.kernels.filters import Draw, draw
 from headrace.tensor.kernels.masks import ApplyMasks, apply_masks
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
@@ -273,6 +275,7 @@ class Backend:
     packed_format  None: nothing that `packing` prepares is kept on disk
     draw           one random token per row, on the host and at once; the plain one sorts, which is slow where vocabularies are large
     mask           grammar masks on rows of logits, on the host and at once; its results equal the plain one's to the bit
+    choice         chooses tokens on the device; None: the host does, and a step is computed where it is called
     group_experts  runs a mixture's experts together; None: one after another, each over the tokens that chose it
     numerics       what the bits of its results depend on beside source, versions and thread count, in words; "": nothing
     """
@@ -285,6 +288,7 @@ class Backend:
     executor: StepExecutor | None = None
     draw: Draw = draw
     mask: ApplyMasks = apply_masks
+    choice: DeviceChoice | None = None
     group_experts: GroupExperts | None = None
     numerics: str = ""
 

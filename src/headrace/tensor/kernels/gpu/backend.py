@@ -7,6 +7,7 @@
 | `decode_attention`, `prefill_attention` | rows of one token; rows of several |
 | `product`, `dequantize`, `fp8`, `linears` | products of every stored format |
 | `experts` | the experts of a mixture |
+| `choice` and `choice_*` | tokens from logits |
 | `formats` | stored formats, and back to floats |
 | `tuning`, `h100.json` | block sizes, as measured |
 | `warm_steps` | steps that between them launch every variant of every kernel |
@@ -27,6 +28,7 @@ from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.host.fresh_memory import empty
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.gpu import elementwise, rotary
+from headrace.tensor.kernels.gpu.choice import TritonChoice
 from headrace.tensor.kernels.gpu.compiler import TritonCompiler
 from headrace.tensor.kernels.gpu.decode_attention import decode_attention
 from headrace.tensor.kernels.gpu.linears import TritonPacking
@@ -108,6 +110,7 @@ def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
         kernels=TritonKernels(tuning),
         packing=packing,
         compiler=TritonCompiler(),
+        choice=TritonChoice(),
         group_experts=packing.group_experts,
         numerics=f"{name}, CUDA {torch.version.cuda}",
     )

@@ -1,0 +1,82 @@
+"""Where the device launches steps and its kernels choose tokens, an engine is built around a device's runner, and answers as any other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from device_kit import HostLaunches
+from grammar_kit import vetting_here
+from real_engine import RealEngine, greedy_request
+
+from headrace.bundled import bundled_path
+from headrace.core.grammar import Grammar
+from headrace.engine.runner import ModelRunner
+from headrace.engine.runner_device import DeviceRunner
+from headrace.engine.warmup import prompt_lengths
+from headrace.tensor.device import Cpu
+from headrace.tensor.kernels import reference
+from headrace.tensor.kernels.plain_choice import PlainChoice
+
+pytestmark = pytest.mark.socket
+
+REQUESTS = [
+    greedy_request("greedy", range(5, 40)),
+    greedy_request("sampled", range(30, 60), temperature=0.9, top_p=0.9, seed=3, n=2, presence_penalty=0.4),
+    greedy_request("choice", range(9, 14), grammar=Grammar.choice(("yes", "no", "perhaps")), ignore_eos=False),
+    greedy_request("reported", range(5, 33), logprobs=3, prompt_logprobs=1),
+]
+
+
+@pytest.fixture(autouse=True)
+def vetted_here() -> Iterator[None]:
+    with vetting_here():
+        yield
+
+
+@pytest.fixture
+def launching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This CPU as a device whose steps are launched and finished apart."""
+    monkeypatch.setattr(Cpu, "make_launches", lambda self: HostLaunches())
+    monkeypatch.setattr(reference, "BACKEND", replace(reference.BACKEND, choice=PlainChoice()))
+
+
+def engine(**config: object) -> RealEngine:
+    folder = bundled_path("headrace-tiny")
+    if folder is None:
+        pytest.skip("the bundled model is not there")
+    return RealEngine(folder, kernels="reference", max_model_len=120, **config)
+
+
+@pytest.mark.usefixtures("launching")
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_over_launched_steps_answers_as_the_plain_one(
+    depth: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "headrace")
+    with engine(depth=depth) as launched:
+        assert isinstance(launched.engine._steps.runner, DeviceRunner)
+        launched.run(*REQUESTS)
+    assert "captured 52 graphs of steps up to 8 rows" in caplog.text
+    monkeypatch.setattr(Cpu, "make_launches", lambda self: None)
+    with engine() as plain:
+        assert isinstance(plain.engine._steps.runner, ModelRunner)
+        plain.run(*REQUESTS)
+    assert launched.tokens == plain.tokens
+    assert launched.finish == plain.finish
+    assert [entry.top_ids for entry in launched.prompt_logprobs["reported", 0]] == [
+        entry.top_ids for entry in plain.prompt_logprobs["reported", 0]
+    ]
+
+
+def test_kernels_that_do_not_choose_tokens_have_the_plain_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cpu, "make_launches", lambda self: HostLaunches())
+    with engine() as served:
+        assert isinstance(served.engine._steps.runner, ModelRunner)
+
+
+@pytest.mark.parametrize(("most", "lengths"), [(0, []), (3, [3]), (4, [4]), (5, [4, 5]), (64, [4, 8, 16, 32, 64])])
+def test_warm_up_computes_prompts_of_powers_of_two(most: int, lengths: list[int]) -> None:
+    assert prompt_lengths(most) == lengths
