@@ -17,7 +17,6 @@ import traceback
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,7 +37,8 @@ from headrace.engine.runner_batch import (
     select_tokens,
 )
 from headrace.engine.runner_choice import SlotChoice, read_chosen
-from headrace.engine.runner_device_steps import Choices, DeviceModel, DeviceSteps
+from headrace.engine.runner_device_steps import DeviceModel, DeviceSteps
+from headrace.engine.runner_launched import LaunchedStep, RowLayout
 from headrace.engine.runner_masks import MaskSource, NoGrammars
 from headrace.engine.runner_results import PromptLogprobColumns, PromptLogprobs, empty_result, make_result, row_errors
 from headrace.engine.runner_slots import Ints, SlotState
@@ -47,53 +47,6 @@ from headrace.engine.runner_table_changes import TableChanges
 from headrace.tensor.batch import KvCache
 from headrace.tensor.kernels.choice import ChoiceKind, DeviceChoice, Field
 from headrace.tensor.launches import Launches
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How a plan's rows are computed; indices of rows, ascending in each column.
-
-    decodes  rows of one token that are replayed
-    prompts  the rest
-    chosen   rows with a place in the choice: `decodes`, then those of `prompts` that sample
-    """
-
-    decodes: Ints
-    prompts: Ints
-    chosen: Ints
-
-    @classmethod
-    def of(cls, rows: Rows, logprob_counts: Ints) -> _Layout:
-        """logprob_counts: `count_prompt_logprobs` of `rows`; such a row's hidden states are needed, so it is not replayed."""
-        is_prompt = (rows.counts > 1) | (logprob_counts > 0)
-        decodes, prompts = np.flatnonzero(~is_prompt), np.flatnonzero(is_prompt)
-        return cls(decodes, prompts, np.concatenate((decodes, prompts[rows.samples[prompts] > 0])))
-
-
-class LaunchedStep:
-    """A step in flight, and its ticket.
-
-    sampling       [S] the rows that sample, ascending; places [S] theirs in the choice
-    generations    [R] those of the rows' slots when it was launched
-    num_top        [S] most likely tokens that each lists; -1: none
-    mask_failures  row -> why its grammar cannot go on
-    outcome        once it is finished
-    """
-
-    def __init__(
-        self, runner: DeviceRunner, plan: Plan, rows: Rows, choices: Choices, *, sampling: Ints, places: Ints, generations: Ints,
-        num_top: Ints, prompts: PromptLogprobColumns, mask_failures: Mapping[int, str],
-    ) -> None:  # fmt: skip
-        self._runner, self.plan, self.rows, self.choices = runner, plan, rows, choices
-        self.sampling, self.places, self.generations, self.num_top = sampling, places, generations, num_top
-        self.prompts, self.mask_failures = prompts, mask_failures
-        self.outcome: Result | Exception | None = None
-
-    def result(self) -> Result:
-        """Wait for this step, and finish those before it."""
-        self._runner.finish(self)
-        assert self.outcome is not None
-        return CompletedStep(self.outcome).result()
 
 
 class DeviceRunner:
@@ -182,7 +135,7 @@ class DeviceRunner:
         self._state.rewind(rows, sampling)
         self._refuse_unknown(rows)
         logprob_counts = count_prompt_logprobs(rows, self._slots)
-        layout = _Layout.of(rows, logprob_counts)
+        layout = RowLayout.of(rows, logprob_counts)
         masked = np.where(rows.samples[layout.chosen] > 0, rows.mask_slots[layout.chosen], -1)
         is_early = not self._num_in_flight[masked[masked >= 0]].any()
         if is_early:
@@ -224,7 +177,7 @@ class DeviceRunner:
         failpoint("device.masks")
         self._masks.begin(masked.tolist())
 
-    def _send(self, rows: Rows, layout: _Layout, masked: Ints) -> ChoiceKind:
+    def _send(self, rows: Rows, layout: RowLayout, masked: Ints) -> ChoiceKind:
         """Send the step's inputs. masked: slot of each of `layout.chosen` that has a grammar, -1 of the others."""
         inputs, own = self._steps.new_inputs(), rows.picked(layout.decodes)
         fields = inputs.fields[:, : len(own.slots)]
@@ -243,7 +196,7 @@ class DeviceRunner:
         self._steps.send(inputs)
         return kind
 
-    def _compute_prompts(self, rows: Rows, layout: _Layout, logprob_counts: Ints) -> PromptLogprobColumns:
+    def _compute_prompts(self, rows: Rows, layout: RowLayout, logprob_counts: Ints) -> PromptLogprobColumns:
         """Compute the rows of `layout.prompts`: logits of those that sample, and log-probabilities of prompt tokens."""
         if not len(layout.prompts):
             return PromptLogprobColumns()
@@ -261,15 +214,15 @@ class DeviceRunner:
         return found
 
     def _launched(
-        self, plan: Plan, rows: Rows, layout: _Layout, kind: ChoiceKind, prompts: PromptLogprobColumns, mask_failures: Mapping[int, str]
+        self, plan: Plan, rows: Rows, layout: RowLayout, kind: ChoiceKind, prompts: PromptLogprobColumns, mask_failures: Mapping[int, str]
     ) -> LaunchedStep:
         sampling = np.flatnonzero(rows.samples)
         place_of = np.zeros(len(rows.slots), dtype=np.int64)
         place_of[layout.chosen] = np.arange(len(layout.chosen))
         step = LaunchedStep(
-            self, plan, rows, self._steps.read(len(layout.chosen), is_reported=kind.reported), sampling=sampling, places=place_of[sampling],
-            generations=self._generations[rows.slots], num_top=self._choice.num_top(rows.slots[sampling]), prompts=prompts,
-            mask_failures=mask_failures,
+            self.finish, plan, rows, self._steps.read(len(layout.chosen), is_reported=kind.reported), sampling=sampling,
+            places=place_of[sampling], generations=self._generations[rows.slots], num_top=self._choice.num_top(rows.slots[sampling]),
+            prompts=prompts, mask_failures=mask_failures,
         )  # fmt: skip
         self._num_in_flight[rows.slots[sampling]] += 1
         self._flight.append(step)
