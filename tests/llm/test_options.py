@@ -166,6 +166,7 @@ def test_no_keyword_is_suggested_that_is_then_refused() -> None:
         ("tensor_parallel_size", 2),
         ("tensor_parallel_size", True),
         ("quantization", "awq"),
+        ("quantization", "fp8"),
         ("kv_cache_dtype", "fp8"),
         ("trust_remote_code", True),
         ("tokenizer", "other"),

@@ -20,8 +20,9 @@ Value = TypeVar("Value")
 
 DTYPES = ("auto", "float32", "bfloat16")
 """Everywhere; float16 is computed by CUDA alone."""
-QUANTIZATIONS = ("none", "int8", "int4")
-KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
+QUANTIZATIONS = ("none", "int8", "int4", "fp8")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "int8", "fp8")
+"""fp8 in both: on GPUs that compute it (`tensor.device`)."""
 BATCHING = ("continuous", "static")
 DEVICES = ("auto", "cuda", "cpu")
 

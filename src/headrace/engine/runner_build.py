@@ -144,6 +144,9 @@ class _Choices:
 def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
     """Choose dtype, kernels and threads, and set the threads. Raises ConfigError, also if the weights do not fit the free memory."""
     device, is_rounded = DEVICES[config.device], config.quantization != "none"
+    for name in ("quantization", "kv_cache_dtype"):
+        if getattr(config, name) == "fp8" and not device.has_fp8:
+            raise ConfigError(name, f"{device.title} does not compute fp8", "Use int8.")
     dtype, why_dtype = device.resolve_dtype(config.dtype, found.dtype_name, features, is_rounded=is_rounded)
     _check_weights_fit(found, device.free_memory(), 0 if packed is None else packed.num_bytes_ahead)
     kernels, why_kernels = choose_backend(config.kernels, config.device)
@@ -222,6 +225,8 @@ def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features
     """(dtype of the KV cache, why). stored: dtype of most stored weights."""
     if config.kv_cache_dtype == "auto":
         return DEVICES[config.device].default_kv_dtype(config.dtype, computed, stored, features)
+    if config.kv_cache_dtype == "fp8":
+        return torch.float8_e4m3fn, "as configured, without scales"
     scales = ", with a scale per token and head" if config.kv_cache_dtype == "int8" else ""
     return getattr(torch, config.kv_cache_dtype), f"as configured{scales}"
 

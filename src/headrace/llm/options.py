@@ -12,7 +12,7 @@ from headrace.core.vllm_options import REMEDIES
 from headrace.engine.config import EngineConfig, options
 
 _PARALLEL = "A model runs in one process for now."
-_QUANTIZED = "Weights are rounded at load: quantization='int8' or 'int4'."
+_QUANTIZED = "Weights are rounded at load: quantization='int8', 'int4' or, on a GPU, 'fp8'."
 
 ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "tensor_parallel_size": ((1,), _PARALLEL),

@@ -43,7 +43,9 @@ class TensorDevice:
 
 
 class Cpu(TensorDevice):
-    """This machine's processors and memory."""
+    """This machine's processors and memory. has_fp8: whether it multiplies float8_e4m3fn."""
+
+    has_fp8 = False
 
     def check(self) -> None:
         """It is always there."""
@@ -101,6 +103,10 @@ class Cpu(TensorDevice):
         return computed, "as computed"
 
 
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs that multiply FP8."""
+
+
 class Cuda(TensorDevice):
     """The GPU that torch uses by itself. Methods are those of `Cpu`; `features` says nothing of it."""
 
@@ -118,6 +124,10 @@ class Cuda(TensorDevice):
     @property
     def title(self) -> str:
         return torch.cuda.get_device_name()
+
+    @property
+    def has_fp8(self) -> bool:
+        return torch.cuda.get_device_capability() >= FP8_CAPABILITY
 
     def make_launches(self) -> Launches:
         return CudaLaunches()

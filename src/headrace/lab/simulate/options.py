@@ -29,7 +29,7 @@ MEASURED = (
 """Options that decide what a step takes and how many blocks there are: measured steps are those of one value."""
 
 WEIGHT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-KV_DTYPES = {"bfloat16": "bf16", "int8": "int8"}
+KV_DTYPES = {"bfloat16": "bf16", "int8": "int8", "fp8": "fp8"}
 
 
 def on_device(config: EngineConfig, named: Collection[str], device: str) -> EngineConfig:

@@ -141,7 +141,10 @@ class WeightPacking(Protocol):
         ...
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
-        """Equal to `rounding.round_weight` to the bit for finite weights; where a weight is not finite, its scale is not finite either."""
+        """Equal to `rounding.round_weight`, with the backend's choice of groups, to the bit for finite weights.
+
+        Where a weight is not finite, its scale is not finite either.
+        """
         ...
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:

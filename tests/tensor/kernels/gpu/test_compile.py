@@ -87,11 +87,11 @@ CASES = [
 ]
 
 
-def read_model(folder: Path, config: dict[str, Any], capability: int, precision: str) -> DecoderModel:
+def read_model(folder: Path, config: dict[str, Any], precision: str) -> DecoderModel:
     """The model on the meta device."""
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tuning = read_tuning()
-    packing = TritonPacking(tuning, divmod(capability, 10))
+    packing = TritonPacking(tuning)
     backend = Backend(name="triton", kernels=TritonKernels(tuning), packing=packing, group_experts=packing.group_experts)
     reader = WeightReader(WeightShapes(torch.bfloat16), backend, torch.bfloat16, META, precision=Precision(precision))
     return DecoderModel(reader, ARCHITECTURES[config["architectures"][0]](read_config(folder)))
@@ -122,7 +122,7 @@ def test_warm_steps_compile_every_variant_and_each_fits_the_device(
     tmp_path: Path, cache: Path, capability: int, config: dict[str, Any], precision: str, stored: torch.dtype
 ) -> None:
     with compiling_for(capability, cache) as compiled, torch.inference_mode():
-        model = read_model(tmp_path, config, capability, precision)
+        model = read_model(tmp_path, config, precision)
         kv = allocate_kv(model.kv_shapes, model.group_of, tuple(64 for _ in model.kv_groups), BLOCK_SIZE, stored, META)
         for step in warm_steps(MAX_ROWS, MAX_TOKENS):
             run(model, kv, step)

@@ -7,8 +7,10 @@ written holds NaN (tests/tensor/conftest.py).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +21,21 @@ pytest.importorskip("triton")
 
 import triton
 
+from headrace.tensor.batch import ForwardBatch, GroupBatch, allocate_kv
+from headrace.tensor.checkpoint.config import read_config
+from headrace.tensor.checkpoint.random_weights import RandomWeights
+from headrace.tensor.device import DEVICES
+from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.gpu.backend import TritonKernels
 from headrace.tensor.kernels.gpu.linears import PaddedLinear, StoredLinear, TritonPacking
 from headrace.tensor.kernels.gpu.tuning import Tuning, read_tuning
 from headrace.tensor.kernels.plain_packing import PACKING as PLAIN
+from headrace.tensor.kernels.reference import BACKEND
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
+from headrace.tensor.layers.weights import WeightReader
+from headrace.tensor.models import ARCHITECTURES
+from headrace.tensor.models.decoder import DecoderModel
 
 Error = Callable[[Tensor, Tensor], float]
 Make = Callable[..., Any]
@@ -63,7 +74,7 @@ def kernels(tuning: Tuning) -> TritonKernels:
 
 @pytest.fixture(scope="module")
 def packing(tuning: Tuning) -> TritonPacking:
-    return TritonPacking(tuning, (9, 0) if IS_INTERPRETED else torch.cuda.get_device_capability())
+    return TritonPacking(tuning)
 
 
 @pytest.fixture(autouse=True)
@@ -169,8 +180,7 @@ def test_attention(
     """With as many rows told to be of one token as there are, with fewer and with none: a hint changes no result."""
     batch = paged_batch(ROWS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=computed)
     batch = batch if stored == computed else batch.stored_as(stored)
-    wide = replace(batch, cache=batch.cache.float()) if stored == FP8 else batch
-    want = wide.attend(REFERENCE, window=window)
+    want = batch.attend(REFERENCE, window=window)
     scales = None if batch.kv_scales is None else batch.kv_scales.to(DEVICE)
     arguments = [tensor.to(DEVICE) for tensor in (batch.query, batch.cache, batch.block_table, batch.row_starts, batch.context_lens)]
     for num_decodes in (3, 1, 0):
@@ -234,7 +244,7 @@ def test_a_head_has_a_product_of_its_own(packing: TritonPacking, relative_error:
     if IS_INTERPRETED:  # a thousand programs: a smaller weight, and a table that calls it large
         weight = weight[:128].contiguous()
         plain = tuple(replace(each, min_outputs=128) for each in packing.tuning.products["plain"])
-        packing = TritonPacking(replace(packing.tuning, products={"plain": plain}), packing.capability)
+        packing = TritonPacking(replace(packing.tuning, products={"plain": plain}))
     got = packing.pack_linear(weight, None)(x)
     assert relative_error(got, x.float() @ weight.float().T) < BOUNDS[torch.float16]
 
@@ -287,3 +297,64 @@ def test_pairs_beyond_one_program_are_ordered_alike(monkeypatch: pytest.MonkeyPa
     assert torch.equal(small[0], large[0])
     assert torch.equal(small[1], large[1])
     assert small[1].tolist() == [int((chosen < expert).sum()) for expert in range(8)]
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 90,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "Gemma3ForCausalLM": {
+        "head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 32,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_local_base_freq": 1000.0,
+    },
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def read_model(folder: Path, architecture: str, backend: Backend) -> DecoderModel:
+    """Random weights, the same for every backend."""
+    (folder / "config.json").write_text(json.dumps({**SIZES, **MODELS[architecture], "architectures": [architecture]}), encoding="utf-8")
+    spec = ARCHITECTURES[architecture](read_config(folder))
+    source = RandomWeights(5, torch.float32, 1.0 - spec.norm_plus)
+    return DecoderModel(WeightReader(source, backend, torch.float32, DEVICES[DEVICE]), spec)
+
+
+def last_logits(model: DecoderModel) -> Tensor:
+    """Two rows decode beside a prompt, after a step that computed what comes before."""
+    size, table = 4, torch.arange(1, 25, dtype=torch.int32).view(3, 8)
+    kv = allocate_kv(model.kv_shapes, model.group_of, tuple(30 for _ in model.kv_groups), size, torch.float32, DEVICES[DEVICE])
+    ids = torch.arange(3 * 30).view(3, 30) * 7 % 90
+    for counts, contexts, num_decodes in (((9, 17, 0), (9, 17, 0), 0), ((1, 1, 11), (10, 18, 11), 2)):
+        rows = [row for row, count in enumerate(counts) if count]
+        spans = [torch.arange(contexts[row] - counts[row], contexts[row]) for row in rows]
+        slots = torch.cat([table[row, span // size] * size + span % size for row, span in zip(rows, spans, strict=True)]).long()
+        starts = torch.tensor([0, *(counts[row] for row in rows)]).cumsum(0).int()
+        groups = tuple(GroupBatch(table[rows].to(DEVICE), slots.to(DEVICE)) for _ in model.kv_groups)
+        lens = torch.tensor([contexts[row] for row in rows], dtype=torch.int32)
+        positions, tokens = torch.cat(spans), torch.cat([ids[row, span] for row, span in zip(rows, spans, strict=True)])
+        batch = ForwardBatch(positions.to(DEVICE), starts.to(DEVICE), lens.to(DEVICE), max(counts), groups, num_decodes=num_decodes)
+        hidden = model.forward(tokens.to(DEVICE), batch, kv)
+    return model.logits(hidden[(starts[1:] - 1).to(DEVICE)])
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_a_model_gives_the_references_logits(
+    tmp_path: Path, tuning: Tuning, packing: TritonPacking, relative_error: Error, architecture: str
+) -> None:
+    triton_backend = Backend(name="triton", kernels=TritonKernels(tuning), packing=packing, group_experts=packing.group_experts)
+    with torch.inference_mode():
+        got, want = (last_logits(read_model(tmp_path, architecture, backend)) for backend in (triton_backend, BACKEND))
+    assert relative_error(got, want) < 2e-5

@@ -104,7 +104,7 @@ def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
     tuning, name = read_tuning(), torch.cuda.get_device_name()
     if name != tuning.device:
         log.info("%s: the kernels' block sizes were measured on %s", name, tuning.device)
-    packing = TritonPacking(tuning, torch.cuda.get_device_capability())
+    packing = TritonPacking(tuning)
     return Backend(
         name="triton",
         kernels=TritonKernels(tuning),

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.core.errors import ConfigError
 from headrace.tensor.kernels import Linear
 from headrace.tensor.kernels.gpu import dequantize, fp8
 from headrace.tensor.kernels.gpu.experts import GroupedExperts, expert_of, stacked
@@ -25,9 +24,6 @@ from headrace.tensor.kernels.gpu.formats import FP8, PLAIN
 from headrace.tensor.kernels.gpu.product import StoredWeight, fit, product, store_planar
 from headrace.tensor.kernels.gpu.tuning import Tuning
 from headrace.tensor.kernels.rounding import GROUPS, Precision, RoundedWeight, round_weight
-
-FP8_CAPABILITY = (8, 9)
-"""The first GPUs that multiply FP8."""
 
 
 class StoredLinear:
@@ -74,10 +70,10 @@ def _scales(weight: StoredWeight) -> Tensor:
 
 
 class TritonPacking:
-    """Implements `WeightPacking`. capability: of the device, (major, minor)."""
+    """Implements `WeightPacking`. FP8 products need a device that has them (`tensor.device`)."""
 
-    def __init__(self, tuning: Tuning, capability: tuple[int, int]) -> None:
-        self.tuning, self.capability = tuning, capability
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> StoredLinear:
         weight = weight.to(dtype or weight.dtype).contiguous()
@@ -87,10 +83,7 @@ class TritonPacking:
         return dtype
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
-        """INT4 has groups of 128. Raises ConfigError for FP8 where the device does not multiply it."""
-        if precision is Precision.FP8 and self.capability < FP8_CAPABILITY:
-            has, needed = (".".join(map(str, version)) for version in (self.capability, FP8_CAPABILITY))
-            raise ConfigError("quantization", f"fp8 products need compute capability {needed}, and this GPU has {has}", "Use int8.")
+        """As `rounding.round_weight`, with groups of 128 where they divide the width."""
         return round_weight(weight, precision, group=max(GROUPS))
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
