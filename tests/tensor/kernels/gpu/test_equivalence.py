@@ -223,6 +223,7 @@ def test_products_of_small_integers(
     linear = packing.pack_rounded(rounded, bias)
     assert isinstance(linear, StoredLinear if shape[0] % 16 == 0 else PaddedLinear)
     assert relative_error(linear(x), x @ rounded.dense().T + bias) < 3e-6
+    assert linear(x[:0]).shape == (0, shape[0])
 
 
 @pytest.mark.parametrize("precision", INTEGERS)

@@ -30,6 +30,7 @@ from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.gpu import elementwise, rotary
 from headrace.tensor.kernels.gpu.choice import TritonChoice
 from headrace.tensor.kernels.gpu.compiler import TritonCompiler
+from headrace.tensor.kernels.gpu.counters import arrival_counters
 from headrace.tensor.kernels.gpu.decode_attention import decode_attention
 from headrace.tensor.kernels.gpu.linears import TritonPacking
 from headrace.tensor.kernels.gpu.prefill_attention import prefill_attention
@@ -104,6 +105,7 @@ def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
     tuning, name = read_tuning(), torch.cuda.get_device_name()
     if name != tuning.device:
         log.info("%s: the kernels' block sizes were measured on %s", name, tuning.device)
+    arrival_counters(torch.device("cuda", torch.cuda.current_device()))
     packing = TritonPacking(tuning)
     return Backend(
         name="triton",

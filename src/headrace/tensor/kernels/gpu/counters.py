@@ -1,8 +1,8 @@
 """Counters by which the parts of a split sum find out which of them arrives last, and so adds all of them up.
 
-Whoever arrives last leaves its counter at zero, so that a counter is zero between two kernels of a stream. Kernels of two streams may run
-at once, so each stream has counters of its own. A captured graph keeps those of the stream that it was captured on: two graphs that may
-run at once are captured on two streams. The counters of a stream are made before its first capture, by a step that is run as it is.
+The part that arrives last leaves its counter at zero, so that a counter is zero between two kernels of a stream. Kernels of two streams may
+run at once, so each stream has counters of its own. A captured graph keeps those of the stream that it was captured on: two graphs that may
+run at once are captured on two streams. All counters are made together and before any capture, in which their zeros would not be written.
 """
 
 from __future__ import annotations
@@ -12,14 +12,20 @@ from functools import cache
 import torch
 from torch import Tensor
 
-NUM_COUNTERS = 1 << 15
+NUM_COUNTERS = 1024
+"""Of a stream. A sum is split only where there would be fewer programs than the tables of `tuning` ask for."""
+MAX_STREAMS = 128
+"""torch has fewer streams than that, and gives them out again and again."""
 
 
 def arrival_counters(device: torch.device) -> Tensor:
-    """int32 [NUM_COUNTERS], all zero, of the current stream."""
-    return _counters(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    """int32 [NUM_COUNTERS], all zero, of the current stream. The first call for a device makes those of all streams."""
+    counters, places = _all_counters(device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return counters[places.setdefault(stream, len(places))]
 
 
 @cache
-def _counters(device: torch.device, stream: int) -> Tensor:
-    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+def _all_counters(device: torch.device) -> tuple[tuple[Tensor, ...], dict[int, int]]:
+    """(the counters of each place, which place a stream has)."""
+    return torch.zeros(MAX_STREAMS, NUM_COUNTERS, dtype=torch.int32, device=device).unbind(), {}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.tensor.host.fresh_memory import empty
-from headrace.tensor.kernels.gpu.counters import arrival_counters
+from headrace.tensor.kernels.gpu.counters import NUM_COUNTERS, arrival_counters
 from headrace.tensor.kernels.gpu.formats import INT8, cache_format, readable, widen
 from headrace.tensor.kernels.gpu.tuning import DecodeVariant, Tuning
 
@@ -141,6 +141,7 @@ def decode_attention(
     stored, scales = cache_format(cache, kv_scales)
     variant = tuning.decode(cache.element_size(), query.element_size(), dim)
     splits = num_splits(rows, kv_heads, variant)
+    assert splits == 1 or rows * kv_heads <= NUM_COUNTERS
     part = empty((rows, heads, splits, dim), torch.float32, query.device) if splits > 1 else out
     sums = empty((rows, heads, splits, 2), torch.float32, query.device) if splits > 1 else out
     group = heads // kv_heads

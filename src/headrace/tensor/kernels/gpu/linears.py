@@ -35,9 +35,11 @@ class StoredLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
+        if not x.shape[0]:
+            return x.new_empty((0, self.out_features))
         is_measured = weight.format != PLAIN.value or x.element_size() == 2
         variant = self.tuning.product(weight.name, x.shape[0], weight.out_features) if is_measured else None
-        if variant is None or not x.shape[0] or fit(weight, variant, x.shape[0]) is None:
+        if variant is None or fit(weight, variant, x.shape[0]) is None:
             return self._of_many(x)
         if weight.format != FP8.value:
             return product(x, weight, variant, bias, x.dtype)

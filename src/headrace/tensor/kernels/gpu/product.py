@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.tensor.host.fresh_memory import empty
-from headrace.tensor.kernels.gpu.counters import arrival_counters
+from headrace.tensor.kernels.gpu.counters import NUM_COUNTERS, arrival_counters
 from headrace.tensor.kernels.gpu.formats import FP8, INT4, INT8, IS_COMPILED, PLAIN, expand_int4, expand_int8, planar_words
 from headrace.tensor.kernels.gpu.tuning import ProductVariant
 from headrace.tensor.kernels.rounding import RoundedWeight
@@ -220,6 +220,7 @@ def product(
     assert x.stride(1) == 1
     rows, size = x.shape[0], weight.out_features
     splits = fitted.num_splits(weight, 1, variant.programs, MAX_SPLITS)
+    assert splits == 1 or fitted.num_tiles <= NUM_COUNTERS
     out = empty((rows, size), dtype, x.device)
     part = empty((splits * size * fitted.m_p,), torch.float32, x.device) if splits > 1 else out
     _product_kernel[(fitted.num_tiles, splits)](
