@@ -131,6 +131,13 @@ def test_a_step_that_raised_anywhere_can_be_repeated(decoder: DecoderModel, site
     assert not runner._num_in_flight.any()
 
 
+def test_a_later_plan_that_succeeded_is_rewound_when_planned_again(decoder: DecoderModel) -> None:
+    """The loop takes every plan after a failed one back: the device must not count its tokens twice."""
+    runner, plans = make_device_runner(decoder), sequence_of_plans()
+    tokens_of(runner, plans[:5])
+    assert tokens_of(runner, plans[3:]) == tokens_of(make_runner(decoder), plans)[3:]
+
+
 def test_block_tables_of_an_earlier_plan_are_not_lost_with_a_launch_that_raises(decoder: DecoderModel, dense: DenseLlama) -> None:
     """The first plan has no rows, so its entries travel with the second one's step; the loop repeats the second plan's changes alone."""
     runner, planner, prompt = make_device_runner(decoder), Planner(), list(range(20, 30))
@@ -140,7 +147,7 @@ def test_block_tables_of_an_earlier_plan_are_not_lost_with_a_launch_that_raises(
     grown = planner.plan((0, 10, 10, 0))
     runner.submit(changes_of(grown)).result()
     plan = planner.plan((0, 10, 1, 1))
-    with armed("device.choice"), pytest.raises(Injected):
+    with armed("device.forward"), pytest.raises(Injected):
         runner.submit(plan).result()
     runner.submit(changes_of(plan)).result()
     tokens = row_tokens(runner.submit(plan).result())[0]
