@@ -189,6 +189,22 @@ def test_attention(
         assert relative_error(got.cpu(), want) < BOUNDS[computed]
 
 
+@pytest.mark.parametrize("num_decodes", [3, 0])
+def test_what_lies_before_the_window_is_not_read(
+    kernels: TritonKernels, relative_error: Error, paged_batch: Make, num_decodes: int
+) -> None:
+    """Blocks there may be another sequence's by now: their values are NaN, and so would be all that they are multiplied with."""
+    window = 20
+    batch = paged_batch(ROWS, heads=4, kv_heads=2, head_dim=32, block_size=4)
+    want = batch.attend(REFERENCE, window=window)
+    for row, (count, context) in enumerate(ROWS):
+        for position in range(max(0, context - count - window + 1)):
+            batch.cache[batch.block_table[row, position // 4], :, position % 4] = torch.nan
+    arguments = [tensor.to(DEVICE) for tensor in (batch.query, batch.cache, batch.block_table, batch.row_starts, batch.context_lens)]
+    got = kernels.attention(*arguments, scale=32**-0.5, window=window, num_decodes=num_decodes)
+    assert relative_error(got.cpu(), want) < BOUNDS[torch.float32]
+
+
 def test_attention_of_many_decoding_rows_is_not_split(kernels: TritonKernels, relative_error: Error, paged_batch: Make) -> None:
     rows = 13 if IS_INTERPRETED else 257
     batch = paged_batch([(1, 20)] * rows, heads=2, kv_heads=2, head_dim=16)
