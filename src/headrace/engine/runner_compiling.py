@@ -1,7 +1,7 @@
 """Log lines for a start that compiles kernels: that it compiles, how far it is, and where the compiled kernels are kept.
 
-Kernels are compiled once per machine and version, which takes about half a minute; later starts load them. What compiles them is a part of
-the backend (`tensor.kernels.KernelCompiler`).
+Kernels are compiled once per machine and version, which takes about half a minute for a CPU; later starts load them. What compiles them
+is a part of the backend (`tensor.kernels.KernelCompiler`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ from headrace.tensor.kernels import KernelCompiler
 
 log = logging.getLogger(__name__)
 
-EXPECTED = 115
-"""About how many functions a start compiles, whatever model it serves. The exact number is known only once all are compiled.
-tests/engine/runner/test_runner_compiling.py counts them."""
-
 LOG_INTERVAL_S = 5.0
 """Seconds between two lines of progress."""
 
@@ -27,9 +23,9 @@ LOG_INTERVAL_S = 5.0
 class CompileNotice:
     """Called with the number of functions compiled so far whenever it changes. Logs at the first call, then every LOG_INTERVAL_S."""
 
-    def __init__(self, kept: str, clock: Clock = time.perf_counter) -> None:
-        """kept: where compiled kernels are kept, or why they are not, in words."""
-        self._kept, self._clock = kept, clock
+    def __init__(self, kept: str, expected: int | None = None, clock: Clock = time.perf_counter) -> None:
+        """kept: where compiled kernels are kept, or why they are not, in words. expected: see `KernelCompiler`."""
+        self._kept, self._expected, self._clock = kept, expected, clock
         self._began_s = self._logged_s = 0.0
         self._num_compiled: int | None = None
 
@@ -37,10 +33,12 @@ class CompileNotice:
         now = self._clock()
         if self._num_compiled is None:
             self._began_s = self._logged_s = now
-            log.info("compiling about %d kernels for this CPU, which takes about half a minute: %s", EXPECTED, self._kept)
+            count = "" if self._expected is None else f" about {self._expected}"
+            log.info("compiling%s kernels, which takes about half a minute: %s", count, self._kept)
         elif now - self._logged_s >= LOG_INTERVAL_S:
             self._logged_s = now
-            log.info("compiled %d of about %d kernels in %.0f s", num_compiled, max(EXPECTED, num_compiled), now - self._began_s)
+            count = "" if self._expected is None else f" of about {max(self._expected, num_compiled)}"
+            log.info("compiled %d%s kernels in %.0f s", num_compiled, count, now - self._began_s)
         self._num_compiled = num_compiled
 
     def end(self) -> None:
@@ -55,7 +53,7 @@ def log_compiling(compiler: KernelCompiler | None) -> Iterator[None]:
         yield
         return
     is_kept, where = compiler.kept()
-    notice = CompileNotice(f"once per machine and version, {where}" if is_kept else where)
+    notice = CompileNotice(f"once per machine and version, {where}" if is_kept else where, compiler.expected)
     with compiler.reporting(notice):
         yield
     notice.end()

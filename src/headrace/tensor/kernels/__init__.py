@@ -253,9 +253,11 @@ class KernelCompiler(Protocol):
     """What compiles a backend's kernels in this process, and runs them on threads of its own.
 
     packages  names of those whose versions may change a bit of a result
+    expected  about how many functions a start compiles, whatever model it serves; None: that depends on the model
     """
 
     packages: tuple[str, ...]
+    expected: int | None
 
     def limit_threads(self, num_threads: int) -> str:
         """Set the number of threads of the kernels, process-wide. Returns the name of the layer that starts them."""
