@@ -19,7 +19,7 @@ from headrace.core.memory import Available
 from headrace.engine import runner_build
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner import ModelRunner
-from headrace.engine.runner_build import build_runner
+from headrace.engine.runner_build import AnyRunner, build_runner
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.tensor.device import CPU
 from headrace.tensor.host.cpu_features import CpuFeatures
@@ -71,7 +71,7 @@ def test_context_is_costly_where_attention_takes_as_long_as_the_products(decoder
     assert replace(spec, layers=(experts, experts)).costly_context() == 144
 
 
-def greedy_tokens(runner: ModelRunner | OverlappedRunner, *, num_tokens: int) -> list[object]:
+def greedy_tokens(runner: AnyRunner, *, num_tokens: int) -> list[object]:
     """What follows a prompt of five tokens, step by step."""
     planner = Planner(block_size=16)
     planner.start(3, [5, 6, 7, 8, 9])
