@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.core.memory import Available
 from headrace.engine.config import EngineConfig
-from headrace.tensor.device import CPU, CUDA, DEVICES, META
+from headrace.tensor.device import CPU, CUDA, DEVICES, META, driver_version
 from headrace.tensor.host.cpu_features import CpuFeatures
 
 pytestmark = pytest.mark.pure
@@ -55,6 +56,24 @@ def test_a_gpu_is_what_torch_says_of_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         CUDA.check()
+
+
+def test_the_driver_of_a_gpu_is_part_of_what_results_are_compared_by(tmp_path: Path) -> None:
+    assert driver_version(tmp_path) == "unknown"
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    for line in (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)",
+    ):
+        (tmp_path / "proc/driver/nvidia/version").write_text(f"{line}\nGCC version:  gcc version 12.3.0\n")
+        assert driver_version(tmp_path) in line
+        assert "." in driver_version(tmp_path)
+
+
+def test_a_gpu_takes_memory_beside_a_steps_tensors() -> None:
+    assert (CPU.working_bytes(256, 128_256), CPU.step_itemsize(torch.bfloat16)) == (0, 4)
+    assert CUDA.working_bytes(256, 128_256) - CUDA.working_bytes(1, 128_256) == 255 * 128_256 * 8
+    assert CUDA.step_itemsize(torch.bfloat16) == 2
 
 
 def test_a_cpu_is_always_there() -> None:

@@ -14,6 +14,8 @@ from headrace.engine.config import EngineConfig
 
 GIB = 1 << 30
 MIB = 1 << 20
+SPARE_BYTES = 256 * MIB
+"""Left free beyond what an allocation lacked, since others may come after it."""
 MAX_BLOCKS = 2**31 - 1
 """Block ids are 32-bit."""
 
@@ -75,10 +77,20 @@ def step_tokens(config: EngineConfig, max_model_len: int) -> int:
     return config.max_num_batched_tokens if config.enable_chunked_prefill else max(config.max_num_batched_tokens, max_model_len)
 
 
-def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, max_model_len: int) -> int:
-    """A generous guess at the largest tensors alive at once in a step, in float32: 32 rows of the hidden size per token (the
-    feed-forward's two halves are 8 at most in known models), the sampled rows' logits thrice, and a piece of prompt logits."""
-    return 4 * (32 * step_tokens(config, max_model_len) * hidden_size + 3 * config.max_num_seqs * vocab_size)
+def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, max_model_len: int, itemsize: int) -> int:
+    """A generous guess at the largest tensors alive at once in a step: 32 rows of the hidden size per token (the feed-forward's two halves
+    are 8 at most in known models), with `itemsize` bytes each, and in float32 the sampled rows' logits thrice."""
+    return itemsize * 32 * step_tokens(config, max_model_len) * hidden_size + 4 * 3 * config.max_num_seqs * vocab_size
+
+
+def out_of_memory(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvSizing, wanted_bytes: int) -> ConfigError:
+    """The start's error where the device's memory ran out although it was sized. wanted_bytes: of the allocation that failed"""
+    taken = sum(count * group.block_bytes(config.block_size) for count, group in zip(sizing.num_blocks, groups, strict=True))
+    fits = taken - wanted_bytes - SPARE_BYTES
+    rule = f"the device's memory ran out beside {taken:,} bytes ({describe_bytes(taken)}) of KV cache"
+    if fits <= 0:
+        return ConfigError("max_num_batched_tokens", rule, "Use a smaller one, a smaller max_num_seqs, or a smaller model.")
+    return ConfigError("kv_cache_bytes", rule, f"Use at most {fits:,}, or free the device's memory.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ The stages: choose (dtype, kernels, threads), load the weights, size the KV cach
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +30,7 @@ from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.preparer import GrammarPreparer
 from headrace.engine.grammar.slots import SlotGrammars
 from headrace.engine.grammar.store import GrammarStore
-from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, size_kv, step_tokens
+from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, out_of_memory, size_kv, step_tokens
 from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_compiling import log_compiling
 from headrace.engine.runner_device import DeviceRunner
@@ -92,16 +94,15 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         kv_dtype, why_kv = _kv_dtype(config, choices.dtype, found.dtype_name, choices.features)
         groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
         sizing = _size(config, loaded, groups)
-        kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, device)
         compiler = GrammarCompiler(Path(config.model), loaded.vocab_size, loaded.eos_token_ids)
         grammars = GrammarStore(compiler)
-        runner = _make_runner(config, loaded, sizing, kv, choices.backend, SlotGrammars(grammars))
-        try:
+        with _memory_errors_named(config, groups, sizing), ExitStack() as unless_ready:
+            kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, device)
+            runner = _make_runner(config, loaded, sizing, kv, choices.backend, SlotGrammars(grammars))
+            unless_ready.callback(runner.close)
             load_mask_kernel(choices.backend.mask)
             seconds = _warm_up(runner, config, sizing, loaded)
-        except BaseException:
-            runner.close()
-            raise
+            unless_ready.pop_all()
     kv.clear_pad_block()
     unwritten = None if loaded.store is None else loaded.store.save()  # only now: it holds the weights, which a failed start must release
     decided = (
@@ -136,9 +137,14 @@ class _Choices:
         return (
             f"dtype: {_name(self.dtype)}, {self.why_dtype}",
             f"kernels: {self.backend.name}, {self.why_kernels}{_invariant(config)}{_compile_cache(self.backend)}",
-            f"draw: {'plain NumPy, slow for large vocabularies' if self.backend.draw is plain_draw else 'compiled'}",
-            f"threads: {self.threads.num_threads}, {self.threads.reason}; Numba's layer: {self.layer}",
+            f"draw: {self._draw()}",
+            f"threads: {self.threads.num_threads}, {self.threads.reason}; threading layer of the kernels: {self.layer}",
         )
+
+    def _draw(self) -> str:
+        if self.backend.choice is not None:
+            return "on the device"
+        return "plain NumPy, slow for large vocabularies" if self.backend.draw is plain_draw else "compiled"
 
 
 def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
@@ -191,7 +197,7 @@ def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_d
         "dtype": _name(loaded.dtype),
         "KV dtype": kv_dtype,
         "kernels": " ".join(filter(None, (backend.name, backend.numerics))),
-        "device": DEVICES[config.device].title,
+        "device": DEVICES[config.device].identity,
         "CPU": f"{choices.features.machine} {choices.features.family}",
         # Headrace's own kernels give the same bits with any number of threads; a library's may not.
         "threads": "any" if config.deterministic else str(choices.threads.num_threads),
@@ -263,15 +269,27 @@ def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_
 
 
 def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]) -> KvSizing:
-    available, model = DEVICES[config.device].free_memory(), loaded.model
-    step_bytes = activation_bytes(config, model.spec.hidden_size, loaded.vocab_size, loaded.max_model_len)
+    device, model = DEVICES[config.device], loaded.model
+    available, itemsize = device.free_memory(), device.step_itemsize(model.activations)
+    step_bytes = activation_bytes(config, model.spec.hidden_size, loaded.vocab_size, loaded.max_model_len, itemsize)
     budget = KvMemoryBudget(
         available_bytes=available.num_bytes,
         source=available.source,
         weight_bytes=loaded.resident_bytes,
-        activation_bytes=step_bytes + model.recorded_bytes,
+        activation_bytes=step_bytes + model.recorded_bytes + device.working_bytes(config.max_num_seqs, loaded.vocab_size),
     )
     return size_kv(config, groups, loaded.max_model_len, budget)
+
+
+@contextmanager
+def _memory_errors_named(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvSizing) -> Iterator[None]:
+    """Raises ConfigError, with the size that would fit, where a device's memory runs out inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        found = re.search(r"Tried to allocate ([\d.]+) ([KMG])iB", str(error))
+        wanted = int(float(found.group(1)) * {"K": 2**10, "M": 2**20, "G": 2**30}[found.group(2)]) if found else 0
+        raise out_of_memory(config, groups, sizing, wanted) from error
 
 
 def _invariant(config: EngineConfig) -> str:

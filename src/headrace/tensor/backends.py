@@ -47,6 +47,7 @@ class BackendModule:
 
 BACKENDS = {
     "numba": BackendModule("headrace.tensor.kernels.cpu.backend", ("cpu",), "compiled for this CPU", package="numba"),
+    "triton": BackendModule("headrace.tensor.kernels.gpu.backend", ("cuda",), "compiled for this GPU", package="triton"),
     "reference": BackendModule("headrace.tensor.kernels.reference", ("cpu", "cuda"), "plain torch"),
 }
 """By name; "auto" takes the first one that computes on the device and can be used."""

@@ -1,17 +1,20 @@
 """The devices that an engine computes on, each a value: its memory, its name where results are compared, and what is chosen for it.
 
-Nothing outside decides by a device's name. Another device is a class and a row of DEVICES here, its word in `engine.config`, and kernels of
-its own where those in plain torch are too slow (`tensor.kernels`).
+No tensor code decides by a device's name. Another device is a class and a row of DEVICES here, its word and its defaults in `engine.config`,
+and kernels of its own where those in plain torch are too slow (`tensor.backends`).
 """
 
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.core.cgroups import read_text
 from headrace.core.errors import ConfigError
 from headrace.core.memory import Available, read_available
 from headrace.tensor.host import pages
@@ -21,6 +24,9 @@ from headrace.tensor.launches import CudaLaunches, Launches
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIGNMENT = 64
 """Bytes: a cache line, which is also the widest vector register."""
+
+
+FLOAT_BYTES = 4
 
 
 class TensorDevice:
@@ -52,11 +58,24 @@ class Cpu(TensorDevice):
 
     @property
     def title(self) -> str:
-        """Its name where results are compared; the processor's family is compared beside it."""
+        """Its name for people."""
+        return self.name
+
+    @property
+    def identity(self) -> str:
+        """What is compared where results are; the processor's family is compared beside it."""
         return self.name
 
     def free_memory(self) -> Available:
         return read_available()
+
+    def step_itemsize(self, activations: torch.dtype) -> int:
+        """Bytes of a number in a step's tensors, activations being of this dtype; where it is computed in float32 in between, of that."""
+        return FLOAT_BYTES
+
+    def working_bytes(self, num_rows: int, vocab_size: int) -> int:
+        """Memory taken beside weights, KV cache and a step's tensors, for steps of up to `num_rows` sequences."""
+        return 0
 
     def empty_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """As `TensorDevice.empty_weight`, in large pages."""
@@ -103,6 +122,7 @@ class Cpu(TensorDevice):
         return computed, "as computed"
 
 
+GPU_WORKING_BYTES = 768 << 20
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs that multiply FP8."""
 
@@ -132,8 +152,21 @@ class Cuda(TensorDevice):
     def make_launches(self) -> Launches:
         return CudaLaunches()
 
+    @property
+    def identity(self) -> str:
+        return f"{self.title}, driver {driver_version()}"
+
     def free_memory(self) -> Available:
+        """What torch keeps of memory that was given back is free as well: it is returned first."""
+        torch.cuda.empty_cache()
         return Available(torch.cuda.mem_get_info()[0], "the GPU")
+
+    def step_itemsize(self, activations: torch.dtype) -> int:
+        return activations.itemsize
+
+    def working_bytes(self, num_rows: int, vocab_size: int) -> int:
+        """Logits and counts of tokens for each row stay; the rest is of libraries, captured graphs and fragments (an estimate)."""
+        return GPU_WORKING_BYTES + 2 * FLOAT_BYTES * num_rows * vocab_size
 
     def resolve_dtype(
         self, requested: str, checkpoint_dtype: str, features: CpuFeatures, *, is_rounded: bool = False
@@ -146,6 +179,13 @@ class Cuda(TensorDevice):
         self, requested: str, computed: torch.dtype, checkpoint_dtype: str, features: CpuFeatures
     ) -> tuple[torch.dtype, str]:
         return computed, "as computed"
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """Version of the NVIDIA kernel module; "unknown" where it does not say."""
+    text = read_text(root / "proc/driver/nvidia/version") or ""
+    found = re.search(r"Kernel Module\b.*?(\d+(?:\.\d+)+)", text)
+    return found.group(1) if found else "unknown"
 
 
 CPU, CUDA = Cpu("cpu"), Cuda("cuda")

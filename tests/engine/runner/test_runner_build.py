@@ -7,6 +7,7 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_build import AnyRunner, build_runner
 from headrace.engine.runner_overlapped import OverlappedRunner
+from headrace.tensor.batch import KvCache
 from headrace.tensor.device import CPU
 from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.kernels.cpu.backend import FEW_TOKENS
@@ -228,6 +230,28 @@ def test_a_gpu_that_is_not_there_is_refused(tiny_folder: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         build_runner(config(tiny_folder, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity", r"kv_cache_bytes: .* Use at most 483,655,680,"),
+        ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity", "Use a smaller one, a smaller max_num_seqs"),
+    ],
+)
+def test_memory_that_runs_out_at_start_names_what_would_fit(
+    said: str, words: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warm_up(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError(said)
+
+    monkeypatch.setattr(runner_build, "warm_up", warm_up)
+    monkeypatch.setattr(runner_build, "allocate_kv", lambda *args: KvCache.__new__(KvCache))
+    monkeypatch.setattr(runner_build, "_make_runner", lambda *args: SimpleNamespace(close=lambda: closed.append(True)))
+    closed: list[bool] = []
+    with pytest.raises(ConfigError, match=words):
+        build_runner(config(tiny_folder, num_kv_blocks=200_000))
+    assert closed == [True]
 
 
 @pytest.mark.socket

@@ -12,7 +12,7 @@ from runner_kit import DenseLlama, save_tiny_llama
 
 from headrace.core.errors import ConfigError
 from headrace.tensor import backends
-from headrace.tensor.backends import choose_backend, load_backend
+from headrace.tensor.backends import BackendModule, choose_backend, load_backend
 
 pytestmark = pytest.mark.pure
 
@@ -92,8 +92,16 @@ def test_reference_can_be_asked_for() -> None:
     assert choose_backend("reference", "cpu") == ("reference", "as configured")
 
 
-def test_other_devices_have_the_reference_alone() -> None:
-    assert choose_backend("auto", "cuda")[0] == "reference"
+def test_a_gpu_has_kernels_of_its_own_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    assert choose_backend("auto", "cuda") == ("triton", "compiled for this GPU")
+    with pytest.raises(ConfigError, match="not on cpu"):
+        choose_backend("triton", "cpu")
+    monkeypatch.setitem(backends.BACKENDS, "triton", BackendModule("absent_module", ("cuda",), "", package="triton"))
+    name, reason = choose_backend("auto", "cuda")
+    assert (name, "triton cannot be used (ModuleNotFoundError" in reason) == ("reference", True)
+    with pytest.raises(ConfigError, match="Install triton"):
+        choose_backend("triton", "cuda")
     with pytest.raises(ConfigError, match="not on cuda"):
         choose_backend("numba", "cuda")
 
