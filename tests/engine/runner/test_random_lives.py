@@ -11,8 +11,11 @@ from failpoint_kit import sites
 from plain_masks import PlainMasks
 from random_lives import Life, LifeEngine, RandomFaults, draw_lives, language
 from runner_kit import VOCAB, make_runner
+from torch import Tensor
 
+from headrace.core.finish import FinishReason
 from headrace.engine.runner_device import DeviceRunner
+from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.models.decoder import DecoderModel
 
 pytestmark = pytest.mark.pure
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.pure
 SEED, COUNT = 7, 500
 FEW_BLOCKS = 40
 FAULT_RATE = 0.015
+POISON = 13
 FAULTS = [name for name in sites() if name.startswith(("device.", "runner.apply", "runner.prompt_logprobs"))]
 
 
@@ -76,3 +80,39 @@ def test_random_lives_are_answered_as_by_the_plain_runner(decoder: DecoderModel,
     wanted = ["cancelled", "ended early", "preempted", "prefix hits"] + ["cancelled in flight", "preempted in flight"] * (depth - 1)
     assert min(engine.counts[name] for name in wanted) >= 20, engine.counts
     assert faults.hits.keys() >= set(FAULTS) - {"runner.prompt_logprobs"}, faults.hits
+
+
+class Poisoned:
+    """The model, with NaN in the hidden state of every token of one id."""
+
+    def __init__(self, decoder: DecoderModel) -> None:
+        self.decoder, self.vocab_size, self.activations = decoder, decoder.vocab_size, decoder.activations
+
+    def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+        hidden = self.decoder.forward(ids, batch, kv)
+        hidden[(ids if batch.selected is None else ids[batch.selected]) == POISON] = float("nan")
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_of_nan_ends_its_sequence_alone(decoder: DecoderModel, lives: list[Life], whole: LifeEngine, depth: int) -> None:
+    """A sequence fails at the token after the poisoned one; up to there, and for every other sequence, nothing changes."""
+    some = [Life(life.request, None, None) for life in lives[:150] if life.request.params.prompt_logprobs is None]
+    runner = make_device_runner(decoder, model=Poisoned(decoder), num_blocks=FEW_BLOCKS, masks=PlainMasks(language, VOCAB))
+    engine = LifeEngine(decoder, runner, depth=depth, num_blocks=FEW_BLOCKS)
+    engine.run(some, random.Random(SEED))
+    num_failed = 0
+    for life in some:
+        for key in life.keys:
+            inputs = [life.request.prompt_ids[-1], *whole.tokens[key][:-1]]
+            fails = POISON in inputs
+            num_failed += fails
+            assert engine.tokens[key] == (whole.tokens[key][: inputs.index(POISON)] if fails else whole.tokens[key])
+            assert (engine.finish[key] is FinishReason.ERROR) == fails
+            assert (engine.errors.get(key) is not None) == fails
+    assert num_failed >= 5
+    engine.check_idle()
+    check_forgotten(runner)
