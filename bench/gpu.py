@@ -25,7 +25,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,13 +107,14 @@ def milliseconds(run: Callable[[], object], *, repeats: int = 10) -> float:
     """Median of the device's own times of a call."""
     run()
     torch.cuda.synchronize()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    make_event: Any = torch.cuda.Event
+    pairs = [(make_event(enable_timing=True), make_event(enable_timing=True)) for _ in range(repeats)]
     for begin, end in pairs:
         begin.record()
         run()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs))
 
 
 def ceilings(report: Report) -> None:
@@ -198,7 +201,9 @@ def decode_and_prefill(report: Report, model: str, device: str, quantization: st
             assert speed is not None, "the streams never decoded together"
             found[f"decode_{count}"] = {"tok_s": count / speed.step_s, "step_ms": 1000 * speed.step_s, "mbu": speed.mbu}
             whole = run.output_tokens / run.duration_s
-            cells.append(f"{count}: {count / speed.step_s:,.0f} tok/s" + (f" {speed.mbu:.0%}" if speed.mbu else "") + f" (run {whole:,.0f})")
+            cells.append(
+                f"{count}: {count / speed.step_s:,.0f} tok/s" + (f" {speed.mbu:.0%}" if speed.mbu else "") + f" (run {whole:,.0f})"
+            )
         found["prefill_tok_s"] = prefill = _prefill_rate(run_offline(engine, collector, make_requests(PREFILL[0], _prompt(tokens), seed=9)))
     finally:
         engine.closing.close()
@@ -282,10 +287,11 @@ def main() -> None:
         report.part("answers", lambda: answers(report, folder, given.device))
         model = write_folder(folder / "big", big)
         for quantization in given.formats.split(","):
-            report.part(quantization, lambda name=quantization: decode_and_prefill(report, model, given.device, name, streams, tokens),
-                        least_s=30 if given.device == "cuda" else 1)  # type: ignore[misc]  # fmt: skip
+            run = partial(decode_and_prefill, report, model, given.device, quantization, streams, tokens)
+            report.part(quantization, run, least_s=1 if given.tiny else 30)
         sizes = (4, 12) if given.tiny else (256, 1500)
-        report.part("churn", lambda: churn(report, write_folder(folder / "small", small), given.device, *sizes), least_s=20)
+        other = write_folder(folder / "small", small)
+        report.part("churn", lambda: churn(report, other, given.device, *sizes), least_s=1 if given.tiny else 20)
     if given.output is not None:
         write_json(given.output, {"rows": report.rows, "values": report.values, "environment": environment()})
     sys.exit(report.failed)
