@@ -33,10 +33,14 @@ STOPPED = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"}
 
 
 class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """num_candidates: a field that Anthropic does not have, for the parameter n"""
+
     model: str
     max_tokens: int
     messages: list[dict[str, str]]
     stream: bool = False
+    service_tier: str = "auto"
+    num_candidates: int = 1
 
 
 def parse_messages(body: dict[str, object], limits: Limits) -> tuple[MessagesRequest, list[str]]:
@@ -47,9 +51,9 @@ def common(request: MessagesRequest, principal: Principal) -> ParsedRequest:
     return ParsedRequest(
         model=request.model,
         prompt=Conversation(messages=request.messages),
-        sampling={"max_tokens": request.max_tokens},
+        sampling={"max_tokens": request.max_tokens, "n": request.num_candidates},
         is_streaming=request.stream,
-        priority=PriorityClass.STANDARD,
+        priority=PriorityClass.STANDARD if request.service_tier == "standard_only" else principal.priority,
     )
 
 
@@ -113,7 +117,7 @@ MESSAGES = GeneratingSurface(
     reply=MessagesReply,
     chunk=MessagesReply,
     parse=parse_messages,
-    names=lambda request: {"prompt": "messages"},
+    names=lambda request: {"prompt": "messages", "n": "num_candidates", "priority": "service_tier"},
     common=common,
     encoder=MessagesAnswer,
     framing=Framing(
@@ -189,6 +193,29 @@ async def test_an_unknown_field_is_refused_by_the_parser_of_the_api(text: TextMo
         assert not bench.replica.requests
 
 
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        (
+            {"num_candidates": 3},
+            "num_candidates: expected at most 2 sequences (prompts times num_candidates), got 3. Send several requests.",
+        ),
+        ({"messages": [{"role": "user", "content": "Hello"}] * 3}, "messages: expected at most 2 messages, got 3. Drop the oldest ones."),
+        (
+            {"service_tier": "standard_only"},
+            'service_tier: expected not above this key\'s class (batch), got "standard". A request may only lower it.',
+        ),
+    ],
+)
+async def test_the_caps_of_every_surface_hold_for_it(fields: dict[str, Any], refusal: str, text: TextModel) -> None:
+    key = {"key": KEY, "tenant": "acme", "priority": "batch"}
+    async with open_bench(text, api_keys=[key], limits={"max_sequences": 2, "max_messages": 2}) as bench:
+        refused = await bench.client.post(PATH, json=body(**fields), headers={"x-api-key": KEY})
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, refusal)
+        assert not bench.replica.requests
+        assert (await bench.client.post(PATH, json=body(), headers={"x-api-key": KEY})).status_code == 200
+
+
 @pytest.mark.pure
 def test_its_description_has_its_own_types_and_key() -> None:
     made = msgspec.json.decode(openapi.document((*ENDPOINTS, MESSAGES.endpoint), Limits()))
@@ -198,7 +225,7 @@ def test_its_description_has_its_own_types_and_key() -> None:
     assert described["security"] == [{"x-api-key": []}, {}]
     assert made["components"]["securitySchemes"]["x-api-key"] == {"type": "apiKey", "in": "header", "name": "x-api-key"}
     asked = schemas["MessagesRequest"]
-    assert set(asked["properties"]) == set(body(stream=True))
+    assert set(asked["properties"]) == {*body(stream=True), "service_tier", "num_candidates"}
     assert asked["additionalProperties"] is False
     chat = made["paths"]["/v1/chat/completions"]["post"]
     assert chat["responses"]["400"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}

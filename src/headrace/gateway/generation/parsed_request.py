@@ -1,4 +1,4 @@
-"""What a surface makes of a request's body: the same for every surface that generates, and all that `generation.run` reads of it."""
+"""What a surface makes of a request's body: the same for every surface that generates, with the caps that hold for each of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 from msgspec import Struct, field, structs
 
+from headrace.core.counted import counted
+from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
 from headrace.gateway.cache.control import NO_WISH, CacheControl
+from headrace.gateway.http.config import Limits
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
 
@@ -46,3 +49,23 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
 
     def with_prompt(self, prompt: Conversation | PlainPrompts) -> ParsedRequest:
         return structs.replace(self, prompt=prompt)
+
+    def check_caps(self, limits: Limits, own: PriorityClass) -> None:
+        """Raises InvalidRequest for more sequences or messages than `limits` allows, and for a priority class above the key's own."""
+        num_prompts = 1
+        if isinstance(self.prompt, Conversation):
+            check_num_messages("prompt", len(self.prompt.messages), limits)
+        else:
+            num_prompts = len(self.prompt.prompts)
+        if (num_sequences := num_prompts * self.sampling.get("n", 1)) > limits.max_sequences:
+            rule = f"at most {counted(limits.max_sequences, 'sequence')} (prompts times n)"
+            raise InvalidRequest("n", rule, num_sequences, "Send several requests.")
+        if self.priority < own:
+            rule = f"not above this key's class ({own.name.lower()})"
+            raise InvalidRequest("priority", rule, self.priority.name.lower(), "A request may only lower it.")
+
+
+def check_num_messages(field: str, num_messages: int, limits: Limits) -> None:
+    """Raises InvalidRequest for more messages of a conversation, the value of `field`, than there may be."""
+    if num_messages > limits.max_messages:
+        raise InvalidRequest(field, f"at most {limits.max_messages} messages", num_messages, "Drop the oldest ones.")

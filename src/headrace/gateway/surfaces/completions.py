@@ -79,7 +79,7 @@ def parse_completion(body: dict[str, object], limits: Limits) -> tuple[ParsedCom
     request.prompt = prompts = prompt_list(request.prompt)
     if len(prompts) > limits.max_prompts:
         raise InvalidRequest("prompt", f"at most {counted(limits.max_prompts, 'prompt')}", len(prompts), "Send several requests.")
-    return (request, parse.checked_grammar(request, body, limits, num_prompts=len(prompts))), list(ignored)
+    return parse.checked(request, body, limits), list(ignored)
 
 
 def prompt_list(prompt: str | list[Any]) -> list[Any]:

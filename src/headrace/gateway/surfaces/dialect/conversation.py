@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct, field
 
 from headrace.core.errors import InvalidRequest
+from headrace.gateway.generation.parsed_request import check_num_messages
 from headrace.gateway.http.config import Limits
 from headrace.gateway.surfaces.dialect.field_table import Inside
 from headrace.gateway.surfaces.dialect.parse import REQUIRED, ROLES, convert, honoured_fields
@@ -90,8 +91,7 @@ def checked_messages(messages: object, limits: Limits, ignored: dict[str, None])
         if messages is None:
             raise InvalidRequest("messages", REQUIRED)
         raise InvalidRequest("messages", "a list of at least one message", messages)
-    if len(messages) > limits.max_messages:
-        raise InvalidRequest("messages", f"at most {limits.max_messages} messages", len(messages), "Drop the oldest ones.")
+    check_num_messages("messages", len(messages), limits)  # before each of them is read
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     num_parts = sum([len(content) for content in contents if isinstance(content, list)])
     if num_parts > MAX_PARTS:

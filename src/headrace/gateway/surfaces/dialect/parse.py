@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.core.counted import counted
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
-from headrace.core.sampling import FROM_MODEL, check_bound
+from headrace.core.sampling import FROM_MODEL
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.generation.parsed_request import ParsedRequest
@@ -79,26 +78,24 @@ PRIORITIES: Mapping[int | str, PriorityClass] = {member.name.lower(): member for
 def error_as_written(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest | None:
     """The error with the name that this client used for the field; None where that is the field's own.
 
-    names  `prompt`, `max_tokens`, `logprobs` or `grammar`, as rules below this floor name them -> the client's name
+    names  `prompt`, `max_tokens`, `logprobs`, `grammar`, `n` or `priority`, as the rules of every surface name them -> the client's name
     """
     name = names.get(error.field)
     if name is None:
         return None
     limit, remedy = error.limit, error.remedy
     if error.field not in ("prompt", "grammar"):  # rules use these as plain words, too
-        limit, remedy = limit.replace(error.field, name), remedy.replace(error.field, name)
+        as_field = re.compile(rf"\b{error.field}\b")  # no part of another field's name
+        limit, remedy = as_field.sub(name, limit), as_field.sub(name, remedy)
     return type(error)(name, limit, error.given, remedy)
 
 
-def _lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
-    """The priority class of a request: its key's, or a lower one that the body names. Raises InvalidRequest for a higher one."""
+def _priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
+    """The priority class that the body names, else its key's. Raises InvalidRequest for what is none."""
     if given is None:
         return own
-    wanted = PRIORITIES.get(given)
-    if wanted is None:
+    if (wanted := PRIORITIES.get(given)) is None:
         raise InvalidRequest("priority", "premium, standard or batch (or 1, 2 for the last two; 0 asks for nothing)", given)
-    if wanted < own:
-        raise InvalidRequest("priority", f"not above this key's class ({own.name.lower()})", given, "A request may only lower it.")
     return wanted
 
 
@@ -169,8 +166,8 @@ def check_inert(name: str, value: object) -> None:
         raise InvalidRequest(name, f"at most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters", value)
 
 
-def checked_grammar(request: SamplingFields, body: Mapping[str, object], limits: Limits, num_prompts: int = 1) -> RequestedGrammar | None:
-    """What the answer must match, as `requested_grammar` takes it out of a request. Raises InvalidRequest for what no surface allows."""
+def checked(request: FieldsT, body: Mapping[str, object], limits: Limits) -> Parsed[FieldsT]:
+    """A request that keeps the rules of both surfaces, and what its answer must match. Raises InvalidRequest."""
     if request.stream_options is not None:
         if not request.stream:
             raise InvalidRequest("stream_options", "stream = true beside it")
@@ -178,20 +175,16 @@ def checked_grammar(request: SamplingFields, body: Mapping[str, object], limits:
             raise InvalidRequest("stream_options.continuous_usage_stats", "include_usage = true beside it", True)
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "stream = false beside it", request.prompt_logprobs)
-    check_bound("n", request.n)
-    if num_prompts * request.n > limits.max_sequences:
-        rule = f"at most {counted(limits.max_sequences, 'sequence')} (prompts times n)"
-        raise InvalidRequest("n", rule, num_prompts * request.n, "Send several requests.")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters", len(request.cache_salt))
-    return requested_grammar(request, body, limits)
+    return request, requested_grammar(request, body, limits)
 
 
 def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt: Conversation | PlainPrompts) -> ParsedRequest:
     """The request as every surface has it, with the sampling parameters that the surfaces name alike, by the names of `SamplingParams`.
     Those of FROM_MODEL that the client left out are left out.
 
-    Raises InvalidRequest for a priority above the key's, and for a `cache` that is none.
+    Raises InvalidRequest for a `priority` and for a `cache` that is none.
     """
     request, grammar = parsed
     given: dict[str, Any] = dict(zip(AS_GIVEN, _as_given_of(request), strict=True))
@@ -203,7 +196,7 @@ def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt:
         prompt=prompt,
         sampling=given,
         is_streaming=request.stream,
-        priority=_lowered_priority(request.priority, principal.priority),
+        priority=_priority(request.priority, principal.priority),
         grammar=grammar,
         has_priority=request.priority is not None,
         cache_salt=request.cache_salt,
