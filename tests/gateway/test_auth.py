@@ -364,7 +364,7 @@ async def test_keys_and_prompts_are_in_no_output(text: TextModel, tmp_path: Path
                 answer = await bench.client.get(path, headers=headers)
                 assert answer.status_code == 200, path
                 outputs.append(answer.text)
-            outputs.append(repr(bench.gateway.service.config))
+            outputs.append(repr(bench.gateway.config))
     outputs += [logged.read_text(), caplog.text]
     for output in outputs:
         assert KEY not in output

@@ -126,7 +126,7 @@ async def admin(tmp_path: Path) -> AsyncIterator[Administration]:
 
 async def admin_answers(bench: TestBench, state: Path, issued: IssuedKey) -> str:
     """All answers of the admin socket about keys, tenants and caches."""
-    config = bench.gateway.service.config
+    config = bench.gateway.config
     keys = KeyRequests(lambda _actor: administration(state))
     caches = KeyRequests(lambda _actor: administration(state), cache_requests(lambda: config, time.time))
     asked = [
@@ -178,7 +178,7 @@ async def test_what_a_client_says_is_written_down_nowhere_and_shown_to_no_other(
         seen = ["".join(caller.refusals)]
         for path in ("/metrics", "/health", "/ready", "/live", "/load", "/v1/models", "/v1/usage", "/version", "/openapi.json"):
             seen.append(await stranger.ask("GET", path, 200))
-        seen += [repr(bench.gateway.service.config), await admin_answers(bench, tmp_path, issued)]
+        seen += [repr(bench.gateway.config), await admin_answers(bench, tmp_path, issued)]
     seen += [caplog.text, "".join(capfd.readouterr()), await asyncio.to_thread(commands, tmp_path)]
     written = files(tmp_path)
     assert {"keys.db", "limits.db", "usage.db", "requests.log"} <= written.keys()

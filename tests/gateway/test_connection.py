@@ -265,10 +265,10 @@ async def test_client_that_does_not_take_the_end_of_the_last_answer_is_cut_off(t
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     theirs.setblocking(False)
     async with open_bench(text, timeouts={"write_s": 3.0}) as bench:
-        config = bench.gateway.service.config
+        config = bench.gateway.config
         server = Server(bench.gateway, config.server, bench.gateway.refused, ConnectionLimit(config.limits.max_connections, 8))
         server.config.load()
-        kind = protocol.protocol_for(bench.gateway.service.config.server, bench.gateway.refused)
+        kind = protocol.protocol_for(bench.gateway.config.server, bench.gateway.refused)
         made = kind(server.config, server.server_state, app_state={})
         transport, _ = await loop.connect_accepted_socket(lambda: made, ours)
         unsent_bytes = transport.get_write_buffer_size

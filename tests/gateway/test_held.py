@@ -139,7 +139,7 @@ KEYS = ({"key": "k" * 16, "tenant": "a"}, {"key": "l" * 16, "tenant": "b"})
 
 def budget_of(**limits: Any) -> RequestMemory:
     config = config_from({"models": [{"name": "m", "folder": "f", "replicas": [{"name": "r", "address": "unix:/a"}]}], **limits})
-    return memory.memory_budget(config.limits, 16 << 30, memory.TenantShare(config)())
+    return memory.memory_budget(config.limits, 16 << 30, memory.TenantShare(config.limits, config.num_tenants)())
 
 
 def fill(stack: ExitStack, budget: RequestMemory, tenant: str, *, of: str) -> None:

@@ -79,7 +79,7 @@ async def test_a_purge_finds_the_answers_of_a_tenant_by_its_name_and_by_the_id_o
 ) -> None:
     admin = administration(tmp_path)
     async with open_bench(text, **gateway) as bench:
-        config = bench.gateway.service.config
+        config = bench.gateway.config
         headers = await valid(bench, (await admin.create_key(NewKey(tenant="acme"))).key)
         for name in ("acme", "id"):
             async with asyncio.timeout(60):  # kept in the background; what the store did not take in time, by the next request

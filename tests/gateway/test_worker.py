@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
-from headrace.gateway.config import MAX_WORKERS, GatewayConfig
+from headrace.gateway.config import MAX_WORKERS
 from headrace.gateway.http.config import Limits
+from headrace.gateway.process import load_part
 from headrace.gateway.site.memory import memory_budget
-from headrace.gateway.site.worker import SHARED_LIMITS, GatewayWorker, divided, load_part, part_of
+from headrace.gateway.site.worker import SHARED_LIMITS, GatewayWorker, divided, part_of
 
 pytestmark = pytest.mark.pure
 
@@ -55,14 +56,12 @@ def test_parts_add_up_to_the_sites_limit_and_none_is_zero(total: int, num_worker
 
 
 def test_memory_for_prompts_is_divided_although_no_option_sets_it() -> None:
-    config = GatewayConfig(models=(), workers=4)
-    whole = memory_budget(config.limits, 64 << 30, 1.0).prompts.limits.total
-    assert memory_budget(part_of(config, 64 << 30).limits, 64 << 30, 1.0).prompts.limits.total == whole / 4
+    whole = memory_budget(Limits(), 64 << 30, 1.0).prompts.limits.total
+    assert memory_budget(part_of(Limits(), 4, 64 << 30), 64 << 30, 1.0).prompts.limits.total == whole / 4
 
 
 def test_the_only_gateway_keeps_every_limit() -> None:
-    config = GatewayConfig(models=())
-    assert replace(part_of(config, 64 << 30).limits, max_prompt_bytes=None) == config.limits
+    assert replace(part_of(Limits(), 1, 64 << 30), max_prompt_bytes=None) == Limits()
 
 
 @pytest.mark.parametrize("index", [-1, 2])

@@ -36,7 +36,6 @@ SEAM = ("gateway.upstream.generation_request", "gateway.upstream.seam")
 
 ABOVE_THE_SEAM = (
     "gateway.access",
-    "gateway.config",
     "gateway.http",
     *SEAM,
     "gateway.upstream.served_models",
@@ -106,7 +105,7 @@ FLOORS: dict[str, Floor] = {
     ),
     # 4 edges
     "headrace.gateway": Floor((*GROUND, *_ours("policy")), ("uvicorn", "msgspec"), ("uvloop",)),
-    "headrace.gateway.http.connection": Floor(_ours("gateway.config", "gateway.http"), ("httptools", "msgspec", "uvicorn")),
+    "headrace.gateway.http.connection": Floor(_ours("gateway.http"), ("httptools", "msgspec", "uvicorn")),
     "headrace.gateway.http.content_encoding": Floor(_ours("core", "gateway.http.errors"), ("backports", "compression")),
     # above the seam nobody knows who answers, nor what a prompt becomes
     "headrace.gateway.surfaces": Floor(
@@ -222,6 +221,9 @@ DOOR_EXPORTS = _ours("llm", "core.sampling", "core.structured")
 
 FOLDERS_WITHOUT_CIRCLES = ("gateway", "policy", "tensor")
 """Packages whose sub-folders and top modules, each taken as a whole, import one another in no circle."""
+
+HOLD_WHOLE_CONFIG = _ours(*(f"gateway.{name}" for name in ("config", "compose", "app", "main", "process", "control.reload")))
+"""Modules of the gateway that may hold its whole configuration. Any other one takes the sections or the numbers that it reads."""
 
 PRIVATE = _ours("tensor.kernels.cpu", "tensor.kernels.gpu")
 """Packages that no module outside imports: a table finds them by name, where they are used."""

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.house.floors import DOOR_EXPORTS, FLOORS, FOLDERS_WITHOUT_CIRCLES, POLICY_STDLIB, PRIVATE, Floor, floor_of, is_within
+from tests.house.floors import (
+    DOOR_EXPORTS,
+    FLOORS,
+    FOLDERS_WITHOUT_CIRCLES,
+    HOLD_WHOLE_CONFIG,
+    POLICY_STDLIB,
+    PRIVATE,
+    Floor,
+    floor_of,
+    is_within,
+)
 from tests.house.reader import ROOT, Import, Module, find_cycles
 
 pytestmark = pytest.mark.pure
@@ -95,6 +106,20 @@ def _part(name: str, package: str) -> str | None:
     """The sub-folder or top module of `package` that holds the module of this name; None outside of them."""
     parts = name.split(".")
     return parts[2] if parts[:2] == ["headrace", package] and len(parts) > 2 else None
+
+
+def test_no_component_takes_the_whole_configuration_of_the_gateway(house: dict[str, Module]) -> None:
+    """Whatever takes all of it depends on all of it, and says nothing of what it reads."""
+    takers = {
+        module.name: f"{module.shown_path}:{node.lineno}"
+        for name, module in house.items()
+        if is_within(name, "headrace.gateway")
+        for node in ast.walk(module.tree)
+        if (isinstance(node, ast.Name) and node.id == "GatewayConfig") or (isinstance(node, ast.alias) and node.name == "GatewayConfig")
+    }
+    found = [place for name, place in takers.items() if name not in HOLD_WHOLE_CONFIG]
+    assert not found, f"GatewayConfig is named by {', '.join(found)}"
+    assert sorted(takers) == sorted(HOLD_WHOLE_CONFIG), "a module that may hold it does"
 
 
 @pytest.mark.parametrize("package", PRIVATE)

@@ -39,7 +39,7 @@ from headrace.gateway.main import follow_connections
 from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.workers import Workers
-from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig
+from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig, text_folders
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, ReplicaClient, ReplicaInfo, SeenLoad
 from headrace.wire.handles import Handle
@@ -323,7 +323,7 @@ async def open_bench(
         return LocalWorkers(TextContext(dict.fromkeys(host.models, text), host.limits))
 
     texts = {model.name: text for model in config.models}
-    workers = workers or make_workers(HostConfig(config.text_folders, config.limits), ())
+    workers = workers or make_workers(HostConfig(text_folders(config.models), config.limits), ())
     async with open_gateway(
         config, texts, workers, connect=connect, load=load or (lambda _folder: text), make_workers=make_workers, sources=sources
     ) as opened:
@@ -341,9 +341,7 @@ async def open_bench(
 @asynccontextmanager
 async def serving(gateway: Gateway, reloader: Reloader | None = None) -> AsyncIterator[int]:
     """The gateway behind its real HTTP server on a free loopback port, in this event loop. reloader: whose changes the server follows"""
-    server = Server(
-        gateway, gateway.service.config.server, gateway.refused, ConnectionLimit(gateway.service.config.limits.max_connections, 8)
-    )
+    server = Server(gateway, gateway.config.server, gateway.refused, ConnectionLimit(gateway.config.limits.max_connections, 8))
     port = await server.start()
     if reloader is not None:
         reloader.follow(partial(follow_connections, server))

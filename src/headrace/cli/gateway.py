@@ -115,8 +115,8 @@ def gateway(
 def _run_supervised(file: Path, parent_fd: int, index: int | None) -> int:
     """index: which worker this is; None: the only gateway. Returns the exit status."""
     from headrace.gateway.config import load_config
-    from headrace.gateway.process import run_gateway
-    from headrace.gateway.site.worker import GatewayWorker, load_part
+    from headrace.gateway.process import load_part, run_gateway
+    from headrace.gateway.site.worker import GatewayWorker
 
     worker = None if index is None else GatewayWorker(index, file.parent)
     read = partial(load_config, file) if worker is None else partial(load_part, file, worker)

@@ -18,6 +18,7 @@ from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.open_requests import Draining, KeyRevoked, UseCount
+from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.stages.model_choice import refused_headers
 from headrace.gateway.http.asgi import Receive, Scope, Send
@@ -55,8 +56,8 @@ class ActiveConfig:
     choosing  the requests that have not asked for a model yet: each may still take any model of this configuration
     """
 
-    def __init__(self, service: Service) -> None:
-        config = service.config
+    def __init__(self, config: GatewayConfig, service: Service) -> None:
+        self.config = config
         self.service = service
         self.authenticator = Authenticator(config.api_keys, config.tiers, service.stored_keys, service.clock)
         self.host_check = HostCheck(config.host, config.allowed_hosts)
@@ -73,9 +74,14 @@ class Gateway:
     request_log  may be replaced at any time; a request is logged where its end finds it
     """
 
-    def __init__(self, service: Service, request_log: RequestLog) -> None:
-        self.active = ActiveConfig(service)
+    def __init__(self, config: GatewayConfig, service: Service, request_log: RequestLog) -> None:
+        self.active = ActiveConfig(config, service)
         self.request_log = request_log
+
+    @property
+    def config(self) -> GatewayConfig:
+        """The configuration that holds now."""
+        return self.active.config
 
     @property
     def service(self) -> Service:

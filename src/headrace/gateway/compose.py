@@ -97,12 +97,12 @@ async def open_gateway(
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
         text_pool = await stack.enter_async_context(_text_pool(config, workers, sources))
-        loaded = LoadedTexts(config, texts, text_pool, load, make_workers)
+        loaded = LoadedTexts(config.models, config.limits, texts, text_pool, load, make_workers)
         models = SiteModels(ModelOpener(text_pool, connect, sources), metrics)
         stack.push_async_callback(models.close)
-        await models.open(config, loaded.texts)
+        await models.open(config.models, config.replica_times, loaded.texts)
         service = await _open_service(stack, config, models, text_pool, metrics, worker, sources)
-        app = Gateway(service, request_log)
+        app = Gateway(config, service, request_log)
         stack.callback(lambda: app.request_log.close())
         _join_workers(service)
         _share_between_tenants(app)
@@ -120,7 +120,7 @@ async def _open_service(
     sources: Sources,
 ) -> Service:
     """What all requests share, each part closed by `stack`. Raises ConfigError."""
-    share = TenantShare(config)
+    share = TenantShare(config.limits, config.num_tenants)
     memory = memory_budget(config.limits, machine_bytes(), share())
     stack.callback(asyncio.create_task(give_back_when_idle(memory), name="memory given back").cancel)
     open_requests = OpenRequests(config.limits.max_requests, share)
@@ -130,7 +130,7 @@ async def _open_service(
     for store in (answers, replayed):
         stack.push_async_callback(store.close)
     return Service(
-        config=config,
+        config=config.requests,
         models=ModelTable(models.served),
         stored_keys=await _stored_keys(stack, config, sources),
         open_requests=open_requests,

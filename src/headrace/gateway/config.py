@@ -14,12 +14,15 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.strict_decode import decode, read_json_object
+from headrace.gateway.access.metrics_access import MetricsAccess
 from headrace.gateway.access.principal import ApiKey, check_key, with_digest
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
+from headrace.gateway.generation.config import RequestConfig
 from headrace.gateway.http.config import FAIL_CLOSED, FAIL_OPEN, HttpTls, Limits, ServerConfig, Timeouts, check_names, check_networks
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
+from headrace.gateway.upstream.config import ReplicaTimes, Routing
 from headrace.gateway.upstream.model_config import ModelConfig, check_models
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.limits.price import Price, check_money
@@ -34,16 +37,6 @@ MAY_BE_ZERO = ("failover_s", "slow_start_s", "stream_resume_s", "ttl_s")
 
 MAX_WORKERS = 64
 """Gateway processes on one port. Each has threads, a tokenizer and connections to every engine of its own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """How requests are shared between the replicas of a model.
-
-    slow_start_s  seconds over which the share of a replica grows that has just connected while others serve; 0: all of it at once
-    """
-
-    slow_start_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +172,21 @@ class GatewayConfig:
         )
 
     @property
-    def text_folders(self) -> dict[str, str]:
-        """Model -> the folder of its text, of the models that engines serve."""
-        return {model.name: model.folder for model in self.models if model.folder}
+    def requests(self) -> RequestConfig:
+        metrics = MetricsAccess(is_open=self.open_metrics, has_open_tenants=self.open_tenant_metrics, tenants=self.metrics_tenants)
+        return RequestConfig(
+            limits=self.limits,
+            timeouts=self.timeouts,
+            admission=self.admission,
+            prices=self.prices,
+            cache=self.cache,
+            idempotency=self.idempotency,
+            metrics=metrics,
+        )
 
     @property
-    def key_variables(self) -> frozenset[str]:
-        """Environment variables that hold the keys of foreign servers."""
-        return frozenset(upstream.api_key_env for model in self.models for upstream in model.upstreams if upstream.api_key_env)
+    def replica_times(self) -> ReplicaTimes:
+        return ReplicaTimes(failover_s=self.timeouts.failover_s, slow_start_s=self.routing.slow_start_s)
 
     @property
     def request_log_target(self) -> str:

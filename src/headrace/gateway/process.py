@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
-from headrace.gateway.config import GatewayConfig
-from headrace.gateway.site.worker import GatewayWorker
+from headrace.core.memory import machine_bytes
+from headrace.gateway.config import GatewayConfig, load_config
+from headrace.gateway.site.worker import GatewayWorker, part_of
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
+from headrace.gateway.upstream.model_config import key_variables, text_folders
 from headrace.observe.logs import set_up_logging
 from headrace.wire.leash import Leash
 
@@ -64,9 +68,19 @@ def run_gateway(
         return REFUSED
 
 
+def load_part(path: Path, worker: GatewayWorker) -> GatewayConfig:
+    """The configuration in a JSON file, with this worker's part of the limits. Raises ConfigError."""
+    config = load_config(path)
+    if not 0 <= worker.index < config.workers:
+        raise ConfigError(
+            "--worker", f"{worker.index} is outside 0..{config.workers - 1}", "The supervisor starts the workers of its file."
+        )
+    return replace(config, limits=part_of(config.limits, config.workers, machine_bytes()))
+
+
 def text_workers(config: GatewayConfig) -> HostProcess:
     """The text workers, not yet started. They tokenize for the models that engines serve, and parse large bodies for every model."""
-    return HostProcess(HostConfig(config.text_folders, config.limits), config.key_variables)
+    return HostProcess(HostConfig(text_folders(config.models), config.limits), key_variables(config.models))
 
 
 def _serve(

@@ -61,7 +61,7 @@ async def test_one_tenants_answers_are_removed(text: TextModel, tmp_path: Path, 
             done = await asyncio.to_thread(CliRunner().invoke, app, words)
             assert json.loads(done.stdout) == {"removed": 2}, done.output
         else:
-            requests = KeyRequests(administration(str(tmp_path)), cache_requests(lambda: bench.gateway.service.config, lambda: 0.0))
+            requests = KeyRequests(administration(str(tmp_path)), cache_requests(lambda: bench.gateway.config, lambda: 0.0))
             assert await requests.answer("DELETE", ("cache", "one"), {}, {}, "root") == (200, {"removed": 2})
             assert await requests.answer("GET", ("cache", "one"), {}, {}, "root") is None
         assert await results(bench) == ["miss", "false", "hit", "true"]
@@ -91,7 +91,7 @@ async def test_all_removes_a_tenants_sessions_and_kept_streams_too(
         for name, status in (("one", 404), ("two", 200)):
             found = await bench.client.get("/v1/sessions/s", headers={"authorization": f"Bearer key-of-{name}"})
             assert found.status_code == status
-        admin = administration(str(tmp_path), service.config.store)("test")
+        admin = administration(str(tmp_path), bench.gateway.config.store)("test")
         [record, *_] = await admin.audit(1)
         await admin.close()
         assert (record.action, record.subject, record.detail) == ("cache.purge", "one", {"removed": 0, "all": True})
@@ -99,7 +99,7 @@ async def test_all_removes_a_tenants_sessions_and_kept_streams_too(
 
 async def removed(bench: TestBench, folder: Path, way: str, *, is_all: bool) -> int:
     """Entries of the tenant `one` that a purge removes."""
-    config = bench.gateway.service.config
+    config = bench.gateway.config
     if way == "socket":
         requests = KeyRequests(administration(str(folder), config.store), cache_requests(lambda: config, lambda: 0.0))
         answer = await requests.answer("DELETE", ("cache", "one"), {}, {"all": is_all}, "root")

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError
-from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.texts import FailedText, LoadedText
 from headrace.gateway.text_workers.pool import TextPool
+from headrace.gateway.upstream.config import ReplicaTimes
 from headrace.gateway.upstream.fallback import FallbackUpstream
 from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig
 from headrace.gateway.upstream.model_text import ModelText
@@ -105,9 +105,9 @@ class ModelOpener:
         self.on_closed: Callable[[str, ReplicaId], None] = lambda _model, _replica: None
 
     async def open(
-        self, config: ModelConfig, text: LoadedText | FailedText | None, site: GatewayConfig, before: OpenModel | None = None
+        self, config: ModelConfig, text: LoadedText | FailedText | None, times: ReplicaTimes, before: OpenModel | None = None
     ) -> OpenModel:
-        """A model of `site`, connected to its replicas or trying to. Raises ConfigError.
+        """A model, connected to its replicas or trying to. Raises ConfigError.
 
         text    None where foreign servers alone answer
         before  the model of this name, which it replaces: replicas that stay keep their circuits
@@ -129,8 +129,8 @@ class ModelOpener:
                 list(replicas.values()),
                 random=self._sources.random,
                 clock=self._sources.clock,
-                failover_s=site.timeouts.failover_s,
-                slow_start_s=site.routing.slow_start_s,
+                failover_s=times.failover_s,
+                slow_start_s=times.slow_start_s,
                 on_closed=partial(self.on_closed, config.name),
             )
             pool.unavailable = config.unavailable

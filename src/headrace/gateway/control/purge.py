@@ -8,21 +8,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.strict_decode import decode
 from headrace.gateway.access.admin_requests import AdminCall, Handlers
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.cache.answer_cache import open_answer_store
+from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.cache.replays import open_replay_store
-from headrace.gateway.config import GatewayConfig
+from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.sessions.sessions import open_session_store
-from headrace.gateway.site.memory import TenantShare
+from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import Store
 
 
-async def purge(config: GatewayConfig, tenant: str, admin: Administration, unix_time: Clock, *, is_all: bool) -> int:
+class StoreSections(Protocol):
+    """The sections of a gateway's configuration that name a store. state: folder of the embedded ones"""
+
+    @property
+    def store(self) -> StoreConfig: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def cache(self) -> CacheConfig: ...
+    @property
+    def idempotency(self) -> IdempotencyConfig: ...
+    @property
+    def sessions(self) -> SessionConfig: ...
+
+
+async def purge(config: StoreSections, tenant: str, admin: Administration, unix_time: Clock, *, is_all: bool) -> int:
     """Remove all answers of a tenant, and record it. Returns the number of entries.
 
     tenant  its name, or the id that it had before it was removed (the audit record of its removal has it)
@@ -30,7 +47,8 @@ async def purge(config: GatewayConfig, tenant: str, admin: Administration, unix_
 
     Raises ConfigError, and StoreFailed where a part of them may be left.
     """
-    num_removed, stores = 0, Stores(config.store, config.state, TenantShare(config), unix_time)
+    stores = Stores(config.store, config.state, lambda: 1.0, unix_time)  # nothing is written, so no share is asked for
+    num_removed = 0
     names = await admin.tenant_keys(tenant)
     answers: list[Callable[[], Store]] = [
         partial(open_answer_store, config.cache, stores),
@@ -54,7 +72,7 @@ class PurgeBody:
     all: bool = False
 
 
-def cache_requests(config: Callable[[], GatewayConfig], unix_time: Clock) -> Handlers:
+def cache_requests(config: Callable[[], StoreSections], unix_time: Clock) -> Handlers:
     """`DELETE /cache/TENANT` on the admin socket. config: the one that holds now"""
 
     async def remove(call: AdminCall) -> object:

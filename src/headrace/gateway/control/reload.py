@@ -113,7 +113,7 @@ class Reloader:
 
     @property
     def config(self) -> GatewayConfig:
-        return self._app.service.config
+        return self._app.config
 
     def follow(self, follower: Follow) -> None:
         """Have `follower` called with every later configuration."""
@@ -140,9 +140,9 @@ class Reloader:
             request_log = self._request_log(config)
             if request_log is not self._app.request_log:
                 undo.push_async_callback(asyncio.to_thread, request_log.close)
-            texts = await self._texts.prepare(config, self._models.texts_in_use)
+            texts = await self._texts.prepare(config.models, config.limits, self._models.texts_in_use)
             undo.push_async_callback(texts.close)
-            apply_models = await self._models.prepare(config, texts.texts)
+            apply_models = await self._models.prepare(config.models, config.replica_times, texts.texts)
             undo.pop_all()
         former_log, self._app.request_log = self._app.request_log, request_log
         apply_models(self._app.active.choosing)
@@ -166,9 +166,9 @@ class Reloader:
         service, limits = self._app.service, config.limits
         service.open_requests.max_requests = limits.max_requests
         service.watch.change(ping_s=config.timeouts.sse_ping_s, max_pending_bytes=limits.max_pending_bytes)
-        service.tenant_share.follow(config)
+        service.tenant_share.change(limits, config.num_tenants)
         service.memory.take_limits(memory_budget(config.limits, machine_bytes(), service.tenant_share()))
-        self._app.active = ActiveConfig(replace(service, config=config, models=ModelTable(self._models.served)))
+        self._app.active = ActiveConfig(config, replace(service, config=config.requests, models=ModelTable(self._models.served)))
 
 
 def _log_differences(before: GatewayConfig, after: GatewayConfig) -> None:

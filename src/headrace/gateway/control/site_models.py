@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from headrace.core.errors import CheckpointError
 from headrace.gateway.access.open_requests import UseCount
-from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.models import ModelOpener, OpenModel
 from headrace.gateway.control.texts import FailedText, LoadedText, ModelTexts
+from headrace.gateway.upstream.config import ReplicaTimes
+from headrace.gateway.upstream.model_config import ModelConfig
 from headrace.gateway.upstream.replicas import RETIRED
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.gateway.upstream.served_models import ServedModel
@@ -49,10 +50,10 @@ class SiteModels:
     def __post_init__(self) -> None:
         self.opener.on_closed = self.replica_closed
 
-    async def open(self, config: GatewayConfig, texts: ModelTexts) -> None:
+    async def open(self, models: Sequence[ModelConfig], times: ReplicaTimes, texts: ModelTexts) -> None:
         """Open the models of the first configuration. Raises ConfigError; call `close` then, too."""
-        for model in config.models:
-            self.models[model.name] = await self.opener.open(model, texts.get(model.name), config)
+        for model in models:
+            self.models[model.name] = await self.opener.open(model, texts.get(model.name), times)
             self._keep_series(self.models[model.name])
 
     async def close(self) -> None:
@@ -110,36 +111,41 @@ class SiteModels:
 
     # -- changing them -------------------------------------------------------------------------------------------------------------
 
-    async def prepare(self, config: GatewayConfig, texts: ModelTexts) -> Callable[[UseCount], None]:
-        """Open what `config` has anew; what this returns serves the models of `config`. Raises ConfigError.
+    async def prepare(self, models: Sequence[ModelConfig], times: ReplicaTimes, texts: ModelTexts) -> Callable[[UseCount], None]:
+        """Open those of `models` that are new; what this returns serves `models`. Raises ConfigError.
 
         It is called with the requests of the present configuration that have not asked for a model yet.
         """
         changed: dict[str, Callable[[], None]] = {}
         opened: dict[str, OpenModel] = {}
         async with AsyncExitStack() as undo:
-            for model in config.models:
+            for model in models:
                 known, text = self.models.get(model.name), texts.get(model.name)
                 if known is not None and not isinstance(text, FailedText) and (change := self.opener.change(known, model)) is not None:
                     changed[model.name] = change
                     continue
-                opened[model.name] = await self.opener.open(model, text, config, known)
+                opened[model.name] = await self.opener.open(model, text, times, known)
                 undo.push_async_callback(opened[model.name].stack.aclose)
             undo.pop_all()
-        return partial(self._apply, config, opened, changed)
+        return partial(self._apply, [model.name for model in models], times, opened, changed)
 
     def _apply(
-        self, config: GatewayConfig, opened: Mapping[str, OpenModel], changed: Mapping[str, Callable[[], None]], choosing: UseCount
+        self,
+        names: Sequence[str],
+        times: ReplicaTimes,
+        opened: Mapping[str, OpenModel],
+        changed: Mapping[str, Callable[[], None]],
+        choosing: UseCount,
     ) -> None:
-        """opened: new models; changed: those that stay connected"""
+        """names: of all models, in order; opened: new models; changed: those that stay connected"""
         left = [model for name, model in self.models.items() if name not in changed]
         for apply in changed.values():
             apply()
         known = {**self.models, **opened}
-        self.models = {model.name: known[model.name] for model in config.models}
+        self.models = {name: known[name] for name in names}
         for model in self.models.values():
             if model.pool is not None:
-                model.pool.follow(failover_s=config.timeouts.failover_s, slow_start_s=config.routing.slow_start_s)
+                model.pool.follow(failover_s=times.failover_s, slow_start_s=times.slow_start_s)
             self._keep_series(model)
         self._earlier = [count for count in (*self._earlier, choosing) if count.num_users]
         for model in left:

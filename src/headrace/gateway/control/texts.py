@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.core.errors import CheckpointError
-from headrace.gateway.config import GatewayConfig
 from headrace.gateway.http.config import Limits
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.workers import Workers
-from headrace.gateway.upstream.model_config import ModelConfig
+from headrace.gateway.upstream.model_config import ModelConfig, key_variables, text_folders
 from headrace.text.folder import TextModel
 
 log = logging.getLogger("headrace.gateway")
@@ -84,47 +83,53 @@ class LoadedTexts:
     """What is loaded now. host: what the present text workers have"""
 
     def __init__(
-        self, config: GatewayConfig, texts: Mapping[str, TextModel | CheckpointError], pool: TextPool, load: LoadText, make: MakeWorkers
+        self,
+        models: Sequence[ModelConfig],
+        limits: Limits,
+        texts: Mapping[str, TextModel | CheckpointError],
+        pool: TextPool,
+        load: LoadText,
+        make: MakeWorkers,
     ) -> None:
         """
-        texts  of each model that engines serve, by its name; the pool's workers were started
+        limits  of the text workers
+        texts   of each model that engines serve, by its name; the pool's workers were started
 
         Raises CheckpointError where no model at all can be served.
         """
         self.pool = pool
-        folders = config.text_folders
         loaded = {**texts, **pool.failures}
-        self.texts: ModelTexts = {name: _text_of(name, folder, loaded[name]) for name, folder in folders.items()}
-        _check_any_served(config, self.texts)
-        self.host = HostConfig({text.name: text.folder for text in _loaded(self.texts)}, config.limits)
-        self._withheld = config.key_variables
+        self.texts: ModelTexts = {name: _text_of(name, folder, loaded[name]) for name, folder in text_folders(models).items()}
+        _check_any_served(models, self.texts)
+        self.host = HostConfig({text.name: text.folder for text in _loaded(self.texts)}, limits)
+        self._withheld = key_variables(models)
         self._num_loaded = 0
         self._load = load
         self._make = make
 
-    async def prepare(self, config: GatewayConfig, in_use: Collection[LoadedText]) -> TextChange:
-        """Load what `config` needs; nothing is changed before `apply`.
+    async def prepare(self, models: Sequence[ModelConfig], limits: Limits, in_use: Collection[LoadedText]) -> TextChange:
+        """Load what `models` need; nothing is changed before `apply`.
 
         in_use  texts of running requests, which the next workers must have as well
 
         Raises CheckpointError for a model that serves now and could not with what its folder holds, and where no model could be served.
         """
-        texts: ModelTexts = {model.name: await self._text(model) for model in config.models if model.folder}
+        texts: ModelTexts = {model.name: await self._text(model) for model in models if model.folder}
         needed = {text.name: text.folder for text in (*in_use, *_loaded(texts))}
-        withheld = self._withheld | config.key_variables
+        withheld = self._withheld | key_variables(models)
         is_loaded = needed.items() <= self.host.models.items() and not needed.keys() & self.pool.failures.keys()
-        if is_loaded and withheld == self._withheld and _of_workers(config.limits) == _of_workers(self.host.limits):
-            _check_any_served(config, texts)
+        if is_loaded and withheld == self._withheld and _of_workers(limits) == _of_workers(self.host.limits):
+            _check_any_served(models, texts)
             return TextChange(texts, self.host, withheld, None)
-        workers = self._make(HostConfig(needed, config.limits), withheld)
+        workers = self._make(HostConfig(needed, limits), withheld)
         try:
             await workers.start()
             texts = {name: self._in_workers(name, text, workers) for name, text in texts.items()}
-            _check_any_served(config, texts)
+            _check_any_served(models, texts)
         except BaseException:
             await workers.close()
             raise
-        host = HostConfig({name: folder for name, folder in needed.items() if name not in workers.failures}, config.limits)
+        host = HostConfig({name: folder for name, folder in needed.items() if name not in workers.failures}, limits)
         return TextChange(texts, host, withheld, workers)
 
     def apply(self, change: TextChange) -> None:
@@ -168,10 +173,10 @@ def _loaded(texts: ModelTexts) -> list[LoadedText]:
     return [text for text in texts.values() if isinstance(text, LoadedText)]
 
 
-def _check_any_served(config: GatewayConfig, texts: ModelTexts) -> None:
+def _check_any_served(models: Sequence[ModelConfig], texts: ModelTexts) -> None:
     """Raises the first model's CheckpointError where every model has one."""
     failed = [(name, text.error) for name, text in texts.items() if isinstance(text, FailedText)]
-    if failed and len(failed) == len(config.models) and not any(model.upstreams for model in config.models):
+    if failed and len(failed) == len(models) and not any(model.upstreams for model in models):
         raise _named(*failed[0])
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from headrace.core.clock import Clock
 from headrace.gateway.access.budget import RequestMemory
 from headrace.gateway.access.open_requests import OpenRequests
+from headrace.gateway.access.principal import Principal
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.cache.answer_cache import AnswerCache
 from headrace.gateway.cache.replays import Replays
-from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.answer_encoder import EncodingTurns
+from headrace.gateway.generation.config import RequestConfig
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger
@@ -22,6 +23,7 @@ from headrace.gateway.site.siblings import SiteMetrics
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.observe.metrics import Metrics
+from headrace.observe.tenant_metrics import ShownTenants
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Service:
     unix_time  Unix seconds, for the `created` fields of answers
     """
 
-    config: GatewayConfig
+    config: RequestConfig
     models: ModelTable
     stored_keys: StoredKeys | None
     open_requests: OpenRequests
@@ -54,3 +56,7 @@ class Service:
     salt_key: bytes
     clock: Clock
     unix_time: Clock
+
+    def shown_tenants(self, reader: Principal) -> ShownTenants:
+        """Whose series of the metrics page a reader sees."""
+        return self.config.metrics.shown_to(reader, has_several=self.tenant_share.has_several)

@@ -13,7 +13,6 @@ import gc
 from contextlib import suppress
 
 from headrace.gateway.access.budget import HeldLimits, RequestMemory
-from headrace.gateway.config import GatewayConfig
 from headrace.gateway.http.config import Limits
 
 CHECK_S = 1.0
@@ -35,13 +34,14 @@ class TenantShare:
     It follows the configuration, and the first stored key: keys may be of several tenants from then on.
     """
 
-    def __init__(self, config: GatewayConfig) -> None:
-        self.follow(config)
+    def __init__(self, limits: Limits, num_tenants: int) -> None:
+        """num_tenants: of the keys in the configuration"""
         self.has_stored_keys = False
+        self.change(limits, num_tenants)
 
-    def follow(self, config: GatewayConfig) -> None:
-        """Take another configuration."""
-        self._share, self._num_tenants = config.limits.max_tenant_share, config.num_tenants
+    def change(self, limits: Limits, num_tenants: int) -> None:
+        """The configuration has changed."""
+        self._share, self._num_tenants = limits.max_tenant_share, num_tenants
 
     def __call__(self) -> float:
         """In (0, 1], at this moment."""

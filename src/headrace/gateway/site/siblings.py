@@ -14,11 +14,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 
-from headrace.gateway.access.principal import Principal
-from headrace.gateway.config import GatewayConfig
 from headrace.gateway.site.worker import GatewayWorker
 from headrace.observe.metrics import Metrics
-from headrace.observe.tenant_metrics import EVERY_TENANT, NO_TENANT, ShownTenants
+from headrace.observe.tenant_metrics import ShownTenants
 
 log = logging.getLogger(__name__)
 
@@ -114,15 +112,13 @@ class SiteMetrics:
         """num_open: tenant -> its generating requests in this process"""
         self._metrics, self._num_open, self.siblings = metrics, num_open, siblings
 
-    async def page(self, accept: str, config: GatewayConfig, reader: Principal, *, has_several: bool) -> tuple[bytes, str]:
-        """See `Metrics.page`. has_several: keys may be of several tenants"""
-        tenants = shown_tenants(config, reader, has_several=has_several)
-        return self._metrics.page(accept, None if self.siblings is None else await self.siblings.ask(METRICS), tenants)
+    async def page(self, accept: str, shown: ShownTenants) -> tuple[bytes, str]:
+        """See `Metrics.page`."""
+        return self._metrics.page(accept, None if self.siblings is None else await self.siblings.ask(METRICS), shown)
 
-    async def num_open(self, config: GatewayConfig, reader: Principal, *, has_several: bool) -> int:
-        """Generating requests of all workers that answer: all of them, or the reader's tenant's where it may not see the site's series."""
+    async def num_open(self, shown: ShownTenants) -> int:
+        """Generating requests of all workers that answer: all of them, or one tenant's where the site's series are not shown."""
         workers = [self._num_open()] if self.siblings is None else _counts(await self.siblings.ask(OPEN_REQUESTS))
-        shown = shown_tenants(config, reader, has_several=has_several)
         return sum(count for worker in workers for tenant, count in worker.items() if shown.has_site or shown.is_all or tenant == shown.own)
 
 
@@ -138,13 +134,3 @@ def _counts(answers: Mapping[int, bytes]) -> list[Mapping[str, int]]:
 def answers_of(metrics: Metrics, num_open: Callable[[], Mapping[str, int]]) -> Mapping[str, Callable[[], bytes]]:
     """What a worker answers to the other ones."""
     return {METRICS: metrics.encoded, OPEN_REQUESTS: lambda: json.dumps(num_open()).encode()}
-
-
-def shown_tenants(config: GatewayConfig, reader: Principal, *, has_several: bool) -> ShownTenants:
-    """Which series a reader of /metrics sees. Without keys, or where all keys are of one tenant, every reader sees all. Otherwise a key
-    sees its tenant's."""
-    if config.open_metrics:
-        return EVERY_TENANT if config.open_tenant_metrics else NO_TENANT
-    if not reader.key_id or not has_several or reader.tenant in config.metrics_tenants:
-        return EVERY_TENANT
-    return ShownTenants(own=reader.tenant)

@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.core.errors import ConfigError
-from headrace.core.memory import machine_bytes
-from headrace.gateway.config import GatewayConfig, load_config
 from headrace.gateway.http.config import Limits
 from headrace.gateway.site.memory import default_prompt_bytes
 
@@ -48,22 +45,11 @@ class GatewayWorker:
         return self.folder / f"w{index}.sock"
 
 
-def load_part(path: Path, worker: GatewayWorker) -> GatewayConfig:
-    """The configuration in a JSON file, with this worker's part of the limits. Raises ConfigError."""
-    config = load_config(path)
-    if not 0 <= worker.index < config.workers:
-        raise ConfigError(
-            "--worker", f"{worker.index} is outside 0..{config.workers - 1}", "The supervisor starts the workers of its file."
-        )
-    return part_of(config, machine_bytes())
-
-
-def part_of(config: GatewayConfig, machine_bytes: int) -> GatewayConfig:
-    """The configuration with the limits of one of its workers. machine_bytes: see `core.memory`"""
-    limits = config.limits
+def part_of(limits: Limits, num_workers: int, machine_bytes: int) -> Limits:
+    """One worker's part of the limits of a site. machine_bytes: see `core.memory`"""
     if limits.max_prompt_bytes is None:
         limits = replace(limits, max_prompt_bytes=default_prompt_bytes(machine_bytes))
-    return replace(config, limits=divided(limits, config.workers))
+    return divided(limits, num_workers)
 
 
 def divided(limits: Limits, num_workers: int) -> Limits:

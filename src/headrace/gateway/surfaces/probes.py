@@ -113,13 +113,11 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 async def load(service: Service, exchange: Exchange) -> None:
     """vLLM's /load: generating requests in this server now, in all its workers; for the key of one of several tenants, its tenant's."""
-    has_several = service.tenant_share.has_several
-    num_open = await service.site_metrics.num_open(service.config, exchange.principal, has_several=has_several)
+    num_open = await service.site_metrics.num_open(service.shown_tenants(exchange.principal))
     await exchange.reply(200, _encode(LoadReply(server_load=num_open)))
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
     accept = (exchange.header(b"accept") or b"").decode("latin-1")
-    has_several = service.tenant_share.has_several
-    body, content_type = await service.site_metrics.page(accept, service.config, exchange.principal, has_several=has_several)
+    body, content_type = await service.site_metrics.page(accept, service.shown_tenants(exchange.principal))
     await exchange.reply(200, body, [(b"content-type", content_type.encode())])

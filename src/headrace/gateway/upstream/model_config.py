@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
@@ -160,6 +160,16 @@ def _check_smaller(models: tuple[ModelConfig, ...]) -> None:
             raise ConfigError(f"models[{index}].smaller", f"{model.smaller!r} is not the name of another model here")
         if smaller.smaller:
             raise ConfigError(f"models[{index}].smaller", f"{model.smaller!r} has a smaller model itself", "Requests go down one step.")
+
+
+def text_folders(models: Iterable[ModelConfig]) -> dict[str, str]:
+    """Model -> the folder of its text, of the models that engines serve."""
+    return {model.name: model.folder for model in models if model.folder}
+
+
+def key_variables(models: Iterable[ModelConfig]) -> frozenset[str]:
+    """Environment variables that hold the keys of foreign servers."""
+    return frozenset(upstream.api_key_env for model in models for upstream in model.upstreams if upstream.api_key_env)
 
 
 def check_foreign(where: str, upstreams: Sequence[ForeignConfig], *, taken: Sequence[str] = ()) -> None:

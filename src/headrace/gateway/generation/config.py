@@ -1,0 +1,25 @@
+"""What answering a request reads of the gateway's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.gateway.access.metrics_access import MetricsAccess
+from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
+from headrace.gateway.http.config import Limits, Timeouts
+from headrace.policy.admission.config import AdmissionRules
+from headrace.policy.limits.price import Price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestConfig:
+    """prices: of tokens, by name of the model; metrics: which series of the metrics page a reader sees"""
+
+    limits: Limits
+    timeouts: Timeouts
+    admission: AdmissionRules
+    prices: Mapping[str, Price]
+    cache: CacheConfig
+    idempotency: IdempotencyConfig
+    metrics: MetricsAccess
