@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 NUM_COUNTERS = 1024
-"""Of a stream. A sum is split only where there would be fewer programs than the tables of `tuning` ask for."""
+"""Each stream has this many. A sum is split only where there would be fewer programs than the tables of `tuning` ask for."""
 MAX_STREAMS = 128
 """torch has fewer streams than that, and gives them out again and again."""
 
