@@ -27,6 +27,8 @@ from headrace.engine.runner_overlapped import OverlappedRunner
 
 pytestmark = pytest.mark.pure
 
+SITES = [name for name in sites() if not name.startswith("device.")]
+"""A device's runner has places of its own, which tests/engine/runner arms."""
 COUNT = 8
 CULPRIT = "r2"
 MESSAGE = "the model step failed for this sequence"
@@ -106,7 +108,7 @@ def whole_answers(engine: RealEngine, checkpoint: Checkpoint, requests: list[Eng
     ("moment", "depth"),
     [("prefill", 2), ("decode", 1), pytest.param("prefill", 1, marks=pytest.mark.slow), pytest.param("decode", 2, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("site", sites())
+@pytest.mark.parametrize("site", SITES)
 def test_only_the_culprit_fails(checkpoint: Checkpoint, site: str, moment: str, depth: int) -> None:
     if (site, moment) == ("runner.prompt_logprobs", "decode"):
         moment = "prefill"  # log-probabilities of a prompt are computed with it
@@ -131,7 +133,7 @@ def test_only_the_culprit_fails(checkpoint: Checkpoint, site: str, moment: str, 
 
 @pytest.mark.parametrize("checkpoint", ["random"], indirect=True)
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("site", sites())
+@pytest.mark.parametrize("site", SITES)
 def test_a_fault_that_passes_costs_nobody_anything(checkpoint: Checkpoint, site: str, depth: int) -> None:
     requests = requests_of(checkpoint, site)
     with RealEngine(checkpoint.folder, depth=depth, max_num_batched_tokens=40) as engine:
