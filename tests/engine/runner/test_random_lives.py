@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from device_kit import make_device_runner
-from failpoint_kit import sites
+from failpoint_kit import Injected, sites
 from plain_masks import PlainMasks
 from random_lives import Life, LifeEngine, RandomFaults, draw_lives, language
 from runner_kit import VOCAB, make_runner
@@ -114,5 +114,35 @@ def test_a_row_of_nan_ends_its_sequence_alone(decoder: DecoderModel, lives: list
             assert (engine.finish[key] is FinishReason.ERROR) == fails
             assert (engine.errors.get(key) is not None) == fails
     assert num_failed >= 5
+    engine.check_idle()
+    check_forgotten(runner)
+
+
+class Raising(Poisoned):
+    """The model, which cannot compute a batch that holds one id."""
+
+    def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+        if (ids == POISON).any():
+            raise Injected("a row that cannot be computed")
+        return self.decoder.forward(ids, batch, kv)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_that_always_raises_ends_its_sequence_alone(decoder: DecoderModel, lives: list[Life], whole: LifeEngine, depth: int) -> None:
+    """The loop repeats the rows of a step that raised in halves, until the sequence that makes it raise is alone."""
+    some = [Life(life.request, None, None) for life in lives[:80]]
+    runner = make_device_runner(decoder, model=Raising(decoder), num_blocks=FEW_BLOCKS, masks=PlainMasks(language, VOCAB))
+    engine = LifeEngine(decoder, runner, depth=depth, num_blocks=FEW_BLOCKS)
+    engine.run(some, random.Random(SEED))
+    num_failed = 0
+    for life in some:
+        for key in life.keys:
+            outputs = whole.tokens[key]
+            is_sick, fails_at = POISON in life.request.prompt_ids, outputs[:-1].index(POISON) + 1 if POISON in outputs[:-1] else None
+            expected = [] if is_sick else outputs[:fails_at]
+            num_failed += is_sick or fails_at is not None
+            assert engine.tokens[key] == expected
+            assert (engine.finish[key] is FinishReason.ERROR) == (is_sick or fails_at is not None)
+    assert 5 <= num_failed <= 60
     engine.check_idle()
     check_forgotten(runner)
