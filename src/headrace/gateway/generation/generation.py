@@ -20,9 +20,12 @@ from headrace.gateway.http.sse import SseStream
 from headrace.gateway.sessions.fitting import Fitted
 from headrace.gateway.sessions.history import History
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PrincipalFacts
-from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, Prepared, TokenUsage
 from headrace.policy.admission.joining import Joining
 from headrace.policy.limits.price import FREE, Price
+
+CallNext = Callable[[], Awaitable[Prepared]]
+"""What stands behind a stage: it gives the prepared answer, before its first token."""
 
 
 class Generation:

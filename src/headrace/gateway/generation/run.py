@@ -23,6 +23,7 @@ from headrace.gateway.generation.answer_encoder import AnswerEncoder, DirectChun
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed, record_end
 from headrace.gateway.generation.stages import STAGES
+from headrace.gateway.generation.stages.fitting import prepare
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.upstream.seam import NO_USAGE, OutputEvent, Prepared, added
 
@@ -39,10 +40,10 @@ async def generate(generation: Generation, encoder_of: Callable[[Prepared], Answ
 
 
 async def _prepared(generation: Generation, stage: int) -> Prepared:
-    """The answer as the stages from this number on prepare it. Behind the last one stands the upstream."""
+    """The answer as the stages from this number on prepare it."""
     if stage < len(STAGES):
         return await STAGES[stage](generation, partial(_prepared, generation, stage + 1))
-    return await generation.model.upstream.prepare(generation.request(), generation.facts())
+    return await prepare(generation)
 
 
 class _Answer:

@@ -1,34 +1,35 @@
 """The concerns of a generating request, a stage each. `generation.run` calls them; a request passes them in the order of `STAGES`.
 
 A stage is called with the request and with what comes behind it, as a Starlette middleware is: it does its part, awaits `call_next`, which
-gives the prepared answer before its first token, and does the rest. What happens while the answer is made, or at its end, it leaves at the
-request's hooks (`Generation.recorders`, `before_end`, `ends`). A stage that answers by itself does not call on.
+gives the prepared answer before its first token, and does the rest. So what stages do before `call_next` happens in the order of the rows,
+and what they do after it in the reverse order. Behind the last row `fitting.prepare` asks the upstream.
+
+What happens while the answer is made, or at its end, a stage leaves at the request's hooks (`Generation.recorders`, `before_end`, `ends`).
+A stage that answers by itself does not call on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.generation.stages.accounts import log_prompt, record_prepared, reserve_limits, reserve_memory
-from headrace.gateway.generation.stages.fitting import fit_context
 from headrace.gateway.generation.stages.model_choice import choose_model
 from headrace.gateway.generation.stages.resume import resume
 from headrace.gateway.generation.stages.reuse import reuse
 from headrace.gateway.generation.stages.session import take_turn
 from headrace.gateway.upstream.seam import Prepared
 
-Stage = Callable[[Generation, Callable[[], Awaitable[Prepared]]], Awaitable[Prepared]]
+Stage = Callable[[Generation, CallNext], Awaitable[Prepared]]
 
 STAGES: tuple[Stage, ...] = (
-    take_turn,
-    log_prompt,
-    reuse,
-    resume,
-    choose_model,
-    reserve_memory,
-    reserve_limits,
-    record_prepared,
-    fit_context,
+    take_turn,  # before and after
+    log_prompt,  # before
+    reuse,  # before and after
+    resume,  # before and after
+    choose_model,  # before
+    reserve_memory,  # before: the grammar; after: the third of three rows
+    reserve_limits,  # after: the second of three rows
+    record_prepared,  # after: the first of three rows
 )
-"""Before the upstream, in this order. A request's ends run in the reverse order."""
+"""When a row acts, seen from the upstream's preparation. A request's ends run in the reverse order of the rows that left them."""

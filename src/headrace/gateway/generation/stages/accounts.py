@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.ledger.record import prompt_json
 from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.seam import NO_USAGE, Prepared
 
 
-async def log_prompt(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+async def log_prompt(generation: Generation, call_next: CallNext) -> Prepared:
     """For tenants that have their prompts logged."""
     exchange = generation.exchange
     if exchange.principal.logs_prompts:
@@ -19,7 +17,7 @@ async def log_prompt(generation: Generation, call_next: Callable[[], Awaitable[P
     return await call_next()
 
 
-async def reserve_memory(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+async def reserve_memory(generation: Generation, call_next: CallNext) -> Prepared:
     """Raises RequestTooLarge or Overloaded."""
     if (grammar := generation.parsed.grammar) is not None:
         generation.held.prompts.add(grammar.num_bytes)
@@ -28,7 +26,7 @@ async def reserve_memory(generation: Generation, call_next: Callable[[], Awaitab
     return prepared
 
 
-async def reserve_limits(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+async def reserve_limits(generation: Generation, call_next: CallNext) -> Prepared:
     """Take the most that the answer may use, and count at its end what it has used. Raises what `Admission.reserve` raises."""
     prepared = await call_next()
     admission = generation.admission
@@ -38,7 +36,7 @@ async def reserve_limits(generation: Generation, call_next: Callable[[], Awaitab
     return prepared
 
 
-async def record_prepared(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+async def record_prepared(generation: Generation, call_next: CallNext) -> Prepared:
     prepared = await call_next()
     exchange = generation.exchange
     exchange.ignored += prepared.ignored

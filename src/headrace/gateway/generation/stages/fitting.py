@@ -1,8 +1,10 @@
-"""A conversation that does not fit its context: shortened, or summarised by the model that answers."""
+"""The upstream's preparation, behind all stages. A conversation that does not fit its context is shortened, or summarised by the model that
+answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from headrace.gateway.generation.generation import Generation
@@ -11,11 +13,14 @@ from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.seam import EventStream, Prepared, added
 
 
-async def fit_context(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
-    """Raises what `ContextFitter.prepared` raises."""
+async def prepare(generation: Generation) -> Prepared:
+    """What `call_next` of the last stage calls. It is no stage: it asks the upstream for several prompts, where it fits a conversation.
+
+    Raises what `Upstream.prepare` and `ContextFitter.prepared` raise.
+    """
     fitting = generation.parsed.fitting
     if fitting is ContextFitting.REFUSE:
-        return await call_next()
+        return await generation.model.upstream.prepare(generation.request(), generation.facts())
     fitter = ContextFitter(
         generation.model.upstream,
         generation.facts(),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from headrace.core.errors import HeadraceError, Overloaded
 from headrace.core.request import PriorityClass
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.upstream.seam import Prepared
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 from headrace.policy.admission.ladder import AdmissionStep, QueueState, TenantTurn, decide
@@ -21,7 +21,7 @@ class ModelBusy(Overloaded):
     """The model's queue is longer than the request may wait."""
 
 
-async def choose_model(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+async def choose_model(generation: Generation, call_next: CallNext) -> Prepared:
     """A stream that goes on is answered by its own model. Raises ModelBusy."""
     if generation.earlier is None:
         _choose(generation)

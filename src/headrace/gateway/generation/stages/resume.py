@@ -6,13 +6,12 @@ Nothing happens where the client did not send `Last-Event-ID`, the server keeps 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 from headrace.core.errors import InvalidRequest, Unavailable
 from headrace.gateway.generation.answer_encoder import AnswerEncoder
 from headrace.gateway.generation.event_log import HEADER, LAST_EVENT_ID, EventLog, places_of
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.generation.kept_streams import FORM, ContinuedStream, KeptStream, is_worth_keeping
 from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.http.errors import StreamConflict
@@ -23,7 +22,7 @@ REPLAY_STEP = 64
 """Events of a replay after which other requests have their turn: each takes about 10 us."""
 
 
-async def resume(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+async def resume(generation: Generation, call_next: CallNext) -> Prepared:
     """Raises what `KeptStreams.find` and `KeptStreams.claim` raise, and StreamConflict for a stream that goes on nowhere."""
     exchange, is_streaming = generation.exchange, generation.parsed.is_streaming
     kept_streams = generation.service.kept_streams

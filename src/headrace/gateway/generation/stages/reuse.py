@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from headrace.core.errors import HeadraceError, InvalidRequest, ModelNotFound
@@ -14,7 +14,7 @@ from headrace.gateway.cache.replays import HEADER, IDEMPOTENCY_KEY, KeyClaim, Re
 from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.generation.stages.model_choice import headers_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader
 from headrace.gateway.sessions.history import ContextFitting
@@ -83,7 +83,7 @@ class AnswerRecorder:
             self._recording = EventRecording()
 
 
-async def reuse(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+async def reuse(generation: Generation, call_next: CallNext) -> Prepared:
     """Raises InvalidRequest for an Idempotency-Key that cannot be honoured, and what `Replays.find` raises."""
     own = AnswerReuse(generation)
     generation.ends.push(own.end)

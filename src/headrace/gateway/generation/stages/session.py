@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.cache.replays import retry_key
 from headrace.gateway.generation.event_log import last_event
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json, prompt_messages
 from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
@@ -31,7 +31,7 @@ NOT_KEPT = ("reasoning_content", "reasoning")
 """Fields of a message that no history has."""
 
 
-async def take_turn(generation: Generation, call_next: Callable[[], Awaitable[Prepared]]) -> Prepared:
+async def take_turn(generation: Generation, call_next: CallNext) -> Prepared:
     """Put the session's history before the request's messages, and add the answer to it.
 
     Raises InvalidRequest or RequestTooLarge, SessionConflict or Unavailable.
