@@ -173,8 +173,9 @@ class Replays:
 
     def _end(self, claim: KeyClaim) -> None:
         claim.is_ended = True
-        if claim.renewing is not None:
-            claim.renewing.cancel()
+        renewing, claim.renewing = claim.renewing, None  # a cancelled task holds its frame, which holds the claim with its answer
+        if renewing is not None:
+            renewing.cancel()
 
     def _forget(self, claim: KeyClaim) -> None:
         if self._claims.get(claim.key) is claim:
