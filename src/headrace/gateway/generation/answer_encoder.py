@@ -12,7 +12,7 @@ time. It makes one slice per round of the loop, however many answers wait, so th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Protocol
 
 from headrace.core.clock import Clock
@@ -58,12 +58,18 @@ class EventRecorder(Protocol):
 class DirectChunkWriter:
     """An `EventListener` that writes chunks at once, while the consumer task (`generation.run`) waits and the socket has room."""
 
-    __slots__ = ("_clock", "_encoder", "_progress", "_recorders", "_sse")
+    __slots__ = ("_clock", "_encoder", "_progress", "_record", "_sse")
 
     def __init__(
-        self, encoder: AnswerEncoder, progress: RequestProgress, sse: SseStream, clock: Clock, recorders: Sequence[EventRecorder]
+        self,
+        encoder: AnswerEncoder,
+        progress: RequestProgress,
+        sse: SseStream,
+        clock: Clock,
+        record: Callable[[Sequence[OutputEvent]], None] | None,
     ) -> None:
-        self._encoder, self._progress, self._sse, self._clock, self._recorders = encoder, progress, sse, clock, recorders
+        """record: `Generation.record_events`; None: the answer has no recorder, and a token costs no call"""
+        self._encoder, self._progress, self._sse, self._clock, self._record = encoder, progress, sse, clock, record
 
     @property
     def has_room(self) -> bool:
@@ -72,8 +78,8 @@ class DirectChunkWriter:
     def take(self, events: Sequence[OutputEvent]) -> None:
         now = self._clock()
         self._progress.record(events, now)
-        for recorder in self._recorders:
-            recorder.add(events)
+        if self._record is not None:
+            self._record(events)
         if made := b"".join(self._encoder.encode_events(events)):
             self._sse.write_now(made, now)
 

@@ -28,6 +28,11 @@ CallNext = Callable[[], Awaitable[Prepared]]
 """What stands behind a stage: it gives the prepared answer, before its first token."""
 
 
+def never() -> bool:
+    """`Generation.outlives_client` of an answer that ends with its client."""
+    return False
+
+
 class Generation:
     """
     parsed             as the surface read it; a session puts its history before the messages
@@ -40,7 +45,7 @@ class Generation:
     event_log          numbers a stream's events; None: they have no ids
     preferred_replica, joining  see `GenerationRequest`
     fitted             how the conversation was shortened; None: it was not
-    side_usage         of requests that were answered for this one before it
+    side_usage         of requests that were answered for this one before it; None: there were none
     is_replayed        the answer is that to an earlier request with the same Idempotency-Key: nothing new happens
     stream             of the answer's events, once it has begun
     used               tokens of the answer, once it is over; None: no engine began it
@@ -81,7 +86,7 @@ class Generation:
         self.preferred_replica = ""
         self.joining: Joining | None = None
         self.fitted: Fitted | None = None
-        self.side_usage = NO_USAGE
+        self.side_usage: TokenUsage | None = None
         self.is_replayed = False
         self.stream: EventStream | None = None
         self.used: TokenUsage | None = None
@@ -89,7 +94,7 @@ class Generation:
         self.replay: Callable[[EventStream, RequestProgress, AnswerEncoder, SseStream], Awaitable[None]] | None = None
         self.before_end: list[Callable[[str | None], Awaitable[None]]] = []
         self.is_refused_at_end = False
-        self.outlives_client: Callable[[], bool] = bool
+        self.outlives_client: Callable[[], bool] = never
         self.ends = AsyncExitStack()
         self.ends.callback(self._forget_hooks)
 
@@ -97,7 +102,7 @@ class Generation:
         """They refer back to this request, whose memory is to be free without a collection."""
         self.recorders.clear()
         self.before_end.clear()
-        self.replay, self.outlives_client = None, bool
+        self.replay, self.outlives_client = None, never
 
     @property
     def price(self) -> Price:

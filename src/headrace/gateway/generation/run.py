@@ -120,7 +120,8 @@ class _Answer:
                 await generation.replay(stream, progress, encoder, sse)
             events = first if first is not None else await self._events()
             if self.memory.is_inline(()):
-                stream.listen(DirectChunkWriter(encoder, progress, sse, self.service.clock, generation.recorders))
+                record = generation.record_events if generation.recorders else None
+                stream.listen(DirectChunkWriter(encoder, progress, sse, self.service.clock, record))
             while events:
                 await self._write(events, sse)
                 events = await self._events()
@@ -179,7 +180,7 @@ class _Answer:
         if has_run and record.cache_tier is None:
             generation.used = stream.usage()
         side = generation.side_usage
-        usage = stream.usage() if side is NO_USAGE else added(side, generation.used or NO_USAGE)
+        usage = stream.usage() if side is None else added(side, generation.used or NO_USAGE)
         record_end(record, stream, progress, usage)
         if stream.num_resumes:
             self.service.metrics.sequences_resumed.labels(generation.model.name, record.replica or "").inc(stream.num_resumes)

@@ -72,8 +72,8 @@ class Exchange:
     is_quiet       a completed answer is not logged
     arrived_at     the service clock when the request's headers were complete
     end_reason     why the answer will not be completed, once that is known: its client left, its deadline passed, the server shuts down
-    more_headers   headers that every answer to this request has, an error too: CORS
-    late_headers   gives further ones when the answer begins, or None
+    more_headers   what `add_headers` was given
+    late_headers   gives the headers whose values are known when the answer begins: what is left of the caller's limits
     ignored        fields of the body that were accepted and changed nothing, for x-headrace-ignored: names of fields, never values
     logged_prompt  messages or prompts as JSON, of tenants that have them logged; else None
     body_digest    of the path, the session and the body, where the request may be one of several that must be equal: a stream that is
@@ -228,9 +228,9 @@ class Exchange:
                 decoder.end()
                 return b"".join(chunks)
 
-    def add_header(self, name: str, value: str) -> None:
-        """Every answer to this request has the header, an error too."""
-        self.more_headers = [*self.more_headers, (name.encode(), value.encode())]
+    def add_headers(self, *headers: tuple[bytes, bytes]) -> None:
+        """Every answer to this request has these, an error too."""
+        self.more_headers = (*self.more_headers, *headers)
 
     # -- an answer that ends early ------------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class Origins:
 
         Raises Forbidden for a page of another origin that is not listed.
         """
-        exchange.more_headers = self.answer_headers(exchange.headers)
+        exchange.add_headers(*self.answer_headers(exchange.headers))
         if not exchange.has_header(b"origin"):
             return
         origins = _origins(exchange.headers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.ledger.record import prompt_json
 from headrace.gateway.upstream.generation_request import Conversation
-from headrace.gateway.upstream.seam import NO_USAGE, Prepared
+from headrace.gateway.upstream.seam import Prepared
 
 
 async def log_prompt(generation: Generation, call_next: CallNext) -> Prepared:
@@ -41,6 +41,6 @@ async def record_prepared(generation: Generation, call_next: CallNext) -> Prepar
     exchange = generation.exchange
     exchange.ignored += prepared.ignored
     exchange.record.seed = prepared.seed
-    if generation.side_usage is NO_USAGE:  # else the record has the tokens of what ran already
+    if generation.side_usage is None:  # else the record has the tokens of what ran already
         exchange.record.prompt_tokens = prepared.prompt_tokens
     return prepared

@@ -31,7 +31,7 @@ async def prepare(generation: Generation) -> Prepared:
     )
     prepared, generation.fitted = await fitter.prepared(generation.request())
     if generation.fitted is not None:
-        generation.exchange.add_header("x-headrace-context", f"{fitting}; dropped={generation.fitted.num_dropped}")
+        generation.exchange.add_headers((b"x-headrace-context", f"{fitting}; dropped={generation.fitted.num_dropped}".encode()))
     elif prepared.prompt_tokens is None:  # only the server that answers can count them
         generation.exchange.ignored.append("context_fitting")
     return prepared
@@ -58,5 +58,5 @@ def _count(generation: Generation, stream: EventStream) -> None:
         generation.admission.count(None)
         return
     generation.admission.count(usage)
-    generation.side_usage = added(generation.side_usage, usage)
-    record.prompt_tokens, record.completion_tokens, record.cached_tokens = generation.side_usage[:3]
+    generation.side_usage = usage = usage if generation.side_usage is None else added(generation.side_usage, usage)
+    record.prompt_tokens, record.completion_tokens, record.cached_tokens = usage[:3]

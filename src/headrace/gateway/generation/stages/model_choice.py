@@ -44,7 +44,7 @@ def _choose(generation: Generation) -> None:
         generation.model = smaller
         exchange.use(smaller.users)
         exchange.record.model = smaller.name
-    exchange.more_headers = (*exchange.more_headers, *headers_of(generation.model, verdict.step))
+    exchange.add_headers(*headers_of(generation.model, verdict.step))
     if verdict.step is AdmissionStep.REFUSED:
         raise ModelBusy(f"The queue of the model {asked.name} is full; try again later.", retry_after_s=verdict.retry_after_s)
     generation.joining = generation.model.joining.join(priority)

@@ -86,7 +86,7 @@ class AnswerRecorder:
 async def reuse(generation: Generation, call_next: CallNext) -> Prepared:
     """Raises InvalidRequest for an Idempotency-Key that cannot be honoured, and what `Replays.find` raises."""
     own = AnswerReuse(generation)
-    generation.ends.push(own.end)
+    generation.ends.callback(own.end)
     if (found := await own.find(_question(generation))) is None:
         prepared = await call_next()
         if generation.model is not generation.asked:
@@ -118,7 +118,7 @@ def _give_again(generation: Generation, answer: WholeAnswer) -> None:
         generation.model = generation.service.models.only(answer.model)
     exchange.record.model, exchange.record.seed = generation.model.name, answer.seed
     exchange.ignored += answer.ignored
-    exchange.more_headers = (*exchange.more_headers, *headers_of(generation.model, AdmissionStep.CACHED_ANSWER))
+    exchange.add_headers(*headers_of(generation.model, AdmissionStep.CACHED_ANSWER))
 
 
 class AnswerReuse:
@@ -139,7 +139,7 @@ class AnswerReuse:
         self._ttl_s = 0.0
         self._recorder: AnswerRecorder | None = None
 
-    def end(self, *error: object) -> None:
+    def end(self) -> None:
         """Keep the answer if it is whole. What was claimed and is not kept is free for the next request."""
         if self._generation.is_refused_at_end:
             self._free_key()
@@ -225,7 +225,7 @@ class AnswerReuse:
 
     def _say(self, result: CacheResult, *headers: tuple[bytes, bytes]) -> None:
         self._cache.metrics.request(result)
-        self._exchange.more_headers = (*self._exchange.more_headers, (b"x-headrace-cache", result.encode()), *headers)
+        self._exchange.add_headers((b"x-headrace-cache", result.encode()), *headers)
 
     # -- while it is computed ------------------------------------------------------------------------------------------------------
 
