@@ -1,7 +1,7 @@
 """The devices that an engine computes on, each a value: its memory, its name where results are compared, and what is chosen for it.
 
-No tensor code decides by a device's name. Another device is a class and a row of DEVICES here, its word and its defaults in `engine.config`,
-and kernels of its own where those in plain torch are too slow (`tensor.backends`).
+No tensor code decides by a device's name. Another device is a class and a row of DEVICES here, its word and its defaults in
+`engine.config`, and kernels of its own where those in plain torch are too slow (`tensor.backends`).
 """
 
 from __future__ import annotations
