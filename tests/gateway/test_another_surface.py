@@ -20,8 +20,10 @@ from headrace.gateway.http.errors import ErrorReply
 from headrace.gateway.http.framing import Framing
 from headrace.gateway.surfaces import openapi, paths
 from headrace.gateway.surfaces.dialect.parse import convert
+from headrace.gateway.surfaces.endpoint import MAX_INLINE_BYTES, BodyParser
 from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.surfaces.routes import ENDPOINTS
+from headrace.gateway.text_host import work
 from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
 from headrace.text.folder import TextModel
@@ -116,7 +118,7 @@ MESSAGES = GeneratingSurface(
     request=MessagesRequest,
     reply=MessagesReply,
     chunk=MessagesReply,
-    parse=parse_messages,
+    parser=BodyParser(parse_messages, MessagesRequest),
     names=lambda request: {"prompt": "messages", "n": "num_candidates", "priority": "service_tier"},
     common=common,
     encoder=MessagesAnswer,
@@ -136,6 +138,7 @@ def _row(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = paths.AnsweredPath(PATH, PATH)
     answered.add(MESSAGES.endpoint)
     monkeypatch.setitem(paths._PATHS, PATH, answered)
+    monkeypatch.setitem(work.PARSERS, PATH, MESSAGES.parser)
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -185,9 +188,20 @@ async def test_a_quiet_stream_is_kept_alive_and_ends_in_an_error_of_the_api(text
         assert streamed[-1][1]["error"]["type"] == "timeout_error"
 
 
-async def test_an_unknown_field_is_refused_by_the_parser_of_the_api(text: TextModel) -> None:
+@pytest.mark.parametrize("padding", [0, MAX_INLINE_BYTES])
+async def test_a_text_worker_reads_a_large_body_as_the_event_loop_reads_a_small_one(text: TextModel, padding: int) -> None:
     async with open_bench(text) as bench:
-        refused = await bench.client.post(PATH, json=body(temprature=0.5))
+        content = msgspec.json.encode(body()) + b" " * padding
+        answer = await bench.client.post(PATH, content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["output_tokens"] == 8
+
+
+@pytest.mark.parametrize("padding", [0, MAX_INLINE_BYTES])
+async def test_an_unknown_field_is_refused_by_the_parser_of_the_api(text: TextModel, padding: int) -> None:
+    async with open_bench(text) as bench:
+        content = msgspec.json.encode(body(temprature=0.5)) + b" " * padding
+        refused = await bench.client.post(PATH, content=content, headers={"content-type": "application/json"})
         assert (refused.status_code, refused.json()["type"]) == (400, "error")
         assert refused.json()["error"]["message"].startswith("temprature: expected a field this server knows.")
         assert not bench.replica.requests

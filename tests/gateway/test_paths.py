@@ -11,8 +11,9 @@ from gateway_kit import chat_body, open_bench
 
 from headrace.gateway.http.errors import MethodNotAllowed
 from headrace.gateway.surfaces.endpoint import Endpoint
-from headrace.gateway.surfaces.paths import MAX_LOGGED_PATH, find_path, logged_path, plain_path
+from headrace.gateway.surfaces.paths import MAX_LOGGED_PATH, AnsweredPath, find_path, logged_path, plain_path
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
+from headrace.gateway.text_host.work import parsers_of
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.pure
@@ -94,8 +95,16 @@ def test_a_method_that_a_path_does_not_have_names_those_that_it_has() -> None:
     assert refused.value.allowed == ("DELETE", "GET", "HEAD")
 
 
-def test_a_text_worker_knows_each_parser_by_a_name_of_its_own() -> None:
-    parsers = {row.parse for row in ENDPOINTS if row.parse is not None}
-    assert {parse.__name__ for parse in parsers} == {"parse_chat", "parse_completion", "parse_tokenize", "parse_detokenize"}
-    assert len(parsers) == 4
-    assert all(row.parse is not None for row in ENDPOINTS if row.method == "POST")
+def test_a_text_worker_knows_the_parser_of_every_path_that_reads_a_body() -> None:
+    assert {row.path for row in ENDPOINTS if row.method == "POST"} == set(parsers_of(ENDPOINTS))
+
+
+def test_two_rows_of_one_path_and_method_are_refused() -> None:
+    """Neither replaces the other silently, in the router or in a text worker."""
+    row = next(row for row in ENDPOINTS if row.path == "/v1/tokenize")
+    answered = AnsweredPath(row.path, row.path)
+    answered.add(row)
+    with pytest.raises(AssertionError, match="two rows answer POST /v1/tokenize"):
+        answered.add(row)
+    with pytest.raises(AssertionError, match="two rows read bodies of /v1/tokenize"):
+        parsers_of((*ENDPOINTS, row))

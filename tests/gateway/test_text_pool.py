@@ -75,7 +75,7 @@ async def one_worker() -> AsyncIterator[tuple[TextPool, ScriptedWorkers]]:
 
 
 def submit(pool: TextPool, tail: bytes = b"") -> asyncio.Future[Done]:
-    return pool.parse_body("parse_chat", tail, tenant="t")
+    return pool.parse_body("/v1/chat/completions", tail, tenant="t")
 
 
 async def test_a_worker_that_is_being_killed_gets_no_other_job() -> None:

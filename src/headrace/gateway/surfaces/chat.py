@@ -20,6 +20,7 @@ from headrace.gateway.surfaces.dialect.answers import ChoiceOutput, OpenAIAnswer
 from headrace.gateway.surfaces.dialect.conversation import ConversationFields, check_conversation
 from headrace.gateway.surfaces.dialect.field_table import CHAT
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs
+from headrace.gateway.surfaces.endpoint import BodyParser
 from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, ToolCall
 
@@ -238,7 +239,7 @@ chat_completions = GeneratingSurface(
     request=ChatRequest,
     reply=ChatCompletion,
     chunk=ChatChunk,
-    parse=parse_chat,
+    parser=BodyParser(parse_chat, ParsedChat),
     names=_names,
     common=_common,
     encoder=ChatAnswer,

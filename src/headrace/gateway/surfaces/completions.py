@@ -19,6 +19,7 @@ from headrace.gateway.surfaces.dialect import parse, schemas
 from headrace.gateway.surfaces.dialect.answers import ChoiceOutput, OpenAIAnswer
 from headrace.gateway.surfaces.dialect.field_table import COMPLETIONS
 from headrace.gateway.surfaces.dialect.logprobs import EchoedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs
+from headrace.gateway.surfaces.endpoint import BodyParser
 from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.upstream.generation_request import PlainPrompts
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
@@ -225,7 +226,7 @@ completions = GeneratingSurface(
     request=CompletionRequest,
     reply=Completion,
     chunk=Completion,
-    parse=parse_completion,
+    parser=BodyParser(parse_completion, ParsedCompletion),
     names=_names,
     common=_common,
     encoder=CompletionAnswer,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -36,8 +36,22 @@ MAX_INLINE_GBNF_BYTES = 2 << 10
 _GBNF_MARKS = (b"::=", b"\\u003")
 """What every body with a grammar in GBNF has: its sign for a rule, or an escape that one of the sign's characters may be written as."""
 
-Parse = Callable[[dict[str, object], Limits], Any]
-"""A decoded body -> the surface's own request, and the fields that change nothing."""
+
+@dataclass(frozen=True, slots=True)
+class BodyParser(Generic[T]):
+    """How the bodies of a path are read.
+
+    parse  of a decoded body: the surface's own request, and the fields that change nothing
+    kind   type of that request, which a text worker sends as JSON
+    """
+
+    parse: Callable[[dict[str, object], Limits], tuple[T, list[str]]]
+    kind: Any
+
+    def decode(self, sent: bytes | memoryview) -> tuple[T, list[str]]:
+        """What `parse` gave in a text worker."""
+        made: tuple[T, list[str]] = _decoder(self.kind).decode(sent)
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,7 @@ class Endpoint(Generic[HandlerT]):
     reply       wire type of the answer; None: the answer has no wire type, see media_type
     chunk       wire type of a stream's events, where the body's `stream` asks for them
     query       parameters that it reads; without any it ignores what stands behind `?`
-    parse       of its body, which a text worker knows by its name; None: it reads none
+    parser      of its body, which a text worker knows by the path; None: it reads none
     framing     of its API
     generates   headrace_requests_total counts its requests
     has_limits  it does work for its caller without generating, and its requests count in the caller's limits on requests
@@ -77,7 +91,7 @@ class Endpoint(Generic[HandlerT]):
     chunk: type | None = None
     media_type: str = "application/json"
     query: tuple[QueryParameter, ...] = ()
-    parse: Parse | None = None
+    parser: BodyParser[Any] | None = None
     framing: Framing = OPENAI
     generates: bool = False
     has_limits: bool = False
@@ -104,13 +118,11 @@ def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str
     return query
 
 
-async def parsed_body(
-    service: Service, exchange: Exchange, held: RequestHeld, parse: Callable[[dict[str, object], Limits], tuple[T, list[str]]]
-) -> T:
-    """The request in a body. Fields that change nothing go to `exchange.ignored`. Raises what reading, decoding and `parse` raise.
+async def parsed_body(service: Service, exchange: Exchange, held: RequestHeld, parser: BodyParser[T]) -> T:
+    """The request in a body. Fields that change nothing go to `exchange.ignored`. Raises what reading, decoding and `parser.parse` raise.
 
-    held   counts the bytes of the body as they arrive; the parsed request is taken to be as large and not counted again
-    parse  of a row of `surfaces.routes`: a text worker parses a large body and sends the request back
+    held    counts the bytes of the body as they arrive; the parsed request is taken to be as large and not counted again
+    parser  of the path's row in `surfaces.routes`: a text worker parses a large body and sends the request back
     """
     limits = service.config.limits
     body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.prompts.add)
@@ -118,16 +130,17 @@ async def parsed_body(
         sessions = [value for name, value in exchange.headers if name == RAW_HEADER]
         exchange.body_digest = body_digest(exchange.scope["path"], body, sessions)
     if len(body) <= MAX_INLINE_GBNF_BYTES or (len(body) <= MAX_INLINE_BYTES and not any(mark in body for mark in _GBNF_MARKS)):
-        made, ignored = parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
+        made, ignored = parser.parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
         exchange.ignored += ignored
         return made
     async with exchange.watching():
-        _, tail = await exchange.unless_ended(service.text_pool.parse_body(parse.__name__, body, tenant=exchange.principal.tenant))
-    made, ignored = _decoder(parse).decode(tail)
+        asked = service.text_pool.parse_body(exchange.scope["path"], body, tenant=exchange.principal.tenant)
+        _, tail = await exchange.unless_ended(asked)
+    made, ignored = parser.decode(tail)
     exchange.ignored += ignored
     return made
 
 
 @cache
-def _decoder(parse: Callable[..., object]) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(get_type_hints(parse)["return"])
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(tuple[kind, list[str]])

@@ -16,11 +16,10 @@ from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.run import generate
 from headrace.gateway.generation.service import Service
-from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.gateway.surfaces.dialect.parse import error_as_written
-from headrace.gateway.surfaces.endpoint import Endpoint, parsed_body
+from headrace.gateway.surfaces.endpoint import BodyParser, Endpoint, parsed_body
 from headrace.gateway.upstream.seam import Prepared
 
 RequestT = TypeVar("RequestT")
@@ -32,7 +31,7 @@ class GeneratingSurface(Generic[RequestT]):
 
     path     where the field table has rows of it (`dialect.field_table`), these are the fields of its body
     request, reply, chunk  wire types of its body, of its answer, and of a stream's events
-    parse    of the decoded body: the surface's own request, and the fields that change nothing
+    parser   of its body
     names    fields of `ParsedRequest` -> the names that this client used
     common   the request as every surface has it
     encoder  of its answer
@@ -44,7 +43,7 @@ class GeneratingSurface(Generic[RequestT]):
     request: type
     reply: type
     chunk: type
-    parse: Callable[[dict[str, object], Limits], tuple[RequestT, list[str]]]
+    parser: BodyParser[RequestT]
     names: Callable[[RequestT], Mapping[str, str]]
     common: Callable[[RequestT, Principal], ParsedRequest]
     encoder: Callable[[RequestT, Prepared, Generation], AnswerEncoder]
@@ -61,7 +60,7 @@ class GeneratingSurface(Generic[RequestT]):
             request=self.request,
             reply=self.reply,
             chunk=self.chunk,
-            parse=self.parse,
+            parser=self.parser,
             framing=self.framing,
             generates=True,
         )
@@ -69,7 +68,7 @@ class GeneratingSurface(Generic[RequestT]):
     async def __call__(self, service: Service, exchange: Exchange) -> None:
         tenant = exchange.principal.tenant
         with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as held:
-            request = await parsed_body(service, exchange, held, self.parse)
+            request = await parsed_body(service, exchange, held, self.parser)
             try:
                 generation = Generation(service, exchange, held, self.common(request, exchange.principal))
                 await generate(generation, lambda prepared: self.encoder(request, prepared, generation))

@@ -40,6 +40,7 @@ class AnsweredPath:
     framing: Framing = OPENAI
 
     def add(self, endpoint: Endpoint[Handler]) -> None:
+        assert endpoint.method not in self.methods, f"two rows answer {endpoint.method} {self.path}"
         self.methods[endpoint.method] = endpoint
         self.generates = self.generates or endpoint.generates
         self.framing = endpoint.framing

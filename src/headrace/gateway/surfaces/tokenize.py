@@ -13,7 +13,7 @@ from headrace.gateway.surfaces.dialect.conversation import Message, checked_mess
 from headrace.gateway.surfaces.dialect.field_table import Inside
 from headrace.gateway.surfaces.dialect.parse import convert, honoured_inside
 from headrace.gateway.surfaces.dialect.tools import ToolDefinition, check_tools, function_tools
-from headrace.gateway.surfaces.endpoint import parsed_body
+from headrace.gateway.surfaces.endpoint import BodyParser, parsed_body
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 from headrace.gateway.upstream.served_models import ServedModel
 
@@ -69,11 +69,15 @@ def parse_detokenize(body: dict[str, object], limits: Limits) -> tuple[Detokeniz
     return convert(body, DetokenizeRequest), []
 
 
+TOKENIZE_BODY = BodyParser(parse_tokenize, TokenizeRequest)
+DETOKENIZE_BODY = BodyParser(parse_detokenize, DetokenizeRequest)
+
+
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """vLLM's /tokenize: a prompt or a conversation as token ids. vLLM's bench reads token_strs, so they are there unless declined."""
     tenant = exchange.principal.tenant
     with service.memory.open(tenant) as held:
-        request = await parsed_body(service, exchange, held, parse_tokenize)
+        request = await parsed_body(service, exchange, held, TOKENIZE_BODY)
         model = _used_model(service, exchange, request.model)
         asked = model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False, tenant=tenant)
         async with exchange.watching():
@@ -88,7 +92,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
 async def detokenize(service: Service, exchange: Exchange) -> None:
     tenant = exchange.principal.tenant
     with service.memory.open(tenant) as held:
-        request = await parsed_body(service, exchange, held, parse_detokenize)
+        request = await parsed_body(service, exchange, held, DETOKENIZE_BODY)
         model = _used_model(service, exchange, request.model)
         async with exchange.watching():
             text = await exchange.unless_ended(model.upstream.detokenize(request.tokens, tenant=tenant))

@@ -6,7 +6,7 @@ Everything that can take long for a client's input is here: decoding large bodie
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,25 @@ from headrace.core.sampling import check_token_ids
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import UnsupportedMediaType
 from headrace.gateway.http.json_border import Caps, decode_object
-from headrace.gateway.surfaces.endpoint import Parse
+from headrace.gateway.surfaces.endpoint import BodyParser, Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import check_fits
 from headrace.text.folder import TextModel
 
-PARSERS: Mapping[str, Parse] = {row.parse.__name__: row.parse for row in ENDPOINTS if row.parse is not None}
+
+def parsers_of(rows: Iterable[Endpoint[Any]]) -> dict[str, BodyParser[Any]]:
+    """Path -> how its bodies are read."""
+    parsers: dict[str, BodyParser[Any]] = {}
+    for row in rows:
+        if row.parser is not None:
+            assert "{" not in row.path, f"a request's own path is looked up, and {row.path} is none"
+            assert row.path not in parsers, f"two rows read bodies of {row.path}"
+            parsers[row.path] = row.parser
+    return parsers
+
+
+PARSERS = parsers_of(ENDPOINTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ class TextContext:
     def _do(self, job: frames.AnyJob, tail: bytes) -> tuple[frames.AnyAnswer, bytes]:
         match job:
             case frames.ParseBody():
-                return frames.Json(), msgspec.json.encode(parse_body(job.parser, tail, self.limits))
+                return frames.Json(), msgspec.json.encode(parse_body(job.path, tail, self.limits))
             case frames.EncodeChat():
                 encoded, unread = encode_chat(self.texts[job.model], job)
                 return _ids([encoded], unread)
@@ -72,9 +84,9 @@ class TextContext:
         return frames.Tokens(count=len(ids), num_id_bytes=len(ids_json)), ids_json + strings_json
 
 
-def parse_body(parser: str, body: bytes, limits: Limits) -> Any:
+def parse_body(path: str, body: bytes, limits: Limits) -> Any:
     """A request's body, parsed by its surface. Raises InvalidRequest or UnsupportedMediaType."""
-    return PARSERS[parser](decode_object(body, Caps(depth=limits.max_json_depth)), limits)
+    return PARSERS[path].parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
 
 
 def encode_chat(text: TextModel, job: frames.EncodeChat) -> tuple[list[int], tuple[str, ...]]:

@@ -43,9 +43,9 @@ class WorkerJob(msgspec.Struct, tag_field="job"):
 
 
 class ParseBody(WorkerJob, tag="parse"):
-    """The tail is a request's body; `parser` is a row of `work.PARSERS`."""
+    """The tail is a request's body, which is parsed as `work.PARSERS` says for the path."""
 
-    parser: str
+    path: str
 
 
 class EncodeChat(WorkerJob, tag="chat"):

@@ -182,9 +182,9 @@ class TextPool:
         self._dispatch()
         return text_job.future
 
-    def parse_body(self, parser: str, body: bytes, *, tenant: str) -> asyncio.Future[Done]:
-        """A request's body parsed by a row of `work.PARSERS`; the answer's tail is JSON of what it was parsed into. Raises as `submit`."""
-        return self.submit(frames.ParseBody(parser), body, tenant=tenant, field="body")
+    def parse_body(self, path: str, body: bytes, *, tenant: str) -> asyncio.Future[Done]:
+        """A request's body parsed as `work.PARSERS` says for the path; the answer's tail is JSON of the result. Raises as `submit`."""
+        return self.submit(frames.ParseBody(path), body, tenant=tenant, field="body")
 
     def check(self) -> None:
         """Every worker is idle, or has one job that has one worker, or is about to end."""
