@@ -93,7 +93,7 @@ class MessagesAnswer:
 
     def encode_end(self, usage: TokenUsage) -> bytes:
         used = {"output_tokens": usage.completion_tokens}
-        return event("message_delta", delta={"stop_reason": self._stopped}, usage=used) + event("message_stop")
+        return event("message_delta", delta={"stop_reason": self._stopped}, usage=used)
 
 
 def error_of(error: ErrorReply) -> dict[str, str]:
@@ -129,6 +129,7 @@ MESSAGES = GeneratingSurface(
         error_body=lambda error: msgspec.json.encode(MessagesError(error_of(error))),
         error_event=lambda error: event("error", error=error_of(error)),
         ping=event("ping"),
+        end=event("message_stop"),
     ),
 )
 
@@ -183,7 +184,7 @@ async def test_a_quiet_stream_is_kept_alive_and_ends_in_an_error_of_the_api(text
     async with open_bench(text, timeouts={"sse_ping_s": 1.0, "request_s": 5.0}) as bench:
         bench.replica.go.clear()
         streamed = events_of((await bench.client.post(PATH, json=body(stream=True))).text)
-        assert {name for name, _ in streamed[:-1]} == {"ping"}
+        assert {name for name, _ in streamed[:-1]} == {"ping"}  # and no message_stop behind the error
         assert streamed[-1][0] == "error"
         assert streamed[-1][1]["error"]["type"] == "timeout_error"
 

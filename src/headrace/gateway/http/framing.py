@@ -1,4 +1,7 @@
-"""What an API fixes beside its bodies: where its clients put the key, and how errors and pings look. OpenAI's is that of most paths."""
+"""What an API fixes beside its bodies: where its clients put the key, how errors and pings look, and what ends a stream.
+
+OpenAI's is that of most paths.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ class Framing:
     error_body   of an error as a whole answer
     error_event  of an error in a stream that has begun, which it ends
     ping         keeps a quiet stream alive
+    end          what a whole stream ends with, and one that broke off does not
     """
 
     key_header: bytes = b"authorization"
@@ -29,6 +33,7 @@ class Framing:
     error_body: Callable[[ErrorReply], bytes] = lambda error: error.body
     error_event: Callable[[ErrorReply], bytes] = _openai_event
     ping: bytes = b": ping\n\n"
+    end: bytes = b"data: [DONE]\n\n"
 
     def error_headers(self, error: ErrorReply) -> Headers:
         """A refused key names the scheme of HTTP that is asked for, where the API has one."""

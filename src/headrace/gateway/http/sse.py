@@ -6,7 +6,7 @@ connection is dropped and the request cancelled. Log-probabilities come faster t
 the bound (`logprob_bytes`). All streams together are bounded by what the budget has left. `gateway.http.connection` bounds the time that a
 client may take, for every answer alike.
 
-`Exchange.fail` writes an error after the first byte: an event as the framing has it, then the end, without [DONE].
+`Exchange.fail` writes an error after the first byte: an event as the framing has it, without the framing's `end`.
 
 Coalescing needs no timer: while a stream waits for the socket or for its turn on a busy event loop, the engine's updates pile up and
 leave as one chunk, so chunks grow with the backlog. Where the socket has room, events are written without waking the stream's task
@@ -25,7 +25,6 @@ from headrace.core.errors import HeadraceError
 from headrace.gateway.http.errors import SlowReader
 from headrace.gateway.http.exchange import Exchange
 
-DONE = b"data: [DONE]\n\n"
 TICK_S = 0.25
 """Seconds between two checks of all streams."""
 
@@ -98,8 +97,9 @@ class SseStream:
             self._is_inside = False
             self._unwritten_bytes = 0
 
-    async def end(self, payload: bytes = DONE) -> None:
-        await self._send(payload, is_last=True)
+    async def end(self, payload: bytes) -> None:
+        """Send the last events, which may be none, and what ends a stream of this API."""
+        await self._send(payload + self._exchange.framing.end, is_last=True)
 
     async def _send(self, payload: bytes, *, is_last: bool) -> None:
         if self._ping is not None and not self._ping.done():
@@ -136,7 +136,7 @@ class SseStream:
 
     @property
     def waiting_bytes(self) -> int:
-        """For the client; what was made while it read at once is on its way. None once the connection was dropped."""
+        """For the client; what was made while it read at once is on its way. 0 once the connection was dropped."""
         if self.is_cut or not self._exchange.pending_bytes:
             return 0
         return self._exchange.pending_bytes + self._unwritten_bytes + self.unread_bytes()

@@ -35,7 +35,7 @@ class GeneratingSurface(Generic[RequestT]):
     names    fields of `ParsedRequest` -> the names that this client used
     common   the request as every surface has it
     encoder  of its answer
-    framing  of its errors and pings, and where its clients put the key
+    framing  of its errors, its pings and the end of its streams, and where its clients put the key
     """
 
     path: str

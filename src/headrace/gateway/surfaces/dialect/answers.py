@@ -16,7 +16,6 @@ import msgspec
 from headrace.core.finish import FINISH_WORDS, FinishReason
 from headrace.core.plan import wide_columns
 from headrace.gateway.generation.generation import Generation
-from headrace.gateway.http.sse import DONE
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.parse import FieldsT, Parsed
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage, ToolCall
@@ -150,9 +149,9 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
 
     def encode_end(self, usage: TokenUsage) -> bytes:
         if not self._include_usage or (self._log is not None and self._log.is_usage_seen):
-            return DONE
+            return b""
         line = b"" if self._log is None else self._log.usage_line()
-        return b"".join((line, self._head, b'],"usage":', self._usage(usage), b"}\n\n", DONE))
+        return b"".join((line, self._head, b'],"usage":', self._usage(usage), b"}\n\n"))
 
     # -- a whole answer ------------------------------------------------------------------------------------------------------------
 
