@@ -228,7 +228,7 @@ async def test_a_request_and_a_decode_step_go_through_the_files_in_the_pages_ord
     left out; where something else of it came between, more requests are watched.
     """
     files = files_of("One request, from the socket to the kernel and back"), files_of("One decode step")
-    assert (len(files[0]), len(files[1])) == (13, 15)
+    assert (len(files[0]), len(files[1])) == (14, 15)
     watch = Watch()
     async with deployment(watch) as made:
         with watch.looking():

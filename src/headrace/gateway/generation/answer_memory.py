@@ -44,7 +44,8 @@ MAX_OUTPUT_LOGPROBS = 1 << 18
 """Most log-probabilities of output tokens in one answer that is not streamed."""
 
 MAX_INLINE_LOGPROBS = 4096
-"""An answer with at most this many log-probabilities is encoded in one go (a few milliseconds); a larger one in slices (`encoding`)."""
+"""An answer with at most this many log-probabilities is encoded in one go (a few milliseconds); a larger one in slices
+(`answer_encoder.EncodingTurns`)."""
 
 
 def prompt_logprob_bytes(num_top: int | None, *, num_tokens: int) -> int:

@@ -50,8 +50,8 @@ FORM = 1
 """The form of entries that this version writes. An entry of another form is unknown."""
 
 UNKNOWN = (
-    "No stream of yours has this id here now: another gateway may still be sending it over a connection that has broken, it was kept too "
-    "long ago, or it never was one."
+    "This server keeps no stream of yours with this id. Either another gateway still sends the stream over a connection that has broken, "
+    "or the stream ended too long ago, or the id was never a stream's."
 )
 BUSY, BUSY_RETRY_S = "Another request continues this stream now.", 1.0
 

@@ -1,6 +1,6 @@
 """Makes a conversation fit its window before it is answered: leaves out its oldest turns, and has the model summarise them if asked to.
 
-The model counts and summarises through its own `Upstream`. `window` has the rules; docs/sessions.md says what clients see.
+The model counts and summarises through its own `Upstream`. `history` has the rules; docs/sessions.md says what clients see.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The sessions of one gateway, read from and written to their store. `turn` has what one request does with one of them.
+"""The sessions of one gateway, read from and written to their store. What one request does with one of
+them: `generation.stages.session`.
 
 `stores.guard` bounds what a request waits for. A store that fails or is slow means 503: an answer without the history would answer another
 question.
