@@ -38,7 +38,7 @@ from headrace.gateway.access.key_store import SqliteKeys
 from headrace.gateway.cache.answer_cache import open_answer_store
 from headrace.gateway.control.purge import cache_requests
 from headrace.gateway.sessions.sessions import open_session_store
-from headrace.gateway.site.memory import TenantShare
+from headrace.gateway.site.tenant_share import TenantShare
 from headrace.gateway.stores.open import Stores
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.wire.tls.files import TlsFiles, TlsRole, files_in
@@ -164,7 +164,7 @@ async def test_what_is_kept_of_a_tenant_is_removed_from_another_machine(
     def administration(actor: str) -> Administration:
         return Administration(SqliteKeys(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
-    stores = Stores(config.store, config.state, TenantShare(config.limits, config.num_tenants), time.time)
+    stores = Stores(config.store, config.state, TenantShare(config.limits.max_tenant_share, config.num_tenants), time.time)
     for store in (open_answer_store(config.cache, stores), open_session_store(config.sessions, stores)):
         await store.put("kept", b"", tenant="acme", ttl_s=60.0)
         await store.close()

@@ -18,14 +18,17 @@ from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, o
 from headrace.core.errors import ConfigError, DeadlineExceeded, Overloaded
 from headrace.core.ids import RequestId
 from headrace.core.plan import columns_of
-from headrace.gateway.access.budget import Held, HeldLimits, RequestMemory
+from headrace.gateway.access.held_memory import Held, HeldLimits, MemoryLimits, RequestMemory
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.answer_memory import first_answer_bytes
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.http.asgi import ABORT_EXTENSION
+from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import StreamWatch
-from headrace.gateway.site import memory
+from headrace.gateway.site import idle_memory
+from headrace.gateway.site.memory import memory_limits
+from headrace.gateway.site.tenant_share import TenantShare
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
 from headrace.gateway.upstream.tokens import TokenPrompt
 from headrace.observe.request_log import RequestLogRecord
@@ -139,7 +142,7 @@ KEYS = ({"key": "k" * 16, "tenant": "a"}, {"key": "l" * 16, "tenant": "b"})
 
 def budget_of(**limits: Any) -> RequestMemory:
     config = config_from({"models": [{"name": "m", "folder": "f", "replicas": [{"name": "r", "address": "unix:/a"}]}], **limits})
-    return memory.memory_budget(config.limits, 16 << 30, memory.TenantShare(config.limits, config.num_tenants)())
+    return RequestMemory(memory_limits(config.limits, 16 << 30, TenantShare(config.limits.max_tenant_share, config.num_tenants)))
 
 
 def fill(stack: ExitStack, budget: RequestMemory, tenant: str, *, of: str) -> None:
@@ -166,10 +169,7 @@ def test_without_keys_there_is_one_tenant_who_may_take_all() -> None:
     budget = budget_of()
     assert budget.prompts.limits.tenant == budget.prompts.limits.total == 1 << 30
     assert budget.answers.limits.tenant == budget.answers.limits.total == 40 << 20
-    assert (
-        memory.memory_budget(config_from({"models": [{"name": "m", "upstreams": [{"url": "http://h/v1"}]}]}).limits, 1, 1.0).prompts.left
-        == 40 << 20
-    )
+    assert memory_limits(Limits(), 1, lambda: 1.0).prompts.total == 40 << 20
 
 
 @pytest.mark.pure
@@ -290,20 +290,23 @@ class Cycle:
         self.me = self
 
 
+ONE_BYTE = HeldLimits(1, 1, lambda: 1.0)
+
+
 async def test_cycles_are_collected_once_nothing_runs() -> None:
     """766 MB of a storm's were kept until new work came."""
-    budget = RequestMemory(prompts=HeldLimits(1, 1, 1), answers=HeldLimits(1, 1, 1))
+    budget = RequestMemory(MemoryLimits(ONE_BYTE, ONE_BYTE))
     gc.disable()
-    task = asyncio.create_task(memory.give_back_when_idle(budget))
+    task = asyncio.create_task(idle_memory.give_back_when_idle(budget))
     try:
-        await asyncio.sleep(2 * memory.CHECK_S)
+        await asyncio.sleep(2 * idle_memory.CHECK_S)
         with budget.open("a"):
             left = weakref.ref(Cycle())
             with budget.open("b"):
                 pass
-            await asyncio.sleep(5 * memory.CHECK_S)
+            await asyncio.sleep(5 * idle_memory.CHECK_S)
             assert left() is not None, "not while something runs"
-        await asyncio.sleep(2 * memory.CHECK_S)
+        await asyncio.sleep(2 * idle_memory.CHECK_S)
         assert left() is None
     finally:
         gc.enable()
@@ -313,14 +316,14 @@ async def test_cycles_are_collected_once_nothing_runs() -> None:
 async def test_memory_is_given_back_twice_once_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last requests' connections held was freed just after the only look, and three quarters of a storm's peak were kept."""
     given: list[int] = []
-    budget = RequestMemory(prompts=HeldLimits(1, 1, 1), answers=HeldLimits(1, 1, 1))
-    monkeypatch.setattr(memory, "give_back", lambda: given.append(budget.num_open))
-    task = asyncio.create_task(memory.give_back_when_idle(budget))
+    budget = RequestMemory(MemoryLimits(ONE_BYTE, ONE_BYTE))
+    monkeypatch.setattr(idle_memory, "give_back", lambda: given.append(budget.num_open))
+    task = asyncio.create_task(idle_memory.give_back_when_idle(budget))
     try:
         for num_expected in (2, 4):
             with budget.open("a"), budget.open("b"):
-                await asyncio.sleep(5 * memory.CHECK_S)
-            await asyncio.sleep(10 * memory.CHECK_S)
+                await asyncio.sleep(5 * idle_memory.CHECK_S)
+            await asyncio.sleep(10 * idle_memory.CHECK_S)
             assert given == [0] * num_expected
     finally:
         task.cancel()

@@ -127,8 +127,8 @@ async def test_a_newer_connection_at_another_worker_takes_a_stream_from_an_older
     keys = [{"key": "key-of-one", "tenant": "a"}, {"key": "key-of-two", "tenant": "b"}]
     async with (
         two_gateways(text, tmp_path, api_keys=keys) as (first, second),
-        Siblings(GatewayWorker(0, tmp_path), 2, {}) as here,
-        Siblings(GatewayWorker(1, tmp_path), 2, {}) as there,
+        Siblings(GatewayWorker(0, tmp_path), 2) as here,
+        Siblings(GatewayWorker(1, tmp_path), 2) as there,
     ):
         first.gateway.service.kept_streams.join(here)
         second.gateway.service.kept_streams.join(there)
@@ -148,7 +148,7 @@ async def test_a_worker_that_hangs_costs_a_resume_nothing_but_the_stream(text: T
     assert isinstance(loop, NetworkedLoop)
     worker = GatewayWorker(0, tmp_path)
     silent = loop.network.listen_at(str(worker.socket(1)))
-    async with open_bench(text, timeouts=ON) as bench, Siblings(worker, 2, {}) as siblings:
+    async with open_bench(text, timeouts=ON) as bench, Siblings(worker, 2) as siblings:
         bench.gateway.service.kept_streams.join(siblings)
         began = now()
         unknown = await go_on(bench, f"{'a' * 24}/3")

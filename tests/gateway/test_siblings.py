@@ -16,7 +16,16 @@ pytestmark = pytest.mark.loop
 
 
 def a_worker(index: int, folder: Path, count: int = 3) -> Siblings:
-    return Siblings(GatewayWorker(index, folder), count, {"name": lambda: f"worker {index}".encode(), "long": lambda: b"x" * (5 << 20)})
+    async def name(_argument: str) -> bytes:
+        return f"worker {index}".encode()
+
+    async def long(_argument: str) -> bytes:
+        return b"x" * (5 << 20)
+
+    siblings = Siblings(GatewayWorker(index, folder), count)
+    siblings.handle("name", name)
+    siblings.handle("long", long)
+    return siblings
 
 
 async def test_each_worker_has_the_answers_of_all(tmp_path: Path) -> None:

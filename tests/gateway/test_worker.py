@@ -15,7 +15,7 @@ from headrace.core.errors import ConfigError
 from headrace.gateway.config import MAX_WORKERS
 from headrace.gateway.http.config import Limits
 from headrace.gateway.process import load_part
-from headrace.gateway.site.memory import memory_budget
+from headrace.gateway.site.memory import memory_limits
 from headrace.gateway.site.worker import SHARED_LIMITS, GatewayWorker, divided, part_of
 
 pytestmark = pytest.mark.pure
@@ -56,8 +56,8 @@ def test_parts_add_up_to_the_sites_limit_and_none_is_zero(total: int, num_worker
 
 
 def test_memory_for_prompts_is_divided_although_no_option_sets_it() -> None:
-    whole = memory_budget(Limits(), 64 << 30, 1.0).prompts.limits.total
-    assert memory_budget(part_of(Limits(), 4, 64 << 30), 64 << 30, 1.0).prompts.limits.total == whole / 4
+    whole = memory_limits(Limits(), 64 << 30, lambda: 1.0).prompts.total
+    assert memory_limits(part_of(Limits(), 4, 64 << 30), 64 << 30, lambda: 1.0).prompts.total == whole / 4
 
 
 def test_the_only_gateway_keeps_every_limit() -> None:

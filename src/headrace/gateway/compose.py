@@ -14,7 +14,7 @@ from functools import partial
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.memory import machine_bytes
-from headrace.gateway.access.budget import RequestMemory
+from headrace.gateway.access.held_memory import RequestMemory
 from headrace.gateway.access.key_store import open_keys
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.access.stored_keys import StoredKeys
@@ -34,8 +34,11 @@ from headrace.gateway.ledger.ledger import Ledger, open_ledger
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.store import open_limits
 from headrace.gateway.sessions.sessions import Sessions, open_session_store
-from headrace.gateway.site.memory import TenantShare, give_back_when_idle, memory_budget
-from headrace.gateway.site.siblings import Siblings, SiteMetrics, answers_of
+from headrace.gateway.site.idle_memory import give_back_when_idle
+from headrace.gateway.site.memory import memory_limits
+from headrace.gateway.site.metrics import SiteMetrics
+from headrace.gateway.site.siblings import Siblings
+from headrace.gateway.site.tenant_share import TenantShare
 from headrace.gateway.site.worker import GatewayWorker
 from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.open import Stores
@@ -101,11 +104,11 @@ async def open_gateway(
         models = SiteModels(ModelOpener(text_pool, connect, sources), metrics)
         stack.push_async_callback(models.close)
         await models.open(config.models, config.replica_times, loaded.texts)
-        service = await _open_service(stack, config, models, text_pool, metrics, worker, sources)
+        service = await _open_service(stack, config, models, text_pool, metrics, sources)
         app = Gateway(config, service, request_log)
         stack.callback(lambda: app.request_log.close())
-        _join_workers(service)
-        _share_between_tenants(app)
+        if worker is not None:
+            await stack.enter_async_context(_joined(service, worker, config.workers))
         _connect_metrics(app, models)
         yield OpenGateway(app, _followed(Reloader(app, models, loaded, open_log), service))
 
@@ -116,12 +119,11 @@ async def _open_service(
     models: SiteModels,
     text_pool: TextPool,
     metrics: Metrics,
-    worker: GatewayWorker | None,
     sources: Sources,
 ) -> Service:
     """What all requests share, each part closed by `stack`. Raises ConfigError."""
-    share = TenantShare(config.limits, config.num_tenants)
-    memory = memory_budget(config.limits, machine_bytes(), share())
+    share = TenantShare(config.limits.max_tenant_share, config.num_tenants)
+    memory = RequestMemory(memory_limits(config.limits, machine_bytes(), share))
     stack.callback(asyncio.create_task(give_back_when_idle(memory), name="memory given back").cancel)
     open_requests = OpenRequests(config.limits.max_requests, share)
     stores = Stores(config.store, config.state, share, sources.unix_time)
@@ -132,7 +134,7 @@ async def _open_service(
     return Service(
         config=config.requests,
         models=ModelTable(models.served),
-        stored_keys=await _stored_keys(stack, config, sources),
+        stored_keys=await _stored_keys(stack, config, share, sources),
         open_requests=open_requests,
         watch=await stack.enter_async_context(_watch(config, memory, metrics, sources)),
         text_pool=text_pool,
@@ -148,7 +150,7 @@ async def _open_service(
         replays=Replays(replayed, ReplayMetrics(metrics.registry), limits=replay_limits(config.idempotency, stores)),
         metrics=metrics,
         ledger=await _ledger(stack, config, metrics, sources),
-        site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
+        site_metrics=SiteMetrics(metrics, open_requests.by_tenant),
         salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
         clock=sources.clock,
         unix_time=sources.unix_time,
@@ -165,28 +167,21 @@ def _watch(config: GatewayConfig, memory: RequestMemory, metrics: Metrics, sourc
     )
 
 
-def _join_workers(service: Service) -> None:
-    """Let this worker answer the other workers of its port, and ask them, about streams that clients continue."""
-    if (siblings := service.site_metrics.siblings) is not None:
-        service.kept_streams.join(siblings)
+def _joined(service: Service, worker: GatewayWorker, num_workers: int) -> Siblings:
+    """Lets this worker answer the other workers of its port, and ask them, once it is entered."""
+    siblings = Siblings(worker, num_workers)
+    service.site_metrics.join(siblings)
+    service.kept_streams.join(siblings)
+    return siblings
 
 
-def _share_between_tenants(app: Gateway) -> None:
-    """From the first stored key on: keys may be of several tenants, and none of these may fill a store or the memory."""
-
-    def share() -> None:
-        service = app.service
-        service.tenant_share.has_stored_keys = True
-        service.memory.take_limits(memory_budget(service.config.limits, machine_bytes(), service.tenant_share()))
-
-    if app.service.stored_keys is not None:
-        app.service.stored_keys.on_first_key(share)
-
-
-async def _stored_keys(stack: AsyncExitStack, config: GatewayConfig, sources: Sources) -> StoredKeys | None:
+async def _stored_keys(stack: AsyncExitStack, config: GatewayConfig, share: TenantShare, sources: Sources) -> StoredKeys | None:
     store = open_keys(config.state, config.store)
-    keys = None if store is None else StoredKeys(store, clock=sources.clock, unix_time=sources.unix_time)
-    return None if keys is None else await stack.enter_async_context(keys)
+    if store is None:
+        return None
+    keys = StoredKeys(store, clock=sources.clock, unix_time=sources.unix_time)
+    keys.on_first_key(share.note_stored_keys)
+    return await stack.enter_async_context(keys)
 
 
 def _kept_streams(stack: AsyncExitStack, config: GatewayConfig, stores: Stores, metrics: Metrics, sources: Sources) -> KeptStreams:
@@ -213,7 +208,13 @@ async def _ledger(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics
 
 
 def _followed(reloader: Reloader, service: Service) -> Reloader:
-    """The reloader, whose changes of `usage` the ledger follows, and the limiter those of the deployment's budget."""
+    """The reloader, whose changes whatever all requests share follows."""
+    reloader.follow(lambda config: partial(service.open_requests.change, config.limits.max_requests))
+    reloader.follow(lambda config: partial(service.tenant_share.change, config.limits.max_tenant_share, config.num_tenants))
+    reloader.follow(lambda config: partial(service.memory.change, memory_limits(config.limits, machine_bytes(), service.tenant_share)))
+    reloader.follow(
+        lambda config: partial(service.watch.change, ping_s=config.timeouts.sse_ping_s, max_pending_bytes=config.limits.max_pending_bytes)
+    )
     if (ledger := service.ledger) is not None:
         reloader.follow(lambda config: ledger.prepare(config.usage))
     reloader.follow(lambda config: partial(service.limiter.follow_budget, config.limits.budget))
@@ -236,15 +237,6 @@ def _text_pool(config: GatewayConfig, workers: Workers, sources: Sources) -> Tex
         max_queue_bytes=limits.max_text_queue_bytes,
         clock=sources.clock,
     )
-
-
-async def _site_metrics(
-    stack: AsyncExitStack, metrics: Metrics, open_requests: OpenRequests, worker: GatewayWorker | None, num_workers: int
-) -> SiteMetrics:
-    if worker is None:
-        return SiteMetrics(metrics, open_requests.by_tenant)
-    siblings = await stack.enter_async_context(Siblings(worker, num_workers, answers_of(metrics, open_requests.by_tenant)))
-    return SiteMetrics(metrics, open_requests.by_tenant, siblings)
 
 
 def _connect_metrics(app: Gateway, models: SiteModels) -> None:

@@ -70,6 +70,10 @@ class OpenRequests:
     def num_open(self) -> int:
         return len(self._open)
 
+    def change(self, max_requests: int) -> None:
+        """Hold later requests to another cap."""
+        self.max_requests = max_requests
+
     def by_tenant(self) -> dict[str, int]:
         """Tenant -> its open requests."""
         return dict(self._tenants)

@@ -17,13 +17,11 @@ from dataclasses import replace
 from headrace.core.counted import counted
 from headrace.core.differences import differences
 from headrace.core.errors import ConfigError, HeadraceError
-from headrace.core.memory import machine_bytes
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.app import ActiveConfig, Gateway
 from headrace.gateway.config import LOG_TARGETS, GatewayConfig
 from headrace.gateway.control.site_models import SiteModels
 from headrace.gateway.control.texts import LoadedTexts
-from headrace.gateway.site.memory import memory_budget
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.observe.request_log import RequestLog
 from headrace.wire.hangup import on_hangup
@@ -97,7 +95,8 @@ Read = Callable[[], GatewayConfig]
 """Reads and checks the configuration again. May block. Raises ConfigError."""
 
 Follow = Callable[[GatewayConfig], Callable[[], None]]
-"""Prepares a change of what is configured beside the application. Raises ConfigError, and changes nothing; what it returns does."""
+"""Prepares a change of what all requests share, or of what is configured beside the application. Raises ConfigError, and changes nothing;
+what it returns does."""
 
 
 class Reloader:
@@ -147,7 +146,8 @@ class Reloader:
         former_log, self._app.request_log = self._app.request_log, request_log
         apply_models(self._app.active.choosing)
         self._texts.apply(texts)
-        self._serve(config)
+        served = replace(self._app.service, config=config.requests, models=ModelTable(self._models.served))
+        self._app.active = ActiveConfig(config, served)
         for apply in follows:
             apply()
         _log_differences(before, config)
@@ -160,15 +160,6 @@ class Reloader:
         if target == self.config.request_log_target and target in LOG_TARGETS:
             return self._app.request_log
         return self._open_log(target)
-
-    def _serve(self, config: GatewayConfig) -> None:
-        """Serve later requests by `config`, and hold what all requests share to its limits."""
-        service, limits = self._app.service, config.limits
-        service.open_requests.max_requests = limits.max_requests
-        service.watch.change(ping_s=config.timeouts.sse_ping_s, max_pending_bytes=limits.max_pending_bytes)
-        service.tenant_share.change(limits, config.num_tenants)
-        service.memory.take_limits(memory_budget(config.limits, machine_bytes(), service.tenant_share()))
-        self._app.active = ActiveConfig(config, replace(service, config=config.requests, models=ModelTable(self._models.served)))
 
 
 def _log_differences(before: GatewayConfig, after: GatewayConfig) -> None:

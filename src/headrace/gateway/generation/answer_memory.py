@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from headrace.core.errors import RequestTooLarge
 from headrace.core.sampling import SamplingParams
-from headrace.gateway.access.budget import RequestHeld
+from headrace.gateway.access.held_memory import RequestHeld
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.asgi import PIECE_BYTES
 from headrace.gateway.upstream.seam import OutputEvent, Prepared

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 from headrace.core.errors import DeadlineBeforeStart
 from headrace.core.sampling import SamplingParams
-from headrace.gateway.access.budget import RequestHeld
+from headrace.gateway.access.held_memory import RequestHeld
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, EventRecorder
 from headrace.gateway.generation.answer_memory import AnswerMemory
 from headrace.gateway.generation.event_log import EventLog

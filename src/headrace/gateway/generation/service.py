@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.core.clock import Clock
-from headrace.gateway.access.budget import RequestMemory
+from headrace.gateway.access.held_memory import RequestMemory
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.access.stored_keys import StoredKeys
@@ -18,8 +18,8 @@ from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.sessions.sessions import Sessions
-from headrace.gateway.site.memory import TenantShare
-from headrace.gateway.site.siblings import SiteMetrics
+from headrace.gateway.site.metrics import SiteMetrics
+from headrace.gateway.site.tenant_share import TenantShare
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.observe.metrics import Metrics

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.access.budget import RequestHeld
+from headrace.gateway.access.held_memory import RequestHeld
 from headrace.gateway.cache.replays import IDEMPOTENCY_KEY
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.kept_streams import body_digest

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from headrace.core.errors import HeadraceError, InvalidRequest, ModelNotFound
-from headrace.gateway.access.budget import Held
+from headrace.gateway.access.held_memory import Held
 from headrace.gateway.cache.answer_cache import AnswerCache, Computation
 from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question, entry_salt
 from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer, recorded_prepared

@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from headrace.core.errors import Overloaded, RequestTooLarge
-from headrace.gateway.access.budget import ByteBudget, Held, HeldLimits
+from headrace.gateway.access.held_memory import Held, HeldLimits, MemorySum
 
 pytestmark = pytest.mark.pure
 
-LIMITS = HeldLimits(request=100, tenant=150, total=250)
+LIMITS = HeldLimits(request=100, total=250, tenant_share=lambda: 0.6)
 
 
 def test_each_limit_is_inclusive_and_named() -> None:
-    budget = ByteBudget(LIMITS)
+    budget = MemorySum(LIMITS)
     with budget.open("a") as first, budget.open("a") as second, budget.open("b") as third:
         first.add(100)
         with pytest.raises(RequestTooLarge, match=r"at most 100 bytes here .limits.max_request_held_bytes., got 101"):
@@ -32,9 +32,11 @@ def test_each_limit_is_inclusive_and_named() -> None:
     budget.check()
 
 
-@pytest.mark.parametrize(("limits", "name"), [(HeldLimits(100, 50, 80), "max_tenant_share"), (HeldLimits(100, 80, 80), "max_answer_bytes")])
+@pytest.mark.parametrize(
+    ("limits", "name"), [(HeldLimits(100, 80, lambda: 0.625), "max_tenant_share"), (HeldLimits(100, 80, lambda: 1.0), "max_answer_bytes")]
+)
 def test_a_request_above_a_tenants_share_or_the_sum_is_refused_under_its_name(limits: HeldLimits, name: str) -> None:
-    with ByteBudget(limits).open("a") as held, pytest.raises(RequestTooLarge, match=rf"limits\.{name}\)"):
+    with MemorySum(limits).open("a") as held, pytest.raises(RequestTooLarge, match=rf"limits\.{name}\)"):
         held.add(81)
 
 
@@ -45,7 +47,7 @@ class Requests(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.budget = ByteBudget(LIMITS)
+        self.budget = MemorySum(LIMITS)
         self.known: dict[Held, int] = {}
 
     @rule(target=opened, tenant=st.sampled_from(["a", "b", "c"]))

@@ -3,14 +3,16 @@
 prompts  bodies and what they are parsed into, prompt tokens
 answers  log-probabilities, and answers until they are written, which may be far larger than the requests for them
 
-A size that is not known beforehand is added as it grows. `with` gives back what was taken. `http.sse` bounds what waits for the clients of
+A size that is not known beforehand is added as it grows. `with` gives back what was added. `http.sse` bounds what waits for the clients of
 streams, by what is left here. Nothing is counted per token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 from headrace.core.errors import Overloaded, RequestTooLarge
 
@@ -19,20 +21,25 @@ from headrace.core.errors import Overloaded, RequestTooLarge
 class HeldLimits:
     """Upper bounds in bytes, inclusive.
 
-    keeps_reserve  the last quarter of a tenant's limit and of the total is reserved for requests that already hold some of it, so that new
-                   requests are refused before running ones. A request that is alone may take all
+    tenant_share   part of the total that one tenant may hold, asked for at each addition
+    keeps_reserve  the last quarter of a tenant's limit and of the total is kept for requests that already hold bytes, so that a new
+                   request is refused before a running one. A request may hold the whole limit where no other one holds any of it
     """
 
     request: int
-    tenant: int
     total: int
+    tenant_share: Callable[[], float]
     keeps_reserve: bool = False
+
+    @property
+    def tenant(self) -> int:
+        return int(self.total * self.tenant_share())
 
     def allowed(self, limit: int, taken: int, *, is_new: bool) -> int:
         return limit - limit // 4 if self.keeps_reserve and is_new and taken else limit
 
 
-class ByteBudget:
+class MemorySum:
     """One sum. held: bytes of all requests;  num_refused: requests that were refused because it was full"""
 
     def __init__(self, limits: HeldLimits, name: str = "answers") -> None:
@@ -68,14 +75,15 @@ class ByteBudget:
         before = self._by_tenant.get(held.tenant, 0)
         of_tenant = before + num_bytes
         limits, is_new = self.limits, not held.num_bytes
-        most = limits.request if limits.request < limits.tenant else limits.tenant
+        of_one_tenant = limits.tenant
+        most = limits.request if limits.request < of_one_tenant else of_one_tenant
         if held.num_bytes + num_bytes > most:
             self.num_refused += 1
             rule = f"a request that needs at most {most} bytes here (limits.{self._name_of(most)})"
             raise RequestTooLarge(
                 "body", rule, held.num_bytes + num_bytes, "Ask for fewer choices or log-probabilities, or send less text."
             )
-        is_tenants = of_tenant > limits.allowed(limits.tenant, before, is_new=is_new)
+        is_tenants = of_tenant > limits.allowed(of_one_tenant, before, is_new=is_new)
         if is_tenants or self.held + num_bytes > limits.allowed(limits.total, self.held, is_new=is_new):
             self.num_refused += 1
             whose = "your other requests" if is_tenants else "running requests"
@@ -103,33 +111,40 @@ class ByteBudget:
 
 
 class Held:
-    """Bytes that one request holds. The end of `with budget.open(tenant) as held:` gives them back."""
+    """Bytes that one request holds. The end of `with memory_sum.open(tenant) as held:` gives them back."""
 
-    __slots__ = ("_budget", "num_bytes", "tenant")
+    __slots__ = ("_sum", "num_bytes", "tenant")
 
-    def __init__(self, budget: ByteBudget, tenant: str) -> None:
-        self._budget = budget
+    def __init__(self, memory_sum: MemorySum, tenant: str) -> None:
+        self._sum = memory_sum
         self.tenant = tenant
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
         """Hold `num_bytes` more, or none of them. Raises RequestTooLarge or Overloaded, naming the limit."""
         if num_bytes > 0:
-            self._budget._add(self, num_bytes)
+            self._sum._add(self, num_bytes)
 
     def __enter__(self) -> Held:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._budget._give_back(self)
+        self._sum._give_back(self)
+
+
+class MemoryLimits(NamedTuple):
+    """The limits of both sums."""
+
+    prompts: HeldLimits
+    answers: HeldLimits
 
 
 class RequestMemory:
     """Both sums. num_open, num_closed: requests that are open, and requests that were"""
 
-    def __init__(self, *, prompts: HeldLimits, answers: HeldLimits) -> None:
-        self.prompts = ByteBudget(prompts, "prompts")
-        self.answers = ByteBudget(answers, "answers")
+    def __init__(self, limits: MemoryLimits) -> None:
+        self.prompts = MemorySum(limits.prompts, "prompts")
+        self.answers = MemorySum(limits.answers, "answers")
         self.num_open = 0
         self.num_closed = 0
 
@@ -137,10 +152,10 @@ class RequestMemory:
     def held(self) -> int:
         return self.prompts.held + self.answers.held
 
-    def take_limits(self, other: RequestMemory) -> None:
-        """Hold later additions to the limits that `other` has."""
-        self.prompts.change(other.prompts.limits)
-        self.answers.change(other.answers.limits)
+    def change(self, limits: MemoryLimits) -> None:
+        """Hold later additions to other limits."""
+        self.prompts.change(limits.prompts)
+        self.answers.change(limits.answers)
 
     def open(self, tenant: str) -> RequestHeld:
         """What one request holds of both sums, at first nothing."""

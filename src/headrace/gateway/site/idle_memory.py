@@ -1,0 +1,36 @@
+"""Gives free memory back to the system once no request runs.
+
+Reference cycles of a request (its task, its errors' tracebacks) wait for a garbage collection, which an idle process never starts, and the
+C library keeps freed memory. So both are triggered after the last request, never while one runs: each may take milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+from contextlib import suppress
+
+from headrace.gateway.access.held_memory import RequestMemory
+
+CHECK_S = 1.0
+"""Seconds between two checks whether any request runs."""
+
+
+async def give_back_when_idle(memory: RequestMemory) -> None:
+    """Runs until it is cancelled. Gives memory back at two checks in a row, because connections free some of it after their request."""
+    num_seen, num_left = memory.num_closed, 0
+    while True:
+        await asyncio.sleep(CHECK_S)
+        if memory.num_closed != num_seen:
+            num_seen, num_left = memory.num_closed, 2
+        if num_left and memory.num_open == 0:
+            num_left -= 1
+            give_back()
+
+
+def give_back() -> None:
+    """Collect garbage, and return free memory to the system where the C library can."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
