@@ -1,6 +1,7 @@
 """The response cache: whole answers by everything they depend on, and one `Computation` at a time of each.
 
-Which requests use it: `generation.stages.reuse`. A store that fails costs only the cache: equal requests still wait for one another.
+Which requests use it: `generation.stages.response_cache`. A store that fails costs only the cache: equal requests still wait for one
+another.
 """
 
 from __future__ import annotations

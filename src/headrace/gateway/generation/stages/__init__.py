@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable
 
 from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.generation.stages.accounts import log_prompt, record_prepared, reserve_limits, reserve_memory
+from headrace.gateway.generation.stages.idempotency import answer_once
 from headrace.gateway.generation.stages.model_choice import choose_model
+from headrace.gateway.generation.stages.response_cache import use_cache
 from headrace.gateway.generation.stages.resume import resume
-from headrace.gateway.generation.stages.reuse import reuse
 from headrace.gateway.generation.stages.session import take_turn
 from headrace.gateway.upstream.seam import Prepared
 
@@ -25,7 +26,8 @@ Stage = Callable[[Generation, CallNext], Awaitable[Prepared]]
 STAGES: tuple[Stage, ...] = (
     take_turn,  # before and after
     log_prompt,  # before
-    reuse,  # before and after
+    answer_once,  # before and after
+    use_cache,  # before and after
     resume,  # before and after
     choose_model,  # before
     reserve_memory,  # before: the grammar; after: the third of three rows

@@ -1,0 +1,107 @@
+"""What the stages share that keep answers: the recorder of an answer, and an answer that is given again. Rules: docs/caches.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from headrace.core.errors import HeadraceError, ModelNotFound
+from headrace.gateway.access.held_memory import Held
+from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer, recorded_prepared
+from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
+from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.stages.model_choice import headers_of
+from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
+from headrace.observe.cache_metrics import CacheResult
+from headrace.policy.admission.ladder import AdmissionStep
+
+
+class AnswerRecorder:
+    """The events of one request while they come.
+
+    max_bytes    of the largest answer that one of its stages keeps
+    is_given_up  they are more than may be kept
+    """
+
+    def __init__(self, prepared: Prepared, model: str, held: Held) -> None:
+        self._prepared = prepared
+        self._model = model
+        self._prompts = [(prompt.num_tokens, prompt.text) for prompt in prepared.prompts]
+        self._held = held
+        self.max_bytes = 0
+        self._recording = EventRecording()
+        self._num_bytes = sum(len(text) for _, text in self._prompts)
+        self._held_bytes = 0
+        self._num_ended = 0
+        self.is_given_up = False
+
+    def add(self, events: Sequence[OutputEvent]) -> None:
+        for event in events:
+            self._num_ended += event.finish is not None and event.finish.is_answer
+            if not self.is_given_up:
+                self._num_bytes += self._recording.add(event)
+        if self._num_bytes >= self._held_bytes + HOLD_STEP_BYTES and not self.is_given_up:
+            self._hold()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every sequence has ended with a finish reason that a retry may be given: no error and no abort."""
+        return self._num_ended == self._prepared.num_sequences
+
+    def answer(self, usage: TokenUsage, now: float) -> WholeAnswer | None:
+        """now: Unix seconds. None where it was too large."""
+        if self.is_given_up:
+            return None
+        prepared, recording = self._prepared, self._recording
+        return WholeAnswer(
+            FORM,
+            now,
+            self._model,
+            prepared.num_sequences,
+            self._prompts,
+            prepared.seed,
+            list(prepared.ignored),
+            tuple(usage),
+            recording.events,
+            recording.vocabularies,
+        )
+
+    def _hold(self) -> None:
+        """Charge the bytes that have come; a budget without room ends the recording, not the request."""
+        try:
+            if self._num_bytes > self.max_bytes:
+                self.is_given_up = True
+            else:
+                self._held.add(self._num_bytes - self._held_bytes)
+                self._held_bytes = self._num_bytes
+        except HeadraceError:
+            self.is_given_up = True
+        if self.is_given_up:
+            self._recording = EventRecording()
+
+
+def recorder_of(generation: Generation, prepared: Prepared, *, max_bytes: int) -> AnswerRecorder:
+    """The recorder of the request's answer, with room for max_bytes. Stages that keep the same answer share it."""
+    recorder = next((recorder for recorder in generation.recorders if isinstance(recorder, AnswerRecorder)), None)
+    if recorder is None:
+        recorder = AnswerRecorder(prepared, generation.model.name, generation.held.answers)
+        generation.recorders.append(recorder)
+    recorder.max_bytes = max(recorder.max_bytes, max_bytes)
+    return recorder
+
+
+def given_again(generation: Generation, answer: WholeAnswer) -> Prepared:
+    """An answer that is there already, as this request's. A smaller model may have computed it."""
+    exchange = generation.exchange
+    with suppress(ModelNotFound):
+        generation.model = generation.service.models.only(answer.model)
+    exchange.record.model, exchange.record.seed = generation.model.name, answer.seed
+    exchange.ignored += answer.ignored
+    exchange.add_headers(*headers_of(generation.model, AdmissionStep.CACHED_ANSWER))
+    return recorded_prepared(answer)
+
+
+def report_cache(generation: Generation, result: CacheResult, *headers: tuple[bytes, bytes]) -> None:
+    """What every generating answer says of the response cache, and the headers that go with it."""
+    generation.service.answer_cache.metrics.request(result)
+    generation.exchange.add_headers((b"x-headrace-cache", result.encode()), *headers)
