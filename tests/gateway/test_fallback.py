@@ -32,7 +32,7 @@ from headrace.core.errors import ConfigError, Overloaded, RequestTooLarge, Unava
 from headrace.core.request import EngineRequest
 from headrace.gateway.upstream.fallback import FallbackUpstream
 from headrace.gateway.upstream.foreign import HttpUpstream
-from headrace.gateway.upstream.foreign_session import ListedModel
+from headrace.gateway.upstream.foreign_facts import ListedModel
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream

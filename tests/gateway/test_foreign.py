@@ -28,10 +28,10 @@ from headrace.gateway.config import config_from
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.http.content_encoding import SLICE_BYTES
 from headrace.gateway.upstream import foreign_events, foreign_server, foreign_stream
+from headrace.gateway.upstream.foreign_errors import BrokenStream
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink
 from headrace.gateway.upstream.foreign_session import read_key
 from headrace.gateway.upstream.foreign_stream import MAX_ATTEMPTS, HttpStream
-from headrace.gateway.upstream.foreign_words import BrokenStream
 from headrace.gateway.upstream.generation_request import GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.core.finish import FinishReason
 from headrace.gateway.upstream.foreign_answer import ForeignAnswer
 from headrace.gateway.upstream.foreign_calls import MAX_CALLS
-from headrace.gateway.upstream.foreign_words import BrokenStream, sent_error
+from headrace.gateway.upstream.foreign_errors import BrokenStream, sent_error
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall
 
 pytestmark = pytest.mark.pure

@@ -1,7 +1,7 @@
 """OpenAI-compatible servers behind the seam: chat and completions over HTTP, always streamed from there.
 
 A model has one server or several. `foreign_stream` decides which one gets a request and what follows a failure, `foreign_server` is one
-attempt at one server, `foreign_session` asks them for their limits and load. Until the first token of an answer another attempt may follow;
+attempt at one server, `foreign_watch` asks them for their limits and load. Until the first token of an answer another attempt may follow;
 after it a failure is a retryable error at the stream's end: nothing is sent a second time.
 
 The JSON body that is sent has what the client gave, without fields that have their default value. Not known here: the number of prompt
@@ -30,8 +30,9 @@ from headrace.core.tools import CallMode
 from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.upstream.foreign_chunk import SideField
 from headrace.gateway.upstream.foreign_server import AttemptResult, ForeignRequest, ForeignServer
-from headrace.gateway.upstream.foreign_session import open_session, watch
+from headrace.gateway.upstream.foreign_session import open_session
 from headrace.gateway.upstream.foreign_stream import ForeignRoute, HttpStream
+from headrace.gateway.upstream.foreign_watch import watch
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.model_config import ForeignConfig, named
 from headrace.gateway.upstream.seam import Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream

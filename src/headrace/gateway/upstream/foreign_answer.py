@@ -22,8 +22,10 @@ from headrace.gateway.upstream.foreign_chunk import (
     SideField,
     UsageCounts,
 )
+from headrace.gateway.upstream.foreign_errors import BrokenStream, broken_by, says_something, sent_error
 from headrace.gateway.upstream.foreign_loose import PieceReader
-from headrace.gateway.upstream.foreign_words import BrokenStream, Ending, SaidText, SplitText, broken_by, ending, says_something, sent_error
+from headrace.gateway.upstream.foreign_text import SaidText, SplitText
+from headrace.gateway.upstream.foreign_words import Ending, ending
 from headrace.gateway.upstream.generation_request import string_bytes
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from headrace.gateway.upstream.foreign_chunk import SentCall
-from headrace.gateway.upstream.foreign_words import BrokenStream, SaidText, SplitText
+from headrace.gateway.upstream.foreign_errors import BrokenStream
+from headrace.gateway.upstream.foreign_text import SaidText, SplitText
 from headrace.gateway.upstream.seam import ToolCall, made_call_id
 
 MAX_CALLS = 4096

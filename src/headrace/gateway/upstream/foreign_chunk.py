@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from headrace.gateway.upstream.foreign_words import MAX_COUNT, says_something
+from headrace.gateway.upstream.foreign_errors import says_something
+from headrace.gateway.upstream.foreign_json import MAX_COUNT
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 

@@ -21,7 +21,8 @@ from headrace.core.errors import HeadraceError
 from headrace.gateway.http.content_encoding import BodyDecoder, decoder_of
 from headrace.gateway.http.errors import BodyTooLarge
 from headrace.gateway.upstream.foreign_answer import ForeignAnswer
-from headrace.gateway.upstream.foreign_words import BYTE_ORDER_MARK, BrokenStream, sent_error
+from headrace.gateway.upstream.foreign_errors import BrokenStream, sent_error
+from headrace.gateway.upstream.foreign_json import BYTE_ORDER_MARK
 from headrace.gateway.upstream.seam import EventListener, OutputEvent
 
 PIECE_BYTES = 64 << 10

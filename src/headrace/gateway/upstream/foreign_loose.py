@@ -29,15 +29,10 @@ from headrace.gateway.upstream.foreign_chunk import (
     decode_chunk,
     text_in,
 )
-from headrace.gateway.upstream.foreign_words import (
-    MAX_WORD_CHARS,
-    BrokenStream,
-    count_of,
-    integer_of,
-    number_of,
-    read_json_texts,
-    whole_text,
-)
+from headrace.gateway.upstream.foreign_errors import BrokenStream
+from headrace.gateway.upstream.foreign_json import count_of, integer_of, number_of, read_json_texts
+from headrace.gateway.upstream.foreign_text import whole_text
+from headrace.gateway.upstream.foreign_words import MAX_WORD_CHARS
 
 Fields = dict[str, object]
 

@@ -23,9 +23,11 @@ from headrace.core.ids import RequestId
 from headrace.gateway.http.descriptors import MAX_FOREIGN_CONNECTIONS
 from headrace.gateway.http.errors import foreign_overflow
 from headrace.gateway.upstream.foreign_chunk import SideField
+from headrace.gateway.upstream.foreign_errors import MAX_ERROR_BYTES, BrokenStream, sent_error
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink, decoder_for, unpacked
-from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession, ListedModel, ReportedLoad, exhausted_s, retry_after_s
-from headrace.gateway.upstream.foreign_words import MAX_ERROR_BYTES, BrokenStream, sent_error
+from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad
+from headrace.gateway.upstream.foreign_rate_limits import exhausted_s, retry_after_s
+from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
 from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
 

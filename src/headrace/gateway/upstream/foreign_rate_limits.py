@@ -1,0 +1,59 @@
+"""How long a foreign server asks to wait, in the headers of its answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+
+from headrace.gateway.upstream.foreign_json import number_in
+
+MAX_WAIT_S = 3600.0
+"""A server that asks for a longer wait is asked again after this many seconds."""
+
+_PARTS = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def retry_after_s(headers: Mapping[str, str], unix_now: float) -> float | None:
+    """Seconds that an answer asks to wait: `retry-after-ms`, or `Retry-After` as seconds or a date. None where it does not say."""
+    if (given := headers.get("retry-after-ms", "")) and (milliseconds := number_in(given)) >= 0:
+        return _bounded(milliseconds / 1000)
+    given = headers.get("retry-after", "")
+    if (seconds := number_in(given)) >= 0:
+        return _bounded(seconds)
+    try:
+        when = parsedate_to_datetime(given)
+    except (ValueError, OverflowError):
+        return None
+    return _bounded((when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() - unix_now)
+
+
+def exhausted_s(headers: Mapping[str, str]) -> float:
+    """Seconds until a provider takes requests again, where its counters say that none are left; 0 where some are, or nothing is said.
+
+    Read are OpenAI's x-ratelimit-remaining-requests, -tokens and their x-ratelimit-reset-*, and the IETF draft's ratelimit-remaining.
+    """
+    wait_s = 0.0
+    for remaining, reset in (
+        ("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
+        ("x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
+        ("ratelimit-remaining", "ratelimit-reset"),
+    ):
+        if remaining in headers and headers[remaining].strip() == "0":
+            wait_s = max(wait_s, _duration_s(headers.get(reset, "")))
+    return wait_s
+
+
+def _duration_s(text: str) -> float:
+    """Seconds in "6m0s", "20ms" or "12.5"; 0 for anything else."""
+    text = text.strip()
+    parts = _PARTS.findall(text)
+    if parts and "".join(number + unit for number, unit in parts) == text:
+        return _bounded(sum(number_in(number) * _SECONDS[unit] for number, unit in parts))
+    return _bounded(max(0.0, number_in(text)))
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, 0.0), MAX_WAIT_S)

@@ -1,0 +1,67 @@
+"""Texts that come from foreign servers in pieces, between which characters may be split, or which are sent again as a whole."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import zlib
+
+_LONE = re.compile("[\ud800-\udfff]")
+_NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates that do not stand for a byte, as `surrogateescape` has it."""
+
+
+def whole_text(text: str) -> str:
+    """The text with U+FFFD in place of lone surrogates: it can be encoded."""
+    return _LONE.sub("\ufffd", text)
+
+
+class SaidText:
+    """Length and checksum of a text that comes in pieces: they tell whether another text begins with it, and it is not kept."""
+
+    __slots__ = ("_checksum", "num_chars")
+
+    def __init__(self) -> None:
+        self.num_chars = self._checksum = 0
+
+    def add(self, piece: str) -> None:
+        self.num_chars += len(piece)
+        self._checksum = _checksum(piece, self._checksum)
+
+    def rest_of(self, text: str) -> str | None:
+        """What `text` has behind it; None where `text` does not begin with it."""
+        begin = text[: self.num_chars]
+        return text[self.num_chars :] if len(begin) == self.num_chars and _checksum(begin, 0) == self._checksum else None
+
+
+def _checksum(text: str, before: int) -> int:
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"), before)
+
+
+class SplitText:
+    """A text that comes in pieces, between which a server may have split characters.
+
+    Half of a surrogate pair, or some of the UTF-8 bytes of a character, waits for the rest. What becomes no character is U+FFFD.
+    """
+
+    __slots__ = ("_decoder", "_half", "_is_waiting")
+
+    def __init__(self) -> None:
+        self._half = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_waiting = False
+
+    def push(self, piece: str, *, is_last: bool = False) -> str:
+        """The text that is complete with this piece."""
+        if not self._is_waiting and (piece.isascii() or _LONE.search(piece) is None):
+            return piece
+        text = (self._half + piece).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+        self._half = text[-1] if not is_last and "\ud800" <= text[-1:] <= "\udbff" else ""
+        raw = _NO_BYTE.sub("\ufffd", text[: len(text) - len(self._half)]).encode("utf-8", "surrogateescape")
+        text = self._decoder.decode(raw, final=is_last)
+        self._is_waiting = bool(self._half or self._decoder.getstate()[0])
+        return text
+
+    def rest(self) -> str:
+        """What still waits, at the end of the text."""
+        return self.push("", is_last=True) if self._is_waiting else ""
