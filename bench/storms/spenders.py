@@ -150,10 +150,10 @@ RESERVED = Prepared(
 
 async def use(limiter: Limiter, truth: BinaryIO, request_id: RequestId) -> None:
     """Reserve, and then use a part of it, piece by piece."""
-    admission = limiter.admission(request_id)
-    await admission.reserve(FREE, RESERVED)
+    reservation = limiter.reservation(request_id)
+    await reservation.reserve(FREE, RESERVED)
     output = 0
-    admission.follow(lambda: TokenUsage(PROMPT_TOKENS, output, 0))
+    reservation.follow(lambda: TokenUsage(PROMPT_TOKENS, output, 0))
     truth.write(b"%d\n" % PROMPT_TOKENS)
     is_slow, wanted = random.random() < SLOW_PART, random.randint(0, MAX_OUTPUT_TOKENS)
     piece = 2 if is_slow else 40
@@ -162,7 +162,7 @@ async def use(limiter: Limiter, truth: BinaryIO, request_id: RequestId) -> None:
         new = min(piece, wanted - output)
         truth.write(b"%d\n" % new)
         output += new
-    admission.count(TokenUsage(PROMPT_TOKENS, output, 0))
+    reservation.count(TokenUsage(PROMPT_TOKENS, output, 0))
 
 
 def _exchange(caller: Principal) -> Exchange:

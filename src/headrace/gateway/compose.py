@@ -40,7 +40,7 @@ from headrace.gateway.site.metrics import SiteMetrics
 from headrace.gateway.site.siblings import Siblings
 from headrace.gateway.site.tenant_share import TenantShare
 from headrace.gateway.site.worker import GatewayWorker
-from headrace.gateway.stores.guard import GuardedStore
+from headrace.gateway.stores.guarded_store import GuardedStore
 from headrace.gateway.stores.open import Stores
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess

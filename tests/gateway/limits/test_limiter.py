@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.ids import RequestId
-from headrace.gateway.limits.admission import NOTHING
-from headrace.gateway.limits.limiter import MAX_CHARGES, Limiter
+from headrace.gateway.limits.ended import MAX_CHARGES
+from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.limits.reservation import NOTHING
 from headrace.gateway.stores.store import StoreFailed, StoreProgress
 from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, Holder, LimitBook, TakeResult
 from headrace.policy.limits.counters import Amounts, Moment, Unit, Window
@@ -61,7 +62,7 @@ class SlowStore:
             raise StoreFailed("READONLY")
 
 
-def admission(name: str | int, tenant: str = "flood", *, is_held: bool = False) -> Any:
+def reservation(name: str | int, tenant: str = "flood", *, is_held: bool = False) -> Any:
     return SimpleNamespace(is_held=is_held, request_id=RequestId(f"r{name}"), saved=NOTHING, principal=SimpleNamespace(tenant_key=tenant))
 
 
@@ -75,7 +76,7 @@ async def test_a_take_has_the_charges_of_its_tenant_alone_and_each_is_in_one_cal
     for number in range(3):
         end(limiter, number)
     end(limiter, "other", "quiet")
-    await asyncio.gather(*(limiter.take(admission(f"new-{number}"), []) for number in range(NUM_REQUESTS)))
+    await asyncio.gather(*(limiter.take(reservation(f"new-{number}"), []) for number in range(NUM_REQUESTS)))
     assert store.carried == [{f"r{number}": NOTHING for number in range(3)}]
     assert (store.num_takes, limiter.num_uncharged) == (NUM_REQUESTS, 1)
 
@@ -90,7 +91,7 @@ async def test_requests_of_a_tenant_whose_others_end_all_the_time_wait_for_one_c
 
     async def one(number: int) -> float:
         began = loop.time()
-        await limiter.take(admission(number), [])
+        await limiter.take(reservation(number), [])
         end(limiter, NUM_REQUESTS + number)  # it was refused
         return loop.time() - began
 
@@ -112,7 +113,7 @@ async def test_requests_that_wait_for_a_charge_go_on_together() -> None:
     store, num_turns = SlowStore(), 0
     limiter = Limiter(store, clock=asyncio.get_running_loop().time)
     end(limiter, "ended")
-    waiting = [asyncio.create_task(limiter.take(admission(number), [])) for number in range(NUM_REQUESTS)]
+    waiting = [asyncio.create_task(limiter.take(reservation(number), [])) for number in range(NUM_REQUESTS)]
     while limiter.num_uncharged:
         await asyncio.sleep(0.001)
     while store.num_takes < NUM_REQUESTS:
@@ -128,11 +129,11 @@ async def test_a_failed_charge_fails_all_that_wait_for_it_and_the_next_one_tries
     limiter = Limiter(store, clock=asyncio.get_running_loop().time)
     end(limiter, "ended")
     store.fails = True
-    found = await asyncio.gather(*(limiter.take(admission(number), []) for number in range(3)), return_exceptions=True)
+    found = await asyncio.gather(*(limiter.take(reservation(number), []) for number in range(3)), return_exceptions=True)
     assert [type(each) for each in found] == [StoreFailed] * 3
     assert (store.num_takes, limiter.num_uncharged) == (1, 1)
     store.fails = False
-    await limiter.take(admission(3), [])
+    await limiter.take(reservation(3), [])
     assert (store.num_takes, limiter.num_uncharged) == (2, 0)
     assert store.carried == [{"rended": NOTHING}] * 2
 
@@ -141,7 +142,7 @@ async def test_takes_that_wait_for_a_call_whose_client_leaves_wait_for_the_one_t
     store = SlowStore()
     limiter = Limiter(store, clock=asyncio.get_running_loop().time)
     end(limiter, "ended")
-    leaving, *waiting = [asyncio.create_task(limiter.take(admission(number), [])) for number in range(4)]
+    leaving, *waiting = [asyncio.create_task(limiter.take(reservation(number), [])) for number in range(4)]
     await asyncio.sleep(0)
     leaving.cancel()
     for _ in range(5):
@@ -156,7 +157,7 @@ async def test_a_take_whose_tenant_has_more_to_charge_than_one_call_may_have_sen
     limiter = Limiter(store, clock=asyncio.get_running_loop().time)
     for number in range(2 * MAX_CHARGES + 1):
         end(limiter, number)
-    await limiter.take(admission("new"), [])
+    await limiter.take(reservation("new"), [])
     assert [len(used) for used in store.carried] == [MAX_CHARGES, MAX_CHARGES, 1]
     assert limiter.num_uncharged == 0
 
@@ -257,7 +258,7 @@ class LimiterRun:
 
     def begin(self, place: int) -> None:
         self.number += 1
-        one = admission(self.number, TENANTS[place % 2], is_held=True)
+        one = reservation(self.number, TENANTS[place % 2], is_held=True)
         one.used, one.is_admitted = NOTHING, False
         self.limiter.opened(one)
         self.takes.append(asyncio.create_task(self.take(one)))

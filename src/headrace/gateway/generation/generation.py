@@ -78,7 +78,7 @@ class Generation:
         self.client_params = SamplingParams(**parsed.sampling).checked()
         parsed.check_caps(service.config.limits, exchange.principal.priority)
         self.memory = AnswerMemory(held, parsed, self.client_params)
-        self.admission = service.limiter.admission(exchange.request_id)
+        self.reservation = service.limiter.reservation(exchange.request_id)
         self.answer_id = exchange.request_id
         self.created = int(service.unix_time())
         self.earlier: EarlierOutput | None = None
@@ -160,5 +160,5 @@ class Generation:
             priority=self.parsed.priority,
             tier=principal.tier.terms(principal.tier_name),
             salt=salt.digest(),
-            ceiling=self.admission.ceiling(self.price),
+            ceiling=self.reservation.ceiling(self.price),
         )

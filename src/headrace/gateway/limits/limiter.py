@@ -1,6 +1,6 @@
 """One gateway's part in the limits: it admits requests, shows each second that it lives, charges what has ended, and what dead ones left.
 
-Requests wait for `take` alone, which carries the charges of what their tenant's earlier ones used (`EndedRequests`); the others are made in
+Requests wait for `take` alone, which carries the charges of what their tenant's earlier ones used (`limits.ended`); the others are made in
 the background. A charge that the store does not take is kept and tried again: the reservation is named until it is charged.
 """
 
@@ -11,8 +11,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.counted import counted
@@ -20,136 +19,17 @@ from headrace.core.ids import RequestId
 from headrace.core.money import NANOS
 from headrace.gateway.http.config import FAIL_OPEN, Limits
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.limits.admission import NOTHING, Admission
+from headrace.gateway.limits.ended import MAX_CHARGES, CarriedCharges, EndedRequests
+from headrace.gateway.limits.reservation import NOTHING, LimitReservation
 from headrace.gateway.limits.rules import LimitState, deployment_rules, limits_now
 from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed
 from headrace.observe.budget_metrics import BudgetReading
-from headrace.policy.limits.book import Charges, Claim, Holder, TakeResult
+from headrace.policy.limits.book import Claim, Holder, TakeResult
 from headrace.policy.limits.counters import Amounts
 from headrace.policy.limits.peers import PeerWatch
 from headrace.policy.limits.tier import NO_BUDGET, DeploymentBudget
-
-MAX_CHARGES = 500
-"""Charges in one call of the store."""
-
-
-class _Ended(NamedTuple):
-    """A request that is over. number: of the requests that have ended so far"""
-
-    number: int
-    used: Amounts
-
-
-_ByTenant = dict[str, dict[RequestId, _Ended]]
-
-
-class CarriedCharges:
-    """Charges that one call has. first_number: of the request among them that ended first"""
-
-    def __init__(self, gateway: str, by_tenant: _ByTenant) -> None:
-        self.by_tenant = by_tenant
-        self.charges = Charges(gateway, {request_id: one.used for ended in by_tenant.values() for request_id, one in ended.items()})
-        self.first_number = min([one.number for ended in by_tenant.values() for one in ended.values()])
-        self.is_over = asyncio.Event()
-        self.failure: StoreFailed | None = None
-
-
-class EndedRequests:
-    """Requests that have ended and are not charged yet, by tenant, and which call of the store has their charges.
-
-    A charge is in one call at a time. Where that call fails or is given up, the charge may have been made or not: it waits again, and a
-    second one finds nothing to charge.
-
-    gateway  whose requests they are
-    """
-
-    def __init__(self, gateway: str) -> None:
-        self._gateway = gateway
-        self._waiting: _ByTenant = {}
-        self._carried: dict[str, list[CarriedCharges]] = {}
-        self.num_ended = 0
-        self.num_uncharged = 0
-        self.has_waiting = asyncio.Event()
-
-    def add(self, tenant: str, request_id: RequestId, used: Amounts) -> None:
-        self._waiting.setdefault(tenant, {})[request_id] = _Ended(self.num_ended, used)
-        self.num_ended += 1
-        self.num_uncharged += 1
-        self.has_waiting.set()
-
-    def used(self) -> dict[str, Amounts]:
-        """What each request used that is not charged yet, by reservation."""
-        found: dict[str, Amounts] = {}
-        for ended in self._waiting.values():
-            found |= {request_id: one.used for request_id, one in ended.items()}
-        for calls in self._carried.values():
-            for carried in calls:
-                found |= carried.charges.used
-        return found
-
-    def num_waiting(self, tenant: str) -> int:
-        """Requests of a tenant whose charges no call has."""
-        return len(self._waiting.get(tenant, ()))
-
-    async def answered(self, tenant: str) -> None:
-        """Wait until no call has a charge of a request of this tenant that has ended by now. Raises StoreFailed where such a call fails.
-
-        What ends meanwhile is not waited for, so a tenant with many refusals does not have its requests wait one after the other.
-        """
-        until = self.num_ended
-        while (carried := next((one for one in self._carried.get(tenant, ()) if one.first_number < until), None)) is not None:
-            await carried.is_over.wait()
-            if carried.failure is not None:
-                raise StoreFailed(str(carried.failure))
-
-    def carry(self, until_number: int, tenant: str | None = None) -> CarriedCharges | None:
-        """Charges for the next call, MAX_CHARGES at most. Its caller then calls `charged` or `put_back`.
-
-        until_number  of those that had ended when `num_ended` was this
-        tenant        of this one alone; None: of all
-        """
-        found: _ByTenant = {}
-        left = MAX_CHARGES
-        for name in list(self._waiting) if tenant is None else [tenant]:
-            waiting = self._waiting.get(name, {})
-            ids = list(islice((request_id for request_id, one in waiting.items() if one.number < until_number), left))
-            if ids:
-                found[name] = {request_id: waiting.pop(request_id) for request_id in ids}
-                left -= len(ids)
-            if not waiting:
-                self._waiting.pop(name, None)
-        if not found:
-            return None
-        carried = CarriedCharges(self._gateway, found)
-        for name in found:
-            self._carried.setdefault(name, []).append(carried)
-        if not self._waiting:
-            self.has_waiting.clear()
-        return carried
-
-    def charged(self, carried: CarriedCharges) -> None:
-        """The store has taken them."""
-        self._end(carried)
-        self.num_uncharged -= len(carried.charges.used)
-
-    def put_back(self, carried: CarriedCharges, failure: StoreFailed | None) -> None:
-        """They may have been charged or not. failure: of the call; None: its caller has gone"""
-        for tenant, ended in carried.by_tenant.items():
-            self._waiting[tenant] = ended | self._waiting.get(tenant, {})
-        carried.failure = failure
-        self._end(carried)
-        self.has_waiting.set()
-
-    def _end(self, carried: CarriedCharges) -> None:
-        for tenant in carried.by_tenant:
-            calls = self._carried[tenant]
-            calls.remove(carried)
-            if not calls:
-                del self._carried[tenant]
-        carried.is_over.set()
-
 
 log = logging.getLogger("headrace.gateway")
 
@@ -184,7 +64,7 @@ class Limiter:
         self._clock = clock
         self._watch = PeerWatch(self.gateway)
         self._beat = 0
-        self._admissions: dict[RequestId, Admission] = {}
+        self._reservations: dict[RequestId, LimitReservation] = {}
         self._ended = EndedRequests(self.gateway)
         self._is_closing = asyncio.Event()
         self._guard = StoreGuard("limits", store.progress, clock)
@@ -201,33 +81,33 @@ class Limiter:
         finally:
             await limiter._leave(tasks)
 
-    def admit(self, exchange: Exchange, limits: Limits) -> Admission:
+    def admit(self, exchange: Exchange, limits: Limits) -> LimitReservation:
         """Hold a generating request to its limits while inside the `async with` block; then it is charged.
 
         Entering it raises RateLimitExceeded, or Unavailable where the store fails.
         """
-        return Admission(self, exchange, budget=limits.budget, is_open_on_failure=limits.on_store_failure == FAIL_OPEN)
+        return LimitReservation(self, exchange, budget=limits.budget, is_open_on_failure=limits.on_store_failure == FAIL_OPEN)
 
-    def opened(self, admission: Admission) -> None:
+    def opened(self, reservation: LimitReservation) -> None:
         """A request has begun."""
-        self._admissions[admission.request_id] = admission
+        self._reservations[reservation.request_id] = reservation
 
-    def closed(self, admission: Admission) -> None:
+    def closed(self, reservation: LimitReservation) -> None:
         """It has ended: charge it."""
-        del self._admissions[admission.request_id]
-        if admission.is_held and (admission.used != NOTHING or self.num_uncharged < MAX_GIVEN_UP):
-            self._ended.add(admission.principal.tenant_key, admission.request_id, admission.used)
+        del self._reservations[reservation.request_id]
+        if reservation.is_held and (reservation.used != NOTHING or self.num_uncharged < MAX_GIVEN_UP):
+            self._ended.add(reservation.principal.tenant_key, reservation.request_id, reservation.used)
 
-    def admission(self, request_id: RequestId) -> Admission:
+    def reservation(self, request_id: RequestId) -> LimitReservation:
         """What an open request has taken of its limits."""
-        return self._admissions[request_id]
+        return self._reservations[request_id]
 
-    async def take(self, admission: Admission, claims: Sequence[Claim]) -> TakeResult:
+    async def take(self, reservation: LimitReservation, claims: Sequence[Claim]) -> TakeResult:
         """Raises StoreFailed. A client's request that has ended is charged before its next one takes anything."""
         holder = None
-        if admission.is_held:
-            holder = Holder(id=admission.request_id, gateway=self.gateway, beat=self._beat, saved=admission.saved)
-        tenant = admission.principal.tenant_key
+        if reservation.is_held:
+            holder = Holder(id=reservation.request_id, gateway=self.gateway, beat=self._beat, saved=reservation.saved)
+        tenant = reservation.principal.tenant_key
         async with self._guard.waiting():
             if not self._store.is_in_order:
                 await self._ended.answered(tenant)
@@ -252,7 +132,7 @@ class Limiter:
 
     def check(self) -> None:
         """Nothing is open or uncharged: for a gateway without requests."""
-        assert not self._admissions
+        assert not self._reservations
         assert not self.num_uncharged
 
     async def _carried(self, carried: CarriedCharges, call: Awaitable[T]) -> T:
@@ -308,8 +188,8 @@ class Limiter:
 
     async def _renew(self) -> None:
         self._beat += 1
-        held = [admission for admission in self._admissions.values() if admission.is_held]
-        saved: dict[str, Amounts] = {admission.request_id: admission.save() for admission in held}
+        held = [reservation for reservation in self._reservations.values() if reservation.is_held]
+        saved: dict[str, Amounts] = {reservation.request_id: reservation.save() for reservation in held}
         saved |= self._ended.used()
         beats = await self._store.renew(self.gateway, self._beat, saved)
         for gateway, beat in self._watch.dead(beats, self._clock()):

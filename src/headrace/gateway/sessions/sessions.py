@@ -29,7 +29,7 @@ from headrace.gateway.sessions.history import (
     unpacked,
 )
 from headrace.gateway.sessions.names import SessionKey
-from headrace.gateway.stores.guard import GuardedStore
+from headrace.gateway.stores.guarded_store import GuardedStore
 from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
 from headrace.observe.session_metrics import SessionMetrics, TurnOutcome

@@ -1,7 +1,7 @@
 """How long a request waits for stores, and when a store that fails is left alone.
 
-Whatever a request asks of a store stands within `StoreGuard.waiting`. Its waits for all stores together take REQUEST_WAIT_S at most.
-`GuardedStore` is a `Store` with such a guard; limits and keys have one beside stores of their own kind. Work that no request waits for
+Whatever a request asks of a store stands within `StoreGuard.waiting`. Its waits for all stores together take REQUEST_WAIT_S at most. The
+stores of entries have such a guard (`stores.guarded_store`), and so have those of limits and of keys. Work that no request waits for
 (writes, renewals, polls) has other bounds and is not within.
 """
 
@@ -10,15 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from itertools import chain, repeat
 from types import TracebackType
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from headrace.core.clock import Clock
-from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed, StoreProgress
+from headrace.gateway.stores.store import EntryTooLarge, StoreFailed, StoreProgress
 
 log = logging.getLogger("headrace.gateway")
 
@@ -202,115 +199,3 @@ class StoreGuard:
             if self._num_unanswered >= MAX_UNANSWERED:
                 self._retry_at = self.clock() + RETRY_S
         self.warn(NO_ANSWER)
-
-
-T = TypeVar("T")
-Work = Callable[[Store], Awaitable[object]]
-Ended = Callable[[StoreFailed | None], None]
-
-WRITE_S = 5.0
-"""Seconds that a write in the background is tried for, unless its caller says more; then it is given up."""
-
-WRITE_PAUSES_S = (0.1, 0.2, 0.4, 0.8)
-"""Seconds before a write that failed is tried again; the last one again and again."""
-
-MAX_WRITING_BYTES = 32 << 20
-"""Bytes of values that are being written in the background at a time, for each store."""
-
-MAX_WRITES = 64
-"""Writes in the background at a time; more of them wait in this process."""
-
-
-class TooMuchToWrite(StoreFailed):
-    """MAX_WRITING_BYTES are being written."""
-
-
-class GuardedStore:
-    """A `Store` behind a guard: what a request asks is bounded, what no request waits for runs in the background. Writes there are tried
-    again where they fail, and bounded in number, bytes and time. One beyond these bounds is given up: the store is slower than answers
-    come.
-
-    store  the bare one, closed by `close`
-    guard  of what requests wait for
-    """
-
-    def __init__(self, store: Store, name: str, clock: Clock = time.monotonic) -> None:
-        """name: of what is kept, for the log"""
-        self.store = store
-        self.guard = StoreGuard(name, store.progress, clock)
-        self._writes: set[asyncio.Task[None]] = set()
-        self._writing_bytes = 0
-        self._turns = asyncio.Semaphore(MAX_WRITES)
-        self._is_closing = False
-
-    async def asked(self, work: Callable[[Store], Awaitable[T]]) -> T:
-        """What `work` gets from the store, while a request waits for it. Raises what `StoreGuard.waiting` raises, and EntryTooLarge."""
-        async with self.guard.waiting():
-            return await work(self.store)
-
-    async def tried(self, work: Work, within_s: float) -> None:
-        """Do `work` in a task of its own, such as the renewal of a claim. A failure is only logged: it is tried again."""
-        try:
-            async with asyncio.timeout(within_s):
-                await work(self.store)
-        except (StoreFailed, TimeoutError) as error:
-            self.guard.warn(_as_failure(error))
-
-    def write(self, work: Work, num_bytes: int, ended: Ended, *, within_s: float | None = None) -> None:
-        """Do `work` in the background, again where it fails; None: within WRITE_S. ended: called once, with why it was not done, or None"""
-        if self._writing_bytes + num_bytes > MAX_WRITING_BYTES:
-            ended(self._not_written(TooMuchToWrite(f"more than {MAX_WRITING_BYTES} bytes wait to be written")))
-            return
-        self._writing_bytes += num_bytes
-        write = asyncio.create_task(self._written(work, num_bytes, ended, WRITE_S if within_s is None else within_s))
-        self._writes.add(write)
-        write.add_done_callback(self._writes.discard)
-
-    @property
-    def num_writing(self) -> int:
-        """Writes that have not ended."""
-        return len(self._writes)
-
-    async def close(self) -> None:
-        """Finish what is being written, as far as WRITE_S allows; what fails is not tried again."""
-        self._is_closing = True
-        if self._writes:
-            await asyncio.wait(self._writes, timeout=WRITE_S)
-        for write in list(self._writes):
-            write.cancel()
-        await self.store.close()
-
-    async def _written(self, work: Work, num_bytes: int, ended: Ended, within_s: float) -> None:
-        failure: StoreFailed | None = StoreFailed("the gateway ended first")
-        try:
-            async with asyncio.timeout(within_s):
-                for pause_s in chain(WRITE_PAUSES_S, repeat(WRITE_PAUSES_S[-1])):
-                    if await self._is_written(work):
-                        break
-                    await asyncio.sleep(pause_s)
-            failure = None
-        except (StoreFailed, TimeoutError) as error:
-            failure = self._not_written(_as_failure(error))
-        finally:
-            self._writing_bytes -= num_bytes
-            ended(failure)
-
-    async def _is_written(self, work: Work) -> bool:
-        """False: it failed, and may succeed later. Raises StoreFailed where it is not tried again."""
-        async with self._turns:
-            try:
-                await work(self.store)
-            except StoreFailed as error:
-                if self._is_closing or isinstance(error, EntryTooLarge):
-                    raise
-                self.guard.warn(f"something was not written yet: {error}")
-                return False
-        return True
-
-    def _not_written(self, failure: StoreFailed) -> StoreFailed:
-        self.guard.warn(f"something was not written: {failure}")
-        return failure
-
-
-def _as_failure(error: StoreFailed | TimeoutError) -> StoreFailed:
-    return error if isinstance(error, StoreFailed) else StoreFailed(NO_ANSWER)

@@ -27,12 +27,12 @@ async def reserve_memory(generation: Generation, call_next: CallNext) -> Prepare
 
 
 async def reserve_limits(generation: Generation, call_next: CallNext) -> Prepared:
-    """Take the most that the answer may use, and count at its end what it has used. Raises what `Admission.reserve` raises."""
+    """Take the most that the answer may use, and count at its end what it has used. Raises what `LimitReservation.reserve` raises."""
     prepared = await call_next()
-    admission = generation.admission
-    await admission.reserve(generation.price, prepared)
-    admission.follow(generation.usage)
-    generation.ends.callback(lambda: admission.count(generation.used))  # what no engine took costs nothing
+    reservation = generation.reservation
+    await reservation.reserve(generation.price, prepared)
+    reservation.follow(generation.usage)
+    generation.ends.callback(lambda: reservation.count(generation.used))  # what no engine took costs nothing
     return prepared
 
 

@@ -39,11 +39,11 @@ async def prepare(generation: Generation) -> Prepared:
 
 @asynccontextmanager
 async def _side_stream(generation: Generation, prepared: Prepared) -> AsyncIterator[EventStream]:
-    """The events of a summary, which is reserved and charged with the answer. Raises what `Admission.reserve` raises."""
-    admission = generation.admission
-    await admission.reserve(generation.price, prepared)
+    """The events of a summary, which is reserved and charged with the answer. Raises what `LimitReservation.reserve` raises."""
+    reservation = generation.reservation
+    await reservation.reserve(generation.price, prepared)
     stream = prepared.stream()
-    admission.follow(stream.usage)
+    reservation.follow(stream.usage)
     try:
         yield stream
     finally:
@@ -55,8 +55,8 @@ def _count(generation: Generation, stream: EventStream) -> None:
     """What no engine took costs nothing."""
     usage, record = stream.usage(), generation.exchange.record
     if not usage.completion_tokens and generation.exchange.end_reason is None:
-        generation.admission.count(None)
+        generation.reservation.count(None)
         return
-    generation.admission.count(usage)
+    generation.reservation.count(usage)
     generation.side_usage = usage = usage if generation.side_usage is None else added(generation.side_usage, usage)
     record.prompt_tokens, record.completion_tokens, record.cached_tokens = usage[:3]

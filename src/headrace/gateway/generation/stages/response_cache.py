@@ -55,7 +55,7 @@ def _may_cache(generation: Generation, question: Question) -> bool:
 
 def _key_of(generation: Generation, question: Question) -> str:
     """Name of the cached answer: made of the question, the model's version, and the caller's limits as far as they bound the output."""
-    ceiling = generation.admission.ceiling(generation.price)
+    ceiling = generation.reservation.ceiling(generation.price)
     bound = ceiling.deciding(has_max_tokens=question.sampling.get("max_tokens") is not None)
     salt = entry_salt(generation.exchange.principal.tenant_key, generation.parsed.cache_salt)
     return question.key(salt, f"{generation.model.upstream.version}/{bound}")

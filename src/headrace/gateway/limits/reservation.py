@@ -1,13 +1,13 @@
 """The limits of one generating request: what it has taken of them, and what it has used so far.
 
-`limits.limiter` opens one per request before its body is read, and charges it at its end. In between `generation.run` calls `reserve` once
-the prompt is tokenized, and `count` at the end of a stream.
+`limits.limiter` opens one per request before its body is read, and charges it at its end. In between `generation.stages.accounts` calls
+`reserve` once the prompt is tokenized, and `count` at the end of a stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from headrace.core.errors import Unavailable
 from headrace.gateway.access.principal import Principal
@@ -21,14 +21,12 @@ from headrace.policy.limits.counters import Amounts
 from headrace.policy.limits.price import FREE, Price
 from headrace.policy.limits.tier import DeploymentBudget
 
-if TYPE_CHECKING:
-    from headrace.gateway.limits.limiter import Limiter
-
 FIRST_TAIL_TOKENS = 256
 """Output tokens of each sequence that are charged if the gateway dies before it has saved any: more than an engine gives in a second."""
 
 UNAVAILABLE = "The limits of this key cannot be read now; nothing was used. Try again in a moment."
 NOTHING = Amounts(requests=1)
+"""What a request has used before its first token."""
 
 
 class _LimitsTaken(NamedTuple):
@@ -39,7 +37,15 @@ class _LimitsTaken(NamedTuple):
     result: TakeResult
 
 
-class Admission:
+class ReservationKeeper(Protocol):
+    """The part of `limits.limiter.Limiter` that is used here."""
+
+    def opened(self, reservation: LimitReservation) -> None: ...
+    def closed(self, reservation: LimitReservation) -> None: ...
+    async def take(self, reservation: LimitReservation, claims: Sequence[Claim]) -> TakeResult: ...
+
+
+class LimitReservation:
     """`async with` it: what it has taken is charged at the end of the block.
 
     is_held the store has, or may have, a reservation of this request
@@ -66,7 +72,7 @@ class Admission:
         "used",
     )
 
-    def __init__(self, limiter: Limiter, exchange: Exchange, *, budget: DeploymentBudget, is_open_on_failure: bool) -> None:
+    def __init__(self, limiter: ReservationKeeper, exchange: Exchange, *, budget: DeploymentBudget, is_open_on_failure: bool) -> None:
         """
         budget              of the deployment
         is_open_on_failure  the request goes on without a reservation where the store fails
@@ -193,6 +199,6 @@ class Admission:
 
 def _sum(one: Amounts, other: Amounts) -> Amounts:
     """Both together, of one request."""
-    if one is NOTHING:
+    if one == NOTHING:
         return other
     return Amounts(*map(int.__add__, one, other))._replace(requests=1)

@@ -1,0 +1,95 @@
+"""Look-ups of keys in their store, few at a time of keys that this gateway has not found before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext, suppress
+
+from headrace.core.errors import Unavailable
+from headrace.gateway.access.key_records import StoredKey
+from headrace.gateway.stores.guard import StoreGuard
+from headrace.gateway.stores.store import StoreFailed, StoreProgress
+
+MAX_FIRST_LOOKUPS = 4
+"""Look-ups of keys that were not found before, that the store works on at a time: half of a Redis client's connections."""
+
+MAX_FIRST_WAITING = 512
+"""Such look-ups in flight, with the ones that wait for their turn. A further key is refused at once, as the store has no time for it."""
+
+LookUp = Callable[[bytes, str], Awaitable[StoredKey | None]]
+
+
+class KeyLookups:
+    """Look-ups of keys in their store: one in flight for each key, however many requests wait for it, and few at a time of keys that this
+    gateway has not found before, so that a flood of invented keys leaves connections for keys that are known.
+
+    A request that stops waiting does not cancel the look-up: a client of Redis would close the connection that it is on.
+    """
+
+    def __init__(self, look_up: LookUp, guard: StoreGuard) -> None:
+        """
+        look_up  asks the store, within a time of its own, for the key of a blinded digest and its SHA-256 in hex. Raises StoreFailed
+        guard    of the store; look-ups of keys that were not found before have another one, so that many of them leave it alone
+        """
+        self._look_up = look_up
+        self._guard = guard
+        self._first_progress = StoreProgress()
+        self._first_guard = StoreGuard("keys not seen before", self._first_progress, guard.clock)
+        self._running: set[asyncio.Task[StoredKey | None]] = set()
+        self._shared: dict[bytes, asyncio.Task[StoredKey | None]] = {}
+        self._first_turns = asyncio.Semaphore(MAX_FIRST_LOOKUPS)
+        self._num_first = 0
+
+    async def find(self, blinded: bytes, sha256: str, *, was_found: bool) -> StoredKey | None:
+        """What `look_up` gives. was_found: at some time before. Raises Unavailable, also where the request has waited as long as it may."""
+        lookup: asyncio.Task[StoredKey | None] | None = None
+        try:
+            async with (self._guard if was_found else self._first_guard).waiting():
+                lookup = self._shared.get(blinded) or self._start(blinded, sha256, was_found=was_found)
+                return await asyncio.shield(lookup)
+        except StoreFailed:
+            self._drop(blinded, lookup)
+            raise unavailable() from None
+
+    def forget(self) -> None:
+        """Share no look-up that is in flight with requests that come from now on: it may have read the directory before a change."""
+        self._shared.clear()
+
+    async def close(self) -> None:
+        for lookup in list(self._running):
+            lookup.cancel()
+            with suppress(asyncio.CancelledError, StoreFailed):
+                await lookup
+
+    def _start(self, blinded: bytes, sha256: str, *, was_found: bool) -> asyncio.Task[StoredKey | None]:
+        """Raises Unavailable."""
+        if not was_found:
+            if self._num_first >= MAX_FIRST_WAITING:
+                raise unavailable()
+            self._num_first += 1
+        lookup = asyncio.create_task(self._in_turn(blinded, sha256, was_found=was_found), name="key looked up")
+        self._running.add(lookup)
+        self._shared[blinded] = lookup
+        lookup.add_done_callback(lambda ended: self._end(blinded, ended, was_found=was_found))
+        return lookup
+
+    async def _in_turn(self, blinded: bytes, sha256: str, *, was_found: bool) -> StoredKey | None:
+        async with nullcontext() if was_found else self._first_turns:
+            return await self._look_up(blinded, sha256)
+
+    def _end(self, blinded: bytes, lookup: asyncio.Task[StoredKey | None], *, was_found: bool) -> None:
+        self._running.discard(lookup)
+        self._num_first -= not was_found
+        self._drop(blinded, lookup)
+        if not lookup.cancelled() and lookup.exception() is None:  # asked for here, since asyncio would log it
+            self._first_progress.num_answers += not was_found
+
+    def _drop(self, blinded: bytes, lookup: asyncio.Task[StoredKey | None] | None) -> None:
+        """Share the look-up no longer: it may hang."""
+        if lookup is not None and self._shared.get(blinded) is lookup:
+            del self._shared[blinded]
+
+
+def unavailable() -> Unavailable:
+    return Unavailable("API keys cannot be checked at the moment; try again.", retry_after_s=1.0)

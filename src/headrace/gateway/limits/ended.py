@@ -1,0 +1,131 @@
+"""Requests that have ended and are not charged yet: which of them wait, and which call of the store carries the charge of each."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import islice
+from typing import NamedTuple
+
+from headrace.core.ids import RequestId
+from headrace.gateway.stores.store import StoreFailed
+from headrace.policy.limits.book import Charges
+from headrace.policy.limits.counters import Amounts
+
+MAX_CHARGES = 500
+"""Charges in one call of the store."""
+
+
+class _Ended(NamedTuple):
+    """A request that is over. number: of the requests that have ended so far"""
+
+    number: int
+    used: Amounts
+
+
+_ByTenant = dict[str, dict[RequestId, _Ended]]
+
+
+class CarriedCharges:
+    """The charges that one call of the store carries. first_number: `number` of the request among them that ended first"""
+
+    def __init__(self, gateway: str, by_tenant: _ByTenant) -> None:
+        self.by_tenant = by_tenant
+        self.charges = Charges(gateway, {request_id: one.used for ended in by_tenant.values() for request_id, one in ended.items()})
+        self.first_number = min([one.number for ended in by_tenant.values() for one in ended.values()])
+        self.is_over = asyncio.Event()
+        self.failure: StoreFailed | None = None
+
+
+class EndedRequests:
+    """Requests that have ended and are not charged yet, by tenant, and which call of the store has their charges.
+
+    A charge is in one call at a time. Where that call fails or is given up, the charge may have been made or not: it waits again, and a
+    second one finds nothing to charge.
+
+    gateway  whose requests they are
+    """
+
+    def __init__(self, gateway: str) -> None:
+        self._gateway = gateway
+        self._waiting: _ByTenant = {}
+        self._carried: dict[str, list[CarriedCharges]] = {}
+        self.num_ended = 0
+        self.num_uncharged = 0
+        self.has_waiting = asyncio.Event()
+
+    def add(self, tenant: str, request_id: RequestId, used: Amounts) -> None:
+        self._waiting.setdefault(tenant, {})[request_id] = _Ended(self.num_ended, used)
+        self.num_ended += 1
+        self.num_uncharged += 1
+        self.has_waiting.set()
+
+    def used(self) -> dict[str, Amounts]:
+        """What each request used that is not charged yet, by reservation."""
+        found: dict[str, Amounts] = {}
+        for ended in self._waiting.values():
+            found |= {request_id: one.used for request_id, one in ended.items()}
+        for calls in self._carried.values():
+            for carried in calls:
+                found |= carried.charges.used
+        return found
+
+    def num_waiting(self, tenant: str) -> int:
+        """Requests of a tenant whose charges no call has."""
+        return len(self._waiting.get(tenant, ()))
+
+    async def answered(self, tenant: str) -> None:
+        """Wait until no call has a charge of a request of this tenant that has ended by now. Raises StoreFailed where such a call fails.
+
+        What ends meanwhile is not waited for, so a tenant with many refusals does not have its requests wait one after the other.
+        """
+        until = self.num_ended
+        while (carried := next((one for one in self._carried.get(tenant, ()) if one.first_number < until), None)) is not None:
+            await carried.is_over.wait()
+            if carried.failure is not None:
+                raise StoreFailed(str(carried.failure))
+
+    def carry(self, until_number: int, tenant: str | None = None) -> CarriedCharges | None:
+        """Charges for the next call, MAX_CHARGES at most. Its caller then calls `charged` or `put_back`.
+
+        until_number  of those that had ended when `num_ended` was this
+        tenant        of this one alone; None: of all
+        """
+        found: _ByTenant = {}
+        left = MAX_CHARGES
+        for name in list(self._waiting) if tenant is None else [tenant]:
+            waiting = self._waiting.get(name, {})
+            ids = list(islice((request_id for request_id, one in waiting.items() if one.number < until_number), left))
+            if ids:
+                found[name] = {request_id: waiting.pop(request_id) for request_id in ids}
+                left -= len(ids)
+            if not waiting:
+                self._waiting.pop(name, None)
+        if not found:
+            return None
+        carried = CarriedCharges(self._gateway, found)
+        for name in found:
+            self._carried.setdefault(name, []).append(carried)
+        if not self._waiting:
+            self.has_waiting.clear()
+        return carried
+
+    def charged(self, carried: CarriedCharges) -> None:
+        """The store has taken them."""
+        self._end(carried)
+        self.num_uncharged -= len(carried.charges.used)
+
+    def put_back(self, carried: CarriedCharges, failure: StoreFailed | None) -> None:
+        """They may have been charged or not. failure: of the call; None: its caller has gone"""
+        for tenant, ended in carried.by_tenant.items():
+            self._waiting[tenant] = ended | self._waiting.get(tenant, {})
+        carried.failure = failure
+        self._end(carried)
+        self.has_waiting.set()
+
+    def _end(self, carried: CarriedCharges) -> None:
+        for tenant in carried.by_tenant:
+            calls = self._carried[tenant]
+            calls.remove(carried)
+            if not calls:
+                del self._carried[tenant]
+        carried.is_over.set()
