@@ -15,8 +15,8 @@ from patience import until
 
 from headrace.gateway.ledger import shipper as shipper_module
 from headrace.gateway.ledger import spool_thread
-from headrace.gateway.ledger.record import SinkFailed
-from headrace.gateway.ledger.shipper import FIRST_RETRY_S, LAST_RETRY_S, POLL_S, Shipper
+from headrace.gateway.ledger.record import FIRST_RETRY_S, LAST_RETRY_S, SinkFailed
+from headrace.gateway.ledger.shipper import POLL_S, Shipper
 from headrace.gateway.ledger.spool import OPEN, Spool
 from headrace.gateway.ledger.spool_thread import ADOPT_S, GATHER_S, SEGMENT_S, SpoolThread
 

@@ -18,7 +18,7 @@ from headrace.core.counted import counted
 from headrace.core.errors import ConfigError
 from headrace.gateway.ledger.clickhouse import ClickHouseSink
 from headrace.gateway.ledger.config import KafkaConfig, UsageConfig
-from headrace.gateway.ledger.record import SinkFailed
+from headrace.gateway.ledger.record import FIRST_RETRY_S, LAST_RETRY_S, SinkFailed
 from headrace.wire.private_files import check_private_file, read_token
 
 KAFKA = "kafka"
@@ -153,8 +153,6 @@ GROUP = "headrace-archive"
 MAX_MESSAGES = 10_000
 FILL_S = 1.0
 """Messages of one insert, and seconds that it waits for them: ClickHouse wants few large inserts."""
-
-FIRST_RETRY_S, LAST_RETRY_S = 0.2, 10.0
 
 
 class Archive:

@@ -122,6 +122,10 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)
 
 
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 10.0
+"""Seconds until a sink that failed is tried again: doubled each time."""
+
+
 class SinkFailed(HeadraceError):
     """A sink cannot be reached or refuses records. For the log: they stay in the spool and are sent again."""
 

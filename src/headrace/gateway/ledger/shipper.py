@@ -12,16 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.core.counted import counted
-from headrace.gateway.ledger.record import Sink, SinkFailed
+from headrace.gateway.ledger.record import FIRST_RETRY_S, LAST_RETRY_S, Sink, SinkFailed
 from headrace.gateway.ledger.spool import Spool, read_segment
 
 log = logging.getLogger("headrace.usage")
 
 POLL_S = 0.25
 """Seconds after which the folder is read again for segments of other processes, and the lock is tried again."""
-
-FIRST_RETRY_S, LAST_RETRY_S = 0.2, 10.0
-"""Seconds until a sink that failed is tried again: doubled each time."""
 
 INTERRUPT_S = 0.5
 """Seconds for a sink that was interrupted."""

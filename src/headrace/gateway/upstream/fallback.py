@@ -24,10 +24,11 @@ from headrace.gateway.upstream.seam import (
     OutputEvent,
     Prepared,
     ReplicaHealth,
+    SequenceFacts,
     Tokenization,
+    TokenUsage,
     Upstream,
 )
-from headrace.gateway.upstream.token_stream import MergedStream
 from headrace.observe.limited_log import LimitedLog
 from headrace.policy.admission.joining import JoiningRequests
 from headrace.policy.admission.ladder import QueueState
@@ -105,37 +106,61 @@ class FallbackUpstream(Upstream):
         return await self.own.detokenize(token_ids, tenant=tenant)
 
 
-class FallbackStream(MergedStream):
-    """One request, first at a replica: one stream, in whose place another one may come before the first token."""
+class FallbackStream(EventStream):
+    """One request, first at a replica. Another stream may come in the place of the replica's before the first token."""
 
     def __init__(self, own: EventStream, foreign: Prepared, reasons: tuple[type[HeadraceError], ...], log: LimitedLog) -> None:
         """reasons: errors of a replica after which the foreign servers are asked"""
-        super().__init__([own], foreign.num_sequences)
+        self._current = own
         self._reasons = reasons
         self._log = log
         self._foreign: Prepared | None = foreign
         self._is_cancelled = False
 
+    @property
+    def unread_bytes(self) -> int:
+        return self._current.unread_bytes
+
+    @property
+    def num_resumes(self) -> int:
+        return self._current.num_resumes
+
     async def events(self) -> list[OutputEvent]:
-        (own,) = self._streams
+        own = self._current
         try:
             events = await own.events()
         except self._reasons as error:
             if self._foreign is None or self._is_cancelled or own.usage().completion_tokens:
                 raise
             self._log.info(FALLS_BACK, error)
-            self._streams[0] = self._foreign.stream()
+            self._current = self._foreign.stream()
             self._foreign = None
             await own.close()
-            return await self._streams[0].events()
+            return await self._current.events()
         if events:
             self._foreign = None
         return events
 
     def listen(self, listener: EventListener | None) -> None:
         """With a listener, called after the first events, when the stream stays where it is."""
-        self._streams[0].listen(listener)
+        self._current.listen(listener)
+
+    def usage(self) -> TokenUsage:
+        return self._current.usage()
+
+    def facts(self, index: int) -> SequenceFacts:
+        return self._current.facts(index)
+
+    def saved_state(self) -> bytes | None:
+        return self._current.saved_state()
+
+    def replay(self, index: int, place: int) -> OutputEvent:
+        return self._current.replay(index, place)
 
     def cancel(self) -> None:
         self._is_cancelled = True
-        super().cancel()
+        self._current.cancel()
+
+    async def close(self) -> None:
+        self.cancel()
+        await self._current.close()

@@ -25,7 +25,7 @@ import msgspec
 from headrace.core.clock import Clock
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
-from headrace.core.sampling import SamplingParams
+from headrace.core.sampling import FROM_MODEL, SamplingParams
 from headrace.core.tools import CallMode
 from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.upstream.foreign_chunk import SideField
@@ -182,8 +182,6 @@ async def _stop(task: asyncio.Task[None]) -> None:
 
 
 _NAME_TO_DEFAULT = {field.name: getattr(SamplingParams(max_tokens=None), field.name) for field in dataclasses.fields(SamplingParams)}
-_ALWAYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sent whenever the client names them: a model may have defaults of its own."""
 
 
 def foreign_body(request: GenerationRequest, params: SamplingParams) -> dict[str, Any]:
@@ -234,10 +232,11 @@ def _tool_fields(prompt: Conversation) -> dict[str, Any]:
 
 def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
     """The sampling parameters the client gave, without those equal to OpenAI's defaults, for which the server's own defaults hold."""
+    # A parameter of FROM_MODEL is sent whenever the client names it: a model may have defaults of its own.
     fields = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in request.sampling.items()
-        if value != _NAME_TO_DEFAULT[name] or name in _ALWAYS
+        if value != _NAME_TO_DEFAULT[name] or name in FROM_MODEL
     }
     num_top = fields.pop("logprobs", None)
     if num_top is not None:

@@ -41,7 +41,7 @@ class _Output:
 
     has_tokens  any output was given
     num_logprob_chars  characters of the tokens that had log-probabilities
-    said_text, said_reasoning, has_calls  what deltas gave: a message that comes too says it again
+    said_text, said_reasoning, has_calls  what deltas have given. A server may send a whole message as well, which repeats that
     is_whole    all of it came as one message or text, as in a whole answer
     ending      the end that the server named last
     is_sure     nothing else has to say that this is the end;  is_revoked: output followed an end;  is_over: the end was given

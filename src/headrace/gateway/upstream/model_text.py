@@ -15,10 +15,8 @@ from headrace.gateway.text_workers.limits import check_fits
 from headrace.gateway.text_workers.pool import Done, TextPool
 from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.seam import Tokenization
+from headrace.gateway.upstream.served_models import UNREADABLE_RETRY_S
 from headrace.text.tokenizer import Tokenizer
-
-UNREADABLE_RETRY_S = 10.0
-"""Seconds after which a client may try a model again whose text cannot be read: an operator has to mend its files."""
 
 
 class ModelText:

@@ -80,7 +80,7 @@ class ModelTable:
 
 
 UNREADABLE_RETRY_S = 10.0
-"""Seconds after which a client may try again: an operator has to act first."""
+"""Seconds after which a client may try a model again whose text cannot be read: an operator has to mend its files."""
 
 UNREADABLE = "its tokenizer or chat template cannot be used"
 """Without a path: clients may read it."""
