@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from clickhouse_kit import MISSING, PROGRAM, ClickHouseServer
+from kinds import guard
 from ledger_kit import ship_at_once
 
 
@@ -20,6 +21,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClickHouseServe
     if PROGRAM is None:
         pytest.skip(MISSING)
     found = ClickHouseServer(tmp_path_factory.mktemp("clickhouse"))
-    found.start()
+    with guard.lifted():  # it starts in the first test that asks for it, and ends in the last test of the process, whatever their kinds
+        found.start()
     yield found
-    found.stop()
+    with guard.lifted():
+        found.stop()
