@@ -17,6 +17,7 @@ MBU: (bytes of the weights + bytes of the KV cache that a step reads) / time of 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -44,6 +45,7 @@ from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.lab.environment import environment
 from headrace.lab.offline import Collector, OfflineRun, decode_speed, run_offline
 from headrace.lab.report import write_json
+from headrace.tensor.models import describe
 
 LLAMA_8B = {
     **TINYLLAMA,
@@ -84,6 +86,7 @@ class Report:
     rows: list[str] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
     failed: bool = False
+    output: Path | None = None
 
     def row(self, text: str) -> None:
         self.rows.append(text)
@@ -101,6 +104,13 @@ class Report:
             self.failed = True
             self.row(f"{name}: FAILED, {type(error).__name__}: {error!s:.400}")
         print(f"  ({name}: {time.perf_counter() - began:.1f} s)", flush=True)
+        gc.collect()  # an engine's memory is given back by a collection alone
+        self.write()
+
+    def write(self) -> None:
+        """Write what is known so far: a later part may be killed."""
+        if self.output is not None:
+            write_json(self.output, {"rows": self.rows, "values": self.values, "environment": environment()})
 
 
 def milliseconds(run: Callable[[], object], *, repeats: int = 10) -> float:
@@ -209,7 +219,7 @@ def decode_and_prefill(report: Report, model: str, device: str, quantization: st
         engine.closing.close()
     rate = report.values.get("fp8_tflops" if quantization == "fp8" else "bf16_tflops")
     if isinstance(rate, float):
-        found["prefill_share"] = 2 * engine.info.weight_bytes / (1 if quantization == "fp8" else 2) * prefill / rate / 1e12
+        found["prefill_share"] = 2 * _multiplied(model) * prefill / rate / 1e12
     report.values[quantization] = found
     report.row(f"{quantization} (start {loaded_s:.0f} s): " + " | ".join(cells) + f" | prefill {prefill:,.0f} tok/s")
 
@@ -217,6 +227,13 @@ def decode_and_prefill(report: Report, model: str, device: str, quantization: st
 def _config(model: str, device: str, quantization: str, num_seqs: int) -> EngineConfig:
     return EngineConfig(model=model, load_format="dummy", quantization=quantization, device=device, max_num_seqs=num_seqs,
                         max_model_len=4096 if device == "cuda" else None, enable_prefix_caching=False).checked()  # fmt: skip
+
+
+def _multiplied(model: str) -> int:
+    """Weights that every token of a prompt is multiplied with: all but the embedding's and the head's, which are not tied here."""
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    outside = 2 * int(config["vocab_size"]) * int(config["hidden_size"])
+    return describe(Path(model), max_model_len=None).num_parameters - outside
 
 
 def _prompt(tokens: tuple[int, int]) -> WorkloadShape:
@@ -277,7 +294,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try this program where there is no GPU")
     given = parser.parse_args()
-    report = Report(time.perf_counter() + given.seconds)
+    report = Report(time.perf_counter() + given.seconds, output=given.output)
     big, small, streams, tokens = (TINY, TINY, (1, 4), (16, 8)) if given.tiny else (LLAMA_8B, LLAMA_1B, STREAMS, (512, 128))
     with tempfile.TemporaryDirectory(prefix="hr-gpu-") as name:
         folder = Path(name)
@@ -292,8 +309,6 @@ def main() -> None:
         sizes = (4, 12) if given.tiny else (256, 1500)
         other = write_folder(folder / "small", small)
         report.part("churn", lambda: churn(report, other, given.device, *sizes), least_s=1 if given.tiny else 20)
-    if given.output is not None:
-        write_json(given.output, {"rows": report.rows, "values": report.values, "environment": environment()})
     sys.exit(report.failed)
 
 

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -244,7 +245,15 @@ def _name(dtype: torch.dtype) -> str:
 def _versions(backend: Backend) -> str:
     """Versions of the software that may change a bit of a result: what computes, and what compiled it."""
     packages = ("llguidance", *(() if backend.compiler is None else backend.compiler.packages))
-    return ", ".join([f"headrace {__version__}", f"torch {torch.__version__}", *(f"{name} {version(name)}" for name in packages)])
+    return ", ".join([f"headrace {__version__}", f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in packages)])
+
+
+def _version(package: str) -> str:
+    """As its distribution says; one that is shipped under another name (pytorch-triton) says it itself."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return str(import_module(package).__version__)
 
 
 def _rounded(config: EngineConfig) -> str:
@@ -286,7 +295,9 @@ def _memory_errors_named(config: EngineConfig, groups: tuple[KvGroup, ...], sizi
     """Raises ConfigError, with the size that would fit, where a device's memory runs out inside."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # torch's, the device's own, and Triton's: each says so in words
+        if "out of memory" not in str(error):
+            raise
         found = re.search(r"Tried to allocate ([\d.]+) ([KMG])iB", str(error))
         wanted = int(float(found.group(1)) * {"K": 2**10, "M": 2**20, "G": 2**30}[found.group(2)]) if found else 0
         raise out_of_memory(config, groups, sizing, wanted) from error
@@ -337,6 +348,9 @@ def _warm_up(runner: AnyRunner, config: EngineConfig, sizing: KvSizing, loaded: 
     most_tokens = 0
     if isinstance(runner, DeviceRunner):
         runner.capture()
+        log.info(
+            "%s of the device's memory are free once steps are captured", describe_bytes(DEVICES[config.device].free_memory().num_bytes)
+        )
         most_tokens = step_tokens(config, sizing.max_model_len)
     warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size, most_tokens=most_tokens)
     return time.perf_counter() - began

@@ -6,6 +6,7 @@ No tensor code decides by a device's name. Another device is a class and a row o
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 from pathlib import Path
@@ -157,7 +158,8 @@ class Cuda(TensorDevice):
         return f"{self.title}, driver {driver_version()}"
 
     def free_memory(self) -> Available:
-        """What torch keeps of memory that was given back is free as well: it is returned first."""
+        """What torch keeps of memory that was given back is free as well, and so is what only a garbage collection gives back."""
+        gc.collect()
         torch.cuda.empty_cache()
         return Available(torch.cuda.mem_get_info()[0], "the GPU")
 

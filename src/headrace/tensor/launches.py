@@ -6,6 +6,7 @@ All of it is enqueued in order, in the current stream of the thread that calls. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -72,8 +73,11 @@ class CudaLaunches:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 body()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(Exception):  # it complains of the body's error a second time
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self._pool = self._pool or graph.pool()
         replay: Callable[[], None] = graph.replay
@@ -81,9 +85,9 @@ class CudaLaunches:
 
     def is_lost(self, error: Exception) -> bool:
         """Triton reports a failed device by a plain RuntimeError. Its errors of resources are of a launch alone."""
-        if isinstance(error, torch.AcceleratorError):
-            return True
         text = str(error)
+        if isinstance(error, torch.AcceleratorError):
+            return "out of memory" not in text
         return isinstance(error, RuntimeError) and "Triton Error [CUDA]" in text and "out of " not in text
 
 

@@ -46,7 +46,7 @@ FP8 = torch.float8_e4m3fn
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.pure,
+    pytest.mark.pure if IS_INTERPRETED else pytest.mark.process,  # compiling starts programs
     pytest.mark.skipif(not IS_INTERPRETED and not torch.cuda.is_available(), reason="there is no GPU"),
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # the interpreter computes both sides of a choice
 ]

@@ -33,7 +33,7 @@ IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.pure,
+    pytest.mark.pure if IS_INTERPRETED else pytest.mark.process,  # compiling starts programs
     pytest.mark.skipif(not IS_INTERPRETED and not torch.cuda.is_available(), reason="there is no GPU"),
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # the interpreter computes both sides of a choice
 ]

@@ -21,7 +21,7 @@ from headrace.tensor.kernels import Linear
 from headrace.tensor.kernels.gpu import dequantize, fp8
 from headrace.tensor.kernels.gpu.experts import GroupedExperts, expert_of, stacked
 from headrace.tensor.kernels.gpu.formats import FP8, PLAIN
-from headrace.tensor.kernels.gpu.product import StoredWeight, fit, product, store_planar
+from headrace.tensor.kernels.gpu.product import MIN_FP8_INPUTS, StoredWeight, fit, product, store_planar
 from headrace.tensor.kernels.gpu.tuning import Tuning
 from headrace.tensor.kernels.rounding import GROUPS, Precision, RoundedWeight, round_weight
 
@@ -92,7 +92,7 @@ class TritonPacking:
         """Inputs are rounded in FP8 products alone, row by row."""
         rows, inputs = weight.values.shape
         is_fp8 = weight.values.dtype == torch.float8_e4m3fn
-        width = 16 if is_fp8 else 128 if weight.group else 64
+        width = MIN_FP8_INPUTS if is_fp8 else 128 if weight.group else 64
         padded = RoundedWeight(*_pad(weight, -rows % 16, -inputs % width), weight.group)
         shape = padded.values.shape
         stored = StoredWeight(FP8.value, padded.values, padded.scales, *shape) if is_fp8 else store_planar(padded)

@@ -24,6 +24,8 @@ from headrace.tensor.kernels.rounding import RoundedWeight
 
 MIN_BLOCK = 16
 """Smallest side of a tile that the matrix units take."""
+MIN_FP8_INPUTS = 32
+"""The same of the inputs of 8-bit floats."""
 MAX_SPLITS = 16
 MAX_PLANAR_ROWS = 4096
 FP8_LOW = tl.constexpr(0.0625)
@@ -199,7 +201,8 @@ def fit(weight: StoredWeight, variant: ProductVariant, rows: int) -> TileFit | N
     """The variant for this weight and number of rows; None where no tile divides the weight."""
     block_n = power_in(weight.out_features, variant.block_n)
     block_k = power_in(weight.layout or weight.in_features, variant.block_k)
-    if min(block_n, block_k // _FIELDS.get(weight.format, 1)) < MIN_BLOCK:
+    least_k = MIN_FP8_INPUTS if weight.format == FP8.value else MIN_BLOCK
+    if block_n < MIN_BLOCK or block_k // _FIELDS.get(weight.format, 1) < least_k:
         return None
     least = 8 if weight.layout else 16
     return TileFit(block_n, block_k, weight.out_features // block_n, max(least, triton.next_power_of_2(min(rows, variant.rows))))
