@@ -102,6 +102,12 @@ def test_folders_import_each_other_in_no_circle(package: str, house: dict[str, M
     assert not cycles, "folders that import each other: " + "; ".join(" <-> ".join(cycle) for cycle in cycles)
 
 
+def test_the_gateway_has_few_files_at_its_top(house: dict[str, Module]) -> None:
+    """What has an idea of its own stands in a folder; the top composes."""
+    top = [name for name, module in house.items() if module.path.parent == ROOT / "src" / "headrace" / "gateway"]
+    assert 1 < len(top) <= 8, f"{len(top)} files: {', '.join(sorted(top))}"
+
+
 def _part(name: str, package: str) -> str | None:
     """The sub-folder or top module of `package` that holds the module of this name; None outside of them."""
     parts = name.split(".")
