@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,6 +104,7 @@ class Report:
         except Exception as error:  # the parts after it are worth their minutes
             self.failed = True
             self.row(f"{name}: FAILED, {type(error).__name__}: {error!s:.400}")
+            traceback.print_exc()
         print(f"  ({name}: {time.perf_counter() - began:.1f} s)", flush=True)
         gc.collect()  # an engine's memory is given back by a collection alone
         self.write()
