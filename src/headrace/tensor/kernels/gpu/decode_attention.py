@@ -23,6 +23,7 @@ LOG2_E = 1.4426950408889634
 MIN_SHARE = 64
 """Positions below which a context is not split further."""
 MAX_SPLITS = 64
+MIN_DIM = 16
 
 
 @triton.jit
@@ -125,6 +126,11 @@ def _decode_kernel(
     tl.store(target, (acc / whole[:, None]).to(out_ptr.dtype.element_ty), mask=g_mask[:, None] & d_mask[None, :])
 
 
+def padded_dim(dim: int) -> int:
+    """Dims of a head's tile: a power of two, and as many as the matrix units take at least."""
+    return max(MIN_DIM, triton.next_power_of_2(dim))
+
+
 def num_splits(rows: int, kv_heads: int, variant: DecodeVariant) -> int:
     """Shares of a context: a power of two, so that there are about as many programs as the device runs at once."""
     wanted = triton.cdiv(variant.programs, max(1, rows * kv_heads))
@@ -148,7 +154,7 @@ def decode_attention(
     _decode_kernel[(rows, kv_heads, splits)](
         query, readable(cache), scales, block_table, context_lens, out, part, sums, arrival_counters(query.device),
         scale * LOG2_E, splits, *query.stride()[:2], *cache.stride()[:4], scales.stride(0), block_table.stride(0),
-        K=kv_heads, G=group, G_P=max(16, triton.next_power_of_2(group)), D=dim, D_P=triton.next_power_of_2(dim), S=size,
+        K=kv_heads, G=group, G_P=max(16, triton.next_power_of_2(group)), D=dim, D_P=padded_dim(dim), S=size,
         WINDOW=window or 0, BLOCK_N=variant.block_n, MIN_SHARE=max(variant.block_n, MIN_SHARE), FORMAT=stored, IS_SPLIT=splits > 1,
         num_warps=variant.warps, num_stages=variant.stages,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.tensor.kernels.gpu.decode_attention import LOG2_E
+from headrace.tensor.kernels.gpu.decode_attention import LOG2_E, padded_dim
 from headrace.tensor.kernels.gpu.formats import INT8, cache_format, readable, widen
 from headrace.tensor.kernels.gpu.tuning import Tuning
 
@@ -133,7 +133,7 @@ def prefill_attention(
     _prefill_kernel[grid](
         query, readable(cache), scales, block_table, row_starts, context_lens, out, scale * LOG2_E, first_row + rows, first_row,
         *query.stride()[:2], *cache.stride()[:4], scales.stride(0), block_table.stride(0),
-        K=cache.shape[3], G=group, D=dim, D_P=triton.next_power_of_2(dim), S=cache.shape[2], WINDOW=window or 0,
+        K=cache.shape[3], G=group, D=dim, D_P=padded_dim(dim), S=cache.shape[2], WINDOW=window or 0,
         BLOCK_M=variant.block_m, BLOCK_Q=block_q, BLOCK_N=variant.block_n, FORMAT=stored,
         num_warps=variant.warps, num_stages=variant.stages,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Rotary embedding and the write of keys and values to the paged cache, one pass over a step's queries, keys and values.
 
 A program has one token and up to eight heads of one kind: queries are rotated in place, keys on their way to the cache. A head is held in
-three pieces, so that a thread reads the values that it writes and nothing else: the two halves of what is rotated, and the rest.
+three pieces, so that a thread reads the values that it writes and nothing else: the two halves of what is rotated, and the rest. Products
+are rounded before they are added, so that every variant, and the reference, gives the same bits.
 
 Shape letters: see `tensor.batch`.
 """
@@ -136,5 +137,6 @@ def _launch(
         query, key, value, cos_sin, positions, cache, scales, slot_mapping,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *cache.stride()[:4], scales.stride(0),
         H=heads, K=kv_heads, S=cache.shape[2], D=dim, HALF=half, HB=per_program, HALF_P=triton.next_power_of_2(half),
-        REST_P=triton.next_power_of_2(max(dim - 2 * half, 1)), FORMAT=stored, ROTATES=rotates, STORES=stores, num_warps=2,
+        REST_P=triton.next_power_of_2(max(dim - 2 * half, 1)), FORMAT=stored, ROTATES=rotates, STORES=stores,
+        num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
