@@ -68,7 +68,7 @@ GEMMA = {
 }
 ODD_HEADS = {**LLAMA, "hidden_size": 2560, "head_dim": 80, "num_key_value_heads": 32}
 TINY = {**LLAMA, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 90}
-"""Heads of 8 dims and products of 32 inputs a tile: below, or at, what the matrix units take at least."""
+"""Heads, and tiles of products, as narrow as the matrix units take or narrower."""
 MIXTURE = {**SIZES, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
 
 CASES = [
@@ -78,7 +78,7 @@ CASES = [
     (90, LLAMA, "fp8", torch.float8_e4m3fn),
     (90, GEMMA, "none", torch.int8),
     (90, ODD_HEADS, "none", torch.bfloat16),
-    (90, TINY, "int8", torch.float8_e4m3fn),
+    (90, TINY, "fp8", torch.float8_e4m3fn),
     (90, MIXTURE, "none", torch.bfloat16),
     (90, MIXTURE, "int4", torch.bfloat16),
     (90, MIXTURE, "fp8", torch.bfloat16),

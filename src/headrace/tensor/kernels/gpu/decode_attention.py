@@ -128,7 +128,7 @@ def _decode_kernel(
 
 def padded_dim(dim: int) -> int:
     """Dims of a head's tile: a power of two, and as many as the matrix units take at least."""
-    return max(MIN_DIM, triton.next_power_of_2(dim))
+    return max(MIN_DIM, int(triton.next_power_of_2(dim)))
 
 
 def num_splits(rows: int, kv_heads: int, variant: DecodeVariant) -> int:

@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.tensor.host.fresh_memory import empty
-from headrace.tensor.kernels.gpu import fp8
 from headrace.tensor.kernels.gpu.elementwise import gated_activation
-from headrace.tensor.kernels.gpu.formats import FP8, INT4, INT8
+from headrace.tensor.kernels.gpu.formats import FP8, INT4, INT8, readable
 from headrace.tensor.kernels.gpu.product import StoredWeight, accumulate, fit
 from headrace.tensor.kernels.gpu.tuning import Tuning
 
@@ -61,7 +60,7 @@ def order_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["pairs"])
 def _grouped_kernel(
-    x_ptr, low_ptr, x_scale_ptr, w_ptr, scale_ptr, order_ptr, start_ptr, out_ptr, pairs, x_st, w_sx, s_sx,
+    x_ptr, w_ptr, scale_ptr, order_ptr, start_ptr, out_ptr, pairs, x_st, w_sx, s_sx,
     N: tl.constexpr, K: tl.constexpr, M_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, TOP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -78,13 +77,11 @@ def _grouped_kernel(
         m = chunk + tl.arange(0, M_P)
         pair = tl.load(order_ptr + m, mask=m < end, other=0).to(tl.int64)
         acc = accumulate(
-            tl.zeros([BLOCK_N, M_P], tl.float32), w_ptr + expert * w_sx + n.to(tl.int64)[:, None] * ROW, scales, n, x_ptr, low_ptr,
+            tl.zeros([BLOCK_N, M_P], tl.float32), w_ptr + expert * w_sx + n.to(tl.int64)[:, None] * ROW, scales, n, x_ptr,
             pair // TOP * x_st, m < end, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, N, BLOCK_K, LAYOUT, GROUP, FORMAT, STAGES,
         )  # fmt: skip
         if FORMAT == FP8 or FORMAT == INT8:
             acc *= tl.load(scales + n)[:, None]
-        if FORMAT == FP8:
-            acc *= tl.load(x_scale_ptr + pair // TOP, mask=m < end, other=0.0)[None, :]
         target = out_ptr + (split * pairs + pair)[None, :] * N + n[:, None]
         tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=(m < end)[None, :])
 
@@ -122,12 +119,10 @@ class GroupedExperts:
         assert fitted is not None
         most = triton.next_power_of_2(tokens) * pairs // tokens  # so that few variants are compiled
         splits = fitted.num_splits(weight, min(num_experts, most), variant.programs, MAX_SPLITS)
-        rows, low, x_scales = fp8.split_rows(x, has_low=True) if weight.format == FP8.value else (x, x, x)
         scales = weight.values if weight.scales is None else weight.scales
         out = empty((splits, pairs, weight.out_features), x.dtype if splits == 1 else torch.float32, x.device)
         _grouped_kernel[(fitted.num_tiles, num_experts, splits)](
-            rows, low, x_scales, weight.values, scales, order, starts, out, pairs,
-            rows.stride(0), weight.values.stride(0), scales.stride(0),
+            x, readable(weight.values), scales, order, starts, out, pairs, x.stride(0), weight.values.stride(0), scales.stride(0),
             N=weight.out_features, K=weight.in_features, M_P=fitted.m_p, BLOCK_N=fitted.block_n, BLOCK_K=fitted.block_k, SPLIT=splits,
             LAYOUT=weight.layout, GROUP=weight.group, FORMAT=weight.format, TOP=pairs_per_row,
             STAGES=variant.stages,

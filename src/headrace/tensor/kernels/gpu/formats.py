@@ -106,7 +106,7 @@ def expand_int8(words):
 
 @triton.jit
 def widen(x, FORMAT: tl.constexpr):
-    """Elements of a cache as floats. FP8: x holds the bytes, uint8; INT8: int8, without their scales; PLAIN: x as it is."""
+    """Elements of a cache or a weight as floats. FP8: x holds the bytes, uint8; INT8: int8, without their scales; PLAIN: x as it is."""
     if FORMAT == PLAIN:
         return x
     elif not IS_COMPILED:
@@ -127,9 +127,9 @@ def cache_format(cache: Tensor, kv_scales: Tensor | None) -> tuple[int, Tensor]:
     return (PLAIN.value, cache) if kv_scales is None else (INT8.value, kv_scales)
 
 
-def readable(cache: Tensor) -> Tensor:
-    """The cache as attention reads it: FP8 as bytes, which `widen` converts."""
-    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+def readable(stored: Tensor) -> Tensor:
+    """A cache or a weight as kernels read it: FP8 as bytes, which `widen` converts."""
+    return stored.view(torch.uint8) if stored.dtype == torch.float8_e4m3fn else stored
 
 
 def planar_words(values: Tensor, bits: int, layout: int) -> Tensor:

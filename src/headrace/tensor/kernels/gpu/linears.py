@@ -3,8 +3,8 @@
 | weight | few rows | many rows |
 |---|---|---|
 | as computed with | the library; our own where its outputs are very many (a head) | the library |
-| FP8 | our own, inputs in two parts of FP8 | the library, inputs rounded to FP8 |
-| INT8, INT4 | our own, weights widened on the way, inputs as they are | dense for as long as it is read, then the library |
+| FP8 | our own, weights widened on the way, inputs as they are | the library, inputs rounded to FP8 |
+| INT8, INT4 | the same | dense for as long as it is read, then the library |
 
 How few is in the table of `tuning`. A rounded weight that its format's tiles do not divide is padded with zeros.
 """
@@ -21,7 +21,7 @@ from headrace.tensor.kernels import Linear
 from headrace.tensor.kernels.gpu import dequantize, fp8
 from headrace.tensor.kernels.gpu.experts import GroupedExperts, expert_of, stacked
 from headrace.tensor.kernels.gpu.formats import FP8, PLAIN
-from headrace.tensor.kernels.gpu.product import MIN_FP8_INPUTS, StoredWeight, fit, product, store_planar
+from headrace.tensor.kernels.gpu.product import StoredWeight, fit, product, store_planar
 from headrace.tensor.kernels.gpu.tuning import Tuning
 from headrace.tensor.kernels.rounding import GROUPS, Precision, RoundedWeight, round_weight
 
@@ -34,17 +34,14 @@ class StoredLinear:
         self.out_features, self.in_features, self.weight_bytes = weight.out_features, weight.in_features, weight.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        weight = self.weight
         if not x.shape[0]:
             return x.new_empty((0, self.out_features))
         is_measured = weight.format != PLAIN.value or x.element_size() == 2
         variant = self.tuning.product(weight.name, x.shape[0], weight.out_features) if is_measured else None
         if variant is None or fit(weight, variant, x.shape[0]) is None:
             return self._of_many(x)
-        if weight.format != FP8.value:
-            return product(x, weight, variant, bias, x.dtype)
-        high, low, scales = fp8.split_rows(x, has_low=True)
-        return product(high, weight, variant, bias, x.dtype, low=low, x_scales=scales)
+        return product(x, weight, variant, self.bias)
 
     def _of_many(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -89,11 +86,10 @@ class TritonPacking:
         return round_weight(weight, precision, group=max(GROUPS))
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
-        """Inputs are rounded in FP8 products alone, row by row."""
+        """Inputs are rounded in FP8 products of many rows alone, row by row."""
         rows, inputs = weight.values.shape
         is_fp8 = weight.values.dtype == torch.float8_e4m3fn
-        width = MIN_FP8_INPUTS if is_fp8 else 128 if weight.group else 64
-        padded = RoundedWeight(*_pad(weight, -rows % 16, -inputs % width), weight.group)
+        padded = RoundedWeight(*_pad(weight, -rows % 16, -inputs % (128 if weight.group else 64)), weight.group)
         shape = padded.values.shape
         stored = StoredWeight(FP8.value, padded.values, padded.scales, *shape) if is_fp8 else store_planar(padded)
         if shape == weight.values.shape:

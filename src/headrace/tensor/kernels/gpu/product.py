@@ -18,18 +18,16 @@ from torch import Tensor
 
 from headrace.tensor.host.fresh_memory import empty
 from headrace.tensor.kernels.gpu.counters import NUM_COUNTERS, arrival_counters
-from headrace.tensor.kernels.gpu.formats import FP8, INT4, INT8, IS_COMPILED, PLAIN, expand_int4, expand_int8, planar_words
+from headrace.tensor.kernels.gpu.formats import FP8, INT4, INT8, IS_COMPILED, PLAIN, expand_int4, expand_int8, planar_words, readable, widen
 from headrace.tensor.kernels.gpu.tuning import ProductVariant
 from headrace.tensor.kernels.rounding import RoundedWeight
 
 MIN_BLOCK = 16
-"""Smallest side of a tile that the matrix units take."""
-MIN_FP8_INPUTS = 32
-"""The same of the inputs of 8-bit floats."""
+"""Outputs of a tile, and inputs of a product, that the matrix units take at least."""
+MIN_ROWS = 8
+"""The same of rows."""
 MAX_SPLITS = 16
 MAX_PLANAR_ROWS = 4096
-FP8_LOW = tl.constexpr(0.0625)
-"""What the low part of an input in two parts of FP8 is worth."""
 _NAMES = {PLAIN.value: "plain", FP8.value: "fp8", INT8.value: "int8", INT4.value: "int4"}
 _FIELDS = {INT8.value: 4, INT4.value: 8}
 
@@ -78,8 +76,6 @@ def store_planar(weight: RoundedWeight) -> StoredWeight:
 @triton.jit
 def _dot(w, x, acc):
     if IS_COMPILED:
-        if w.dtype == tl.float8e4nv:
-            return tl.dot(w, x, acc, max_num_imprecise_acc=128)
         return tl.dot(w.to(x.dtype), x, acc, input_precision="ieee")
     else:
         return tl.dot(w.to(tl.float32), x.to(tl.float32), acc)
@@ -105,20 +101,15 @@ def _int4_block(
 
 @triton.jit
 def accumulate(
-    acc, w_row, scale_ptr, n, x_ptr, low_ptr, row_at, has_row, first, last,
+    acc, w_row, scale_ptr, n, x_ptr, row_at, has_row, first, last,
     N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_N, M_P] plus the products of input blocks first .. last. w_row [BLOCK_N, 1]: where the weight's rows begin."""
     if FORMAT == PLAIN or FORMAT == FP8:
-        low = tl.zeros_like(acc)
         column = tl.arange(0, BLOCK_K)
         for b in tl.range(first, last, num_stages=STAGES):
-            w = tl.load(w_row + (b * BLOCK_K + column)[None, :])
+            w = widen(tl.load(w_row + (b * BLOCK_K + column)[None, :]), FORMAT)
             acc = _dot(w, _x_tile(x_ptr, row_at, has_row, b * BLOCK_K + column), acc)
-            if FORMAT == FP8:
-                low = _dot(w, _x_tile(low_ptr, row_at, has_row, b * BLOCK_K + column), low)
-        if FORMAT == FP8:
-            acc += low * FP8_LOW
     else:
         J: tl.constexpr = 8 if FORMAT == INT4 else 4
         FIELD: tl.constexpr = LAYOUT // J  # words of a layout block, and inputs from one field to the next
@@ -154,7 +145,7 @@ def _sum_shares(acc, part_at, count_at, split, BLOCK_N: tl.constexpr, M_P: tl.co
 
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
-    x_ptr, low_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, count_ptr, rows, x_st,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, count_ptr, rows, x_st,
     N: tl.constexpr, K: tl.constexpr, M_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +154,7 @@ def _product_kernel(
     ROW: tl.constexpr = K // 8 if FORMAT == INT4 else K // 4 if FORMAT == INT8 else K
     blocks: tl.constexpr = K // BLOCK_K
     acc = accumulate(
-        tl.zeros([BLOCK_N, M_P], tl.float32), w_ptr + n.to(tl.int64)[:, None] * ROW, scale_ptr, n, x_ptr, low_ptr, m * x_st, m < rows,
+        tl.zeros([BLOCK_N, M_P], tl.float32), w_ptr + n.to(tl.int64)[:, None] * ROW, scale_ptr, n, x_ptr, m * x_st, m < rows,
         blocks * split // SPLIT, blocks * (split + 1) // SPLIT, N, BLOCK_K, LAYOUT, GROUP, FORMAT, STAGES,
     )  # fmt: skip
     if SPLIT > 1:
@@ -173,8 +164,6 @@ def _product_kernel(
             return
     if FORMAT == FP8 or FORMAT == INT8:
         acc *= tl.load(scale_ptr + n)[:, None]
-    if FORMAT == FP8:
-        acc *= tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n).to(tl.float32)[:, None]
     tl.store(out_ptr + m[None, :] * N + n[:, None], acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[None, :])
@@ -201,11 +190,10 @@ def fit(weight: StoredWeight, variant: ProductVariant, rows: int) -> TileFit | N
     """The variant for this weight and number of rows; None where no tile divides the weight."""
     block_n = power_in(weight.out_features, variant.block_n)
     block_k = power_in(weight.layout or weight.in_features, variant.block_k)
-    least_k = MIN_FP8_INPUTS if weight.format == FP8.value else MIN_BLOCK
-    if block_n < MIN_BLOCK or block_k // _FIELDS.get(weight.format, 1) < least_k:
+    if block_n < MIN_BLOCK or block_k // _FIELDS.get(weight.format, 1) < MIN_BLOCK:
         return None
-    least = 8 if weight.layout else 16
-    return TileFit(block_n, block_k, weight.out_features // block_n, max(least, triton.next_power_of_2(min(rows, variant.rows))))
+    rows_p = max(MIN_ROWS, triton.next_power_of_2(min(rows, variant.rows)))
+    return TileFit(block_n, block_k, weight.out_features // block_n, rows_p)
 
 
 def power_in(size: int, most: int) -> int:
@@ -213,22 +201,19 @@ def power_in(size: int, most: int) -> int:
     return min(size & -size, most)
 
 
-def product(
-    x: Tensor, weight: StoredWeight, variant: ProductVariant, bias: Tensor | None, dtype: torch.dtype, *, low: Tensor | None = None,
-    x_scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """x [M, K] -> [M, N] in `dtype`, at most variant.rows rows, for a weight that `fit` takes. FP8: x as `fp8.split_rows` has it."""
+def product(x: Tensor, weight: StoredWeight, variant: ProductVariant, bias: Tensor | None) -> Tensor:
+    """x [M, K] -> [M, N] in x's dtype, at most variant.rows rows, for a weight that `fit` takes."""
     fitted = fit(weight, variant, x.shape[0])
     assert fitted is not None
     assert x.stride(1) == 1
     rows, size = x.shape[0], weight.out_features
     splits = fitted.num_splits(weight, 1, variant.programs, MAX_SPLITS)
     assert splits == 1 or fitted.num_tiles <= NUM_COUNTERS
-    out = empty((rows, size), dtype, x.device)
+    out = empty((rows, size), x.dtype, x.device)
     part = empty((splits * size * fitted.m_p,), torch.float32, x.device) if splits > 1 else out
     _product_kernel[(fitted.num_tiles, splits)](
-        x, x if low is None else low, out if x_scales is None else x_scales, weight.values, out if weight.scales is None else weight.scales,
-        out if bias is None else bias, out, part, arrival_counters(x.device), rows, x.stride(0),
+        x, readable(weight.values), out if weight.scales is None else weight.scales, out if bias is None else bias, out, part,
+        arrival_counters(x.device), rows, x.stride(0),
         N=size, K=weight.in_features, M_P=fitted.m_p, BLOCK_N=fitted.block_n, BLOCK_K=fitted.block_k, SPLIT=splits, LAYOUT=weight.layout,
         GROUP=weight.group, FORMAT=weight.format, HAS_BIAS=bias is not None, STAGES=variant.stages,
         num_warps=variant.warps, num_stages=variant.stages,
