@@ -48,13 +48,14 @@ def make_device_runner(
     block_size: int = 4,
     num_blocks: int = 64,
     slots: int = 8,
+    most_tokens: int = 64,
     masks: MaskSource | None = None,
 ) -> DeviceRunner:
     """As `runner_kit.make_runner`, captured."""
     kv = allocate_kv(decoder.kv_shapes, decoder.group_of, (num_blocks,), block_size, torch.float32, CPU)
     runner = DeviceRunner(
-        model or decoder, kv, PlainChoice(), HostLaunches(), max_num_seqs=slots, max_model_len=CONTEXT, device="cpu", eos_token_ids=(2,),
-        masks=masks,
+        model or decoder, kv, PlainChoice(), HostLaunches(), max_num_seqs=slots, most_tokens=most_tokens, max_model_len=CONTEXT,
+        device="cpu", eos_token_ids=(2,), masks=masks,
     )  # fmt: skip
     runner.capture()
     return runner

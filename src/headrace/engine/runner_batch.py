@@ -138,12 +138,12 @@ def refuse_unknown_ids(rows: Rows, known: Ints, failed: NDArray[np.bool_]) -> No
 
 def build_batch(rows: Rows, state: SlotState, upload: Upload, selected: Selection = ALL) -> tuple[Tensor, ForwardBatch]:
     """The step's token ids [T] int64 and the batch that describes them, in one upload."""
-    token_slots, positions = _per_token(rows)
-    size, tables = state.block_size, state.tables
+    token_slots, positions = token_places(rows)
+    tables = state.tables
     arrays: list[NDArray[Any]] = [state.token_ids[token_slots, positions].astype(np.int64), positions, rows.row_starts.astype(np.int32)]
     arrays.append(rows.ends.astype(np.int32))
-    arrays += [_block_table(table, rows, size) for table in tables]
-    arrays += [table[token_slots, positions // size].astype(np.int64) * size + positions % size for table in tables]
+    arrays += [_block_table(table, rows, state.block_size) for table in tables]
+    arrays += state.cache_places(token_slots, positions)
     if selected.tokens is not None:
         arrays.append(selected.tokens)
     ids, on_device, row_starts, context_lens, *rest = upload(arrays)
@@ -159,7 +159,7 @@ def build_batch(rows: Rows, state: SlotState, upload: Upload, selected: Selectio
     return ids, batch
 
 
-def _per_token(rows: Rows) -> tuple[Ints, Ints]:
+def token_places(rows: Rows) -> tuple[Ints, Ints]:
     """Slot and absolute position [T] of every token of the step."""
     num_tokens = int(rows.row_starts[-1])
     if num_tokens == len(rows.slots):

@@ -323,6 +323,7 @@ def _make_runner(
             backend.choice,
             launches,
             max_num_seqs=config.max_num_seqs,
+            most_tokens=step_tokens(config, sizing.max_model_len),
             max_model_len=sizing.max_model_len,
             device=config.device,
             masks=masks,

@@ -1,8 +1,8 @@
 """Executes plans on a device whose steps are launched and finished apart: `submit` enqueues a step, its ticket's `result` waits for it.
 
 So the next step is planned and enqueued while the device computes, without a thread. The parts of a plan are enqueued in this order
-(`runner_device_steps`): block tables and rows of one token, replayed; rows of prompts, in a batch of their own; the choice of all tokens,
-replayed. A row whose token is still in flight takes it on the device.
+(`runner_device_steps`): block tables and rows of one token, replayed; rows of prompts, in a batch of their own, replayed where a captured
+size has room for them; the choice of all tokens, replayed. A row whose token is still in flight takes it on the device.
 
 The host waits for the steps in flight before it enqueues what needs their tokens: a row of several tokens, a slot whose counts it writes
 anew, a grammar's mask, for which the forward pass is enqueued first. It waits for its own step to compute log-probabilities of prompts.
@@ -53,6 +53,7 @@ class DeviceRunner:
     """One model, its KV cache and every slot's state. Used by one thread at a time.
 
     max_num_seqs   number of slots, numbered from 0
+    most_tokens    of a step
     max_model_len  tokens of the longest sequence, prompt and output together
     masks          of sequences that have a grammar; None: such a sequence is refused
     """
@@ -65,6 +66,7 @@ class DeviceRunner:
         launches: Launches,
         *,
         max_num_seqs: int,
+        most_tokens: int,
         max_model_len: int,
         device: str,
         masks: MaskSource | None = None,
@@ -74,8 +76,8 @@ class DeviceRunner:
         self._slots = SlotState(max_num_seqs, max_model_len, len(kv.pools), kv.block_size)
         self._changes = TableChanges(len(kv.pools), max_num_seqs + 1, self._slots.table_width)
         self._steps = DeviceSteps(
-            model, kv, choice, launches, max_num_seqs=max_num_seqs, table_shape=(len(kv.pools), self._slots.table_width),
-            max_ends=len(eos_token_ids) + MAX_STOP_TOKEN_IDS, device=device,
+            model, kv, choice, launches, max_num_seqs=max_num_seqs, most_tokens=most_tokens,
+            table_shape=(len(kv.pools), self._slots.table_width), max_ends=len(eos_token_ids) + MAX_STOP_TOKEN_IDS, device=device,
         )  # fmt: skip
         self._choice = SlotChoice(self._slots, self._steps.slots, self._steps.upload, eos_token_ids)
         self._masks = masks or NoGrammars()
@@ -197,17 +199,19 @@ class DeviceRunner:
         return kind
 
     def _compute_prompts(self, rows: Rows, layout: RowLayout, logprob_counts: Ints) -> PromptLogprobColumns:
-        """Compute the rows of `layout.prompts`: logits of those that sample, and log-probabilities of prompt tokens."""
+        """Compute the rows of `layout.prompts`: hidden states of those that sample, and log-probabilities of prompt tokens."""
         if not len(layout.prompts):
             return PromptLogprobColumns()
         own, counts = rows.picked(layout.prompts), logprob_counts[layout.prompts]
+        if not counts.any() and self._steps.prompts(own, self._slots, len(layout.decodes)):
+            return PromptLogprobColumns()
         selected = select_tokens(own, counts)
         hidden = self._steps.forward(*build_batch(own, self._slots, self._steps.upload, selected))
         sampling = np.flatnonzero(own.samples)
         if len(sampling):
             last = selected.places(own.row_starts[sampling + 1] - 1)
             wanted = hidden if len(last) == len(hidden) else hidden[self._steps.upload([last])[0]]
-            self._steps.put_logits(wanted, len(layout.decodes))
+            self._steps.put_hidden(wanted, len(layout.decodes))
         found = self._prompts.compute(own, counts, selected, hidden)
         found.rows = array("i", layout.prompts[found.rows].astype(np.int32).tobytes())
         found.failed = {int(layout.prompts[row]) for row in found.failed}

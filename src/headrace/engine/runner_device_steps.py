@@ -14,8 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.runner_batch import Upload
+from headrace.engine.runner_batch import Rows, Upload
 from headrace.engine.runner_graphs import StepGraphs
+from headrace.engine.runner_prompts import TOKEN_LINES, PromptSize, RowLine, fill, lines, sizes_up_to
+from headrace.engine.runner_slots import SlotState
 from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache
 from headrace.tensor.kernels.choice import (
     FLOATS,
@@ -34,9 +36,10 @@ from headrace.tensor.launches import Launches, Mark, pinned, upload_together
 
 
 class DeviceModel(Protocol):
-    """What a device's steps need of a loaded model; `tensor.models.decoder.DecoderModel` is one. activations: the dtype of the head's."""
+    """What a device's steps need of a loaded model; `tensor.models.decoder.DecoderModel` is one. activations: dtype of hidden states."""
 
     vocab_size: int
+    hidden_size: int
     activations: torch.dtype
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
@@ -73,11 +76,12 @@ class DeviceSteps:
 
     slots        what the device holds by slot
     table_shape  (KV groups, blocks of the longest sequence)
+    most_tokens  of a step
     """
 
     def __init__(
-        self, model: DeviceModel, kv: KvCache, choice: DeviceChoice, launches: Launches, *, max_num_seqs: int, table_shape: tuple[int, int],
-        max_ends: int, device: str,
+        self, model: DeviceModel, kv: KvCache, choice: DeviceChoice, launches: Launches, *, max_num_seqs: int, most_tokens: int,
+        table_shape: tuple[int, int], max_ends: int, device: str,
     ) -> None:  # fmt: skip
         self.model, self.kv = model, kv
         self.upload: Upload = partial(upload_together, device=device, launches=launches)
@@ -85,15 +89,20 @@ class DeviceSteps:
         self._num_rows = max_num_seqs
         with torch.inference_mode():
             self.slots = SlotTensors.zeros(max_num_seqs, table_shape, model.vocab_size, max_ends, device)
-            self._rows = RowTensors.zeros(max_num_seqs, model.vocab_size, model.activations, device)
+            self._rows = RowTensors.zeros(max_num_seqs, model.vocab_size, device)
+            self._hidden = torch.zeros((max_num_seqs + 1, model.hidden_size), dtype=model.activations, device=device)
             self._row_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
             num_field_values = NUM_FIELDS * max_num_seqs
             self._inputs = torch.zeros(num_field_values + 1 + 2 * MAX_TABLE_CHANGES, dtype=torch.int32, device=device)
             self._fields = self._inputs[:num_field_values].view(NUM_FIELDS, max_num_seqs)
             self._changes = self._inputs[num_field_values:]
+            self._graphs = StepGraphs(
+                launches, sizes_up_to(most_tokens, max_num_seqs), max_num_seqs, self._prompts, self._decode, self._choose
+            )  # fmt: skip
+            largest = self._graphs.prompt_sizes[-1]
+            self._prompt_inputs = torch.zeros(largest.num_values(len(kv.pools)), dtype=torch.int64, device=device)
         self._padding = np.array([_bits(field) for field in Field], dtype=np.int32)[:, None]
         self._padding[[Field.ROW_SLOT, Field.SLOT]] = max_num_seqs
-        self._graphs = StepGraphs(launches, max_num_seqs, self._decode, self._choose)
 
     def capture(self) -> None:
         """Capture what is replayed. Only padding rows are computed."""
@@ -122,16 +131,27 @@ class DeviceSteps:
         self._choice.write_tables(self.slots.tables, self._changes if changes is None else changes)
 
     def decode(self, count: int) -> None:
-        """Compute the first `count` rows of the inputs: one token each, its logits to the same row."""
+        """Compute the first `count` rows of the inputs, of one token each: the choice reads their hidden states in the same order."""
         self._graphs.decode(count)
 
+    def prompts(self, rows: Rows, state: SlotState, first_place: int) -> bool:
+        """Compute rows of prompts; those that sample are read by the choice from `first_place` on. False: they fit no captured size."""
+        size = self._graphs.prompt_size(int(rows.row_starts[-1]), len(rows.slots))
+        if size is None:
+            return False
+        buffer = pinned((size.num_values(len(state.tables)),), torch.int64, self._launches)
+        fill(buffer.numpy(), size, rows, state, first_place)
+        self._prompt_inputs[: len(buffer)].copy_(buffer, non_blocking=True)
+        self._graphs.prompts(size)
+        return True
+
     def forward(self, ids: Tensor, batch: ForwardBatch) -> Tensor:
-        """Hidden states of any batch; it is not captured."""
+        """Hidden states of any batch, enqueued layer by layer."""
         return self.model.forward(ids, batch, self.kv)
 
-    def put_logits(self, hidden: Tensor, first: int) -> None:
-        """Logits of hidden [N, E] to the rows from `first` on."""
-        self._rows.logits[first : first + len(hidden)] = self.model.head(hidden)
+    def put_hidden(self, hidden: Tensor, first_place: int) -> None:
+        """Hidden states [N, E] that the choice reads from `first_place` on."""
+        self._hidden[first_place : first_place + len(hidden)] = hidden
 
     def choose(self, count: int, kind: ChoiceKind) -> None:
         """Choose the tokens of the first `count` rows."""
@@ -151,10 +171,22 @@ class DeviceSteps:
         rows = self._choice.decode_rows(fields, self.slots, self.kv.block_size)
         groups = tuple(GroupBatch(table, mapping) for table, mapping in zip(rows.block_tables, rows.slot_mappings, strict=True))
         batch = ForwardBatch(rows.positions, self._row_starts[: size + 1], fields[Field.CONTEXT], 1, groups, num_decodes=size)
-        self.put_logits(self.forward(rows.ids, batch), 0)
+        self.put_hidden(self.forward(rows.ids, batch), 0)
+
+    def _prompts(self, size: PromptSize) -> None:
+        """A forward pass over the prompts' inputs of this size; the body of a graph."""
+        of_tokens, of_rows = lines(self._prompt_inputs, size, len(self.kv.pools))
+        each = of_rows[:, : size.rows]
+        tables = (table.index_select(0, each[RowLine.SLOT]) for table in self.slots.tables)
+        groups = tuple(GroupBatch(table, mapping) for table, mapping in zip(tables, of_tokens[TOKEN_LINES:], strict=True))
+        batch = ForwardBatch(
+            of_tokens[1], of_rows[RowLine.FIRST].int(), each[RowLine.CONTEXT].int(), size.tokens, groups, selected=each[RowLine.LAST]
+        )  # fmt: skip
+        self._hidden.index_copy_(0, each[RowLine.PLACE], self.forward(of_tokens[0], batch))
 
     def _choose(self, size: int, kind: ChoiceKind) -> None:
-        self._choice.choose(self._fields[:, :size], self.slots, self._rows, kind)
+        """Logits of the first `size` hidden states, and tokens from them; the body of a graph."""
+        self._choice.choose(self.model.head(self._hidden[:size]), self._fields[:, :size], self.slots, self._rows, kind)
 
 
 def _bits(field: Field) -> Any:

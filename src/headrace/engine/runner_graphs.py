@@ -1,7 +1,8 @@
-"""The parts of a step that are captured: a forward pass over rows of one token, and the choice of tokens, per padded number of rows.
+"""The parts of a step that are captured: forward passes over rows of one token and over prompts, and the choice of tokens.
 
-Forward and choice are captured apart, so that every kind of choice needs no capture of the whole model, and so that a step with prompts
-replays the forward pass of its other rows. A step without prompts is two replays.
+Forward passes are captured per padded number of rows or tokens, the choice per padded number of rows and kind. They are captured apart, so
+that a kind of choice needs no capture of the whole model, and so that a step with prompts replays the pass of its other rows. The choice
+begins with the model's head, which so reads its weights once for the rows of both passes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 
+from headrace.engine.runner_prompts import PromptSize
 from headrace.tensor.kernels.choice import CHOICE_KINDS, ChoiceKind
 from headrace.tensor.launches import Launches
 
@@ -24,34 +26,55 @@ LOG_INTERVAL_S = 5.0
 
 
 class StepGraphs:
-    """decode, choose: enqueue a forward pass, and a choice, for a padded number of rows."""
+    """prompts, decode, choose: enqueue a forward pass over prompts, one over rows of one token, and a choice, of a padded size."""
 
-    def __init__(self, launches: Launches, max_rows: int, decode: Callable[[int], None], choose: Callable[[int, ChoiceKind], None]) -> None:
-        self._launches, self._decode, self._choose = launches, decode, choose
+    def __init__(
+        self,
+        launches: Launches,
+        prompt_sizes: list[PromptSize],
+        max_rows: int,
+        prompts: Callable[[PromptSize], None],
+        decode: Callable[[int], None],
+        choose: Callable[[int, ChoiceKind], None],
+    ) -> None:
+        """prompt_sizes: ascending."""
+        self.prompt_sizes = prompt_sizes
+        self._launches, self._prompts, self._decode, self._choose = launches, prompts, decode, choose
         self._sizes = [size for size in SIZES if size < max_rows] + [max_rows]
-        self._decodes: dict[int, Callable[[], None]] = {}
-        self._choices: dict[tuple[int, ChoiceKind], Callable[[], None]] = {}
+        self._captured: dict[object, Callable[[], None]] = {}
 
     def capture(self) -> None:
         """Capture all sizes, the largest first: the memory that it takes serves the smaller ones. Logs how far it is."""
         began = logged = time.perf_counter()
-        count = len(self._sizes) * (1 + len(CHOICE_KINDS))
+        bodies: dict[object, Callable[[], None]] = {size: lambda size=size: self._prompts(size) for size in reversed(self.prompt_sizes)}  # type: ignore[misc]
         for size in reversed(self._sizes):
-            self._decodes[size] = self._launches.capture(lambda size=size: self._decode(size))  # type: ignore[misc]
+            bodies[size] = lambda size=size: self._decode(size)  # type: ignore[misc]
             for kind in CHOICE_KINDS:
-                self._choices[size, kind] = self._launches.capture(lambda size=size, kind=kind: self._choose(size, kind))  # type: ignore[misc]
+                bodies[size, kind] = lambda size=size, kind=kind: self._choose(size, kind)  # type: ignore[misc]
+        for key, body in bodies.items():
+            self._captured[key] = self._launches.capture(body)
             if (now := time.perf_counter()) - logged >= LOG_INTERVAL_S:
                 logged = now
-                log.info("captured %d of %d graphs in %.0f s", len(self._decodes) + len(self._choices), count, now - began)
-        log.info("captured %d graphs of steps up to %d rows in %.1f s", count, self._sizes[-1], time.perf_counter() - began)
+                log.info("captured %d of %d graphs in %.0f s", len(self._captured), len(bodies), now - began)
+        most = self.prompt_sizes[-1].tokens
+        log.info("captured %d graphs, of %d rows and %d prompt tokens at most, in %.1f s", len(bodies), max(self._sizes), most,
+                 time.perf_counter() - began)  # fmt: skip
 
     def decode(self, count: int) -> None:
         """Enqueue the forward pass of `count` rows."""
-        self._decodes[self._padded(count)]()
+        self._captured[self._padded(count)]()
 
     def choose(self, count: int, kind: ChoiceKind) -> None:
         """Enqueue the choice of `count` tokens."""
-        self._choices[self._padded(count), kind]()
+        self._captured[self._padded(count), kind]()
+
+    def prompts(self, size: PromptSize) -> None:
+        """Enqueue the forward pass over prompts of one of the sizes."""
+        self._captured[size]()
+
+    def prompt_size(self, num_tokens: int, num_rows: int) -> PromptSize | None:
+        """The smallest size with room for so many; None where there is none."""
+        return next((size for size in self.prompt_sizes if num_tokens <= size.tokens and num_rows <= size.rows), None)
 
     def _padded(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]

@@ -93,6 +93,11 @@ class SlotState:
             last = len(places) - 1 - from_the_end
             table.ravel()[places[last]] = blocks[mine[last]]
 
+    def cache_places(self, token_slots: Ints, positions: Ints) -> list[Ints]:
+        """Per KV group, the places [T] in its cache of tokens of these slots and positions: block * block size + offset."""
+        size = self.block_size
+        return [table[token_slots, positions // size].astype(np.int64) * size + positions % size for table in self.tables]
+
     def commit(self, slots: Ints, token_ids: Ints) -> None:
         self.token_ids[slots, self.known[slots]] = token_ids
         self.known[slots] += 1

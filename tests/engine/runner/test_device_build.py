@@ -59,7 +59,7 @@ def test_an_engine_over_launched_steps_answers_as_the_plain_one(
     with engine(depth=depth) as launched:
         assert isinstance(launched.engine._steps.runner, DeviceRunner)
         launched.run(*REQUESTS)
-    assert "captured 52 graphs of steps up to 8 rows" in caplog.text
+    assert "captured 55 graphs, of 8 rows and 64 prompt tokens at most" in caplog.text
     monkeypatch.setattr(Cpu, "make_launches", lambda self: None)
     with engine() as plain:
         assert isinstance(plain.engine._steps.runner, ModelRunner)

@@ -57,7 +57,8 @@ def test_a_captured_step_runs_over_tensors_without_values_and_compiles_nothing_l
         model = read_model(tmp_path)
         kv = allocate_kv(model.kv_shapes, model.group_of, (64,), 16, torch.bfloat16, META)
         steps = DeviceSteps(
-            model, kv, TritonChoice(), HostLaunches(), max_num_seqs=MAX_ROWS, table_shape=(1, 257), max_ends=65, device="meta"
+            model, kv, TritonChoice(), HostLaunches(), max_num_seqs=MAX_ROWS, most_tokens=256, table_shape=(1, 257), max_ends=65,
+            device="meta",
         )  # fmt: skip
         steps.capture()
         num_captured = len(compiled)

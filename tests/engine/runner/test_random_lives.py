@@ -86,7 +86,8 @@ class Poisoned:
     """The model, with NaN in the hidden state of every token of one id."""
 
     def __init__(self, decoder: DecoderModel) -> None:
-        self.decoder, self.vocab_size, self.activations = decoder, decoder.vocab_size, decoder.activations
+        self.decoder, self.vocab_size, self.hidden_size = decoder, decoder.vocab_size, decoder.hidden_size
+        self.activations = decoder.activations
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         hidden = self.decoder.forward(ids, batch, kv)

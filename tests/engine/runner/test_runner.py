@@ -203,7 +203,8 @@ class Poisoned:
     """The model, with NaN in the hidden state of every token of one position."""
 
     def __init__(self, decoder: DecoderModel, token_id: int) -> None:
-        self.decoder, self.token_id, self.vocab_size, self.activations = decoder, token_id, decoder.vocab_size, decoder.activations
+        self.decoder, self.token_id, self.vocab_size = decoder, token_id, decoder.vocab_size
+        self.hidden_size, self.activations = decoder.hidden_size, decoder.activations
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         hidden = self.decoder.forward(ids, batch, kv)

@@ -23,6 +23,7 @@ from headrace.core.grammar import Grammar
 from headrace.core.plan import Plan
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner_batch import UnknownToken
+from headrace.engine.runner_prompts import sizes_up_to
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.kernels.choice import CHOICE_KINDS, MAX_TABLE_CHANGES
 from headrace.tensor.launches import CudaLaunches, upload_together
@@ -39,7 +40,8 @@ class Watched:
     """The model, with the batches that it was given. most_tokens: a larger batch than this does not fit the memory."""
 
     def __init__(self, decoder: DecoderModel, most_tokens: int = 10_000) -> None:
-        self.decoder, self.vocab_size, self.activations = decoder, decoder.vocab_size, decoder.activations
+        self.decoder, self.vocab_size, self.hidden_size = decoder, decoder.vocab_size, decoder.hidden_size
+        self.activations = decoder.activations
         self.most_tokens, self.batches = most_tokens, list[ForwardBatch]()
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
@@ -73,11 +75,34 @@ def changes_of(plan: Plan) -> Plan:
     return replace(plan, slots=none, starts=none, counts=none, samples=none, adapter_slots=none, mask_slots=none)
 
 
-def test_what_is_replayed_is_captured_per_number_of_rows_and_kind_of_choice(decoder: DecoderModel) -> None:
-    runner = make_device_runner(decoder, slots=6)
+def test_what_is_replayed_is_captured_per_padded_size_and_kind_of_choice(decoder: DecoderModel) -> None:
+    runner = make_device_runner(decoder, slots=6, most_tokens=100)
     launches = runner._launches
     assert isinstance(launches, HostLaunches)
-    assert launches.captured == len((1, 2, 4, 6)) * (1 + len(CHOICE_KINDS))
+    assert launches.captured == len((16, 32, 64, 100)) + len((1, 2, 4, 6)) * (1 + len(CHOICE_KINDS))
+
+
+def test_prompt_sizes_follow_what_a_step_may_hold() -> None:
+    assert sizes_up_to(8, 64) == [(8, 1)]
+    assert sizes_up_to(100, 3) == [(16, 1), (32, 2), (64, 3), (100, 3)]
+    assert sizes_up_to(8192, 256)[-1] == (1024, 64)
+
+
+@pytest.mark.parametrize(("most_tokens", "prompts"), [(64, (0, 64, 64)), (32, (0, 33, 11))])
+def test_prompts_are_padded_to_a_captured_size_with_room_for_their_rows(
+    decoder: DecoderModel, dense: DenseLlama, most_tokens: int, prompts: tuple[int, int, int]
+) -> None:
+    """Prompts that have no room in the largest one are enqueued as they are; either way the last chunk alone gives a token."""
+    watched = Watched(decoder)
+    runner, planner = make_device_runner(decoder, model=watched, most_tokens=most_tokens), Planner()
+    ids = [list(range(first, first + 14)) for first in (10, 30, 50)]
+    for slot in range(3):
+        planner.start(slot, ids[slot])
+    watched.batches.clear()
+    first = row_tokens(runner.submit(planner.plan((0, 0, 11, 0), (1, 0, 11, 0), (2, 0, 11, 0))).result())
+    assert [(batch.num_decodes, batch.num_tokens, batch.max_count) for batch in watched.batches] == [prompts]
+    second = row_tokens(runner.submit(planner.plan((0, 11, 3, 1), (1, 11, 2, 0), (2, 11, 3, 1))).result())
+    assert (first, second) == ([[], [], []], [dense.greedy(ids[0], 1), [], dense.greedy(ids[2], 1)])
 
 
 def test_a_step_with_prompts_replays_its_rows_of_one_token(decoder: DecoderModel, dense: DenseLlama) -> None:
@@ -89,7 +114,7 @@ def test_a_step_with_prompts_replays_its_rows_of_one_token(decoder: DecoderModel
     planner.start(3, list(range(40, 51)))
     watched.batches.clear()
     tokens = row_tokens(runner.submit(planner.plan((0, 2, 1, 1), (3, 0, 11, 1), (1, 2, 1, 1), (2, 2, 1, 1))).result())
-    assert [(batch.num_decodes, batch.num_tokens, batch.max_count) for batch in watched.batches] == [(4, 4, 1), (0, 11, 11)]
+    assert [(batch.num_decodes, batch.num_tokens, batch.max_count) for batch in watched.batches] == [(4, 4, 1), (0, 16, 16)]
     assert tokens == [dense.greedy([20, 7], 2)[1:], dense.greedy(list(range(40, 51)), 1), *(dense.greedy([n, 7], 2)[1:] for n in (21, 22))]
     assert first == [dense.greedy([20 + slot, 7], 1) for slot in range(3)]
 
@@ -240,7 +265,7 @@ def test_steps_that_do_not_fit_the_memory_are_repeated_in_parts(decoder: Decoder
     drawn = [Life(life.request, None, None) for life in draw_lives(60, 5)]
     lives = [life for life in drawn if life.request.grammar is None and len(life.request.prompt_ids) <= 18]
     whole = LifeEngine(decoder, make_runner(decoder), num_blocks=64)
-    small = LifeEngine(decoder, make_device_runner(decoder, model=Watched(decoder, most_tokens=18)), num_blocks=64, depth=2)
+    small = LifeEngine(decoder, make_device_runner(decoder, model=Watched(decoder, most_tokens=18), most_tokens=16), num_blocks=64, depth=2)
     for engine in (whole, small):
         engine.run(lives, random.Random(1), preempts=False)
     assert not small.differences(lives, whole)
@@ -249,7 +274,7 @@ def test_steps_that_do_not_fit_the_memory_are_repeated_in_parts(decoder: Decoder
 
 def test_a_failed_step_holds_no_tensors(decoder: DecoderModel) -> None:
     """Its rows are computed again while its error is at hand: activations that the error's frames hold would take the memory twice."""
-    runner, plan = make_device_runner(decoder, model=Watched(decoder, most_tokens=2), slots=2), sequence_of_plans()[0]
+    runner, plan = make_device_runner(decoder, model=Watched(decoder, most_tokens=2), slots=2, most_tokens=2), sequence_of_plans()[0]
     with pytest.raises(torch.OutOfMemoryError) as caught:
         runner.submit(plan).result()
     frames = [frame.frame for frame in caught.traceback if frame.name in ("_compute_prompts", "forward")]

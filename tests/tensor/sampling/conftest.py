@@ -92,10 +92,9 @@ def sample_on_device(logits: np.ndarray, rows: Sequence[Row], slots: Sequence[in
     mask_places[masks.rows] = np.arange(len(masks.rows))
     fields = np.zeros((NUM_FIELDS, count), dtype=np.int32)
     kind = choice.fill(fields, places, np.array([row.position for row in rows]), mask_places)
-    on_device = RowTensors.zeros(count, vocab, torch.float32, "cpu")
-    on_device.logits[:] = torch.from_numpy(logits.astype(np.float32))
+    on_device = RowTensors.zeros(count, vocab, "cpu")
     on_device.masks[: len(masks.rows)] = torch.from_numpy(masks.words.view(np.int32))
-    PlainChoice().choose(torch.from_numpy(fields), tensors, on_device, kind)
+    PlainChoice().choose(torch.from_numpy(logits.astype(np.float32)), torch.from_numpy(fields), tensors, on_device, kind)
     return read_chosen(on_device.chosen.numpy(), choice.num_top(places), vocab)
 
 

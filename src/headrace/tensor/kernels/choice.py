@@ -143,21 +143,18 @@ class SlotTensors:
 class RowTensors:
     """One step's rows on the device, at addresses that a captured graph knows.
 
-    logits   [N, V] the rows' logits, of the head's dtype
     edited   [N, V] float32, free for a choice of an edited kind
     masks    [N, ceil(V / 32)] int32 words of grammar masks, see `masks`
     chosen   [NUM_CHOSEN, N] int32
     """
 
-    logits: Tensor
     edited: Tensor
     masks: Tensor
     chosen: Tensor
 
     @classmethod
-    def zeros(cls, num_rows: int, vocab_size: int, dtype: torch.dtype, device: str) -> RowTensors:
+    def zeros(cls, num_rows: int, vocab_size: int, device: str) -> RowTensors:
         return cls(
-            torch.zeros((num_rows, vocab_size), dtype=dtype, device=device),
             torch.zeros((num_rows, vocab_size), dtype=torch.float32, device=device),
             torch.zeros((num_rows, num_words(vocab_size)), dtype=torch.int32, device=device),
             torch.zeros((NUM_CHOSEN, num_rows), dtype=torch.int32, device=device),
@@ -188,8 +185,8 @@ class DeviceChoice(Protocol):
         """fields [NUM_FIELDS, B] -> new tensors."""
         ...
 
-    def choose(self, fields: Tensor, slots: SlotTensors, rows: RowTensors, kind: ChoiceKind) -> None:
-        """Choose a token for each of the rows in fields [NUM_FIELDS, B], from the first B rows of `rows.logits`, into `rows.chosen`.
+    def choose(self, logits: Tensor, fields: Tensor, slots: SlotTensors, rows: RowTensors, kind: ChoiceKind) -> None:
+        """Choose a token for each of the rows in fields [NUM_FIELDS, B], from logits [B, V] of any float dtype, into `rows.chosen`.
 
         The token becomes the slot's newest, 0 where there is none, and one more of its `seen` where the row has a penalty.
         """

@@ -31,15 +31,15 @@ class PlainChoice:
         blocks = tables[:, torch.arange(len(ids)), positions // block_size].long()
         return DecodeRows(ids, positions, blocks * block_size + positions % block_size, tables)
 
-    def choose(self, fields: Tensor, slots: SlotTensors, rows: RowTensors, kind: ChoiceKind) -> None:
-        raw = rows.logits[: fields.shape[1]].float()
+    def choose(self, logits: Tensor, fields: Tensor, slots: SlotTensors, rows: RowTensors, kind: ChoiceKind) -> None:
+        raw = logits.float()
         good = raw.amax(dim=1).isfinite()
-        logits = raw
+        edited = raw
         if kind.edited:
-            logits = rows.edited[: len(raw)].copy_(raw)
+            edited = rows.edited[: len(raw)].copy_(raw)
             for row in good.nonzero()[:, 0].tolist():
-                _edit(logits[row], fields[:, row], slots, rows.masks)
-        tokens = _tokens(logits, good, fields)
+                _edit(edited[row], fields[:, row], slots, rows.masks)
+        tokens = _tokens(edited, good, fields)
         chosen = rows.chosen[:, : len(raw)]
         chosen[Chosen.TOKEN] = tokens
         if kind.reported:

@@ -111,7 +111,8 @@ class DecoderModel:
 
     def __init__(self, reader: WeightReader, spec: DecoderSpec) -> None:
         assert reader.world == 1 or reader.reduce is not no_reduce, "several ranks need a reduce that sums over them"
-        self.spec, self.dtype, self.activations, self.vocab_size = spec, reader.dtype, reader.activations, spec.vocab_size
+        self.spec, self.dtype, self.activations = spec, reader.dtype, reader.activations
+        self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         names = spec.names
         self.embedding = reader.table(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(reader.dtype))  # rounded to the model's dtype, as in training

@@ -123,15 +123,14 @@ def random_logits(rng: np.random.Generator, count: int, vocab: int, dtype: torch
 def both(rng: np.random.Generator, kind: ChoiceKind, *, count: int, vocab: int, dtype: torch.dtype) -> list[tuple[SlotTensors, RowTensors]]:
     """What the plain choice and Triton's leave behind for the same rows."""
     fields, slots = torch.from_numpy(random_rows(rng, kind, count, vocab)), random_slots(rng, count - 1, vocab)
-    rows = RowTensors.zeros(count, vocab, dtype, "cpu")
-    rows.logits[:] = random_logits(rng, count, vocab, dtype)
+    rows, logits = RowTensors.zeros(count, vocab, "cpu"), random_logits(rng, count, vocab, dtype)
     words = rng.integers(0, 2**32, tuple(rows.masks.shape), dtype=np.uint32)
     words[3] = 0
     rows.masks[:] = torch.from_numpy(words.view(np.int32))
     done = []
     for choice, device in ((PlainChoice(), "cpu"), (TritonChoice(), DEVICE)):
         mine, its = copied(slots, device), copied(rows, device)
-        choice.choose(fields.to(device), mine, its, kind)
+        choice.choose(logits.to(device), fields.to(device), mine, its, kind)
         done.append((mine, its))
     assert fields[Field.NUM_TOP].max() >= 0 or not kind.reported
     return done

@@ -61,7 +61,7 @@ def make_triton_runner(folder: Path) -> DeviceRunner:
     kv = allocate_kv(model.kv_shapes, model.group_of, (32,), 4, torch.float32, device)
     launches = device.make_launches() or NotRunWhenCaptured()
     runner = DeviceRunner(
-        model, kv, TritonChoice(), launches, max_num_seqs=4, max_model_len=CONTEXT, device=device.name, eos_token_ids=(2,)
+        model, kv, TritonChoice(), launches, max_num_seqs=4, most_tokens=32, max_model_len=CONTEXT, device=device.name, eos_token_ids=(2,)
     )  # fmt: skip
     runner.capture()
     return runner

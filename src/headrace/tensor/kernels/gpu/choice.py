@@ -21,9 +21,8 @@ class TritonChoice:
     def decode_rows(self, fields: Tensor, slots: SlotTensors, block_size: int) -> DecodeRows:
         return choice_inputs.decode_rows(fields, slots, block_size)
 
-    def choose(self, fields: Tensor, slots: SlotTensors, rows: RowTensors, kind: ChoiceKind) -> None:
-        count = fields.shape[1]
-        logits = choice_edits.edit(fields, slots, rows) if kind.edited else rows.logits[:count]
-        choice_filters.choose(logits, fields, slots, rows.chosen[:, :count], kind)
+    def choose(self, logits: Tensor, fields: Tensor, slots: SlotTensors, rows: RowTensors, kind: ChoiceKind) -> None:
+        chosen = rows.chosen[:, : fields.shape[1]]
+        choice_filters.choose(choice_edits.edit(logits, fields, slots, rows) if kind.edited else logits, fields, slots, chosen, kind)
         if kind.reported:
-            choice_logprobs.report(rows.logits[:count], fields, rows.chosen[:, :count])
+            choice_logprobs.report(logits, fields, chosen)

@@ -103,10 +103,10 @@ def _ends_kernel(
         tl.store(out_ptr + row * V, float("nan"))
 
 
-def edit(fields: Tensor, slots: SlotTensors, rows: RowTensors) -> Tensor:
-    """The logits [B, V] float32 of the rows in fields [NUM_FIELDS, B] after their edits: the first rows of `rows.edited`. A row that was no
+def edit(logits: Tensor, fields: Tensor, slots: SlotTensors, rows: RowTensors) -> Tensor:
+    """logits [B, V] float32 of the rows in fields [NUM_FIELDS, B] after their edits: the first rows of `rows.edited`. A row that was no
     distribution holds NaN."""
-    (count, vocab), logits = (fields.shape[1], rows.logits.shape[1]), rows.logits
+    count, vocab = logits.shape
     sizes, stride = parts_of(vocab), fields.stride(0)
     left = empty((count, sizes["PARTS"]), torch.int32, fields.device)
     edited = rows.edited[:count]
