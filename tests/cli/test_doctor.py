@@ -12,7 +12,9 @@ import pytest
 
 from headrace.cli import doctor_checks
 from headrace.cli.doctor_checks import Health
-from headrace.core.gpus import Gpus
+from headrace.core.gpus import Gpus, unusable
+from headrace.core.memory import Available
+from headrace.tensor.device import Cuda
 from headrace.tensor.host.cpu_features import CpuFeatures, parse_cpu_flags
 from tests.cli.conftest import Headrace
 
@@ -53,12 +55,15 @@ def test_what_the_cpu_can_do_is_read_as_the_kernels_read_it(flags: str) -> None:
     assert (found.health is Health.OK) == (features.family != "generic")
 
 
-def test_a_gpu_is_there_or_the_reason_why_it_is_not_used() -> None:
+def test_a_gpu_is_there_or_the_reason_why_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor_checks.check_gpus(Gpus()).health is Health.OK
-    found = doctor_checks.check_gpus(Gpus(problem="this torch is a build without CUDA"))
+    found = doctor_checks.check_gpus(unusable("this torch is a build without CUDA", "Install a torch with CUDA"))
     assert (found.health, found.found) == (Health.WARN, "this torch is a build without CUDA")
-    broken = doctor_checks.check_gpus(Gpus(("0",)))
-    assert (broken.health, broken.found) == (Health.FAIL, "'cuda': torch sees no GPU here")
+    assert found.remedy.startswith("Install a torch with CUDA, or use device = cpu. Until then models run on the CPU")
+    monkeypatch.setattr(Cuda, "title", "NVIDIA H100")
+    monkeypatch.setattr(Cuda, "free_memory", lambda device: Available(70 << 30, "the GPU"))
+    works = doctor_checks.check_gpus(Gpus(("0", "1")))
+    assert (works.health, works.found) == (Health.OK, "2 x NVIDIA H100, 70.0 GiB free on the first")
 
 
 def test_a_cpu_that_says_nothing_is_warned_about() -> None:

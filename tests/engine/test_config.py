@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.core.gpus import Gpus
+from headrace.core.gpus import Gpus, unusable
 from headrace.core.strict_decode import decode, plain
 from headrace.engine import config as engine_config
 from headrace.engine.config import EngineConfig
@@ -37,11 +37,31 @@ def test_a_value_outside_its_bounds_or_of_another_kind_is_refused_by_name(name: 
 def test_auto_takes_a_gpu_that_works_and_its_defaults(
     gpus: Gpus, device: str, defaults: tuple[int, int, float, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine_config, "_is_starting", False)
     monkeypatch.setattr(engine_config, "find_gpus", lambda: gpus)
     for config in (EngineConfig(model="m"), EngineConfig(model="m", device=device)):
         assert config.device == device
         assert (config.max_num_seqs, config.max_num_batched_tokens, config.memory_fraction, config.depth) == defaults
     assert decode(EngineConfig, {"model": "m", "max_num_seqs": 5, "depth": 1}).device == device
+
+
+def test_a_command_that_starts_engines_takes_the_cpu_where_the_first_kernel_fails_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_config, "_is_starting", False)
+    monkeypatch.setattr(engine_config, "find_gpus", lambda: Gpus(("0",)))
+    monkeypatch.setattr(engine_config, "find_working_gpus", lambda: unusable("gcc fails", "Mend it"))
+    engine_config._say_unused.cache_clear()
+    assert EngineConfig(model="m").device == "cuda", "other commands try nothing, and say nothing"
+    assert caplog.messages == []
+    engine_config.try_gpus()
+    for _ in range(2):
+        config = EngineConfig(model="m")
+        assert (config.device, config.max_num_seqs, config.memory_fraction, config.depth) == ("cpu", 64, 0.5, 1)
+    assert caplog.messages == ["device = auto takes the CPU: gcc fails. Mend it, or use device = cpu."]
+    assert EngineConfig(model="m", device="cuda").device == "cuda", "what is insisted on is refused by the engine"
+    monkeypatch.setattr(engine_config, "find_working_gpus", lambda: Gpus(("0",)))
+    assert (EngineConfig(model="m").device, EngineConfig(model="m").depth) == ("cuda", 2)
 
 
 def test_of_steps_and_sequences_the_one_that_is_not_set_fits_the_other() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from headrace.core.errors import ConfigError
+from headrace.core.gpus import unusable
 from headrace.core.memory import Available
 from headrace.engine.config import EngineConfig
+from headrace.tensor import device
 from headrace.tensor.device import CPU, CUDA, DEVICES, META, driver_version
 from headrace.tensor.host.cpu_features import CpuFeatures
 
@@ -55,6 +58,9 @@ def test_a_gpu_is_what_torch_says_of_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert CUDA.free_memory() == Available(70 << 30, "the GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch sees no GPU"):
+        CUDA.check()
+    monkeypatch.setattr(device, "find_gpus", lambda: unusable("the driver is for CUDA 12.4", "Update the driver"))
+    with pytest.raises(ConfigError, match=re.escape("device: the driver is for CUDA 12.4. Update the driver, or use device = cpu.")):
         CUDA.check()
 
 

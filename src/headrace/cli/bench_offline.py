@@ -191,7 +191,9 @@ def _config(model: str | None, engine: Given) -> EngineConfig:
     """The configuration of the engine to measure. `_engine` resolves the model to a folder. Raises ConfigError."""
     from headrace.bundled import DEFAULT_MODEL
     from headrace.core.strict_decode import decode
+    from headrace.engine.config import try_gpus
 
+    try_gpus()
     return decode(EngineConfig, {**engine, "model": model or DEFAULT_MODEL}).checked()
 
 

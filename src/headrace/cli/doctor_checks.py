@@ -1,6 +1,7 @@
 """The checks of `headrace doctor`: one function per question, each with one or more findings as its answer.
 
-Reads /proc, cgroup files and package metadata; asks the engine what it makes of CPU and GPU, and Numba for its threading layers.
+Reads /proc, cgroup files and package metadata; asks the engine what it makes of the CPU, tries a kernel on a GPU, and asks Numba for its
+threading layers.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 
 from headrace.core.cgroups import cpu_quota
 from headrace.core.cpus import allowed_cpus
-from headrace.core.errors import ConfigError
-from headrace.core.gpus import Gpus, find_gpus
+from headrace.core.gpus import Gpus
+from headrace.tensor.backends import find_working_gpus
 
 MIN_PYTHON = (3, 11)
 MIN_FILES = 4096
@@ -63,7 +64,7 @@ def examine(port: int) -> list[Finding]:
         check_port(port),
         check_cache(_cache_dir()),
         check_bundled(),
-        check_gpus(find_gpus()),
+        check_gpus(find_working_gpus()),
         *check_versions(),
     ]
 
@@ -184,17 +185,13 @@ def check_bundled() -> Finding:
 
 
 def check_gpus(gpus: Gpus) -> Finding:
-    """gpus: as `core.gpus.find_gpus` finds them, and as `--device auto` takes them."""
+    """gpus: as `tensor.backends.find_working_gpus` finds them, and as `--device auto` takes them."""
     if gpus.problem:
-        return Finding("gpu", Health.WARN, gpus.problem, "Models run on the CPU until this is mended; --device cuda is refused.")
+        return Finding("gpu", Health.WARN, gpus.problem, f"{gpus.remedy} Until then models run on the CPU, and --device cuda is refused.")
     if not gpus.names:
         return Finding("gpu", Health.OK, "none; models run on the CPU")
     from headrace.tensor.device import CUDA
 
-    try:
-        CUDA.check()
-    except ConfigError as error:
-        return Finding("gpu", Health.FAIL, error.reason, "Mend it, or give --device cpu.")
     free = CUDA.free_memory()
     return Finding("gpu", Health.OK, f"{len(gpus.names)} x {CUDA.title}, {free.num_bytes / 2**30:.1f} GiB free on the first")
 

@@ -52,9 +52,11 @@ def engine(
     # SIGUSR1 asks a ready engine for a dump; without a handler yet it would end the process.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     os.environ.setdefault(*GRPC_LOG)
+    from headrace.engine.config import try_gpus
     from headrace.engine.main import run_engine
     from headrace.engine.server.config import load_process_config
 
+    try_gpus()
     if parent_fd is not None and config is not None:
         run_engine(partial(load_process_config, config), parent_fd)
         return

@@ -117,11 +117,13 @@ def serve(
     from headrace.cli.config_commands import load_to_start
     from headrace.cli.config_origins import named_by_origin
     from headrace.cli.exits import UsageRefused
+    from headrace.engine.config import try_gpus
 
     if model_argument is not None and model is not None:
         raise UsageRefused("MODEL and --model: give one of them")
     names = flag_names(context, sys.argv[1:], PATHS)
     flags = flags_of(context.params, engine)
+    try_gpus()
     resolved = load_to_start(config, flags, names)
     read_again = None if config is None else partial(load, config, os.environ, flags, flag_names=names)
     with named_by_origin(os.environ, ENV_PREFIX, names):  # a port in use is found only now

@@ -1,15 +1,18 @@
 """The GPUs that engines here may use, found without torch, so that commands can choose a device before they start an engine.
 
 A machine without the kernel's device files has none, which costs one look. Elsewhere the driver is asked in a process of its own: it would
-keep memory of the process that asks it.
+keep memory of the process that asks it. Everything that is cheap to see is looked at; whether a kernel runs, `tensor.backends` tries.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -17,22 +20,47 @@ from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The environment variable that says which GPUs a process sees, as indices or names, with commas."""
+MIN_CAPABILITY = (8, 0)
+"""Compute capability (major, minor) of the oldest GPUs that the kernels are compiled for: Ampere's."""
 PROBE_S = 30.0
 """Seconds that the driver has to answer. A first process on a machine without a persistence daemon waits some for it."""
 _PROBE = """
-import ctypes
-cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-status = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
-print(f"status {status}" if status else count.value)
+import ctypes, sys
+cuda, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+def ask(function, *arguments):
+    if status := function(ctypes.byref(number), *arguments):
+        leave(status)
+    return number.value
+def leave(status):
+    print("status", status)
+    sys.exit()
+version = ask(cuda.cuDriverGetVersion)
+status = cuda.cuInit(0)
+if status not in (0, 100):
+    leave(status)
+devices = [ask(cuda.cuDeviceGet, index) for index in range(0 if status else ask(cuda.cuDeviceGetCount))]
+print(version, *(".".join(str(ask(cuda.cuDeviceGetAttribute, part, device)) for part in (75, 76)) for device in devices))
 """
+"""Prints the CUDA version that the driver is for, 1000 * major + 10 * minor, and the compute capability of each GPU: attributes 75 and 76.
+Status 100 says that there is no GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """names: as `CUDA_VISIBLE_DEVICES` takes them, those that engines may use. problem: why GPUs that are here cannot be used; "": none."""
+    """
+    names    as `CUDA_VISIBLE_DEVICES` takes them, those that engines may use
+    problem  why GPUs that are here cannot be used; "": none
+    remedy   what to do about it, in a sentence
+    """
 
     names: tuple[str, ...] = ()
     problem: str = ""
+    remedy: str = ""
+
+
+def unusable(problem: str, remedy: str) -> Gpus:
+    """No GPU, and why. remedy: what to do, without a full stop; the CPU is always the other choice."""
+    return Gpus(problem=problem, remedy=f"{remedy}, or use device = cpu.")
 
 
 @cache
@@ -41,37 +69,82 @@ def find_gpus() -> Gpus:
     visible = os.environ.get(VISIBLE)
     if visible == "" or not Path("/dev/nvidiactl").exists():
         return Gpus()
-    missing = _missing_software()
-    if missing:
-        return Gpus(problem=missing)
-    return parse_probe(*_ask_driver(), visible)
+    return _missing_software() or _missing_compiler(os.environ) or parse_probe(*run_probe(_PROBE, PROBE_S), visible, _torch_cuda() or "")
 
 
-def parse_probe(output: str, error: str, visible: str | None) -> Gpus:
-    """What the probe's process printed, as GPUs. visible: value of `CUDA_VISIBLE_DEVICES`; None: it is not set."""
-    if not output.isdecimal():
-        return Gpus(problem=f"the driver does not answer ({output or error or 'no output'})")
-    count = int(output)
-    if count == 0:
-        return Gpus(problem="the driver finds no GPU")
-    return Gpus(tuple(visible.split(",")[:count]) if visible else tuple(map(str, range(count))))
+def parse_probe(output: str, error: str, visible: str | None, torch_cuda: str = "") -> Gpus:
+    """What the probe's process printed, as GPUs.
+
+    visible     value of `CUDA_VISIBLE_DEVICES`; None: it is not set
+    torch_cuda  CUDA version of the installed torch; "": not known
+    """
+    if not re.fullmatch(r"\d+( \d+\.\d+)*", output):
+        return unusable(f"the driver does not answer ({output or error or 'no output'})", "Mend the driver (nvidia-smi shows its state)")
+    version, *answers = output.split()
+    major = int(version) // 1000
+    if torch_cuda and major < int(torch_cuda.partition(".")[0]):
+        problem = f"the driver is for CUDA {major}.{int(version) % 1000 // 10}, older than the CUDA {torch_cuda} of this torch"
+        return unusable(problem, f"Update the driver, install a torch for CUDA {major}")
+    if not answers:
+        return unusable("the driver finds no GPU", f"Look at {VISIBLE} and nvidia-smi")
+    capabilities = [(int(major), int(minor)) for major, minor in (answer.split(".") for answer in answers)]
+    names = visible.split(",") if visible else map(str, range(len(answers)))
+    usable = tuple(name for name, capability in zip(names, capabilities, strict=False) if capability >= MIN_CAPABILITY)
+    return Gpus(usable) if usable else too_old(max(capabilities))
 
 
-def _missing_software() -> str:
-    """What engines need and is not installed, in words; "" where all is there. torch is not imported: its version file is read."""
-    torch = find_spec("torch")
-    if torch is None or torch.origin is None:
-        return "torch is not installed"
-    version = Path(torch.origin).with_name("version.py")
-    if version.is_file() and re.search(r"^cuda\b[^=]*=\s*None", version.read_text(encoding="utf-8"), re.MULTILINE):
-        return "this torch is a build without CUDA"
-    return "" if find_spec("triton") else "triton is not installed"
+def too_old(capability: tuple[int, int]) -> Gpus:
+    """No GPU: the best one has this compute capability, below MIN_CAPABILITY."""
+    found, least = (".".join(map(str, numbers)) for numbers in (capability, MIN_CAPABILITY))
+    return unusable(f"the GPU has compute capability {found}, and the kernels need {least}", "Use a card of the Ampere generation or newer")
 
 
-def _ask_driver() -> tuple[str, str]:
-    """(what the probe printed, the last line of its errors), both without space around."""
+def run_probe(code: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Run Python code in a process of its own. Returns what it printed and the last line of its errors, both without space around."""
+    command = [sys.executable, "-P", "-c", code]
     try:
-        done = subprocess.run([sys.executable, "-I", "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return "", str(error)
-    return done.stdout.strip(), done.stderr.strip().rpartition("\n")[2]
+        return "", f"no answer within {timeout_s:g} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+    ended = f"its process ended with {done.returncode}" if done.returncode else ""
+    return done.stdout.strip(), done.stderr.strip().rpartition("\n")[2] or ended
+
+
+def _missing_software() -> Gpus | None:
+    """What engines need and is not installed; None where all is there."""
+    if find_spec("torch") is None:
+        return unusable("torch is not installed", "Install a torch with CUDA")
+    if _torch_cuda() is None:
+        return unusable("this torch is a build without CUDA", "Install a torch with CUDA")
+    return None if find_spec("triton") else unusable("triton is not installed", "Install it (pip install 'headrace[gpu]')")
+
+
+def _torch_cuda() -> str | None:
+    """CUDA version that the installed torch is built for, "13.0"; None: a build without; "": it does not say.
+
+    torch is not imported, which takes seconds: its version file is read.
+    """
+    torch = find_spec("torch")
+    version = None if torch is None or torch.origin is None else Path(torch.origin).with_name("version.py")
+    if version is None or not version.is_file():
+        return ""
+    found = re.search(r"^cuda\b[^=\n]*=\s*(None|'[\d.]+')", version.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        return ""
+    return None if found[1] == "None" else found[1].strip("'")
+
+
+def _missing_compiler(environ: Mapping[str, str]) -> Gpus | None:
+    """What Triton needs to compile the launchers of its kernels, looked for as Triton does; None where all is there."""
+    given = environ.get("CC")
+    if given is not None and shutil.which(given) is None:
+        return unusable(f"Triton compiles with CC, and {given!r} is not found", "Mend or unset CC")
+    if given is None and not (shutil.which("gcc") or shutil.which("clang")):
+        return unusable("Triton needs a C compiler, and finds neither gcc nor clang", "Install one, or name one in CC")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    include = sysconfig.get_path("include", scheme)
+    searched = [include, *environ.get("CPATH", "").split(":"), *environ.get("C_INCLUDE_PATH", "").split(":")]
+    if any(folder and (Path(folder) / "Python.h").is_file() for folder in searched):
+        return None
+    package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    return unusable(f"Triton needs Python's headers, and {include} has no Python.h", f"Install them ({package} on Debian)")

@@ -6,15 +6,19 @@ are made from it, so that a new option is one line here and its row in docs/conf
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import TypeVar, cast
 
 from headrace.core.errors import ConfigError
 from headrace.core.gpus import find_gpus
 from headrace.core.model_info import LOAD_FORMATS
 from headrace.policy.queues import QUEUES
-from headrace.tensor.backends import BACKENDS
+from headrace.tensor.backends import BACKENDS, find_working_gpus
+
+log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -139,7 +143,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Choose the device, and fill in what was not set. Where steps or sequences are set alone, the other is made to fit."""
         if self.device == "auto":
-            object.__setattr__(self, "device", "cuda" if find_gpus().names else "cpu")
+            object.__setattr__(self, "device", _auto_device())
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         for name, described in options():
             if described.on and getattr(self, name) is None:
@@ -174,6 +178,32 @@ class EngineConfig:
                 "Every running sequence needs one token per step.",
             )
         return self
+
+
+_is_starting = False
+
+
+def try_gpus() -> None:
+    """From now on "auto" takes a GPU in this process only where a first kernel ran on it, and a notice says why it takes the CPU instead.
+
+    For commands that start engines, before they read options: the trial takes seconds, and other commands read options as well.
+    """
+    global _is_starting
+    _is_starting = True
+
+
+def _auto_device() -> str:
+    """The device that "auto" is here."""
+    gpus = find_working_gpus() if _is_starting else find_gpus()
+    if gpus.problem and _is_starting:
+        _say_unused(f"{gpus.problem}. {gpus.remedy}")
+    return "cuda" if gpus.names else "cpu"
+
+
+@cache
+def _say_unused(why: str) -> None:
+    """Once in a process, however many options are read."""
+    log.warning("device = auto takes the CPU: %s", why)
 
 
 def default_on(device: str, described: Option) -> object:

@@ -38,7 +38,7 @@ from headrace.engine.runner_device import DeviceRunner
 from headrace.engine.runner_masks import load_mask_kernel
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.engine.warmup import warm_up
-from headrace.tensor.backends import choose_backend, load_backend
+from headrace.tensor.backends import choose_backend, load_backend, try_kernels
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.device import DEVICES
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
@@ -88,6 +88,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     """
     device = DEVICES[config.device]
     device.check()
+    try_kernels(config.kernels, config.device)
     found = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization)
     choices = _choose(config, found, packed, features or read_cpu_features())
     with log_compiling(choices.backend.compiler):

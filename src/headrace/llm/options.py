@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode
 from headrace.core.vllm_options import REMEDIES
-from headrace.engine.config import EngineConfig, options
+from headrace.engine.config import EngineConfig, options, try_gpus
 
 _PARALLEL = "A model runs in one process for now."
 _QUANTIZED = "Weights are rounded at load: quantization='int8', 'int4' or, on a GPU, 'fp8'."
@@ -81,6 +81,7 @@ def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
     about = dict(options())
     values = {ENGINE_FIELDS[name]: value for name, value in given.items() if value is not None}
     values = {field: about[field].other_names.get(value, value) if isinstance(value, str) else value for field, value in values.items()}
+    try_gpus()
     try:
         return decode(EngineConfig, {"model": str(folder), **values}).checked()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The kernel backends: which there are, which one an engine computes with, and loading one.
+"""The kernel backends: which there are, which one an engine computes with, trying and loading one.
 
 A new backend is a module with `make_backend` and a row of BACKENDS. The option `kernels` offers every row. This module imports neither
 torch nor a backend, so that commands can list the names at no cost.
@@ -6,11 +6,14 @@ torch nor a backend, so that commands can list the names at no cost.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import ConfigError
+from headrace.core.gpus import VISIBLE, Gpus, find_gpus, run_probe, unusable
 
 if TYPE_CHECKING:
     from headrace.tensor.host.cpu_features import CpuFeatures
@@ -25,12 +28,14 @@ class BackendModule:
     devices  names of the devices that it computes on
     reason   why "auto" takes it, for the log of a start
     package  what has to be installed; None: nothing beside torch
+    trial    module whose `find_fault` compiles and runs a first kernel on a GPU; None: there is nothing to try
     """
 
     module: str
     devices: tuple[str, ...]
     reason: str
     package: str | None = None
+    trial: str | None = None
 
     def problem(self) -> str | None:
         """Why it cannot be used in this process; None where it can.
@@ -47,10 +52,66 @@ class BackendModule:
 
 BACKENDS = {
     "numba": BackendModule("headrace.tensor.kernels.cpu.backend", ("cpu",), "compiled for this CPU", package="numba"),
-    "triton": BackendModule("headrace.tensor.kernels.gpu.backend", ("cuda",), "compiled for this GPU", package="triton"),
+    "triton": BackendModule(
+        "headrace.tensor.kernels.gpu.backend",
+        ("cuda",),
+        "compiled for this GPU",
+        package="triton",
+        trial="headrace.tensor.kernels.gpu.trial",
+    ),
     "reference": BackendModule("headrace.tensor.kernels.reference", ("cpu", "cuda"), "plain torch"),
 }
 """By name; "auto" takes the first one that computes on the device and can be used."""
+
+TRIAL_S = 120.0
+"""Seconds that a process has to import torch, which takes long from a slow disk, and to run a first kernel."""
+_TRIAL = """
+from headrace.core.errors import ConfigError
+from headrace.tensor.backends import try_kernels
+from headrace.tensor.device import CUDA
+try:
+    CUDA.check()
+    try_kernels("auto", CUDA.name)
+except ConfigError as error:
+    print("fault", error.reason, error.remedy, sep="\\n")
+else:
+    print("works")
+"""
+
+
+@cache
+def find_working_gpus() -> Gpus:
+    """As `find_gpus`, after a first kernel ran on the first of them, which takes seconds: torch is imported, in a process of its own."""
+    gpus = find_gpus()
+    if not gpus.names:
+        return gpus
+    output, error = run_probe(_TRIAL, TRIAL_S, {**os.environ, VISIBLE: gpus.names[0]})
+    match output.splitlines():
+        case [*_, "works"]:
+            return gpus
+        case [*_, "fault", problem, remedy]:
+            return Gpus(problem=problem, remedy=remedy)
+    return unusable(f"a first kernel cannot be tried ({error or 'no output'})", "Mend it")
+
+
+def try_kernels(requested: str, device: str) -> None:
+    """Compile and run a first kernel, where the backend that is to be taken has one to try. requested, device: as in `choose_backend`.
+
+    What compiles the kernels is looked for before, so that the reason is named as `find_gpus` names it.
+
+    Raises: ConfigError.
+    """
+    names = [name for name, backend in BACKENDS.items() if device in backend.devices and requested in ("auto", name)]
+    backend = BACKENDS[names[0]] if names else None
+    if backend is None or backend.trial is None:
+        return
+    gpus = find_gpus()
+    if gpus.problem:
+        raise ConfigError("device", gpus.problem, gpus.remedy)
+    problem = backend.problem()
+    fault = import_module(backend.trial).find_fault(device) if problem is None else f"{names[0]} cannot be used ({problem})"
+    if fault:
+        raise ConfigError("device", fault, "Mend it, or use device = cpu.")
 
 
 def choose_backend(requested: str, device: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.core.cgroups import read_text
 from headrace.core.errors import ConfigError
+from headrace.core.gpus import find_gpus
 from headrace.core.memory import Available, read_available
 from headrace.tensor.host import pages
 from headrace.tensor.host.cpu_features import CpuFeatures
@@ -134,13 +135,14 @@ class Cuda(TensorDevice):
     def check(self) -> None:
         """Raises ConfigError where torch sees none, or where the one it sees does not compute."""
         if not torch.cuda.is_available():
-            raise ConfigError("device", "'cuda': torch sees no GPU here", "Use cpu.")
+            gpus = find_gpus()
+            raise ConfigError("device", gpus.problem or "torch sees no GPU here", gpus.remedy or "Use device = cpu.")
         try:
             found = int(torch.ones(2, device=self.name).sum())
         except (RuntimeError, AssertionError) as error:  # the latter: torch is a build for CPUs
-            raise ConfigError("device", f"'cuda': the GPU does not compute ({error})", "Mend it, or use cpu.") from error
+            raise ConfigError("device", f"the GPU does not compute ({error})", "Mend it, or use device = cpu.") from error
         if found != 2:
-            raise ConfigError("device", f"'cuda': the GPU adds 1 and 1 to {found}", "Mend it, or use cpu.")
+            raise ConfigError("device", f"the GPU adds 1 and 1 to {found}", "Mend it, or use device = cpu.")
 
     @property
     def title(self) -> str:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runner_kit import DenseLlama, save_tiny_llama
 
 from headrace.core.errors import ConfigError
+from headrace.core.gpus import Gpus, unusable
+from headrace.engine.config import EngineConfig
+from headrace.engine.runner_build import build_runner
 from headrace.tensor import backends
-from headrace.tensor.backends import BackendModule, choose_backend, load_backend
+from headrace.tensor.backends import BackendModule, choose_backend, find_working_gpus, load_backend, try_kernels
+from headrace.tensor.device import Cuda
 
 pytestmark = pytest.mark.pure
 
@@ -104,6 +110,83 @@ def test_a_gpu_has_kernels_of_its_own_where_triton_is(monkeypatch: pytest.Monkey
         choose_backend("triton", "cuda")
     with pytest.raises(ConfigError, match="not on cuda"):
         choose_backend("numba", "cuda")
+
+
+@pytest.fixture
+def _found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU of which nothing that is cheap to see is wrong."""
+    backends.find_working_gpus.cache_clear()
+    monkeypatch.setattr(backends, "find_gpus", lambda: Gpus(("3", "5")))
+    yield
+    backends.find_working_gpus.cache_clear()
+
+
+@pytest.mark.usefixtures("_found")
+def test_a_first_kernel_is_tried_before_a_gpu_is_computed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    answers = iter(["", "a first kernel gives a wrong result"])
+
+    def find_fault(device: str) -> str:
+        asked.append(device)
+        return next(answers)
+
+    trial = SimpleNamespace(find_fault=find_fault)
+    triton = backends.BACKENDS["triton"]
+    modules = {triton.module: None, triton.trial: trial}
+    monkeypatch.setattr(backends, "import_module", modules.__getitem__)
+    for requested, name in (("auto", "cpu"), ("numba", "cpu"), ("reference", "cpu"), ("reference", "cuda"), ("numba", "cuda")):
+        try_kernels(requested, name)
+    assert asked == [], "nothing to try, or refused elsewhere"
+    try_kernels("auto", "cuda")
+    with pytest.raises(ConfigError, match=r"^device: a first kernel gives a wrong result\. Mend it, or use device = cpu\.$"):
+        try_kernels("triton", "cuda")
+    assert asked == ["cuda", "cuda"]
+    monkeypatch.setattr(BackendModule, "problem", lambda backend: "ImportError: libtriton.so")
+    with pytest.raises(ConfigError, match=r"triton cannot be used \(ImportError: libtriton.so\)"):
+        try_kernels("auto", "cuda")
+    monkeypatch.setattr(backends, "find_gpus", lambda: unusable("triton is not installed", "Install it"))
+    with pytest.raises(ConfigError, match="triton is not installed"):
+        try_kernels("auto", "cuda")
+
+
+def test_an_engine_on_a_gpu_tries_it_before_it_reads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cuda, "check", lambda device: None)
+    monkeypatch.setattr(backends, "find_gpus", lambda: unusable("the driver is for CUDA 12.4", "Update the driver"))
+    with pytest.raises(ConfigError, match=r"^device: the driver is for CUDA 12\.4\. Update the driver, or use device = cpu\.$"):
+        build_runner(EngineConfig(model="/absent", device="cuda"))
+
+
+@pytest.mark.usefixtures("_found")
+@pytest.mark.parametrize(
+    ("output", "error", "found"),
+    [
+        ("works", "", Gpus(("3", "5"))),
+        ("a line of a library\nworks", "a warning", Gpus(("3", "5"))),
+        ("fault\ngcc fails\nMend it.", "", Gpus((), "gcc fails", "Mend it.")),
+        ("", "Segmentation fault", unusable("a first kernel cannot be tried (Segmentation fault)", "Mend it")),
+        ("", "", unusable("a first kernel cannot be tried (no output)", "Mend it")),
+    ],
+)
+def test_what_the_trials_process_says_is_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch, output: str, error: str, found: Gpus) -> None:
+    def run_probe(code: str, timeout_s: float, environment: dict[str, str]) -> tuple[str, str]:
+        assert environment["CUDA_VISIBLE_DEVICES"] == "3"
+        return output, error
+
+    monkeypatch.setattr(backends, "run_probe", run_probe)
+    assert find_working_gpus() == found
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("_found")
+def test_the_trial_of_a_gpu_that_torch_does_not_see_fails_in_words() -> None:
+    assert find_working_gpus() == Gpus((), "torch sees no GPU here", "Use device = cpu.")
+
+
+def test_where_no_gpu_is_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends.find_working_gpus.cache_clear()
+    monkeypatch.setattr(backends, "find_gpus", Gpus)
+    monkeypatch.setattr(backends, "run_probe", None)
+    assert find_working_gpus() == Gpus()
 
 
 def test_only_numba_promises_determinism() -> None:

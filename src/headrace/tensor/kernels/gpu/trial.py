@@ -1,0 +1,52 @@
+"""A first kernel: what would stand in the way of all others is found within a second or two, before weights are loaded.
+
+It is compiled anew at each start, with the launcher that Triton compiles in C, whatever earlier starts have kept.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.core.gpus import MIN_CAPABILITY, too_old
+from headrace.tensor.kernels.gpu.compiler import TritonCompiler
+
+MAX_REASON = 300
+"""Characters of a foreign error that are shown."""
+_SIZE = 64
+
+
+@triton.jit
+def _double_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    tl.store(out_ptr + column, 2.0 * tl.load(x_ptr + column))
+
+
+def find_fault(device: str) -> str:
+    """Why no kernel can be compiled or run on the device, in words on one line; "" where one was, with the right result."""
+    try:
+        x = torch.arange(_SIZE, dtype=torch.float32, device=device)
+        if x.is_cuda and (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
+            return too_old(capability).problem
+        is_right = bool((double(x) == x + x).all())
+    except subprocess.CalledProcessError as error:  # its words are the whole command; what the program said is on stderr
+        return f"Triton cannot compile a kernel: {error.cmd[0]} fails with exit status {error.returncode}"
+    except Exception as error:  # drivers, compilers and Triton's own assertions fail in many ways, each of which means the same
+        return f"a first kernel cannot be compiled and run ({type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON]})"
+    return "" if is_right else "a first kernel gives a wrong result"
+
+
+def double(x: Tensor) -> Tensor:
+    """2 * x, for the trial's few numbers, by a kernel that is compiled in an empty folder of the private one."""
+    out = torch.empty_like(x)
+    TritonCompiler()
+    knobs = triton.knobs.cache
+    with tempfile.TemporaryDirectory(prefix="trial-", dir=knobs.dir) as folder, knobs.scope():
+        knobs.dir = folder
+        _double_kernel[(1,)](x, out, BLOCK=x.numel())
+    return out
