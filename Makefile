@@ -77,7 +77,7 @@ gpu:
 GPU_PYTHON ?= 3.12
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --dest build/gpu-wheels -c constraints.txt --only-binary=:all: --python-version $(GPU_PYTHON) \
-	  $(addprefix --platform manylinux_2_,12_x86_64 17_x86_64 28_x86_64 31_x86_64) llguidance msgspec safetensors psutil pytest pytest-asyncio pytest-timeout hypothesis
+	  $(addprefix --platform manylinux_2_,12_x86_64 17_x86_64 28_x86_64 31_x86_64) llguidance msgspec safetensors psutil pytest pytest-asyncio pytest-timeout pytest-xdist execnet hypothesis
 
 # Chromium from Debian, for the slow test of pages of other origins; needs root.
 browser:

@@ -73,7 +73,7 @@ class StepGraphs:
         self._captured[size]()
 
     def prompt_size(self, num_tokens: int, num_rows: int) -> PromptSize | None:
-        """The smallest size with room for so many; None where there is none."""
+        """The smallest size with room for these tokens and rows; None where there is none."""
         return next((size for size in self.prompt_sizes if num_tokens <= size.tokens and num_rows <= size.rows), None)
 
     def _padded(self, count: int) -> int:

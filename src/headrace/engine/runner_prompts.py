@@ -1,8 +1,8 @@
 """Inputs of a captured forward pass over rows of prompts: a step's prompts, padded to one of a few sizes.
 
 Few prompts beside many rows of one token are the usual step under load, and the host would need longer to enqueue their layers one by one
-than the device to compute them. Padding tokens belong to no row: nothing is written to the cache for them, and nobody reads what is
-computed. Padding rows have no tokens. More tokens than the largest size take so long that the host keeps ahead of the device.
+than the device to compute them. Padding tokens belong to no row: nothing is written to the cache for them, and what is computed of
+them is not read. Padding rows have no tokens. More tokens than the largest size take so long that the host keeps ahead of the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.engine.runner_slots import SlotState
 TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of tokens that are captured, up to the engine's most for a step."""
 TOKENS_PER_ROW = 16
-"""A size has a row for so many tokens."""
+"""Tokens of a size for each of its rows."""
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
