@@ -137,6 +137,7 @@ class _Choices:
     def lines(self, config: EngineConfig) -> tuple[str, ...]:
         """One line per choice, for the log of a start."""
         return (
+            f"device: {DEVICES[config.device].identity}",
             f"dtype: {_name(self.dtype)}, {self.why_dtype}",
             f"kernels: {self.backend.name}, {self.why_kernels}{_invariant(config)}{_compile_cache(self.backend)}",
             f"draw: {self._draw()}",

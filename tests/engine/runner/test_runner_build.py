@@ -51,6 +51,7 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
     assert {line.partition(":")[0] for line in info.decided} == {
         "model",
         "threads",
+        "device",
         "draw",
         "dtype",
         "kernels",
