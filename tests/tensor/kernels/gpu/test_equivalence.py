@@ -253,11 +253,16 @@ def test_products_of_small_integers(
     assert linear(x[:0]).shape == (0, shape[0])
 
 
+@pytest.mark.parametrize("rows", [3, 100, 255, 257])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=needs_device)])
 @pytest.mark.parametrize("precision", INTEGERS)
-def test_products_of_small_integers_in_half_precision(packing: TritonPacking, relative_error: Error, precision: Precision) -> None:
-    rounded = packing.round_weight(randn(32, 512), precision)
-    x = randn(3, 512, dtype=torch.float16)
-    assert relative_error(packing.pack_rounded(rounded, None)(x), x.float() @ rounded.dense().T) < BOUNDS[torch.float16]
+def test_products_of_small_integers_in_half_precision(
+    packing: TritonPacking, relative_error: Error, precision: Precision, dtype: torch.dtype, rows: int
+) -> None:
+    """More rows than float32 takes, whose tiles scale weights, and so many that a library takes them."""
+    rounded = packing.round_weight(randn(64, 1024), precision)
+    x = randn(rows, 1024, dtype=dtype)
+    assert relative_error(packing.pack_rounded(rounded, None)(x), x.float() @ rounded.dense().T) < BOUNDS[dtype]
 
 
 def test_a_weight_that_is_dense_in_parts(packing: TritonPacking, relative_error: Error, monkeypatch: pytest.MonkeyPatch) -> None:

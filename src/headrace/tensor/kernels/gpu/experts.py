@@ -62,7 +62,8 @@ def order_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def _grouped_kernel(
     x_ptr, w_ptr, scale_ptr, order_ptr, start_ptr, out_ptr, pairs, x_st, w_sx, s_sx,
     N: tl.constexpr, K: tl.constexpr, M_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, TOP: tl.constexpr, STAGES: tl.constexpr,
+    LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, SCALES_WEIGHTS: tl.constexpr,
+    TOP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out [SPLIT, pairs, N]: parts of the product of each pair's row of x, pair // TOP, and its expert's weight."""
     expert, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -78,7 +79,8 @@ def _grouped_kernel(
         pair = tl.load(order_ptr + m, mask=m < end, other=0).to(tl.int64)
         acc = accumulate(
             tl.zeros([BLOCK_N, M_P], tl.float32), w_ptr + expert * w_sx + n.to(tl.int64)[:, None] * ROW, scales, n, x_ptr,
-            pair // TOP * x_st, m < end, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, N, BLOCK_K, LAYOUT, GROUP, FORMAT, STAGES,
+            pair // TOP * x_st, m < end, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, N, BLOCK_K, LAYOUT, GROUP, FORMAT,
+            SCALES_WEIGHTS, STAGES,
         )  # fmt: skip
         if FORMAT == FP8 or FORMAT == INT8:
             acc *= tl.load(scales + n)[:, None]
@@ -114,7 +116,7 @@ class GroupedExperts:
     def _product(self, x: Tensor, weight: StoredWeight, order: Tensor, starts: Tensor, tokens: int, pairs_per_row: int) -> Tensor:
         """x [P / pairs_per_row, K] -> [P, N]: of each pair, by its expert. tokens: the most pairs that one expert can have."""
         num_experts, pairs = weight.values.shape[0], order.shape[0]
-        variant = self.tuning.grouped(weight.name, tokens)
+        variant = self.tuning.grouped(weight.name, tokens, x.element_size())
         fitted = fit(weight, variant, tokens)
         assert fitted is not None
         most = triton.next_power_of_2(tokens) * pairs // tokens  # so that few variants are compiled
@@ -124,7 +126,7 @@ class GroupedExperts:
         _grouped_kernel[(fitted.num_tiles, num_experts, splits)](
             x, readable(weight.values), scales, order, starts, out, pairs, x.stride(0), weight.values.stride(0), scales.stride(0),
             N=weight.out_features, K=weight.in_features, M_P=fitted.m_p, BLOCK_N=fitted.block_n, BLOCK_K=fitted.block_k, SPLIT=splits,
-            LAYOUT=weight.layout, GROUP=weight.group, FORMAT=weight.format, TOP=pairs_per_row,
+            LAYOUT=weight.layout, GROUP=weight.group, FORMAT=weight.format, SCALES_WEIGHTS=variant.scales_weights, TOP=pairs_per_row,
             STAGES=variant.stages,
             num_warps=variant.warps, num_stages=variant.stages,
         )  # fmt: skip

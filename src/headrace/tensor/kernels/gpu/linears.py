@@ -37,8 +37,7 @@ class StoredLinear:
         weight = self.weight
         if not x.shape[0]:
             return x.new_empty((0, self.out_features))
-        is_measured = weight.format != PLAIN.value or x.element_size() == 2
-        variant = self.tuning.product(weight.name, x.shape[0], weight.out_features) if is_measured else None
+        variant = self.tuning.product(weight.name, x.shape[0], weight.out_features, x.element_size())
         if variant is None or fit(weight, variant, x.shape[0]) is None:
             return self._of_many(x)
         return product(x, weight, variant, self.bias)
@@ -107,7 +106,7 @@ class TritonPacking:
         if len(stored) < len(linears) or len({linear.weight.format for linear in stored}) > 1:
             return None
         weight = stored[0].weight
-        if fit(weight, self.tuning.grouped(weight.name, 1), 1) is None:
+        if fit(weight, self.tuning.grouped(weight.name, 1, 2), 1) is None:
             return None
         stack = stacked([linear.weight for linear in stored])
         for index, linear in enumerate(stored):

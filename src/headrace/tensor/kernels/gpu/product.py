@@ -89,20 +89,31 @@ def _x_tile(x_ptr, row_at, has_row, at):
 
 @triton.jit
 def _int4_block(
-    acc, words, x_ptr, row_at, has_row, at, scale_ptr, n, first_group, N: tl.constexpr, FIELD: tl.constexpr, GROUP: tl.constexpr
-):
-    """Eight fields of words [BLOCK_N, KW], FIELD inputs apart, whose scales begin with those of first_group."""
+    acc, words, x_ptr, row_at, has_row, at, scale_ptr, n, first_group, N: tl.constexpr, FIELD: tl.constexpr, GROUP: tl.constexpr,
+    SCALES_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Eight fields of words [BLOCK_N, KW], FIELD inputs apart, whose scales begin with those of first_group.
+
+    Scaled are the sums of each field, or its weights, which rounds them to the inputs' dtype and costs less where rows are many.
+    """
     e = expand_int4(words)
     for j in tl.static_range(8):
-        scale = tl.load(scale_ptr + (first_group + j * FIELD // GROUP) * N + n).to(tl.float32)
-        acc += _dot(e[j], _x_tile(x_ptr, row_at, has_row, at + j * FIELD), tl.zeros_like(acc)) * scale[:, None]
+        scale = tl.load(scale_ptr + (first_group + j * FIELD // GROUP) * N + n)[:, None]
+        x = _x_tile(x_ptr, row_at, has_row, at + j * FIELD)
+        if not SCALES_WEIGHTS:
+            acc += _dot(e[j], x, tl.zeros_like(acc)) * scale.to(tl.float32)
+        elif x.dtype == scale.dtype:
+            acc = _dot((e[j] * scale).to(x.dtype), x, acc)
+        else:
+            acc = _dot((e[j].to(tl.float32) * scale.to(tl.float32)).to(x.dtype), x, acc)
     return acc
 
 
 @triton.jit
 def accumulate(
     acc, w_row, scale_ptr, n, x_ptr, row_at, has_row, first, last,
-    N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr,
+    SCALES_WEIGHTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_N, M_P] plus the products of input blocks first .. last. w_row [BLOCK_N, 1]: where the weight's rows begin."""
     if FORMAT == PLAIN or FORMAT == FP8:
@@ -120,7 +131,10 @@ def accumulate(
             block = b // (FIELD // KW)
             at = block * LAYOUT + (b % (FIELD // KW)) * KW + column
             if FORMAT == INT4:
-                acc = _int4_block(acc, words, x_ptr, row_at, has_row, at, scale_ptr, n, block * (LAYOUT // GROUP), N, FIELD, GROUP)
+                first_group = block * (LAYOUT // GROUP)
+                acc = _int4_block(
+                    acc, words, x_ptr, row_at, has_row, at, scale_ptr, n, first_group, N, FIELD, GROUP, SCALES_WEIGHTS
+                )  # fmt: skip
             else:
                 e = expand_int8(words)
                 for j in tl.static_range(4):
@@ -147,7 +161,8 @@ def _sum_shares(acc, part_at, count_at, split, BLOCK_N: tl.constexpr, M_P: tl.co
 def _product_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, count_ptr, rows, x_st,
     N: tl.constexpr, K: tl.constexpr, M_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, STAGES: tl.constexpr,
+    LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, SCALES_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, M_P)
@@ -155,7 +170,8 @@ def _product_kernel(
     blocks: tl.constexpr = K // BLOCK_K
     acc = accumulate(
         tl.zeros([BLOCK_N, M_P], tl.float32), w_ptr + n.to(tl.int64)[:, None] * ROW, scale_ptr, n, x_ptr, m * x_st, m < rows,
-        blocks * split // SPLIT, blocks * (split + 1) // SPLIT, N, BLOCK_K, LAYOUT, GROUP, FORMAT, STAGES,
+        blocks * split // SPLIT, blocks * (split + 1) // SPLIT, N, BLOCK_K, LAYOUT, GROUP, FORMAT, SCALES_WEIGHTS,
+        STAGES,
     )  # fmt: skip
     if SPLIT > 1:
         part_at = part_ptr + (tile * SPLIT).to(tl.int64) * (BLOCK_N * M_P)
@@ -215,7 +231,7 @@ def product(x: Tensor, weight: StoredWeight, variant: ProductVariant, bias: Tens
         x, readable(weight.values), out if weight.scales is None else weight.scales, out if bias is None else bias, out, part,
         arrival_counters(x.device), rows, x.stride(0),
         N=size, K=weight.in_features, M_P=fitted.m_p, BLOCK_N=fitted.block_n, BLOCK_K=fitted.block_k, SPLIT=splits, LAYOUT=weight.layout,
-        GROUP=weight.group, FORMAT=weight.format, HAS_BIAS=bias is not None, STAGES=variant.stages,
+        GROUP=weight.group, FORMAT=weight.format, SCALES_WEIGHTS=variant.scales_weights, HAS_BIAS=bias is not None, STAGES=variant.stages,
         num_warps=variant.warps, num_stages=variant.stages,
     )  # fmt: skip
     return out

@@ -7,11 +7,17 @@ shared memory and registers, which compilation ahead of time checks. Other devic
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
 import triton
+
+MAX_FLOAT32_ROWS = 64
+"""Tiles of more rows do not fit in float32."""
+MAX_EXPERT_ROWS = 128
+"""Of a tile: an expert has a part of a step's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,7 @@ class ProductVariant:
     block_n   outputs of a program, at most
     block_k   inputs of an iteration, at most
     programs  that a product is split into, about: outputs are shared out first, then inputs
+    scales_weights  whether weights of INT4, and not sums of each group, are scaled
     """
 
     rows: int
@@ -30,6 +37,7 @@ class ProductVariant:
     stages: int
     programs: int
     min_outputs: int = 0
+    scales_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +77,16 @@ class Tuning:
     wide_decode: DecodeVariant
     prefill_tile: PrefillVariant
 
-    def product(self, name: str, rows: int, outputs: int) -> ProductVariant | None:
-        """The variant for a product of this format, or None where a library's is used instead."""
+    def product(self, name: str, rows: int, outputs: int, input_bytes: int) -> ProductVariant | None:
+        """The variant for a product of this format, or None where a library's is used instead. input_bytes: of an input's element."""
+        if input_bytes == 4 and (name == "plain" or rows > MAX_FLOAT32_ROWS):
+            return None
         return _first(self.products[name], rows, outputs)
 
-    def grouped(self, name: str, rows: int) -> ProductVariant:
+    def grouped(self, name: str, rows: int, input_bytes: int) -> ProductVariant:
         """The variant for experts of this format. More rows than the last one has are done in several goes."""
-        variants = self.experts if name == "plain" else self.products[name]
+        most = MAX_FLOAT32_ROWS if input_bytes == 4 else MAX_EXPERT_ROWS
+        variants = [each for each in (self.experts if name == "plain" else self.products[name]) if each.rows <= most]
         return _first(variants, rows, 0) or variants[-1]
 
     def decode(self, value_bytes: int, query_bytes: int, dim: int) -> DecodeVariant:
@@ -96,7 +107,7 @@ class Tuning:
         return replace(tile, block_m=max(block_m, triton.next_power_of_2(group)))
 
 
-def _first(variants: tuple[ProductVariant, ...], rows: int, outputs: int) -> ProductVariant | None:
+def _first(variants: Sequence[ProductVariant], rows: int, outputs: int) -> ProductVariant | None:
     return next((each for each in variants if rows <= each.rows and outputs >= each.min_outputs), None)
 
 
