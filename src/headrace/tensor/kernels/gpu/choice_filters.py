@@ -102,7 +102,7 @@ def _mass_wanted(fields_ptr, stride, row, peaks_ptr, level_ptr, sums_ptr, V: tl.
     return real_field(fields_ptr, stride, row, TOP_P) * mass
 
 
-@triton.jit(do_not_specialize=["shift", "num_rows"])
+@triton.jit(do_not_specialize=["shift", "num_rows"], do_not_specialize_on_alignment=["levels_ptr"])
 def _digit_kernel(
     x_ptr, fields_ptr, peaks_ptr, levels_ptr, sums_ptr, k_level_ptr, k_sums_ptr, shift, x_stride, stride, num_rows,
     V: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
@@ -142,7 +142,7 @@ def _digit_kernel(
         tl.store(sums_ptr + (row * PARTS + part) * _SUMS + j, tl.sum(sums, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["levels_ptr"])
 def _level_kernel(
     x_ptr, fields_ptr, peaks_ptr, levels_ptr, digit_sums_ptr, k_level_ptr, k_sums_ptr, out_level_ptr, out_sums_ptr, x_stride, stride,
     V: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, OF: tl.constexpr,

@@ -17,7 +17,7 @@ import triton
 MAX_FLOAT32_ROWS = 64
 """Tiles of more rows do not fit in float32."""
 MAX_EXPERT_ROWS = 128
-"""Of a tile: an expert has a part of a step's rows."""
+"""An expert has a part of a step's rows, so its tiles have no more."""
 
 
 @dataclass(frozen=True, slots=True)
