@@ -15,9 +15,9 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from multiprocessing.pool import AsyncResult, Pool
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,7 +51,7 @@ class Cell:
     shape: str
     best: ProductVariant
     times: dict[ProductVariant, float | None] = field(default_factory=dict)
-    waiting: dict[ProductVariant, Future[None]] = field(default_factory=dict)
+    waiting: dict[ProductVariant, AsyncResult[None]] = field(default_factory=dict)
     tried: set[object] = field(default_factory=set)
     library_us: float | None = None
 
@@ -95,7 +95,7 @@ def neighbours(variant: ProductVariant, name: str) -> Iterator[ProductVariant]:
     yield from (replace(variant, stages=stages) for stages in (variant.stages - 1, variant.stages + 1) if 2 <= stages <= 5)
 
 
-def submit(cell: Cell, pool: ProcessPoolExecutor) -> None:
+def submit(cell: Cell, pool: Pool) -> None:
     """Begin to compile what is near the cell's fastest variant and is another kernel than those before it."""
     weight = make_linear(cell.name, SHAPES[cell.shape], "meta").weight
     for variant in neighbours(cell.best, cell.name):
@@ -104,7 +104,7 @@ def submit(cell: Cell, pool: ProcessPoolExecutor) -> None:
         kernel = (fitted, splits, variant.warps, variant.stages, variant.scales_weights)
         if fitted and kernel not in cell.tried:
             cell.tried.add(kernel)
-            cell.waiting[variant] = pool.submit(compile_variant, cell.name, cell.rows, SHAPES[cell.shape], variant)
+            cell.waiting[variant] = pool.apply_async(compile_variant, (cell.name, cell.rows, SHAPES[cell.shape], variant))
 
 
 def time_us(run: Callable[[int], object], stream: Any) -> float | None:
@@ -141,8 +141,8 @@ def measure(cell: Cell, deadline_s: float, stream: Any) -> None:
     for variant, compiled in cell.waiting.items():
         if time.perf_counter() < deadline_s:
 
-            def run(number: int, variant: ProductVariant = variant, compiled: Future[None] = compiled) -> object:
-                compiled.result(timeout=max(0.1, deadline_s - time.perf_counter()))
+            def run(number: int, variant: ProductVariant = variant, compiled: AsyncResult[None] = compiled) -> object:
+                compiled.get(timeout=max(0.1, deadline_s - time.perf_counter()))
                 return products.product(x, weights[number % len(weights)], variant, None)
 
             cell.times[variant] = time_us(run, stream)
@@ -171,8 +171,7 @@ def main() -> None:
         for name, rows in wanted
         for shape in SHAPES
     ]
-    pool = ProcessPoolExecutor(max(1, min(14, os.cpu_count() or 1)), mp_context=multiprocessing.get_context("spawn"))
-    with pool:
+    with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:  # what is not compiled at its end is ended
         for cell in cells:
             submit(cell, pool)
         stream = cast(Any, torch.cuda).Stream()
@@ -184,7 +183,6 @@ def main() -> None:
                     torch.cuda.empty_cache()
         if given.output:
             write_json(given.output, [cell.to_json() for cell in cells if cell.times])
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 if __name__ == "__main__":
