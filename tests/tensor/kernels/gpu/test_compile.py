@@ -1,4 +1,4 @@
-"""Every variant that the warm-up's steps launch, compiled ahead of time for A100 and H100; and those steps launch all there are.
+"""Every variant that captured and warmed-up steps launch, compiled ahead of time for A100 and H100; and they launch all there are.
 
 Models are read onto the meta device, so nothing here reads a value of a tensor: an operation that waits for the device fails.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ pytest.importorskip("triton")
 
 from ahead_of_time import compiling_for
 
+from headrace.engine.runner_graphs import SIZES as ROWS
+from headrace.engine.runner_prompts import TOKENS
+from headrace.engine.warmup import prompt_lengths
 from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, allocate_kv
 from headrace.tensor.checkpoint.config import read_config
 from headrace.tensor.checkpoint.random_weights import WeightShapes
@@ -24,7 +27,6 @@ from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.gpu.backend import TritonKernels
 from headrace.tensor.kernels.gpu.linears import TritonPacking
 from headrace.tensor.kernels.gpu.tuning import read_tuning
-from headrace.tensor.kernels.gpu.warm_steps import WarmStep, warm_steps
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.weights import WeightReader
 from headrace.tensor.models import ARCHITECTURES
@@ -100,8 +102,14 @@ def read_model(folder: Path, config: dict[str, Any], precision: str) -> DecoderM
     return DecoderModel(reader, ARCHITECTURES[config["architectures"][0]](read_config(folder)))
 
 
-def run(model: DecoderModel, kv: KvCache, step: WarmStep) -> None:
-    """One step: rows that decode, or one row of a prompt."""
+class Step(NamedTuple):
+    """Rows of one token, or tokens of a prompt in one row."""
+
+    num_decodes: int = 0
+    num_tokens: int = 0
+
+
+def run(model: DecoderModel, kv: KvCache, step: Step) -> None:
     tokens, rows = (step.num_decodes, step.num_decodes) if step.num_decodes else (step.num_tokens, 1)
 
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -121,20 +129,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("capability", "config", "precision", "stored"), CASES)
-def test_warm_steps_compile_every_variant_and_each_fits_the_device(
+def test_captured_and_warmed_steps_compile_every_variant_and_each_fits_the_device(
     tmp_path: Path, cache: Path, capability: int, config: dict[str, Any], precision: str, stored: torch.dtype
 ) -> None:
     with compiling_for(capability, cache) as compiled, torch.inference_mode():
         model = read_model(tmp_path, config, precision)
         kv = allocate_kv(model.kv_shapes, model.group_of, tuple(64 for _ in model.kv_groups), BLOCK_SIZE, stored, META)
-        for step in warm_steps(MAX_ROWS, MAX_TOKENS):
-            run(model, kv, step)
+        for rows in ROWS[: ROWS.index(MAX_ROWS) + 1]:
+            run(model, kv, Step(num_decodes=rows))
+        for tokens in sorted({*TOKENS, *prompt_lengths(MAX_TOKENS)}):
+            run(model, kv, Step(num_tokens=tokens))
         spilling = [kernel for kernel in compiled if kernel.local_bytes > MAX_LOCAL_BYTES]
         assert not spilling, spilling
         num_warm = len(compiled)
         assert num_warm >= 8
         for rows in (3, 5, 9, 12, 24, 33, 48, 96, 130, 192, 255):
-            run(model, kv, WarmStep(rows, 0))
+            run(model, kv, Step(num_decodes=rows))
         for tokens in (3, 7, 11, 21, 40, 66, 100, 300, 700, 1500, 5000):
-            run(model, kv, WarmStep(0, tokens))
+            run(model, kv, Step(num_tokens=tokens))
         assert compiled[num_warm:] == []

@@ -10,7 +10,7 @@
 | `choice` and `choice_*` | tokens from logits |
 | `formats` | stored formats, and back to floats |
 | `tuning`, `h100.json` | block sizes, as measured |
-| `warm_steps` | steps that between them launch every variant of every kernel |
+| `trial` | a first kernel, before all others |
 
 No operation waits for the device or reads one of its values, so a step can be captured as a graph. Results depend on the batch in their
 last bits: splits and the libraries' kernels are chosen by the number of rows. Equivalence with `reference`: tests/tensor/kernels/gpu.

@@ -7,7 +7,7 @@ shared memory and registers, which compilation ahead of time checks. Other devic
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -16,17 +16,16 @@ import triton
 
 MAX_FLOAT32_ROWS = 64
 """Tiles of more rows do not fit in float32."""
-MAX_EXPERT_ROWS = 128
-"""An expert has a part of a step's rows, so its tiles have no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductVariant:
     """How a product of up to `rows` rows is computed.
 
-    block_n   outputs of a program, at most
-    block_k   inputs of an iteration, at most
-    programs  that a product is split into, about: outputs are shared out first, then inputs
+    block_n         outputs of a program, at most
+    block_k         inputs of an iteration, at most
+    programs        that a product is split into, about: outputs are shared out first, then inputs
+    min_outputs     of a product that is computed so; max_outputs: where it has fewer
     scales_weights  whether weights of INT4, and not sums of each group, are scaled
     """
 
@@ -37,6 +36,7 @@ class ProductVariant:
     stages: int
     programs: int
     min_outputs: int = 0
+    max_outputs: int = sys.maxsize
     scales_weights: bool = False
 
 
@@ -85,8 +85,9 @@ class Tuning:
 
     def grouped(self, name: str, rows: int, input_bytes: int) -> ProductVariant:
         """The variant for experts of this format. More rows than the last one has are done in several goes."""
-        most = MAX_FLOAT32_ROWS if input_bytes == 4 else MAX_EXPERT_ROWS
-        variants = [each for each in (self.experts if name == "plain" else self.products[name]) if each.rows <= most]
+        variants = self.experts if name == "plain" else self.products[name]
+        if input_bytes == 4:
+            variants = tuple(each for each in variants if each.rows <= MAX_FLOAT32_ROWS)
         return _first(variants, rows, 0) or variants[-1]
 
     def decode(self, value_bytes: int, query_bytes: int, dim: int) -> DecodeVariant:
@@ -107,8 +108,8 @@ class Tuning:
         return replace(tile, block_m=max(block_m, triton.next_power_of_2(group)))
 
 
-def _first(variants: Sequence[ProductVariant], rows: int, outputs: int) -> ProductVariant | None:
-    return next((each for each in variants if rows <= each.rows and outputs >= each.min_outputs), None)
+def _first(variants: tuple[ProductVariant, ...], rows: int, outputs: int) -> ProductVariant | None:
+    return next((each for each in variants if rows <= each.rows and each.min_outputs <= outputs < each.max_outputs), None)
 
 
 @cache
