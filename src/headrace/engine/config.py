@@ -17,6 +17,7 @@ from headrace.core.gpus import find_gpus
 from headrace.core.model_info import LOAD_FORMATS
 from headrace.policy.queues import QUEUES
 from headrace.tensor.backends import BACKENDS, find_working_gpus
+from headrace.tensor.checkpoint.formats.names import METHODS
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ Value = TypeVar("Value")
 
 DTYPES = ("auto", "float32", "bfloat16")
 """Everywhere; float16 is computed by CUDA alone."""
-QUANTIZATIONS = ("none", "int8", "int4", "fp8")
+QUANTIZATIONS = ("none", "int8", "int4", "fp8", *METHODS)
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8", "fp8")
 """fp8 in both: on GPUs that compute it (`tensor.device`)."""
 BATCHING = ("continuous", "static")
@@ -104,7 +105,13 @@ class EngineConfig:
         other_names={"half": "float16", "float": "float32"},
     )
     load_format: str = option("auto", "dummy: random weights from config.json.", one_of=LOAD_FORMATS)
-    quantization: str = option("none", "Weights of the linears are rounded at load.", "--quantization", "-q", one_of=QUANTIZATIONS)
+    quantization: str = option(
+        "none",
+        "Weights of the linears are rounded at load; the name of a checkpoint's format is checked against it, and rounds nothing.",
+        "--quantization",
+        "-q",
+        one_of=QUANTIZATIONS,
+    )
     kv_cache_dtype: str = option("auto", "auto: as computed, or bfloat16 where weights and CPU have it.", one_of=KV_CACHE_DTYPES)
     max_model_len: int | None = option(None, "Longest context in tokens. Default: the model's.", low=1)
     max_num_seqs: int = by_device(64, 256, "Sequences computed in one step.", low=1, high=4096)

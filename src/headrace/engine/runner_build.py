@@ -45,6 +45,7 @@ from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
 from headrace.tensor.host.threads import ThreadPlan, plan_threads
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.filters import draw as plain_draw
+from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.rope import LinearScaling
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
 from headrace.tensor.models.spec import DecoderSpec
@@ -108,7 +109,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     kv.clear_pad_block()
     unwritten = None if loaded.store is None else loaded.store.save()  # only now: it holds the weights, which a failed start must release
     decided = (
-        f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(config)}",
+        f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(loaded)}",
         *choices.lines(config),
         *(f"LongRoPE: {choice}" for choice in _longrope(loaded).values()),
         *_linear_scaling(loaded.model.spec),
@@ -152,9 +153,9 @@ class _Choices:
 
 def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
     """Choose dtype, kernels and threads, and set the threads. Raises ConfigError, also if the weights do not fit the free memory."""
-    device, is_rounded = DEVICES[config.device], config.quantization != "none"
-    for name in ("quantization", "kv_cache_dtype"):
-        if getattr(config, name) == "fp8" and not device.has_fp8:
+    device, is_rounded = DEVICES[config.device], found.precision is not Precision.NONE
+    for name, wanted in (("quantization", found.precision.value), ("kv_cache_dtype", config.kv_cache_dtype)):
+        if wanted == "fp8" and not device.has_fp8:
             raise ConfigError(name, f"{device.title} does not compute fp8", "Use int8.")
     dtype, why_dtype = device.resolve_dtype(config.dtype, found.dtype_name, features, is_rounded=is_rounded)
     _check_weights_fit(found, device.free_memory(), 0 if packed is None else packed.num_bytes_ahead)
@@ -196,7 +197,7 @@ def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_d
     backend = choices.backend
     return {
         WEIGHTS: loaded.model_digest if loaded.weights is None else loaded.weights.known,
-        "quantization": config.quantization,
+        "quantization": loaded.precision.value,
         "dtype": _name(loaded.dtype),
         "KV dtype": kv_dtype,
         "kernels": " ".join(filter(None, (backend.name, backend.numerics))),
@@ -258,8 +259,9 @@ def _version(package: str) -> str:
         return str(import_module(package).__version__)
 
 
-def _rounded(config: EngineConfig) -> str:
-    return "" if config.quantization == "none" else f", linears rounded to {config.quantization}"
+def _rounded(loaded: LoadedModel) -> str:
+    stored = f", stored as {loaded.stored_as} and made dense" if loaded.stored_as else ""
+    return stored if loaded.precision is Precision.NONE else f"{stored}, linears rounded to {loaded.precision.value}"
 
 
 def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_ahead: int) -> None:

@@ -64,7 +64,12 @@ def _prompts(tokens: int, longest: int, vocab_size: int) -> Plan:
 
 def _plans(length: int, num_rows: int, vocab_size: int) -> list[Plan]:
     greedy = SamplingParams(temperature=0.0, seed=0)
-    kinds = (greedy, SamplingParams(seed=1, top_p=0.9, logprobs=1, prompt_logprobs=0), SamplingParams(seed=2, presence_penalty=1.0), SamplingParams(seed=3))
+    kinds = (
+        greedy,
+        SamplingParams(seed=1, top_p=0.9, logprobs=1, prompt_logprobs=0),
+        SamplingParams(seed=2, presence_penalty=1.0),
+        SamplingParams(seed=3),
+    )
     first = _plan([(0, 0, length, 1)], started=(_started(0, length, greedy, vocab_size),))
     decode = _plan([(0, length, 1, 1)])
     rest = tuple(_started(slot, length, kinds[slot % len(kinds)], vocab_size) for slot in range(1, num_rows))

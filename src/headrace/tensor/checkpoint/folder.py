@@ -31,6 +31,12 @@ INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 4096
 MAX_TENSORS = 2**17
 READABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Of weights. The parts of a quantized one have these too."""
+PART_DTYPES = {
+    **READABLE_DTYPES,
+    "I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,
+}  # fmt: skip
+"""F8_E8M0, powers of two, is given as its bytes."""
 INERT = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Buffers that older exporters saved beside the weights; derived from the configuration, never read."""
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
@@ -64,10 +70,25 @@ class Checkpoint:
         Raises: CheckpointError as `expect` does, if the file cannot be read, and if a value that was read is NaN or infinite.
         """
         self.expect(name, shape)
+        return self._values(name, shape, region)
+
+    def read_part(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Tensor:
+        """A part of a quantized weight, as `read` does. dtypes: safetensors' words for those that it may have.
+
+        Raises: CheckpointError as `read` does.
+        """
+        self.expect(name, shape, dtypes)
+        return self._values(name, shape, ())
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Raises CheckpointError when the tensor is missing."""
+        return self._headers[self._file(name)].tensors[name].shape
+
+    def _values(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...]) -> Tensor:
         file = self._file(name)
         header = self._headers[file]
         stored = header.tensors[name]
-        dtype = READABLE_DTYPES[stored.dtype]
+        dtype = PART_DTYPES[stored.dtype]
         first, part, rest = _gapless(shape, region)
         start = header.data_start + stored.begin + first * dtype.itemsize
         try:
@@ -75,14 +96,15 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(str(self.folder / file), f"tensor {name} cannot be read ({error})") from error
         values = data.view(dtype)
-        if (number := num_not_finite(values)) > 0:
+        if stored.dtype in READABLE_DTYPES and (number := num_not_finite(values)) > 0:
             self._refuse(file, f"tensor {name} holds {number} values that are NaN or infinite", DAMAGED)
         return values.reshape(part)[rest]
 
-    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+    def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = tuple(READABLE_DTYPES)) -> None:
         """Check a tensor without reading it. For `check_all_read` it counts as read.
 
-        shape  the whole tensor's shape by the configuration
+        shape   the whole tensor's shape by the configuration
+        dtypes  safetensors' words for those that it may have
 
         Raises: CheckpointError if the tensor is missing, or has another shape or an unreadable dtype.
         """
@@ -90,8 +112,8 @@ class Checkpoint:
         stored = self._headers[file].tensors[name]
         if stored.shape != shape:
             self._refuse(file, f"tensor {name} has shape {list(stored.shape)}, config.json makes it {list(shape)}")
-        if stored.dtype not in READABLE_DTYPES:
-            self._refuse(file, f"tensor {name} has dtype {stored.dtype}", f"Readable are {', '.join(READABLE_DTYPES)}.")
+        if stored.dtype not in dtypes:
+            self._refuse(file, f"tensor {name} has dtype {stored.dtype}", f"Readable are {', '.join(dtypes)}.")
         self._read.add(name)
 
     @property
@@ -154,6 +176,10 @@ class Checkpoint:
             others = ", ".join(shorten(other) for other in sorted(self._file_of)[:3])
             raise CheckpointError(str(self.folder), f"tensor {name} is missing", f"There are {len(self._file_of)} others, e.g. {others}.")
         return self._file_of[name]
+
+    def refuse(self, name: str, reason: str, remedy: str = "") -> NoReturn:
+        """Raise CheckpointError. name: of a tensor, whose file is named where there is one."""
+        raise CheckpointError(str(self.folder / self._file_of.get(name, "")), reason, remedy)
 
     def _refuse(self, file: str, reason: str, remedy: str = "") -> NoReturn:
         raise CheckpointError(str(self.folder / file), reason, remedy)

@@ -22,12 +22,14 @@ from headrace.tensor.backends import load_backend
 from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_sampling_defaults
 from headrace.tensor.checkpoint.end_tokens import read_end_tokens
 from headrace.tensor.checkpoint.folder import Checkpoint
+from headrace.tensor.checkpoint.formats.format import WeightFormat
+from headrace.tensor.checkpoint.formats.table import QuantizedSource, read_format, resolve_precision
 from headrace.tensor.checkpoint.random_weights import RandomWeights, WeightShapes
 from headrace.tensor.checkpoint.weights_digest import WeightsDigest
 from headrace.tensor.device import META, TensorDevice
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.rounding import Precision
-from headrace.tensor.layers.weights import WeightReader
+from headrace.tensor.layers.weights import WeightReader, WeightSource
 from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from headrace.tensor.models.decoder import DecoderModel
 from headrace.tensor.models.fields import refuse_set
@@ -73,6 +75,8 @@ class LoadedModel:
     weights            digest of all weight bytes, known now or later; None for random weights, which `model_digest` identifies
     weight_bytes       read by one decode step of one sequence
     resident_bytes     held in memory
+    precision          to which linears were rounded at load
+    stored_as          the format of a quantized checkpoint, for people; "" for plain weights
     store              its `save` keeps the packed linears on disk for the next start; None: they are not kept
     """
 
@@ -87,6 +91,8 @@ class LoadedModel:
     weight_bytes: int
     resident_bytes: int
     dtype: torch.dtype
+    precision: Precision
+    stored_as: str
     store: PackedStore | None = None
 
 
@@ -97,6 +103,7 @@ class ModelDescription:
     dtype_name      the checkpoint's dtype by config.json; float32 if it names none
     weight_bytes    read by one decode step of one sequence
     resident_bytes  of all weights, without overhead of packing
+    precision       to which linears are rounded at load
     """
 
     architecture: str
@@ -108,6 +115,7 @@ class ModelDescription:
     dtype_name: str
     weight_bytes: int
     resident_bytes: int
+    precision: Precision
 
 
 def load_model(
@@ -129,7 +137,7 @@ def load_model(
     dtype          to compute with; None: the checkpoint's
     load_format    "dummy": random weights from config.json and `seed`; otherwise safetensors
     max_model_len  None: the checkpoint's
-    quantization   "none", or how linears' weights are rounded at load (`kernels.rounding.Precision`)
+    quantization   "none", how linears' weights are rounded at load (`kernels.rounding.Precision`), or the checkpoint's own format
     packed         where packed linears are kept for the next start; None: they are not kept
 
     Raises: CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
@@ -139,8 +147,10 @@ def load_model(
         raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if world != 1:
         raise ConfigError("tensor_parallel_size", f"{world}: one model on several ranks is not supported yet", "Use 1.")
-    config, precision = read_config(folder), Precision(quantization)
+    config = read_config(folder)
     architecture, spec = _read_spec(config)
+    stored = read_format(config)
+    precision = resolve_precision(quantization, stored)
     if config.has("auto_map"):
         log.info("%s: auto_map is ignored: %s is served by our own code, and code in the folder is never run", config.file, architecture)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
@@ -152,7 +162,7 @@ def load_model(
     else:
         weights = _open_checkpoint(folder, config, spec, dtype, packed)
         weights.open_store(packed, backend, precision, f"{rank}/{world}")
-    reader = WeightReader(weights.source, backend, weights.dtype, device, rank, world, precision, weights.store)
+    reader = WeightReader(weights.plain(stored), backend, weights.dtype, device, rank, world, precision, weights.store)
     model = DecoderModel(reader, spec)
     weights.finish()
     return LoadedModel(
@@ -167,6 +177,8 @@ def load_model(
         weight_bytes=model.weight_bytes,
         resident_bytes=model.resident_bytes,
         dtype=model.dtype,
+        precision=precision,
+        stored_as="" if stored is None else stored.title,
         store=weights.store,
     )
 
@@ -186,6 +198,10 @@ class _Weights:
     digest: str
     content: WeightsDigest | None = None
     store: PackedStore | None = None
+
+    def plain(self, stored: WeightFormat | None) -> WeightSource:
+        """The source of plain weights, whatever the format in which the checkpoint stores them."""
+        return QuantizedSource(self.source, stored) if stored is not None and isinstance(self.source, Checkpoint) else self.source
 
     def open_store(self, packed: PackedFolder | None, backend: Backend, precision: Precision, share: str) -> None:
         """Find what an earlier start packed for this precision and rank share, unless the backend keeps nothing on disk."""
@@ -232,10 +248,10 @@ def describe(
     config = read_config(folder)
     architecture, spec = _read_spec(config)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
-    dtype = dtype or _named_dtype(config) or torch.float32
+    dtype, precision = dtype or _named_dtype(config) or torch.float32, resolve_precision(quantization, read_format(config))
     shapes = WeightShapes(dtype)
     # No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds).
-    reader = WeightReader(shapes, load_backend("reference"), dtype, META, precision=Precision(quantization))
+    reader = WeightReader(shapes, load_backend("reference"), dtype, META, precision=precision)
     model = DecoderModel(reader, replace(spec, max_positions=0))
     return ModelDescription(
         architecture=architecture,
@@ -247,14 +263,12 @@ def describe(
         dtype_name=str(dtype).removeprefix("torch."),
         weight_bytes=model.weight_bytes,
         resident_bytes=model.resident_bytes,
+        precision=precision,
     )
 
 
 def _read_spec(config: ConfigFile) -> tuple[str, DecoderSpec]:
     """The architecture's name and spec. Raises CheckpointError for features that no architecture here has."""
-    for name in ("quantization_config", "compression_config"):
-        if config.has(name):
-            config.refuse(name, "quantized checkpoints are not supported", "Use float32, bfloat16 or float16 weights.")
     refuse_set(config, "is_encoder_decoder", "add_cross_attention")
     architecture = _architecture(config)
     return architecture, ARCHITECTURES[architecture](config)

@@ -1,0 +1,118 @@
+"""Which formats there are, and a checkpoint of any of them as a source of plain weights.
+
+A weight is made dense as it is read, a few rows at a time, so that memory holds one tensor more than the linears that are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from headrace.core.errors import ConfigError
+from headrace.tensor.checkpoint.config import ConfigFile
+from headrace.tensor.checkpoint.folder import PART_DTYPES, Checkpoint
+from headrace.tensor.checkpoint.formats import gptq
+from headrace.tensor.checkpoint.formats.format import QuantizedWeight, StoredParts, WeightFormat
+from headrace.tensor.checkpoint.formats.names import METHODS
+from headrace.tensor.checkpoint.header import DAMAGED
+from headrace.tensor.kernels.rounding import Precision
+
+FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
+    "gptq": gptq.read_format,
+}
+"""`quant_method` -> the format that a section of config.json describes. Raises CheckpointError for what it does not support."""
+
+INSTEAD = {
+    "bitsandbytes": "Use the model's 16-bit weights and --quantization int8 or int4: bitsandbytes makes its files from these.",
+}
+"""What to do about a `quant_method` that is refused."""
+
+SLAB_ELEMENTS = 1 << 22
+"""Weights that are made dense at a time, which bounds the size of temporary copies."""
+
+
+def read_format(config: ConfigFile) -> WeightFormat | None:
+    """The format of the checkpoint's linears; None for plain weights. Raises CheckpointError for one that is not supported."""
+    name = next((name for name in ("quantization_config", "compression_config") if config.has(name)), None)
+    if name is None:
+        return None
+    section = config.section(name)
+    method = section.text("quant_method", "compressed-tensors" if name == "compression_config" else None)
+    if method not in FORMATS:
+        others = f"Supported: {', '.join(FORMATS)}; or use float32, bfloat16 or float16 weights."
+        section.refuse("quant_method", "checkpoints of this format are not supported", INSTEAD.get(method, others))
+    return FORMATS[method](section)
+
+
+def resolve_precision(quantization: str, stored: WeightFormat | None) -> Precision:
+    """How linears are rounded at load. The name of a format is checked against the checkpoint, and rounds nothing.
+
+    Raises ConfigError for the name of another format than the checkpoint's.
+    """
+    is_own = quantization == "fp8" and stored is not None and stored.method == "fp8"
+    if quantization not in METHODS:
+        return Precision.NONE if is_own else Precision(quantization)
+    if stored is None or stored.method != METHODS[quantization]:
+        held = "holds plain weights" if stored is None else f"is stored as {stored.title}"
+        remedy = "Leave the option out: the format is read from config.json."
+        raise ConfigError("quantization", f"{quantization!r}, but the checkpoint {held}", remedy)
+    return Precision.NONE
+
+
+class _Expected:
+    """Implements `StoredParts` with zeros, without reading: what a format asks for is checked to be there."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.has, self.stored_dtype, self.stored_shape = checkpoint.has, checkpoint.stored_dtype, checkpoint.stored_shape
+
+    def read_part(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Tensor:
+        self._checkpoint.expect(name, shape, dtypes)
+        return torch.zeros(1, dtype=PART_DTYPES[self.stored_dtype(name)]).expand(shape)
+
+
+class QuantizedSource:
+    """Implements `tensor.layers.weights.WeightSource` over a checkpoint whose linears are stored in a format."""
+
+    def __init__(self, checkpoint: Checkpoint, stored: WeightFormat) -> None:
+        self._checkpoint, self._format = checkpoint, stored
+
+    def has(self, name: str) -> bool:
+        return self._checkpoint.has(name) or self._stem(name) is not None
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """As `Checkpoint.expect`, for each part of a quantized weight."""
+        if self._stem(name) is None:
+            self._checkpoint.expect(name, shape)
+        else:
+            self._open(name, shape, _Expected(self._checkpoint))
+
+    def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
+        """As `Checkpoint.read`; a quantized weight's region is float32."""
+        if self._stem(name) is None:
+            return self._checkpoint.read(name, shape, region)
+        weight = self._open(name, shape, self._checkpoint)
+        rows, columns = (*region, slice(None), slice(None))[:2]
+        first, last, _ = rows.indices(shape[0])
+        wanted = len(range(*columns.indices(shape[1])))
+        found = torch.empty((last - first, wanted), dtype=torch.float32)
+        step = max(1, SLAB_ELEMENTS // shape[1])
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            found[begin - first : end - first] = weight.dense(slice(begin, end))[:, columns]
+        if not bool(found.isfinite().all()):
+            self._checkpoint.refuse(name, f"weight {name} holds values that are NaN or infinite", DAMAGED)
+        return found
+
+    def _open(self, name: str, shape: tuple[int, ...], parts: StoredParts) -> QuantizedWeight:
+        stem = name.removesuffix(".weight")
+        if len(shape) != 2:
+            self._checkpoint.refuse(name, f"{name} stacks the experts of a mixture, which no quantized format here does")
+        return self._format.open(parts, stem, (shape[0], shape[1]))
+
+    def _stem(self, name: str) -> str | None:
+        """The linear of a weight that is stored in the format; None for any other tensor."""
+        stem = name.removesuffix(".weight")
+        return stem if stem != name and self._format.is_quantized(self._checkpoint, stem) else None
