@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.core.errors import ConfigError
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.folder import PART_DTYPES, Checkpoint
-from headrace.tensor.checkpoint.formats import gptq
+from headrace.tensor.checkpoint.formats import awq, gptq
 from headrace.tensor.checkpoint.formats.format import QuantizedWeight, StoredParts, WeightFormat
 from headrace.tensor.checkpoint.formats.names import METHODS
 from headrace.tensor.checkpoint.header import DAMAGED
@@ -21,6 +21,7 @@ from headrace.tensor.kernels.rounding import Precision
 
 FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
     "gptq": gptq.read_format,
+    "awq": awq.read_format,
 }
 """`quant_method` -> the format that a section of config.json describes. Raises CheckpointError for what it does not support."""
 
