@@ -5,10 +5,20 @@
 | `qweight` | int32 [K * bits / 32, N] | integers packed along K |
 | `qzeros` | int32 [G, N * bits / 32] | zero points packed along N; version 1 stores them less one |
 | `scales` | float [G, N] | |
-| `g_idx` | int32 [K] | group of each input; absent: consecutive |
+| `g_idx` | int32 [K] | group of each input |
 
-weight[n, k] = (integer - zero point) * scale. With `desc_act` groups are not consecutive, and `g_idx` is needed. The version is
-`checkpoint_format`: "gptq" is version 1, "gptq_v2" stores zero points as they are. Source: AutoGPTQ's and GPTQModel's file format.
+weight[n, k] = (integer - zero point) * scale. Source: the file format of AutoGPTQ and GPTQModel.
+
+- The version is `checkpoint_format`: "gptq" is version 1, "gptq_v2" stores zero points as they are. Without the field it is version 1, as
+  it is for AutoGPTQ, GPTQModel and vLLM: files from before version 2 do not have it. `sym` changes nothing in the files: the zero points
+  of symmetric weights are stored too, and those that are stored are used.
+- Version 1 cannot store a zero point of 0. A stored one with all bits set means 0 to AutoGPTQ's kernels and 2 ** bits to vLLM's, and its
+  packer let such a zero point run over into its neighbours, so it is refused.
+- With `desc_act` (act-order) `g_idx` gives the groups, in any order. Without it groups are consecutive, and a `g_idx` that says otherwise
+  is refused; zeros say nothing.
+- `dynamic`, GPTQModel's rules for single modules: modules that "-:" excludes are stored as plain weights. Rules that change how a module
+  is stored are refused.
+- A quantized head (`lm_head`) has the parts of any linear. Fields that say how the integers were found are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.core.errors import CheckpointError
+from headrace.core.errors import CheckpointError, shorten
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
 from headrace.tensor.checkpoint.formats.unpacking import unpack
@@ -48,11 +58,12 @@ class GptqWeight:
 
 @dataclass(frozen=True, slots=True)
 class GptqFormat:
-    """Implements `WeightFormat`. group: inputs of a group; -1: all. added: to a stored zero point."""
+    """Implements `WeightFormat`. group: inputs of a group; -1: all. added: to a stored zero point. is_ordered: groups are consecutive."""
 
     bits: int
     group: int
     added: int
+    is_ordered: bool
 
     method = "gptq"
 
@@ -61,25 +72,43 @@ class GptqFormat:
         return f"gptq, {self.bits} bits" + (f" in groups of {self.group}" if self.group > 0 else "")
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
-        return parts.has(f"{stem}.qweight")
+        return any(parts.has(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> GptqWeight:
         """See `WeightFormat.open`."""
         (outputs, inputs), bits = shape, self.bits
-        group = self.group if self.group > 0 else inputs
         if inputs * bits % 32 or outputs * bits % 32:
-            raise CheckpointError(stem, f"a weight of shape {list(shape)} cannot be packed in words of {bits} bits each")
-        count = -(-inputs // group)
+            raise CheckpointError(stem, f"a weight of shape {list(shape)} cannot be packed in words of 32 bits, {bits} bits each")
+        count = 1 if self.group < 0 else -(-inputs // self.group)
         words = parts.read_part(f"{stem}.qweight", (inputs * bits // 32, outputs), ("I32",))
-        packed = parts.read_part(f"{stem}.qzeros", (count, outputs * bits // 32), ("I32",))
+        zeros = self._zeros(parts, f"{stem}.qzeros", (count, outputs))
         scales = parts.read_part(f"{stem}.scales", (count, outputs), SCALES)
-        if parts.has(name := f"{stem}.g_idx"):
-            groups = parts.read_part(name, (inputs,), ("I32",)).long()
-            if int(groups.min()) < 0 or int(groups.max()) >= count:
-                raise CheckpointError(name, f"names groups {int(groups.min())} to {int(groups.max())}, but there are {count}")
-        else:
-            groups = torch.arange(inputs) // group
-        return GptqWeight(words, scales.float(), unpack(packed, bits).float() + self.added, groups, bits)
+        return GptqWeight(words, scales.float(), zeros, self._groups(parts, f"{stem}.g_idx", inputs, count), bits)
+
+    def _zeros(self, parts: StoredParts, name: str, shape: tuple[int, int]) -> Tensor:
+        """Zero points, float32 [G, N]. Raises CheckpointError for one that is beyond the integers' range."""
+        words = parts.read_part(name, (shape[0], shape[1] * self.bits // 32), ("I32",))
+        zeros = unpack(words, self.bits).float() + self.added
+        highest = (1 << self.bits) - 1
+        if (number := int((zeros > highest).sum())) > 0:
+            reason = f"holds {number} zero points beyond {highest}, the highest integer of {self.bits} bits"
+            raise CheckpointError(name, reason, "Quantize the model again, with checkpoint_format gptq_v2.")
+        return zeros
+
+    def _groups(self, parts: StoredParts, name: str, inputs: int, count: int) -> Tensor:
+        """Each input's group, int64 [K]. Raises CheckpointError for groups that do not exist or contradict `desc_act`."""
+        consecutive = torch.arange(inputs) // (inputs if self.group < 0 else self.group)
+        if not parts.has(name) and (self.is_ordered or count == 1):
+            return consecutive
+        groups = parts.read_part(name, (inputs,), ("I32",)).long()
+        lowest, highest = int(groups.min()), int(groups.max())
+        if lowest < 0 or highest >= count:
+            raise CheckpointError(name, f"names groups {lowest} to {highest}, but there are {count}, from 0")
+        if not self.is_ordered:
+            return groups
+        if highest > 0 and not torch.equal(groups, consecutive):
+            raise CheckpointError(name, "its groups are not consecutive, but config.json has desc_act = false")
+        return consecutive
 
 
 def read_format(section: ConfigFile) -> GptqFormat:
@@ -87,10 +116,15 @@ def read_format(section: ConfigFile) -> GptqFormat:
     bits = section.integer("bits", 2, 8)
     if bits not in BITS:
         section.refuse("bits", f"only {', '.join(map(str, BITS))} are supported")
-    group = section.integer("group_size", -1, 1 << 20, default=128)
+    group = section.integer("group_size", -1, 1 << 20)
     if group == 0:
         section.refuse("group_size", "must be -1, for one group, or positive")
     version = section.text("checkpoint_format", "gptq")
     if version not in VERSIONS:
         section.refuse("checkpoint_format", f"only {' and '.join(VERSIONS)} are supported", "Convert the checkpoint to one of them.")
-    return GptqFormat(bits, group, VERSIONS[version])
+    if section.flag("is_marlin_format", False):
+        section.refuse("is_marlin_format", "Marlin's layout is not supported", "Use the checkpoint that it was converted from.")
+    for rule, changes in section.section("dynamic").values.items():
+        if changes and not rule.startswith("-:"):
+            section.refuse("dynamic", f"rule {shorten(rule)} stores modules in another way, which is not supported")
+    return GptqFormat(bits, group, VERSIONS[version], is_ordered=not section.flag("desc_act", True))
