@@ -79,7 +79,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.tensor.kernels.gpu": Floor(_ours("core", "tensor.host", "tensor.kernels"), ("torch", "triton")),
     # 3 engine: the loop knows no tensor, the runner no socket
     "headrace.engine": Floor(_ours("core", "policy", "tensor", "wire", "observe")),
-    "headrace.engine.config": Floor(_ours("core", "policy.queues", "tensor.backends")),
+    "headrace.engine.config": Floor(_ours("core", "policy.queues", "tensor.backends", "tensor.checkpoint.formats.names")),
     "headrace.engine.failpoints": Floor(_ours("core")),
     "headrace.engine.failures": Floor(_ours("core")),
     "headrace.engine.grammar": Floor(_ours("core", "text.tokenizer"), (), ("llguidance",)),

@@ -25,7 +25,8 @@ Value = TypeVar("Value")
 
 DTYPES = ("auto", "float32", "bfloat16")
 """Everywhere; float16 is computed by CUDA alone."""
-QUANTIZATIONS = ("none", "int8", "int4", "fp8", *METHODS)
+ROUNDINGS = ("int8", "int4", "fp8")
+"""How linears may be rounded at load."""
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8", "fp8")
 """fp8 in both: on GPUs that compute it (`tensor.device`)."""
 BATCHING = ("continuous", "static")
@@ -110,7 +111,7 @@ class EngineConfig:
         "Weights of the linears are rounded at load; the name of a checkpoint's format is checked against it, and rounds nothing.",
         "--quantization",
         "-q",
-        one_of=QUANTIZATIONS,
+        one_of=("none", *ROUNDINGS, *METHODS),
     )
     kv_cache_dtype: str = option("auto", "auto: as computed, or bfloat16 where weights and CPU have it.", one_of=KV_CACHE_DTYPES)
     max_model_len: int | None = option(None, "Longest context in tokens. Default: the model's.", low=1)

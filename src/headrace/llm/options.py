@@ -12,7 +12,7 @@ from headrace.core.vllm_options import REMEDIES
 from headrace.engine.config import EngineConfig, options, try_gpus
 
 _PARALLEL = "A model runs in one process for now."
-_QUANTIZED = "Weights are rounded at load: quantization='int8', 'int4' or, on a GPU, 'fp8'."
+_QUANTIZED = "Weights are rounded at load by quantization='int8', 'int4' or, on a GPU, 'fp8'; a checkpoint's own format is read as it is."
 
 ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "tensor_parallel_size": ((1,), _PARALLEL),

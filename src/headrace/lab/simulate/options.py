@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from headrace.core.errors import ConfigError
-from headrace.engine.config import EngineConfig, options
+from headrace.engine.config import ROUNDINGS, EngineConfig, options
 from headrace.policy.placement.device import Device
 from headrace.policy.placement.layout import Need, Traffic
 from headrace.policy.placement.model import ModelShape
@@ -53,7 +53,7 @@ def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device
     """
     computed = WEIGHT_DTYPES.get(config.dtype, kept)
     is_small = kept not in WEIGHT_DTYPES.values()
-    weights = config.quantization if config.quantization != "none" else kept if is_small else computed
+    weights = config.quantization if config.quantization in ROUNDINGS else kept if is_small else computed
     names_cache = config.num_kv_blocks is not None or config.kv_cache_bytes is not None
     return Need(
         model=shape,

@@ -31,7 +31,7 @@ INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 4096
 MAX_TENSORS = 2**17
 READABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Of weights. The parts of a quantized one have these too."""
+"""Dtypes of weights. Parts of quantized ones have others too."""
 PART_DTYPES = {
     **READABLE_DTYPES,
     "I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,

@@ -143,10 +143,7 @@ def load_model(
     Raises: CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
     Memory: at most the weights held, twice the largest fused tensor, and small change.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-    if world != 1:
-        raise ConfigError("tensor_parallel_size", f"{world}: one model on several ranks is not supported yet", "Use 1.")
+    _check_options(load_format, world)
     config = read_config(folder)
     architecture, spec = _read_spec(config)
     stored = read_format(config)
@@ -181,6 +178,13 @@ def load_model(
         stored_as="" if stored is None else stored.title,
         store=weights.store,
     )
+
+
+def _check_options(load_format: str, world: int) -> None:
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    if world != 1:
+        raise ConfigError("tensor_parallel_size", f"{world}: one model on several ranks is not supported yet", "Use 1.")
 
 
 @dataclass(slots=True)
