@@ -8,6 +8,7 @@ METHODS = {
     "awq": "awq",
     "awq_marlin": "awq",
     "compressed-tensors": "compressed-tensors",
+    "fbgemm_fp8": "fbgemm_fp8",
     "modelopt": "modelopt",
     "modelopt_fp4": "modelopt",
 }

@@ -6,6 +6,7 @@ A weight is made dense as it is read, a few rows at a time, so that memory holds
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from headrace.core.errors import ConfigError
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.folder import PART_DTYPES, Checkpoint
-from headrace.tensor.checkpoint.formats import awq, gptq
+from headrace.tensor.checkpoint.formats import awq, compressed_tensors, fp8, gptq, modelopt
 from headrace.tensor.checkpoint.formats.format import QuantizedWeight, StoredParts, WeightFormat
 from headrace.tensor.checkpoint.formats.names import METHODS
 from headrace.tensor.checkpoint.header import DAMAGED
@@ -22,13 +23,29 @@ from headrace.tensor.kernels.rounding import Precision
 FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
     "gptq": gptq.read_format,
     "awq": awq.read_format,
+    "compressed-tensors": compressed_tensors.read_format,
+    "fp8": fp8.read_format,
+    "fbgemm_fp8": fp8.read_format,
+    "modelopt": modelopt.read_format,
+    "modelopt_fp4": modelopt.read_format,
 }
 """`quant_method` -> the format that a section of config.json describes. Raises CheckpointError for what it does not support."""
 
 INSTEAD = {
+    "mxfp4": "It is of gpt-oss, which is not supported either; compressed-tensors has mxfp4 of other architectures.",
     "bitsandbytes": "Use the model's 16-bit weights and --quantization int8 or int4: bitsandbytes makes its files from these.",
 }
 """What to do about a `quant_method` that is refused."""
+
+UNUSED = (
+    *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale", "output_zero_point"),
+    *("kv_scale", "q_scale", "k_scale", "v_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
+)
+"""Parts beside a linear, or beside the linears of its attention, that say how activations, keys or values may be rounded as they are
+computed. They change no weight; what is computed here is not rounded by them, whatever the format."""
+
+FEW = 16
+"""Elements of parts that are read even to check a checkpoint, as formats compare their values with the configuration."""
 
 SLAB_ELEMENTS = 1 << 22
 """Weights that are made dense at a time, which bounds the size of temporary copies."""
@@ -38,6 +55,7 @@ def read_format(config: ConfigFile) -> WeightFormat | None:
     """The format of the checkpoint's linears; None for plain weights. Raises CheckpointError for one that is not supported."""
     name = next((name for name in ("quantization_config", "compression_config") if config.has(name)), None)
     if name is None:
+        modelopt.refuse_separate(config)
         return None
     section = config.section(name)
     method = section.text("quant_method", "compressed-tensors" if name == "compression_config" else None)
@@ -63,13 +81,15 @@ def resolve_precision(quantization: str, stored: WeightFormat | None) -> Precisi
 
 
 class _Expected:
-    """Implements `StoredParts` with zeros, without reading: what a format asks for is checked to be there."""
+    """Implements `StoredParts` with zeros, and reads nothing but the smallest parts: what a format asks for is checked to be there."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.has, self.stored_dtype, self.stored_shape = checkpoint.has, checkpoint.stored_dtype, checkpoint.stored_shape
 
     def read_part(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Tensor:
+        if prod(shape) <= FEW:
+            return self._checkpoint.read_part(name, shape, dtypes)
         self._checkpoint.expect(name, shape, dtypes)
         return torch.zeros(1, dtype=PART_DTYPES[self.stored_dtype(name)]).expand(shape)
 
@@ -85,6 +105,7 @@ class QuantizedSource:
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """As `Checkpoint.expect`, for each part of a quantized weight."""
+        self._pass_unused(name)
         if self._stem(name) is None:
             self._checkpoint.expect(name, shape)
         else:
@@ -92,6 +113,7 @@ class QuantizedSource:
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
         """As `Checkpoint.read`; a quantized weight's region is float32."""
+        self._pass_unused(name)
         if self._stem(name) is None:
             return self._checkpoint.read(name, shape, region)
         weight = self._open(name, shape, self._checkpoint)
@@ -112,6 +134,14 @@ class QuantizedSource:
         if len(shape) != 2:
             self._checkpoint.refuse(name, f"{name} stacks the experts of a mixture, which no quantized format here does")
         return self._format.open(parts, stem, (shape[0], shape[1]))
+
+    def _pass_unused(self, name: str) -> None:
+        """Let what is UNUSED beside a weight count as read."""
+        stem = name.removesuffix(".weight")
+        for holder in (stem, stem.rpartition(".")[0]):
+            for part in (f"{holder}.{unused}" for unused in UNUSED):
+                if self._checkpoint.has(part):
+                    self._checkpoint.expect(part, self._checkpoint.stored_shape(part), (self._checkpoint.stored_dtype(part),))
 
     def _stem(self, name: str) -> str | None:
         """The linear of a weight that is stored in the format; None for any other tensor."""
