@@ -129,3 +129,17 @@ def test_float16_is_refused_on_a_cpu_and_taken_on_a_gpu() -> None:
     assert "float32" in caught.value.remedy
     assert CUDA.resolve_dtype("float16", "bfloat16", OLD)[0] == torch.float16
     assert CUDA.resolve_dtype("auto", "bfloat16", OLD)[0] == torch.bfloat16
+
+
+def test_a_gpu_that_fails_is_said_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked in a process of its own reads the reason as a line."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nCompile with TORCH_USE_CUDA_DSA\n" + 400 * "x")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", fail)
+    with pytest.raises(ConfigError, match="illegal memory access Compile with") as caught:
+        CUDA.check()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 450

@@ -177,17 +177,21 @@ def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder 
 def _load(config: EngineConfig, choices: _Choices, packed: PackedFolder | None) -> LoadedModel:
     log.info("loading %s", config.model)
     began = time.perf_counter()
-    loaded = load_model(
-        Path(config.model),
-        backend=choices.backend,
-        dtype=choices.dtype,
-        device=DEVICES[config.device],
-        load_format=config.load_format,
-        seed=config.seed,
-        max_model_len=config.max_model_len,
-        quantization=config.quantization,
-        packed=packed,
-    )
+    try:
+        loaded = load_model(
+            Path(config.model),
+            backend=choices.backend,
+            dtype=choices.dtype,
+            device=DEVICES[config.device],
+            load_format=config.load_format,
+            seed=config.seed,
+            max_model_len=config.max_model_len,
+            quantization=config.quantization,
+            packed=packed,
+        )
+    except torch.OutOfMemoryError as error:
+        reason = "the device's memory ran out while weights were loaded and packed"
+        raise ConfigError("model", reason, "Free the device's memory, or use a smaller model or --quantization.") from error
     log.info("loaded %s of weights in %.1f s", describe_bytes(loaded.resident_bytes), time.perf_counter() - began)
     return loaded
 

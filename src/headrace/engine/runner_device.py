@@ -199,22 +199,27 @@ class DeviceRunner:
         return kind
 
     def _compute_prompts(self, rows: Rows, layout: RowLayout, logprob_counts: Ints) -> PromptLogprobColumns:
-        """Compute the rows of `layout.prompts`: hidden states of those that sample, and log-probabilities of prompt tokens."""
-        if not len(layout.prompts):
+        """Compute the rows of prompts: hidden states of those that sample, and log-probabilities of prompt tokens."""
+        left, place = layout.reported, len(layout.decodes)
+        if len(layout.prompts):
+            own = rows.picked(layout.prompts)
+            if self._steps.prompts(own, self._slots, place):
+                place += int((own.samples > 0).sum())
+            else:
+                left = np.concatenate((layout.prompts, layout.reported))
+        if not len(left):
             return PromptLogprobColumns()
-        own, counts = rows.picked(layout.prompts), logprob_counts[layout.prompts]
-        if not counts.any() and self._steps.prompts(own, self._slots, len(layout.decodes)):
-            return PromptLogprobColumns()
+        own, counts = rows.picked(left), logprob_counts[left]
         selected = select_tokens(own, counts)
         hidden = self._steps.forward(*build_batch(own, self._slots, self._steps.upload, selected))
         sampling = np.flatnonzero(own.samples)
         if len(sampling):
             last = selected.places(own.row_starts[sampling + 1] - 1)
             wanted = hidden if len(last) == len(hidden) else hidden[self._steps.upload([last])[0]]
-            self._steps.put_hidden(wanted, len(layout.decodes))
+            self._steps.put_hidden(wanted, place)
         found = self._prompts.compute(own, counts, selected, hidden)
-        found.rows = array("i", layout.prompts[found.rows].astype(np.int32).tobytes())
-        found.failed = {int(layout.prompts[row]) for row in found.failed}
+        found.rows = array("i", left[found.rows].astype(np.int32).tobytes())
+        found.failed = {int(left[row]) for row in found.failed}
         return found
 
     def _launched(

@@ -73,8 +73,8 @@ class StepGraphs:
         self._captured[size]()
 
     def prompt_size(self, num_tokens: int, num_rows: int) -> PromptSize | None:
-        """The smallest size with room for these tokens and rows; None where there is none."""
-        return next((size for size in self.prompt_sizes if num_tokens <= size.tokens and num_rows <= size.rows), None)
+        """The smallest size that takes these tokens and rows; None where there is none."""
+        return next((size for size in self.prompt_sizes if size.takes(num_tokens, num_rows)), None)
 
     def _padded(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]

@@ -17,23 +17,27 @@ from headrace.engine.runner_slots import Ints
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How a plan's rows are computed; indices of rows, ascending in each column.
+    """How a plan's rows are computed; indices of rows, ascending in the first three columns.
 
-    decodes  rows of one token that are replayed
-    prompts  the rest
-    chosen   rows with a place in the choice: `decodes`, then those of `prompts` that sample
+    decodes   rows of one token that are replayed
+    prompts   the rest, but for
+    reported  rows of prompts whose log-probabilities are asked for: all their hidden states are needed, so they are not replayed
+    chosen    rows with a place in the choice: those of the three columns in this order, but for prompts that do not sample
     """
 
     decodes: Ints
     prompts: Ints
+    reported: Ints
     chosen: Ints
 
     @classmethod
     def of(cls, rows: Rows, logprob_counts: Ints) -> RowLayout:
-        """logprob_counts: `count_prompt_logprobs` of `rows`; such a row's hidden states are needed, so it is not replayed."""
-        is_prompt = (rows.counts > 1) | (logprob_counts > 0)
-        decodes, prompts = np.flatnonzero(~is_prompt), np.flatnonzero(is_prompt)
-        return cls(decodes, prompts, np.concatenate((decodes, prompts[rows.samples[prompts] > 0])))
+        """logprob_counts: `count_prompt_logprobs` of `rows`."""
+        is_reported = logprob_counts > 0
+        is_prompt = (rows.counts > 1) & ~is_reported
+        decodes, prompts, reported = (np.flatnonzero(mine) for mine in (~is_prompt & ~is_reported, is_prompt, is_reported))
+        sampling = [some[rows.samples[some] > 0] for some in (prompts, reported)]
+        return cls(decodes, prompts, reported, np.concatenate((decodes, *sampling)))
 
 
 class LaunchedStep:

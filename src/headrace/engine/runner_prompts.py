@@ -21,6 +21,10 @@ TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of tokens that are captured, up to the engine's most for a step."""
 TOKENS_PER_ROW = 16
 """Tokens of a size for each of its rows."""
+MAX_PADDING = 4
+"""A step is padded to this many times its tokens at most, unless the size is one of SMALL_TOKENS or fewer, which costs little more than
+its weights."""
+SMALL_TOKENS = 128
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
@@ -30,6 +34,11 @@ class PromptSize(NamedTuple):
 
     tokens: int
     rows: int
+
+    def takes(self, num_tokens: int, num_rows: int) -> bool:
+        """Whether there is room for them, and little enough would be padding."""
+        is_near = self.tokens <= max(SMALL_TOKENS, MAX_PADDING * num_tokens)
+        return num_tokens <= self.tokens and num_rows <= self.rows and is_near
 
     def num_values(self, groups: int) -> int:
         """Length of the inputs' buffer."""

@@ -125,6 +125,8 @@ class Cpu(TensorDevice):
 
 
 GPU_WORKING_BYTES = 768 << 20
+MAX_REASON = 300
+"""Characters of torch's error that are shown, on one line."""
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs that multiply FP8."""
 
@@ -140,7 +142,8 @@ class Cuda(TensorDevice):
         try:
             found = int(torch.ones(2, device=self.name).sum())
         except (RuntimeError, AssertionError) as error:  # the latter: torch is a build for CPUs
-            raise ConfigError("device", f"the GPU does not compute ({error})", "Mend it, or use device = cpu.") from error
+            reason = " ".join(str(error).split())[:MAX_REASON]
+            raise ConfigError("device", f"the GPU does not compute ({reason})", "Mend it, or use device = cpu.") from error
         if found != 2:
             raise ConfigError("device", f"the GPU adds 1 and 1 to {found}", "Mend it, or use device = cpu.")
 

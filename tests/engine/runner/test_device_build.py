@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from device_kit import HostLaunches
 from grammar_kit import vetting_here
 from real_engine import RealEngine, greedy_request
+from tiny_models import save_tiny_model
 
 from headrace.bundled import bundled_path
 from headrace.core.grammar import Grammar
@@ -69,6 +71,23 @@ def test_an_engine_over_launched_steps_answers_as_the_plain_one(
     assert [entry.top_ids for entry in launched.prompt_logprobs["reported", 0]] == [
         entry.top_ids for entry in plain.prompt_logprobs["reported", 0]
     ]
+
+
+@pytest.mark.usefixtures("launching")
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "mixtral"])
+def test_windows_several_caches_and_mixtures_are_replayed_padded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of many lengths, in chunks and beside rows that decode: padding tokens and rows change nothing."""
+    folder = save_tiny_model(name, tmp_path)
+    requests = [greedy_request(f"{n}", range(3 + n, 3 + n + 11 * n % 90 + 1), max_tokens=5 + n) for n in range(14)]
+    requests.append(greedy_request("reported", range(7, 60), prompt_logprobs=1))
+    options = {"load_format": "dummy", "kernels": "reference", "max_model_len": 120, "num_kv_blocks": 150}
+    with RealEngine(folder, depth=2, **options) as launched:
+        launched.run(*requests)
+    monkeypatch.setattr(Cpu, "make_launches", lambda self: None)
+    with RealEngine(folder, **options) as plain:
+        plain.run(*requests)
+    assert launched.tokens == plain.tokens
+    assert [entry.token_id for entry in launched.prompt_logprobs["reported", 0]] == list(range(8, 60))
 
 
 def test_kernels_that_do_not_choose_tokens_have_the_plain_runner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from headrace.core.grammar import Grammar
 from headrace.core.plan import Plan
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner_batch import UnknownToken
-from headrace.engine.runner_prompts import sizes_up_to
+from headrace.engine.runner_prompts import PromptSize, sizes_up_to
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.kernels.choice import CHOICE_KINDS, MAX_TABLE_CHANGES
 from headrace.tensor.launches import CudaLaunches, upload_together
@@ -86,6 +86,22 @@ def test_prompt_sizes_follow_what_a_step_may_hold() -> None:
     assert sizes_up_to(8, 64) == [(8, 1)]
     assert sizes_up_to(100, 3) == [(16, 1), (32, 2), (64, 3), (100, 3)]
     assert sizes_up_to(8192, 256)[-1] == (1024, 64)
+    small, large = PromptSize(128, 8), PromptSize(1024, 64)
+    assert (small.takes(3, 2), small.takes(129, 2), small.takes(128, 9)) == (True, False, False)
+    assert (large.takes(256, 64), large.takes(255, 20)) == (True, False)  # most of it would be padding
+
+
+def test_prompts_with_log_probabilities_leave_the_others_captured(decoder: DecoderModel, dense: DenseLlama) -> None:
+    watched = Watched(decoder)
+    runner, planner = make_device_runner(decoder, model=watched), Planner()
+    planner.start(0, [20, 7, 9], SamplingParams(temperature=0.0, seed=0, prompt_logprobs=1))
+    planner.start(1, [21, 7])
+    planner.start(2, [22, 7, 8])
+    watched.batches.clear()
+    result = runner.submit(planner.plan((0, 0, 3, 1), (1, 0, 2, 1), (2, 0, 3, 1))).result()
+    assert [batch.num_tokens for batch in watched.batches] == [32, 3]
+    assert row_tokens(result) == [dense.greedy(ids, 1) for ids in ([20, 7, 9], [21, 7], [22, 7, 8])]
+    assert (list(result.prompt_rows), list(result.prompt_counts)) == ([0], [2])
 
 
 @pytest.mark.parametrize(("most_tokens", "prompts"), [(64, (0, 64, 64)), (32, (0, 33, 11))])

@@ -154,6 +154,17 @@ def test_rotary_and_the_write_to_the_cache(
             assert relative_error(scale, scales[0]) < 1e-6
 
 
+@pytest.mark.parametrize("stored", [pytest.param(FP8, marks=needs_device), torch.float16])
+def test_a_nan_is_written_to_the_cache_as_one(kernels: TritonKernels, stored: torch.dtype) -> None:
+    """A number in its place would be read by every later token."""
+    key, value = randn(2, 1, 16), randn(2, 1, 16)
+    key[0, 0, 3], value[1, 0, 5] = float("nan"), float("nan")
+    cache = torch.zeros(1, 2, 4, 1, 16).to(stored).to(DEVICE)
+    kernels.scatter_kv(key, value, cache, torch.tensor([1, 2]).to(DEVICE))
+    places = cache.float().isnan().nonzero().tolist()
+    assert places == [[0, 0, 1, 0, 3], [0, 1, 2, 0, 5]]
+
+
 ROWS = [(1, 5), (1, 150), (1, 1), (3, 3), (9, 60)]
 """(tokens, context): three rows that decode, two of a prompt."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headrace.core.errors import ConfigError
 from headrace.tensor.kernels import Linear
 from headrace.tensor.kernels.gpu import dequantize, fp8
 from headrace.tensor.kernels.gpu.experts import GroupedExperts, expert_of, stacked
@@ -95,10 +96,17 @@ class TritonPacking:
             return StoredLinear(stored, bias, self.tuning)
         return PaddedLinear(StoredLinear(stored, None if bias is None else F.pad(bias, (0, -rows % 16)), self.tuning), rows, inputs)
 
-    def group_experts(self, gate_up: Sequence[Linear], down: Sequence[Linear], activation: str) -> GroupedExperts | None:
-        """See `Backend.group_experts`. The linears' weights become views of one tensor."""
+    def group_experts(self, gate_up: Sequence[Linear], down: Sequence[Linear], activation: str) -> GroupedExperts:
+        """See `Backend.group_experts`. The linears' weights become views of one tensor.
+
+        Raises ConfigError for experts that the grouped product does not take: one after another they cannot be captured.
+        """
         first, second = self._stack(gate_up), self._stack(down)
-        return None if first is None or second is None else GroupedExperts(first, second, activation, self.tuning)
+        if first is None or second is None:
+            shape = f"{gate_up[0].out_features} x {gate_up[0].in_features}"
+            reason = f"experts of shape {shape} are not multiplied together on a GPU in this format"
+            raise ConfigError("model", reason, "Use another --quantization, or --device cpu.")
+        return GroupedExperts(first, second, activation, self.tuning)
 
     def _stack(self, linears: Sequence[Linear]) -> StoredWeight | None:
         """The linears' weights in one tensor; None where the grouped product does not take them."""

@@ -20,7 +20,9 @@ MAX_HEADS = 8
 
 @triton.jit
 def _to_fp8(x):
-    return tl.minimum(tl.maximum(x.to(tl.float32), -MAX_FP8), MAX_FP8)
+    """x within FP8's range. NaN stays NaN, which minimum and maximum alone would make a number."""
+    x = x.to(tl.float32)
+    return tl.where(x != x, x, tl.minimum(tl.maximum(x, -MAX_FP8), MAX_FP8))
 
 
 @triton.jit

@@ -5,8 +5,12 @@ It is compiled anew at each start, with the launcher that Triton compiles in C, 
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import triton
@@ -18,7 +22,9 @@ from headrace.tensor.kernels.gpu.compiler import TritonCompiler
 
 MAX_REASON = 300
 """Characters of a foreign error that are shown."""
-_SIZE = 64
+MAX_AGE_S = 3600.0
+"""Seconds after which a trial's folder is no running one's."""
+_SIZE, _PREFIX = 64, "trial-"
 
 
 @triton.jit
@@ -41,12 +47,21 @@ def find_fault(device: str) -> str:
     return "" if is_right else "a first kernel gives a wrong result"
 
 
+def _remove_left_over(folder: Path) -> None:
+    """Remove folders of trials that were killed."""
+    for old in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another start removes it
+            if time.time() - old.stat().st_mtime > MAX_AGE_S:
+                shutil.rmtree(old, ignore_errors=True)
+
+
 def double(x: Tensor) -> Tensor:
     """2 * x, for the trial's few numbers, by a kernel that is compiled in an empty folder of the private one."""
     out = torch.empty_like(x)
     TritonCompiler()
     knobs = triton.knobs.cache
-    with tempfile.TemporaryDirectory(prefix="trial-", dir=knobs.dir) as folder, knobs.scope():
+    _remove_left_over(Path(knobs.dir))
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=knobs.dir) as folder, knobs.scope():
         knobs.dir = folder
         _double_kernel[(1,)](x, out, BLOCK=x.numel())
     return out
