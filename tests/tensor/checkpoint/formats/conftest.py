@@ -1,0 +1,16 @@
+"""One thread for tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny matrices: threads only cost
+    yield
+    torch.set_num_threads(threads)
