@@ -2,7 +2,7 @@
 
 | part | shape, of a weight [N, K] with G groups | |
 |---|---|---|
-| `qweight` | int32 [K, N / 8] | integers packed along N, in the order `ORDER` |
+| `qweight` | int32 [K, N / 8] | integers packed along N, in the order of `SHIFTS` |
 | `qzeros` | int32 [G, N / 8] | zero points, packed as the integers are |
 | `scales` | float [G, N] | |
 
@@ -22,17 +22,16 @@ from torch import Tensor
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
-from headrace.tensor.checkpoint.formats.unpacking import unpack
 
 PER_WORD = 8
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output, of a word's eight, of each 4 bits from the lowest on."""
+SHIFTS = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
+"""Of each of a word's eight outputs, from the lowest bit: the even ones come first."""
 SCALES = ("F16", "BF16", "F32")
 
 
 @dataclass(frozen=True, slots=True)
 class AwqWeight:
-    """words [K, N / 8] int32; scales and zeros float32 [G, N]; G divides K."""
+    """words [K, N / 8] int32; scales and zeros float32 [N, G]; G divides K."""
 
     words: Tensor
     scales: Tensor
@@ -41,11 +40,10 @@ class AwqWeight:
     def dense(self, rows: slice) -> Tensor:
         """See `QuantizedWeight.dense`."""
         first = rows.start // PER_WORD
-        values = _unpack_outputs(self.words[:, first : -(-rows.stop // PER_WORD)])
-        values = values[:, rows.start - first * PER_WORD : rows.stop - first * PER_WORD]
-        grouped = values.reshape(len(self.scales), -1, values.shape[1]).float()  # [G, K / G, rows]
-        weight = (grouped - self.zeros[:, None, rows]) * self.scales[:, None, rows]
-        return weight.flatten(0, 1).t().contiguous()
+        values = _by_output(self.words[:, first : -(-rows.stop // PER_WORD)])
+        values = values[rows.start - first * PER_WORD : rows.stop - first * PER_WORD].float()
+        grouped = values.view(len(values), self.scales.shape[1], -1)
+        return grouped.sub_(self.zeros[rows, :, None]).mul_(self.scales[rows, :, None]).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +72,12 @@ class AwqFormat:
         words = parts.read_part(f"{stem}.qweight", (inputs, outputs // PER_WORD), ("I32",))
         zeros = parts.read_part(f"{stem}.qzeros", (inputs // group, outputs // PER_WORD), ("I32",))
         scales = parts.read_part(f"{stem}.scales", (inputs // group, outputs), SCALES)
-        return AwqWeight(words, scales.float(), _unpack_outputs(zeros).float())
+        return AwqWeight(words, scales.float().t().contiguous(), _by_output(zeros).float())
 
 
-def _unpack_outputs(words: Tensor) -> Tensor:
-    """int32 [R, W] -> uint8 [R, W * 8], in the order of the outputs."""
-    places = torch.tensor(ORDER).argsort()
-    return unpack(words, 4).view(*words.shape, PER_WORD)[:, :, places].flatten(1)
+def _by_output(words: Tensor) -> Tensor:
+    """int32 [R, W] -> int32 [W * 8, R]: the integers, one row per output."""
+    return ((words.t().contiguous()[:, None, :] >> SHIFTS[:, None]) & 15).flatten(0, 1)
 
 
 def read_format(section: ConfigFile) -> AwqFormat:

@@ -12,8 +12,8 @@ weight[n, k] = (integer - zero point) * scale. Source: the file format of AutoGP
 - The version is `checkpoint_format`: "gptq" is version 1, "gptq_v2" stores zero points as they are. Without the field it is version 1, as
   it is for AutoGPTQ, GPTQModel and vLLM: files from before version 2 do not have it. `sym` changes nothing in the files: the zero points
   of symmetric weights are stored too, and those that are stored are used.
-- Version 1 cannot store a zero point of 0. A stored one with all bits set means 0 to AutoGPTQ's kernels and 2 ** bits to vLLM's, and its
-  packer let such a zero point run over into its neighbours, so it is refused.
+- Version 1 cannot store a zero point of 0. A stored one with all bits set is 0 to some of its readers (most kernels of AutoGPTQ) and
+  2 ** bits to others (vLLM), and packers let it run over into its neighbours, so it is refused.
 - With `desc_act` (act-order) `g_idx` gives the groups, in any order. Without it groups are consecutive, and a `g_idx` that says otherwise
   is refused; zeros say nothing.
 - `dynamic`, GPTQModel's rules for single modules: modules that "-:" excludes are stored as plain weights. Rules that change how a module
@@ -41,7 +41,7 @@ VERSIONS = {"gptq": 1, "gptq_v2": 0}
 
 @dataclass(frozen=True, slots=True)
 class GptqWeight:
-    """words [K * bits / 32, N] int32; scales and zeros float32 [G, N]; groups int64 [K]: each input's group."""
+    """words [K * bits / 32, N] int32; scales and zeros float32 [N, G]; groups int64 [K]: each input's group."""
 
     words: Tensor
     scales: Tensor
@@ -52,8 +52,8 @@ class GptqWeight:
     def dense(self, rows: slice) -> Tensor:
         """See `QuantizedWeight.dense`."""
         values = unpack(self.words[:, rows].t().contiguous(), self.bits).float()
-        scales, zeros = self.scales[:, rows].t(), self.zeros[:, rows].t()
-        return (values - zeros[:, self.groups]) * scales[:, self.groups]
+        zeros, scales = (of_group[rows].index_select(1, self.groups) for of_group in (self.zeros, self.scales))
+        return values.sub_(zeros).mul_(scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ class GptqFormat:
         words = parts.read_part(f"{stem}.qweight", (inputs * bits // 32, outputs), ("I32",))
         zeros = self._zeros(parts, f"{stem}.qzeros", (count, outputs))
         scales = parts.read_part(f"{stem}.scales", (count, outputs), SCALES)
-        return GptqWeight(words, scales.float(), zeros, self._groups(parts, f"{stem}.g_idx", inputs, count), bits)
+        groups = self._groups(parts, f"{stem}.g_idx", inputs, count)
+        return GptqWeight(words, scales.float().t().contiguous(), zeros.t().contiguous(), groups, bits)
 
     def _zeros(self, parts: StoredParts, name: str, shape: tuple[int, int]) -> Tensor:
         """Zero points, float32 [G, N]. Raises CheckpointError for one that is beyond the integers' range."""
