@@ -13,9 +13,9 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     """
     rows, width = words.shape
     count = width * 32 // bits
-    if 32 % bits == 0:
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-        return ((words[:, :, None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).reshape(rows, count)
+    if 8 % bits == 0:  # no integer lies across two bytes
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        return ((words.contiguous().view(torch.uint8)[:, :, None] >> shifts) & ((1 << bits) - 1)).view(rows, count)
     places = torch.arange(count, dtype=torch.int64) * bits
     word, shift = places // 32, places % 32
     low = words[:, word].long() & 0xFFFFFFFF
