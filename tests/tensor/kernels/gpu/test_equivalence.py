@@ -224,11 +224,8 @@ def test_attention_of_many_decoding_rows_is_not_split(kernels: TritonKernels, re
     assert relative_error(got.cpu(), batch.attend(REFERENCE)) < BOUNDS[torch.float32]
 
 
-def test_many_shares_are_added_up_some_at_a_time(
-    kernels: TritonKernels, relative_error: Error, paged_batch: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten shares and three, four at a time; three query heads, which a tile pads."""
-    monkeypatch.setattr("headrace.tensor.kernels.gpu.decode_attention.MERGED_VALUES", 4 * 4 * 32)
+def test_many_shares_are_added_up(kernels: TritonKernels, relative_error: Error, paged_batch: Make) -> None:
+    """Ten shares and three; three query heads, which a tile pads."""
     batch = paged_batch([(1, 600), (1, 180)], heads=3, kv_heads=1, head_dim=32)
     arguments = [tensor.to(DEVICE) for tensor in (batch.query, batch.cache, batch.block_table, batch.row_starts, batch.context_lens)]
     got = kernels.attention(*arguments, scale=32**-0.5, num_decodes=2)

@@ -23,8 +23,6 @@ LOG2_E = 1.4426950408889634
 MIN_SHARE = 64
 """Positions below which a context is not split further."""
 MAX_SPLITS = 64
-MERGED_VALUES = 4096
-"""Values of shares that are read at a time where shares are added up."""
 MIN_DIM = 16
 
 
@@ -74,47 +72,29 @@ def _attend(
 
 
 @triton.jit
-def _write(out_ptr, head, total, acc, g, d, G: tl.constexpr, D: tl.constexpr):
-    """Write heads `head` + g: acc [.., D_P] by their sums of weights."""
-    whole = tl.where(total > 0, total, 1.0)
-    mask = (g < G)[:, None] & (d < D)[None, :]
-    tl.store(out_ptr + (head + g)[:, None] * D + d[None, :], (acc / whole[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _merge(
-    part_ptr, sums_ptr, head, num_splits, used,
-    G: tl.constexpr, G_M: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """The sum of `used` shares: (sum of weights [G_M], weighted values [G_M, D_P]) of the G heads from `head` on.
-
-    The memory's latency is what merging costs, so all shares' sums, and a chunk's values, are on their way at once.
-    """
-    g, d, i, c = tl.arange(0, G_M), tl.arange(0, D_P), tl.arange(0, MAX_SPLITS), tl.arange(0, CHUNK)
-    place = ((head + g) * num_splits)[None, :]
-    has_sums = (i < used)[:, None] & (g < G)[None, :]
-    sums_at = sums_ptr + (place + i[:, None]) * 2
-    tops = tl.load(sums_at, mask=has_sums, other=float("-inf"), cache_modifier=".cg")
-    totals = tl.load(sums_at + 1, mask=has_sums, other=0.0, cache_modifier=".cg")
-    top = tl.max(tops, axis=0)
+def _merge(part, part_sums, used, g_mask, d_mask, G_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr):
+    """Add up `used` shares: part [.., D] and part_sums [.., 2] point at the first one of each query head."""
+    d = tl.arange(0, D_P)
+    top = tl.full([G_P], float("-inf"), tl.float32)
+    for i in range(used):
+        top = tl.maximum(top, tl.load(part_sums + i * 2, mask=g_mask, other=float("-inf"), cache_modifier=".cg"))
     top = tl.where(top == float("-inf"), 0.0, top)
-    acc = tl.zeros([CHUNK, G_M, D_P], tl.float32)
-    for begin in range(0, used, CHUNK):
-        share, is_share = place + (begin + c)[:, None], (begin + c < used)[:, None] & (g < G)[None, :]
-        weight = tl.exp2(tl.load(sums_ptr + share * 2, mask=is_share, other=float("-inf"), cache_modifier=".cg") - top[None, :])
-        part_mask = is_share[:, :, None] & (d < D)[None, None, :]
-        part = tl.load(part_ptr + share[:, :, None] * D + d[None, None, :], mask=part_mask, other=0.0, cache_modifier=".cg")
-        acc += weight[:, :, None] * part
-    return tl.sum(tl.exp2(tops - top[None, :]) * totals, axis=0), tl.sum(acc, axis=0)
+    total = tl.zeros([G_P], tl.float32)
+    acc = tl.zeros([G_P, D_P], tl.float32)
+    for i in range(used):
+        weight = tl.exp2(tl.load(part_sums + i * 2, mask=g_mask, other=float("-inf"), cache_modifier=".cg") - top)
+        total += weight * tl.load(part_sums + i * 2 + 1, mask=g_mask, other=0.0, cache_modifier=".cg")
+        part_at = part[:, None] + i * D + d[None, :]
+        acc += weight[:, None] * tl.load(part_at, mask=g_mask[:, None] & d_mask[None, :], other=0.0, cache_modifier=".cg")
+    return total, acc
 
 
 @triton.jit(do_not_specialize=["t_sr", "num_splits"], do_not_specialize_on_alignment=["table_ptr", "context_ptr"])
 def _decode_kernel(
     q_ptr, cache_ptr, scale_ptr, table_ptr, context_ptr, out_ptr, part_ptr, sums_ptr, count_ptr, factor, num_splits,
     q_st, q_sh, c_sb, c_sp, c_ss, c_sk, s_sb, t_sr,
-    K: tl.constexpr, G: tl.constexpr, G_P: tl.constexpr, G_M: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, S: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SHARE: tl.constexpr, FORMAT: tl.constexpr, IS_SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, G_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_SHARE: tl.constexpr, FORMAT: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     first, n, each = _share(context_ptr, row, num_splits, WINDOW, BLOCK_N, MIN_SHARE)
@@ -123,27 +103,27 @@ def _decode_kernel(
         if split >= used:
             return
     g, d = tl.arange(0, G_P), tl.arange(0, D_P)
-    mask = (g < G)[:, None] & (d < D)[None, :]
+    g_mask, d_mask = g < G, d < D
     head = kv_head * G + g
-    q = tl.load(q_ptr + row * q_st + head[:, None] * q_sh + d[None, :], mask=mask, other=0.0)
+    q = tl.load(q_ptr + row * q_st + head[:, None] * q_sh + d[None, :], mask=g_mask[:, None] & d_mask[None, :], other=0.0)
     low = first + split * each
     top, total, acc = _attend(
         q, cache_ptr + kv_head * c_sk, scale_ptr + kv_head, table_ptr + row * t_sr, low, tl.minimum(low + each, n), factor,
         c_sb, c_sp, c_ss, s_sb, G_P, D, D_P, S, K, BLOCK_N, FORMAT,
     )  # fmt: skip
-    first_head = row * (K * G) + kv_head * G
     if IS_SPLIT:
-        place = (first_head + g) * num_splits + split
-        tl.store(part_ptr + place[:, None] * D + d[None, :], acc, mask=mask)
-        tl.store(sums_ptr + place * 2, top, mask=g < G)
-        tl.store(sums_ptr + place * 2 + 1, total, mask=g < G)
+        place = (row * (K * G) + head) * num_splits
+        tl.store(part_ptr + (place + split)[:, None] * D + d[None, :], acc, mask=g_mask[:, None] & d_mask[None, :])
+        tl.store(sums_ptr + (place + split) * 2, top, mask=g_mask)
+        tl.store(sums_ptr + (place + split) * 2 + 1, total, mask=g_mask)
         tl.debug_barrier()
-        if tl.atomic_add(count_ptr + row * K + kv_head, 1, sem="acq_rel") == used - 1:
-            whole_total, whole = _merge(part_ptr, sums_ptr, first_head, num_splits, used, G, G_M, D, D_P, CHUNK, MAX_SPLITS)
-            tl.store(count_ptr + row * K + kv_head, 0)
-            _write(out_ptr, first_head, whole_total, whole, tl.arange(0, G_M), d, G, D)
-    else:
-        _write(out_ptr, first_head, total, acc, g, d, G, D)
+        if tl.atomic_add(count_ptr + row * K + kv_head, 1, sem="acq_rel") != used - 1:
+            return
+        total, acc = _merge(part_ptr + place * D, sums_ptr + place * 2, used, g_mask, d_mask, G_P, D, D_P)
+        tl.store(count_ptr + row * K + kv_head, 0)
+    target = out_ptr + (row * (K * G) + head)[:, None] * D + d[None, :]
+    whole = tl.where(total > 0, total, 1.0)
+    tl.store(target, (acc / whole[:, None]).to(out_ptr.dtype.element_ty), mask=g_mask[:, None] & d_mask[None, :])
 
 
 def padded_dim(dim: int) -> int:
@@ -170,13 +150,11 @@ def decode_attention(
     assert splits == 1 or rows * kv_heads <= NUM_COUNTERS
     part = empty((rows, heads, splits, dim), torch.float32, query.device) if splits > 1 else out
     sums = empty((rows, heads, splits, 2), torch.float32, query.device) if splits > 1 else out
-    group, dim_p = heads // kv_heads, padded_dim(dim)
-    group_m = triton.next_power_of_2(group)
+    group = heads // kv_heads
     _decode_kernel[(rows, kv_heads, splits)](
         query, readable(cache), scales, block_table, context_lens, out, part, sums, arrival_counters(query.device),
         scale * LOG2_E, splits, *query.stride()[:2], *cache.stride()[:4], scales.stride(0), block_table.stride(0),
-        K=kv_heads, G=group, G_P=max(16, group_m), G_M=group_m, D=dim, D_P=dim_p, S=size, WINDOW=window or 0, BLOCK_N=variant.block_n,
-        MIN_SHARE=max(variant.block_n, MIN_SHARE), FORMAT=stored, IS_SPLIT=splits > 1,
-        CHUNK=min(MAX_SPLITS, max(1, MERGED_VALUES // (group_m * dim_p))), MAX_SPLITS=MAX_SPLITS,
+        K=kv_heads, G=group, G_P=max(16, triton.next_power_of_2(group)), D=dim, D_P=padded_dim(dim), S=size,
+        WINDOW=window or 0, BLOCK_N=variant.block_n, MIN_SHARE=max(variant.block_n, MIN_SHARE), FORMAT=stored, IS_SPLIT=splits > 1,
         num_warps=variant.warps, num_stages=variant.stages,
     )  # fmt: skip
