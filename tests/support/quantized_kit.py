@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -92,6 +92,19 @@ def pack_bits(rows: Sequence[Sequence[int]], bits: int) -> Tensor:
 
 
 Parts = dict[str, Tensor]
+
+
+class Stored(Protocol):
+    """How a model is stored in a format."""
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """`quantization_config`"""
+        ...
+
+    def store(self, shape: tuple[int, int], generator: torch.Generator) -> tuple[Parts, Tensor]:
+        """Random parts of a weight [N, K], by their names below the linear's; and the weight, float32."""
+        ...
 
 
 @dataclass
@@ -188,9 +201,7 @@ class Pair:
         return section
 
 
-def save_pair(
-    path: Path, architecture: str, stored: Gptq | Awq, *, ffn: int = FFN, head: bool = False, plain: tuple[str, ...] = ()
-) -> Pair:
+def save_pair(path: Path, architecture: str, stored: Stored, *, ffn: int = FFN, head: bool = False, plain: tuple[str, ...] = ()) -> Pair:
     """A random model. head: lm_head is quantized too. plain: names of linears that are stored plainly all the same."""
     generator = torch.Generator().manual_seed(0)
     linears = {f"model.layers.0.{name}": shape for name, shape in _linears(architecture, ffn).items()} | {"lm_head": (VOCAB, HIDDEN)}
