@@ -25,7 +25,7 @@ from headrace.tensor.checkpoint.formats.format import StoredParts
 
 PER_WORD = 8
 SHIFTS = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
-"""Of each of a word's eight outputs, from the lowest bit: the even ones come first."""
+"""Lowest bit of each of a word's eight outputs: the even ones are stored first."""
 SCALES = ("F16", "BF16", "F32")
 
 
