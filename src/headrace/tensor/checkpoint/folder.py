@@ -123,10 +123,16 @@ class Checkpoint:
 
     def check_all_read(self) -> None:
         """Raise CheckpointError if the folder holds a tensor that was not read and is not known to be inert."""
-        extra = [name for name in self._file_of if name not in self._read and not INERT.search(name)]
+        unread = [name for name in self._file_of if name not in self._read and not INERT.search(name)]
+        extra = [name for name in unread if not self._is_zero_bias(name)]
         if extra:
             shown = ", ".join(shorten(name) for name in sorted(extra)[:3])
             self._refuse(self._file_of[extra[0]], f"{len(extra)} tensors this architecture does not have, e.g. {shown}")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Whether the tensor is a bias that changes nothing. Older exporters of GPTQ give every linear one."""
+        stored = self._headers[self._file(name)].tensors[name]
+        return name.endswith(".bias") and stored.dtype in READABLE_DTYPES and not bool(self._values(name, stored.shape, ()).any())
 
     def digest(self) -> str:
         """Hex digest of config.json, every header, and both ends (4 KiB) of every tensor's bytes.

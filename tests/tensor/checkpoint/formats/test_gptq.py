@@ -283,3 +283,14 @@ def test_parts_that_are_not_read_are_checked_all_the_same(pair: Pair, tmp_path: 
         source.expect(f"{LINEAR}.weight", shape)
     with pytest.raises(CheckpointError, match=r"o_proj.qzeros is missing"):
         source.expect("model.layers.0.self_attn.o_proj.weight", (128, 128))
+
+
+def test_a_bias_of_zeros_that_no_layer_has_is_left_out(pair: Pair) -> None:
+    """Older exporters give one to every linear. One that would change something is refused."""
+    wanted = logits(load(pair.folder))
+    name = "model.layers.0.self_attn.o_proj.bias"
+    pair.tensors[name] = torch.zeros(64)
+    pair.write()
+    assert torch.equal(logits(load(pair.folder)), wanted)
+    pair.tensors[name][5] = 1e-3
+    assert f'1 tensors this architecture does not have, e.g. "{name}"' in refusal(pair)
