@@ -150,8 +150,8 @@ def _with_integer_scales(
     shapes = scheme.blocks.stored_shapes(shape)
     scales = read_scales(parts, f"{stem}.weight_scale", shapes)
     zeros = None if scheme.is_symmetric else _zeros(parts, stem, shapes, scheme.bits)
-    groups = _groups(parts, f"{stem}.weight_g_idx", shape, scheme, scales.shape[1])
-    return ScaledWeight(codes, decode, scales, groups, scheme.blocks.spans(shape)[0], zeros)
+    order = _order(parts, f"{stem}.weight_g_idx", shape[1], scheme.has_order, scales.shape[1])
+    return ScaledWeight(codes, decode, scales, scheme.blocks, order, zeros)
 
 
 def _zeros(parts: StoredParts, stem: str, shapes: list[tuple[int, ...]], bits: int) -> Tensor:
@@ -163,14 +163,14 @@ def _zeros(parts: StoredParts, stem: str, shapes: list[tuple[int, ...]], bits: i
     return _signed(words.t().contiguous(), bits, rows).t().contiguous()
 
 
-def _groups(parts: StoredParts, name: str, shape: tuple[int, int], scheme: Scheme, count: int) -> Tensor:
-    """Each input's group, int64 [K]."""
-    if not scheme.has_order and not parts.has(name):
-        return scheme.blocks.groups(shape)
-    groups = parts.read_part(name, (shape[1],), ("I32",)).long()
+def _order(parts: StoredParts, name: str, inputs: int, is_needed: bool, count: int) -> Tensor | None:
+    """Each input's group, int64 [K]; None where the inputs of a group are consecutive."""
+    if not is_needed and not parts.has(name):
+        return None
+    groups = parts.read_part(name, (inputs,), ("I32",)).long()
     low, high = int(groups.min()), int(groups.max())
     if low == high == -1:
-        return scheme.blocks.groups(shape)
+        return None
     if low < 0 or high >= count:
         raise CheckpointError(name, f"names groups {low} to {high}, but there are {count}")
     return groups

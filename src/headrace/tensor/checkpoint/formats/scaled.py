@@ -23,8 +23,10 @@ from headrace.tensor.checkpoint.formats.format import StoredParts
 FLOATS = ("F32", "BF16", "F16")
 E4M3, E8M0 = "F8_E4M3", ("F8_E8M0", "U8")
 """safetensors' words; most writers store E8M0 as plain bytes."""
-E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 """By code."""
+_E2M1_PAIRS = torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), dim=1).view(torch.int64).flatten()
+"""By byte, the bits of both float32 values in one word, so that bytes are looked up and not codes."""
 NOT_ROUNDED = "activations not rounded"
 """In the titles of formats whose makers also round activations as they compute. Here activations stay as computed."""
 
@@ -36,7 +38,7 @@ def to_float(codes: Tensor) -> Tensor:
 
 def decode_e2m1(packed: Tensor) -> Tensor:
     """uint8 [R, W] -> float32 [R, 2 * W]"""
-    return E2M1_VALUES[torch.stack((packed & 15, packed >> 4), dim=-1).int()].flatten(1)
+    return _E2M1_PAIRS[packed.int()].view(torch.float32)
 
 
 def decode_e8m0(exponents: Tensor) -> Tensor:
@@ -46,62 +48,18 @@ def decode_e8m0(exponents: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledWeight:
-    """Implements `QuantizedWeight`: last((value - zero point) * scale), in float32.
-
-    codes   [N, W] as stored
-    decode  rows of codes -> a new float32 tensor [R, K]
-    scales  float32 [ceil(N / span), G]
-    groups  int64 [K]: each input's column of scales
-    span    outputs of a scale
-    zeros   float32 as `scales`; None: all zero
-    last    what is done with the products, if anything, e.g. a division by a scale of the whole tensor
-    """
-
-    codes: Tensor
-    decode: Callable[[Tensor], Tensor]
-    scales: Tensor
-    groups: Tensor
-    span: int = 1
-    zeros: Tensor | None = None
-    last: Callable[[Tensor], Tensor] | None = None
-
-    def dense(self, rows: slice) -> Tensor:
-        """See `QuantizedWeight.dense`."""
-        scale_rows = torch.arange(len(self.codes))[rows] // self.span
-        values = self.decode(self.codes[rows])
-        if self.zeros is not None:
-            values -= self._spread(self.zeros[scale_rows])
-        values *= self._spread(self.scales[scale_rows])
-        return values if self.last is None else self.last(values)
-
-    def _spread(self, scales: Tensor) -> Tensor:
-        """[R, G] -> what is multiplied with [R, K]"""
-        return scales if scales.shape[1] == 1 else scales[:, self.groups]
-
-
-@dataclass(frozen=True, slots=True)
 class Blocks:
     """Which weights have one scale: `rows` outputs by `columns` inputs; 0: all."""
 
     rows: int
     columns: int
 
-    def spans(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """(outputs, inputs) of a scale, for a weight [N, K]"""
-        return self.rows or shape[0], self.columns or shape[1]
-
     def stored_shapes(self, shape: tuple[int, int]) -> list[tuple[int, ...]]:
         """Shapes in which scales of a weight [N, K] may be stored; the first is [blocks of outputs, blocks of inputs]."""
-        rows, columns = self.spans(shape)
-        grid = (-(-shape[0] // rows), -(-shape[1] // columns))
+        grid = (-(-shape[0] // (self.rows or shape[0])), -(-shape[1] // (self.columns or shape[1])))
         if not self.columns and not self.rows:
             return [grid, (1,), ()]
         return [grid] if self.columns else [grid, grid[:1]]
-
-    def groups(self, shape: tuple[int, int]) -> Tensor:
-        """int64 [K]: each input's column of scales."""
-        return torch.arange(shape[1]) // self.spans(shape)[1]
 
     @property
     def title(self) -> str:
@@ -111,6 +69,45 @@ class Blocks:
         if self.columns:
             return f"in groups of {self.columns}"
         return "per channel" if self.rows else "per tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledWeight:
+    """Implements `QuantizedWeight`: last((value - zero point) * scale), in float32.
+
+    codes   [N, W] as stored
+    decode  rows of codes -> a new float32 tensor [R, K]
+    scales  float32 [blocks of outputs, blocks of inputs]
+    blocks  what each scale is of
+    order   int64 [K]: each input's column of scales, where the inputs of a scale are not consecutive
+    zeros   float32 as `scales`; None: all zero
+    last    what is done with the products, if anything, e.g. a division by a scale of the whole tensor
+    """
+
+    codes: Tensor
+    decode: Callable[[Tensor], Tensor]
+    scales: Tensor
+    blocks: Blocks
+    order: Tensor | None = None
+    zeros: Tensor | None = None
+    last: Callable[[Tensor], Tensor] | None = None
+
+    def dense(self, rows: slice) -> Tensor:
+        """See `QuantizedWeight.dense`."""
+        values = self.decode(self.codes[rows])
+        scale_rows = torch.arange(len(self.codes))[rows] // (self.blocks.rows or len(self.codes))
+        if self.zeros is not None:
+            values -= self._spread(self.zeros[scale_rows], values.shape[1])
+        values *= self._spread(self.scales[scale_rows], values.shape[1])
+        return values if self.last is None else self.last(values)
+
+    def _spread(self, scales: Tensor, inputs: int) -> Tensor:
+        """[R, G] -> what is multiplied with [R, K]"""
+        if scales.shape[1] == 1:
+            return scales
+        if self.order is not None:
+            return scales[:, self.order]
+        return scales[:, :, None].expand(-1, -1, self.blocks.columns).flatten(1)[:, :inputs]
 
 
 TENSOR, CHANNEL = Blocks(0, 0), Blocks(1, 0)
@@ -141,8 +138,7 @@ def read_e4m3(
 ) -> ScaledWeight:
     """A weight stored as E4M3, and its scales. scales: the tensor's name. Raises as `read_scales`."""
     codes = parts.read_part(f"{stem}.weight", shape, (E4M3,))
-    factors = read_scales(parts, scales, blocks.stored_shapes(shape), dtypes)
-    return ScaledWeight(codes, to_float, factors, blocks.groups(shape), blocks.spans(shape)[0])
+    return ScaledWeight(codes, to_float, read_scales(parts, scales, blocks.stored_shapes(shape), dtypes), blocks)
 
 
 def read_e2m1(parts: StoredParts, stem: str, shape: tuple[int, int], *, codes: str, group: int, dtypes: tuple[str, ...]) -> ScaledWeight:
@@ -153,7 +149,7 @@ def read_e2m1(parts: StoredParts, stem: str, shape: tuple[int, int], *, codes: s
     packed = parts.read_part(codes, (outputs, inputs // 2), ("U8",))
     blocks = Blocks(1, group)
     scales = read_scales(parts, f"{stem}.weight_scale", blocks.stored_shapes(shape), dtypes)
-    return ScaledWeight(packed, decode_e2m1, scales, blocks.groups(shape))
+    return ScaledWeight(packed, decode_e2m1, scales, blocks)
 
 
 def is_e4m3(parts: StoredParts, stem: str) -> bool:
