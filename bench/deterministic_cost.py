@@ -23,7 +23,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.te
 from bench.harness import write_portable
 from bench.machine import results_file
 from headrace import LLM, SamplingParams
-from headrace.engine.config import DTYPES, QUANTIZATIONS
+from headrace.engine.config import DTYPES, ROUNDINGS
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.lab.pairs import paired_ratio
 
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none")
+    parser.add_argument("--quantization", choices=("none", *ROUNDINGS), default="none")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
