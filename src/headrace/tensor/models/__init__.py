@@ -24,6 +24,7 @@ from headrace.tensor.checkpoint.end_tokens import read_end_tokens
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.formats.format import WeightFormat
 from headrace.tensor.checkpoint.formats.table import QuantizedSource, read_format, resolve_precision
+from headrace.tensor.checkpoint.gguf.checkpoint import GgufCheckpoint, GgufFormat
 from headrace.tensor.checkpoint.random_weights import RandomWeights, WeightShapes
 from headrace.tensor.checkpoint.weights_digest import WeightsDigest
 from headrace.tensor.device import META, TensorDevice
@@ -157,7 +158,7 @@ def load_model(
     if load_format == "dummy":
         weights = _random_weights(config, spec, dtype or torch.float32, seed, device.name)
     else:
-        weights = _open_checkpoint(folder, config, spec, dtype, packed)
+        weights = _open_checkpoint(_weight_files(folder, stored), config, spec, dtype, packed)
         weights.open_store(packed, backend, precision, f"{rank}/{world}")
     reader = WeightReader(weights.plain(stored), backend, weights.dtype, device, rank, world, precision, weights.store)
     model = DecoderModel(reader, spec)
@@ -197,27 +198,29 @@ class _Weights:
     store    packed linears of earlier starts; None: none are kept
     """
 
-    source: Checkpoint | RandomWeights
+    source: Checkpoint | GgufCheckpoint | RandomWeights
     dtype: torch.dtype
     digest: str
     content: WeightsDigest | None = None
     store: PackedStore | None = None
 
-    def plain(self, stored: WeightFormat | None) -> WeightSource:
+    def plain(self, stored: WeightFormat | GgufFormat | None) -> WeightSource:
         """The source of plain weights, whatever the format in which the checkpoint stores them."""
-        return QuantizedSource(self.source, stored) if stored is not None and isinstance(self.source, Checkpoint) else self.source
+        if stored is None or isinstance(stored, GgufFormat) or not isinstance(self.source, Checkpoint):
+            return self.source
+        return QuantizedSource(self.source, stored)
 
     def open_store(self, packed: PackedFolder | None, backend: Backend, precision: Precision, share: str) -> None:
         """Find what an earlier start packed for this precision and rank share, unless the backend keeps nothing on disk."""
         form = backend.packed_format
-        if packed is not None and form is not None and isinstance(self.source, Checkpoint) and self.content is not None:
+        if packed is not None and form is not None and not isinstance(self.source, RandomWeights) and self.content is not None:
             kind = f"{precision.value} {self.dtype} {share}"
             name = store_name(self.digest, self.source.files, precision=kind, layout=form.packed_layout(precision))
             self.store = PackedStore(packed, name, form, self.content.content)
 
     def finish(self) -> None:
         """Once all weights are read. Raises CheckpointError if the checkpoint holds a tensor that the model did not ask for."""
-        if isinstance(self.source, Checkpoint):
+        if not isinstance(self.source, RandomWeights):
             self.source.check_all_read()
         if self.store is not None and self.content is not None and (made_from := self.store.made_from) is not None:
             self.content.packed_from(made_from)
@@ -235,11 +238,14 @@ def _random_weights(config: ConfigFile, spec: DecoderSpec, dtype: torch.dtype, s
     return _Weights(RandomWeights(seed, dtype, 1.0 - spec.norm_plus, device), dtype, digest)
 
 
+def _weight_files(folder: Path, stored: WeightFormat | GgufFormat | None) -> Checkpoint | GgufCheckpoint:
+    return GgufCheckpoint(folder) if isinstance(stored, GgufFormat) else Checkpoint(folder)
+
+
 def _open_checkpoint(
-    folder: Path, config: ConfigFile, spec: DecoderSpec, dtype: torch.dtype | None, packed: PackedFolder | None
+    checkpoint: Checkpoint | GgufCheckpoint, config: ConfigFile, spec: DecoderSpec, dtype: torch.dtype | None, packed: PackedFolder | None
 ) -> _Weights:
-    """The folder's checkpoint. dtype: None: that of the stored embedding; float32 where it stores integers."""
-    checkpoint = Checkpoint(folder)
+    """dtype: None: that of the stored embedding; float32 where it stores integers."""
     dtype = dtype or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight")) or torch.float32
     content = WeightsDigest([Path(config.file), *checkpoint.files], None if packed is None else packed.directory)
     return _Weights(checkpoint, dtype, checkpoint.digest(), content)

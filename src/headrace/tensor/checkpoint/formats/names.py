@@ -11,5 +11,6 @@ METHODS = {
     "fbgemm_fp8": "fbgemm_fp8",
     "modelopt": "modelopt",
     "modelopt_fp4": "modelopt",
+    "gguf": "gguf",
 }
 """Name -> the `quant_method` that the checkpoint's config.json must say. Marlin is a kernel of vLLM's; the stored format is the same."""

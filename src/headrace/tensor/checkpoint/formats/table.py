@@ -17,6 +17,8 @@ from headrace.tensor.checkpoint.folder import PART_DTYPES, Checkpoint
 from headrace.tensor.checkpoint.formats import awq, compressed_tensors, fp8, gptq, modelopt
 from headrace.tensor.checkpoint.formats.format import QuantizedWeight, StoredParts, WeightFormat
 from headrace.tensor.checkpoint.formats.names import METHODS
+from headrace.tensor.checkpoint.gguf.checkpoint import GgufFormat
+from headrace.tensor.checkpoint.gguf.checkpoint import read_format as read_gguf_format
 from headrace.tensor.checkpoint.header import DAMAGED
 from headrace.tensor.kernels.rounding import Precision
 
@@ -51,7 +53,7 @@ SLAB_ELEMENTS = 1 << 22
 """Weights that are made dense at a time, which bounds the size of temporary copies."""
 
 
-def read_format(config: ConfigFile) -> WeightFormat | None:
+def read_format(config: ConfigFile) -> WeightFormat | GgufFormat | None:
     """The format of the checkpoint's linears; None for plain weights. Raises CheckpointError for one that is not supported."""
     name = next((name for name in ("quantization_config", "compression_config") if config.has(name)), None)
     if name is None:
@@ -59,13 +61,15 @@ def read_format(config: ConfigFile) -> WeightFormat | None:
         return None
     section = config.section(name)
     method = section.text("quant_method", "compressed-tensors" if name == "compression_config" else None)
+    if method == GgufFormat.method:
+        return read_gguf_format(section)
     if method not in FORMATS:
         others = f"Supported: {', '.join(FORMATS)}; or use float32, bfloat16 or float16 weights."
         section.refuse("quant_method", "checkpoints of this format are not supported", INSTEAD.get(method, others))
     return FORMATS[method](section)
 
 
-def resolve_precision(quantization: str, stored: WeightFormat | None) -> Precision:
+def resolve_precision(quantization: str, stored: WeightFormat | GgufFormat | None) -> Precision:
     """How linears are rounded at load. The name of a format is checked against the checkpoint, and rounds nothing.
 
     Raises ConfigError for the name of another format than the checkpoint's.

@@ -1,0 +1,153 @@
+"""The weights of a GGUF file under Hugging Face's names, made dense as they are read, a few rows at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from headrace.core.errors import CheckpointError, shorten
+from headrace.tensor.checkpoint.config import ConfigFile
+from headrace.tensor.checkpoint.gguf.architectures import FACTORS, Place, name_table
+from headrace.tensor.checkpoint.gguf.blocks import DENSE
+from headrace.tensor.checkpoint.gguf.folder import find_source
+from headrace.tensor.checkpoint.gguf.header import DAMAGED, GgufHeader, GgufTensor
+from headrace.tensor.checkpoint.gguf.shards import read_gguf
+from headrace.tensor.checkpoint.values import num_not_finite
+from headrace.tensor.host.pages import read_bytes
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SLAB_ELEMENTS = 1 << 22
+"""Weights that are made dense at a time, which bounds the size of temporary copies."""
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFormat:
+    """The format of all weights of a GGUF file. title: for people, e.g. "gguf Q4_K_M"."""
+
+    title: str
+    method = "gguf"
+
+
+def read_format(section: ConfigFile) -> GgufFormat:
+    """The format that `quantization_config` describes."""
+    return GgufFormat(f"gguf {section.text('stored', 'blocks')}")
+
+
+class GgufCheckpoint:
+    """Implements `tensor.layers.weights.WeightSource`. Remembers which tensors were read, so that `check_all_read` can refuse the rest."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: made by `gguf.folder.make_folder`. Raises CheckpointError, also if the GGUF file has changed since."""
+        source = find_source(folder)
+        self.folder = folder
+        self._model = read_gguf(source.first)
+        if self._model.digest != source.digest:
+            raise CheckpointError(str(source.first), "has changed since its tokenizer was read", "Start again.")
+        self._names = name_table(self._model)
+        self._read: set[str] = set(FACTORS)
+
+    @property
+    def files(self) -> list[Path]:
+        """The weight files."""
+        return [header.path for header in self._model.headers]
+
+    def has(self, name: str) -> bool:
+        return self._place(name) is not None
+
+    def stored_dtype(self, name: str) -> str:
+        """The type's name: safetensors' for plain values. Raises CheckpointError when the tensor is missing."""
+        return self._find(name)[2].kind.name
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check a tensor without reading it. For `check_all_read` it counts as read.
+
+        Raises: CheckpointError if the tensor is missing, or has another shape.
+        """
+        place, header, tensor = self._find(name)
+        stored = tensor.shape if place.expert is None else tensor.shape[1:]
+        if stored != shape or (place.expert is not None and place.expert >= tensor.shape[0]):
+            self._refuse(header, f"tensor {place.name} has shape {list(tensor.shape)}, config.json makes {name} {list(shape)}")
+        if len(shape) > 2 or (len(shape) == 1 and tensor.kind.name not in PLAIN):
+            self._refuse(header, f"tensor {place.name} is {tensor.kind.name} of {list(tensor.shape)}, which is not supported")
+        if place.heads is not None and (not place.heads or shape[0] % (2 * place.heads)):
+            self._refuse(header, f"tensor {place.name} has {shape[0]} rows, which are no pairs of {place.heads} heads")
+        self._read.add(place.name)
+
+    def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor, or its `region`, in memory of its own: plain values in the stored dtype, blocks in float32.
+
+        Raises: CheckpointError as `expect` does, if the file cannot be read, and if a value that was read is NaN or infinite.
+        """
+        self.expect(name, shape)
+        place, header, tensor = self._find(name)
+        width = shape[1] if len(shape) == 2 else 1
+        rows, columns = (*region, slice(None), slice(None))[:2]
+        first, last, _ = rows.indices(shape[0])
+        size = 1 if place.heads is None else shape[0] // place.heads
+        begin, end = first // size * size, -(-last // size) * size  # of whole heads
+        offset = 0 if place.expert is None else place.expert * prod(shape)
+        values = self._rows(header, tensor, place.name, offset // width + begin, offset // width + end, width)
+        if place.heads is not None:
+            values = values.view(-1, size // 2, 2, width).transpose(1, 2).reshape(-1, width)
+        if self._names.adds_one(place.name):
+            values = values.float() - 1
+        values = values[first - begin : last - begin, columns]
+        return values if len(shape) == 2 else values[:, 0]
+
+    def check_all_read(self) -> None:
+        """Raise CheckpointError if the files hold a tensor that was not read."""
+        extra = sorted(self._model.tensors.keys() - self._read)
+        if extra:
+            shown = ", ".join(shorten(name) for name in extra[:3])
+            self._refuse(self._model.tensors[extra[0]][0], f"{len(extra)} tensors this architecture does not have, e.g. {shown}")
+
+    def digest(self) -> str:
+        """Hex digest of config.json, every header, and both ends (4 KiB) of every tensor: a sample, as `Checkpoint.digest` takes."""
+        state = blake2b((self.folder / "config.json").read_bytes(), digest_size=16, person=b"headrace-model")
+        state.update(self._model.digest.encode())
+        for header in self._model.headers:
+            with header.path.open("rb") as stream:
+                for tensor in sorted(header.tensors.values(), key=lambda tensor: tensor.begin):
+                    for position in sorted({tensor.begin, max(tensor.begin, tensor.end - _SAMPLE_BYTES)}):
+                        stream.seek(position)
+                        state.update(stream.read(min(_SAMPLE_BYTES, tensor.end - position)))
+        return state.hexdigest()
+
+    def _rows(self, header: GgufHeader, tensor: GgufTensor, name: str, first: int, last: int, width: int) -> Tensor:
+        """Rows [first, last) of `width` values each."""
+        kind = tensor.kind
+        row_bytes = width // kind.block * kind.num_bytes
+        found = torch.empty((last - first, width), dtype=PLAIN.get(kind.name, torch.float32))
+        step = max(1, SLAB_ELEMENTS // width)
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            try:
+                data = read_bytes(header.path, tensor.begin + begin * row_bytes, (end - begin) * row_bytes)
+            except OSError as error:
+                raise CheckpointError(str(header.path), f"tensor {name} cannot be read ({error})") from error
+            dense = data.view(PLAIN[kind.name]) if kind.name in PLAIN else DENSE[kind.name](data.view(-1, kind.num_bytes))
+            found[begin - first : end - first] = dense.view(-1, width)
+        if (number := num_not_finite(found)) > 0:
+            self._refuse(header, f"tensor {name} holds {number} values that are NaN or infinite", DAMAGED)
+        return found
+
+    def _place(self, name: str) -> Place | None:
+        return next((place for place in self._names.find(name) if place.name in self._model.tensors), None)
+
+    def _find(self, name: str) -> tuple[Place, GgufHeader, GgufTensor]:
+        if (place := self._place(name)) is None:
+            places = self._names.find(name)
+            called = f" ({places[0].name})" if places else ""
+            raise CheckpointError(str(self._model.headers[0].path), f"tensor {name}{called} is missing")
+        return place, *self._model.tensors[place.name]
+
+    @staticmethod
+    def _refuse(header: GgufHeader, reason: str, remedy: str = "") -> NoReturn:
+        raise CheckpointError(str(header.path), reason, remedy)

@@ -1,0 +1,107 @@
+"""The folder of a GGUF file, in the Hugging Face layout but for the weights, which stay where they are.
+
+It lies in this user's private cache, is named after the content of the headers and the files' paths, and appears when it is complete.
+`note.json` in it says where the weights are. A folder elsewhere is never asked for such a note: it could name any file. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace import __version__
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.tensor.checkpoint.config import ConfigFile
+from headrace.tensor.checkpoint.files import read_json
+from headrace.tensor.checkpoint.gguf.architectures import make_config
+from headrace.tensor.checkpoint.gguf.paths import model_name
+from headrace.tensor.checkpoint.gguf.shards import GgufModel, read_gguf
+from headrace.tensor.checkpoint.gguf.tokenizer import make_text_files
+from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_private
+
+FOLDER = "gguf"
+NOTE = "note.json"
+VERSION = 1
+"""The conversion's; another one makes every folder anew."""
+MAX_FOLDERS = 64
+"""At most this many are kept. The one that was asked for longest ago is removed first."""
+_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+class GgufSource(NamedTuple):
+    """first: the model's first file; digest: of the headers that the folder was made from."""
+
+    first: Path
+    digest: str
+
+
+def make_folder(file: Path) -> Path:
+    """The folder of a GGUF file, made unless an earlier call made it. Its name is the model's: the file's without suffix.
+
+    Raises: CheckpointError for a file that is damaged or not supported; ConfigError where the folder cannot be kept.
+    """
+    file = file.absolute()
+    model = read_gguf(file)
+    try:
+        directory = open_private(cache_root(os.environ).absolute(), (FOLDER,))
+        paths = "\0".join(str(header.path) for header in model.headers)
+        text = f"{VERSION}\0{__version__}\0{model.digest}\0{paths}"
+        home = directory / blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+        folder = home / model_name(file)
+        if (folder / NOTE).is_file():
+            os.utime(home)
+            return folder
+        _write(home, folder.name, model)
+        _remove_oldest(directory)
+    except OSError as error:
+        remedy = f"Set {ENVIRONMENT} to a folder that this user alone may write to."
+        raise ConfigError("model", f"the tokenizer of {file} cannot be kept on disk ({error})", remedy) from error
+    return folder
+
+
+def find_source(folder: Path) -> GgufSource:
+    """What `make_folder` wrote into a folder. Raises CheckpointError for a folder that it did not make."""
+    home = folder.resolve().parent
+    try:
+        is_ours = home.parent == open_private(cache_root(os.environ), (FOLDER,)).resolve()
+    except OSError:
+        is_ours = False
+    if not is_ours:
+        raise CheckpointError(str(folder / "config.json"), "says that the weights are a GGUF file", "Give the path of the .gguf file.")
+    note = ConfigFile(str(folder / NOTE), read_json(folder, NOTE))
+    return GgufSource(Path(note.text("first")), note.text("digest"))
+
+
+def _write(home: Path, name: str, model: GgufModel) -> None:
+    """Write the folder `home / name` under another name, then rename it. Raises CheckpointError, OSError."""
+    config = make_config(model)
+    text = make_text_files(model.keys, int(str(config["vocab_size"])))
+    documents = dict(zip(_FILES, (config, text.generation, text.tokenizer, text.config), strict=True))
+    note = {"first": str(model.headers[0].path), "digest": model.digest}
+    unfinished = Path(tempfile.mkdtemp(dir=home.parent, suffix=".unfinished"))
+    try:
+        (unfinished / name).mkdir()
+        for file, document in {**documents, NOTE: note}.items():
+            (unfinished / name / file).write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
+        shutil.rmtree(home, ignore_errors=True)  # one that is not complete
+        with suppress(OSError):  # another start has just made it
+            unfinished.rename(home)
+        if not (home / name / NOTE).is_file():
+            raise OSError(f"{home} cannot be written")
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _remove_oldest(directory: Path) -> None:
+    found = []
+    for path in directory.iterdir():
+        with suppress(OSError):  # another start has just removed it
+            found.append((path.stat().st_mtime, path))
+    for _, path in sorted(found, reverse=True)[MAX_FOLDERS:]:
+        shutil.rmtree(path, ignore_errors=True)

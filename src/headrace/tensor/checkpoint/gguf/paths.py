@@ -1,0 +1,20 @@
+"""Names of GGUF files: what is one, and under which name it is served. Imports nothing of ours: the command line asks at every start."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SUFFIX = ".gguf"
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
+"""A shard's name without suffix: the model's, the shard's number from 1 on, how many there are."""
+
+
+def is_gguf(name: str | Path) -> bool:
+    return str(name).lower().endswith(SUFFIX)
+
+
+def model_name(path: Path) -> str:
+    """The name under which a file is served: its own, without the suffix and the number of the shard."""
+    found = SHARD.fullmatch(path.stem)
+    return found[1] if found else path.stem
