@@ -182,7 +182,10 @@ FLOORS: dict[str, Floor] = {
         ),
         ("aiohttp", "msgspec"),
     ),
-    "headrace.fleet": Floor((*GROUND, *_ours("policy")), (), ("aiohttp", "cryptography", "huggingface_hub")),
+    "headrace.fleet": Floor((*GROUND, *_ours("policy")), (), ("aiohttp", "cryptography")),
+    "headrace.fleet.weights": Floor(
+        _ours("core", "bundled", "tensor.checkpoint.gguf.folder", "tensor.checkpoint.gguf.paths"), (), ("huggingface_hub",)
+    ),
     # 5 roof
     "headrace.lab": Floor(
         _ours(

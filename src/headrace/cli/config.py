@@ -35,6 +35,7 @@ from headrace.gateway.upstream.model_config import ForeignConfig, ModelConfig, R
 from headrace.observe.logs import LogFormat
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier
+from headrace.tensor.checkpoint.gguf.paths import is_gguf, model_name
 from headrace.text.output.formats import AUTO, reasoning_format, tool_format
 from headrace.wire.tls.files import TlsFiles
 
@@ -127,7 +128,9 @@ class ModelSection:
         if self.name or section is None:
             return self.name or (self.upstreams[0].model if self.upstreams else "")
         model = section.model
-        return model if is_fetched(model) else Path(model).expanduser().resolve().name
+        if is_fetched(model):
+            return model
+        return model_name(Path(model)) if is_gguf(model) else Path(model).expanduser().resolve().name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,8 +267,9 @@ def _check_answers(where: str, model: ModelSection) -> None:
 
 
 def _check_folder(where: str, name: str) -> None:
-    if not (is_fetched(name) or bundled_path(name) or (Path(name).expanduser() / "config.json").is_file()):
-        raise ConfigError(where, f"{name!r} is neither a folder with a config.json nor a model's name")
+    path = Path(name).expanduser()
+    if not (is_fetched(name) or bundled_path(name) or (path / "config.json").is_file() or (is_gguf(name) and path.is_file())):
+        raise ConfigError(where, f"{name!r} is neither a folder with a config.json nor a .gguf file nor a model's name")
 
 
 def load(
@@ -377,5 +381,5 @@ def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:
 
 
 def is_fetched(model: str) -> bool:
-    """A hub id: looks like one, and no folder and no bundled model has that name."""
-    return HUB_ID.fullmatch(model) is not None and bundled_path(model) is None and not Path(model).exists()
+    """A hub id: looks like one, and no folder, file and bundled model has that name."""
+    return HUB_ID.fullmatch(model) is not None and not is_gguf(model) and bundled_path(model) is None and not Path(model).exists()

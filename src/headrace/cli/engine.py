@@ -34,7 +34,7 @@ GRPC_LOG = ("GRPC_VERBOSITY", "NONE")
 @with_engine_flags()
 def engine(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Folder, bundled model or hub id; default: the bundled headrace-tiny.")
+        str | None, typer.Argument(metavar="MODEL", help="Folder, .gguf file, bundled model or hub id; default: the bundled headrace-tiny.")
     ] = None,
     listen: Annotated[str | None, Flag("--listen", metavar="ADDRESS", help="HOST:PORT or unix:/PATH; port 0 takes a free one.")] = None,
     tls_dir: TlsFolder = None,

@@ -81,7 +81,7 @@ Flag = typer.Option
 def serve(
     context: typer.Context,
     model_argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Folder, bundled model or hub id; default: the bundled headrace-tiny.")
+        str | None, typer.Argument(metavar="MODEL", help="Folder, .gguf file, bundled model or hub id; default: the bundled headrace-tiny.")
     ] = None,
     config: ConfigPath = None,
     model: Annotated[str | None, Flag("--model", help="The same as MODEL.")] = None,

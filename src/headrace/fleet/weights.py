@@ -1,4 +1,4 @@
-"""From a model's name to a local folder: bundled, a folder already here, or a hub id through huggingface_hub's cache.
+"""From a model's name to a local folder: bundled, already here, made for a GGUF file, or a hub id through huggingface_hub's cache.
 
 Engines get local paths only. From a hub, nothing but weights in safetensors and text files is ever fetched: no pickles, no code.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.bundled import FOLDER, bundled_names, bundled_path
 from headrace.core.errors import ConfigError
+from headrace.tensor.checkpoint.gguf.paths import is_gguf
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
@@ -17,13 +18,14 @@ NEVER_FETCHED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.py", "*.gguf", "*.onnx")
 
 
 def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Path = FOLDER) -> Path:
-    """The folder of a model, fetched first if its name is a hub id that is not in the cache.
+    """The folder of a model, fetched first if its name is a hub id that is not in the cache; made in the cache for a GGUF file.
 
     A bundled name wins over a folder of the same name in the working directory: write ./name for that one.
 
     experimental  allow what has not been run where Headrace is tested: fetching from a hub
 
-    Raises: ConfigError when there is no such model, the name cannot be one, or the hub cannot be reached.
+    Raises: ConfigError when there is no such model, the name cannot be one, or the hub cannot be reached; CheckpointError for a GGUF
+    file that is damaged or not supported.
     """
     if not name_or_path or "\0" in name_or_path:
         raise ConfigError("model", f"{name_or_path!r} is not a name or a path")
@@ -32,10 +34,14 @@ def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Pat
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path.resolve()
+    if path.is_file() and is_gguf(path):
+        from headrace.tensor.checkpoint.gguf.folder import make_folder
+
+        return make_folder(path)
     if path.exists():
-        raise ConfigError("model", f"{name_or_path} is a file", "Give the folder that holds config.json and the weights.")
+        raise ConfigError("model", f"{name_or_path} is a file", "Give a .gguf file, or the folder that holds config.json and the weights.")
     if _is_path(name_or_path):
-        raise ConfigError("model", f"there is no folder {name_or_path}", _known(bundled))
+        raise ConfigError("model", f"there is no {'file' if is_gguf(name_or_path) else 'folder'} {name_or_path}", _known(bundled))
     if not experimental:
         reason = f"{name_or_path!r} is no folder here, and fetching from a hub has not been run where Headrace is tested"
         raise ConfigError("model", reason, f"To try it: headrace serve --experimental, or LLM(experimental=True). {_known(bundled)}")
@@ -43,7 +49,8 @@ def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Pat
 
 
 def _is_path(name: str) -> bool:
-    return name.startswith(("/", "~", ".")) or ".." in name or name.endswith("/") or HUB_ID.fullmatch(name) is None
+    is_odd = name.startswith(("/", "~", ".")) or ".." in name or name.endswith("/") or is_gguf(name)
+    return is_odd or HUB_ID.fullmatch(name) is None
 
 
 def _from_hub(name: str, bundled: Path) -> Path:

@@ -38,7 +38,7 @@ Build = Callable[[EngineConfig, Outbox], Engine]
 class LLM:
     """A model in this process. Use it as a context manager, or call `shutdown` to free it.
 
-    model                   a bundled model's name, a local folder, or a hub id; None: the bundled model
+    model                   a bundled model's name, a local folder, a .gguf file, or a hub id; None: the bundled model
     seed                    seed of dummy weights, and of the seeds drawn for requests without one; None: drawn from the system
     experimental            allow what has not been run where Headrace is tested: hub ids
 
