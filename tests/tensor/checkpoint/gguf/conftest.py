@@ -1,4 +1,4 @@
-"""Every test has a cache folder of its own."""
+"""Every test has folders of GGUF files of its own. Compiled kernels stay in the common cache: compiling them takes ten seconds."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.tensor.host.cache_folder import ENVIRONMENT
+from headrace.tensor.checkpoint.gguf import folder
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "cache"
-    monkeypatch.setenv(ENVIRONMENT, str(folder))
-    return folder
+    root = tmp_path / "cache"
+    monkeypatch.setattr(folder, "cache_root", lambda environ: root)
+    return root

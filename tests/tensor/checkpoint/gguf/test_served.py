@@ -100,12 +100,10 @@ def test_no_more_folders_are_kept_than_a_few(tmp_path: Path, cache: Path) -> Non
     assert len(list(oldest.parent.iterdir())) == MAX_FOLDERS
 
 
-def test_a_cache_that_others_may_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_others_may_write_to_is_refused(tmp_path: Path, cache: Path) -> None:
     path = bundled_gguf(TINY, tmp_path / "tiny.gguf", "Q4_0")
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    monkeypatch.setenv(ENVIRONMENT, str(shared))
+    cache.mkdir()
+    cache.chmod(0o777)
     with pytest.raises(ConfigError, match=f"may be written by others.*Set {ENVIRONMENT}"):
         resolve_model(str(path))
 
