@@ -23,7 +23,7 @@ from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_samp
 from headrace.tensor.checkpoint.end_tokens import read_end_tokens
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.formats.format import WeightFormat
-from headrace.tensor.checkpoint.formats.table import QuantizedSource, read_format, resolve_precision
+from headrace.tensor.checkpoint.formats.table import READER_VERSION, QuantizedSource, read_format, resolve_precision
 from headrace.tensor.checkpoint.gguf.checkpoint import GgufCheckpoint, GgufFormat
 from headrace.tensor.checkpoint.random_weights import RandomWeights, WeightShapes
 from headrace.tensor.checkpoint.weights_digest import WeightsDigest
@@ -159,7 +159,8 @@ def load_model(
         weights = _random_weights(config, spec, dtype or torch.float32, seed, device.name)
     else:
         weights = _open_checkpoint(_weight_files(folder, stored), config, spec, dtype, packed)
-        weights.open_store(packed, backend, precision, f"{rank}/{world}")
+        version = "" if stored is None else f", read by {READER_VERSION}"
+        weights.open_store(packed, backend, precision, f"{rank}/{world}{version}")
     reader = WeightReader(weights.plain(stored), backend, weights.dtype, device, rank, world, precision, weights.store)
     model = DecoderModel(reader, spec)
     weights.finish()

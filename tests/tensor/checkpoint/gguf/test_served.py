@@ -17,7 +17,7 @@ from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner_build import build_runner
 from headrace.fleet.weights import resolve_model
-from headrace.tensor.checkpoint.gguf.folder import MAX_FOLDERS, NOTE
+from headrace.tensor.checkpoint.gguf.folder import MAX_FOLDERS, NOTE, find_source, make_folder
 from headrace.tensor.host.cache_folder import ENVIRONMENT
 
 pytestmark = pytest.mark.pure
@@ -127,3 +127,14 @@ def test_a_configuration_names_a_file_and_serves_it_under_the_files_name(tmp_pat
     assert (model.folder / "tokenizer.json").is_file()
     with pytest.raises(ConfigError, match=r"nor a .gguf file"):
         from_raw({"models": [{"engine": {"model": str(tmp_path / "none.gguf")}}]})
+
+
+def test_a_path_that_is_no_utf8_has_a_folder(tmp_path: Path) -> None:
+    plain = bundled_gguf(TINY, tmp_path / "plain.gguf", "Q8_0")
+    file = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.gguf"))
+    plain.rename(file)
+    folder = make_folder(file)
+    assert find_source(folder).first == file
+    (folder / "config.json").unlink()
+    (folder / NOTE).unlink()
+    assert (make_folder(file) / "config.json").is_file()  # in the place of one that is not complete

@@ -170,12 +170,14 @@ def test_phi3s_control_tokens_take_the_white_space_after_them() -> None:
         ({"tokenizer.ggml.pre": "tekken"}, 'tokenizer.ggml.pre = "tekken": is not supported. Supported: gpt-2, llama-bpe'),
         ({"tokenizer.ggml.merges": ["a"]}, "merges: .a. is no pair"),
         ({"tokenizer.ggml.merges": ["a zzzzzz"]}, "merges: .a zzzzzz. is no pair"),
-        ({"tokenizer.ggml.token_type": [1, 2]}, "token_type: lists 2 types of 2560 tokens"),
+        ({"tokenizer.ggml.token_type": [1, 2]}, "token_type: lists 2 types that are numbers, of 2560 tokens"),
         ({"tokenizer.ggml.eos_token_id": 2560}, "eos_token_id = 2560"),
         ({"tokenizer.ggml.tokens": ["a", "b", "a"], "tokenizer.ggml.token_type": [1, 1, 1]}, "tokens: .a. has the ids 0 and 2"),
         ({"tokenizer.ggml.tokens": ["a", ""], "tokenizer.ggml.token_type": [1, 1]}, "tokens: holds what is no text"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "tokens: holds what is no text"),
         ({"tokenizer.ggml.tokens": []}, "tokens: lists 0 tokens"),
+        ({"tokenizer.ggml.tokens": ["a", 600 * "b"], "tokenizer.ggml.token_type": [1, 1]}, "a token of 600 characters, and 512 are"),
+        ({"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.token_type": [1, "x"]}, "lists 1 types that are numbers, of 2"),
     ],
 )
 def test_keys_that_make_no_tokenizer_are_refused(changes: dict[str, object], named: str) -> None:
@@ -188,6 +190,28 @@ def test_more_tokens_than_rows_and_scores_that_are_missing_are_refused() -> None
         make_text_files(ConfigFile("x", byte_level_keys(TINY, "headrace")), 2559)
     with pytest.raises(CheckpointError, match="scores: must be a number for each"):
         make_text_files(ConfigFile("x", sentencepiece_keys(**{"tokenizer.ggml.scores": [1.0]})), 10_000)
+
+
+def test_pieces_that_make_each_other_in_too_many_ways_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of one letter, each longer than the last: their merges grow with the square of their number."""
+    monkeypatch.setattr("headrace.tensor.checkpoint.gguf.tokenizer.MAX_MERGES", 1000)
+    pieces = [n * "a" for n in range(1, 60)]
+    keys = sentencepiece_keys(
+        **{"tokenizer.ggml.tokens": pieces, "tokenizer.ggml.token_type": [1] * 59, "tokenizer.ggml.scores": [0.0] * 59}
+    )
+    with pytest.raises(CheckpointError, match="in more than 1000 ways"):
+        make_text_files(ConfigFile("x", keys), 10_000)
+
+
+def test_a_token_of_an_answers_end_ends_it_whatever_its_type() -> None:
+    keys = byte_level_keys(TINY, "headrace")
+    tokens = [*keys["tokenizer.ggml.tokens"], "<end_of_turn>"]  # type: ignore[misc]
+    kinds = [*keys["tokenizer.ggml.token_type"], 4]  # type: ignore[misc]
+    made = make_text_files(ConfigFile("x", {**keys, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}), 2561)
+    assert 2560 in made.generation["eos_token_id"]  # type: ignore[operator]
+    added: Any = made.tokenizer["added_tokens"]
+    assert added[-1]["content"] == "<end_of_turn>"
+    assert added[-1]["special"]
 
 
 def test_every_rule_can_be_built() -> None:

@@ -46,6 +46,9 @@ UNUSED = (
 """Parts beside a linear, or beside the linears of its attention, that say how activations, keys or values may be rounded as they are
 computed. They change no weight; what is computed here is not rounded by them, whatever the format."""
 
+READER_VERSION = 1
+"""Part of what names packed weights on disk: another one where a format's weights are read otherwise than before."""
+
 FEW = 16
 """Elements of parts that are read even to check a checkpoint, as formats compare their values with the configuration."""
 

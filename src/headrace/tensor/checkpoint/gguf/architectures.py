@@ -22,7 +22,8 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 """Tensors that become fields of config.json."""
 NOT_COMPUTED = (
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping", "embedding_scale",
-    "expert_shared_count", "expert_weights_scale", "final_logit_softcapping", "logit_scale", "residual_scale", "use_parallel_residual",
+    "expert_shared_count", "expert_weights_scale", "final_logit_softcapping", "logit_scale", "pooling_type", "residual_scale",
+    "use_parallel_residual",
 )  # fmt: skip
 """Keys of what no architecture here computes; zero and false pass."""
 SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned", "attn_factor")
@@ -244,6 +245,8 @@ def _refuse_not_computed(keys: _Keys) -> None:
     for name in map(keys.named, NOT_COMPUTED):
         if keys.file.values.get(name):
             keys.file.refuse(name, "is not supported")
+    if not keys.file.flag(keys.named("attention.causal"), True):
+        keys.file.refuse(keys.named("attention.causal"), "models that see later tokens, for embeddings, are not supported")
     prefix = keys.named("rope.scaling.")
     for name in keys.file.values:
         if name.startswith(prefix) and name.removeprefix(prefix) not in SCALING_KEYS:
@@ -262,12 +265,13 @@ def _rope(keys: _Keys, model: GgufModel, head_dim: int) -> dict[str, object]:
         fields["partial_rotary_factor"] = rotated / head_dim
     if factors := _factors(model, "rope_freqs.weight"):
         fields["rope_scaling"] = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
-    kind = keys.file.text(keys.named("rope.scaling.type"), "none")
-    if kind in ("none", "longrope") or (kind == "linear" and not keys.has("rope.scaling.factor")):
+    factor = next((keys.number(name) for name in ("rope.scaling.factor", "rope.scale_linear") if keys.has(name)), 1.0)
+    kind = keys.file.text(keys.named("rope.scaling.type"), "linear")  # as llama.cpp takes a file that has a factor alone
+    if kind in ("none", "longrope") or (kind == "linear" and factor == 1.0):
         return fields
     if kind not in ("linear", "yarn") or factors:
         keys.file.refuse(keys.named("rope.scaling.type"), "only linear and yarn are supported, and neither with rope_freqs.weight")
-    scaling: dict[str, object] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
+    scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
     if keys.has("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
     if keys.has("rope.scaling.attn_factor") and kind == "yarn":

@@ -88,14 +88,24 @@ def _write(home: Path, name: str, model: GgufModel) -> None:
     try:
         (unfinished / name).mkdir()
         for file, document in {**documents, NOTE: note}.items():
-            (unfinished / name / file).write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
-        shutil.rmtree(home, ignore_errors=True)  # one that is not complete
-        with suppress(OSError):  # another start has just made it
-            unfinished.rename(home)
+            is_note = file == NOTE  # a path may hold bytes that are no UTF-8
+            (unfinished / name / file).write_text(json.dumps(document, ensure_ascii=is_note), encoding="utf-8")
+        _appear(unfinished, home, name)
         if not (home / name / NOTE).is_file():
             raise OSError(f"{home} cannot be written")
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _appear(unfinished: Path, home: Path, name: str) -> None:
+    """Rename, in the place of a folder that is not complete. One that another start has just completed is left: it may be read already."""
+    for _ in range(2):
+        with suppress(OSError):
+            unfinished.rename(home)
+            return
+        if (home / name / NOTE).is_file():
+            return
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def _remove_oldest(directory: Path) -> None:

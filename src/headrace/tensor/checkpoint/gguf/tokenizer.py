@@ -18,8 +18,13 @@ METASPACE = "\u2581"
 NAMED_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
 """Name in tokenizer_config.json -> key."""
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
-"""Control tokens that end an answer whatever the keys say: files name one end token, models have more. As llama.cpp does."""
+END_TEXTS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"),
+)
+"""Tokens that end an answer whatever the keys and their types say: files name one end token, models have more. As llama.cpp does."""
+MAX_TOKEN_CHARS = 512
+MAX_MERGES = 2**21
+"""Ways to make pieces of two others. The largest vocabularies have a quarter."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPLIT_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPLIT_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -48,6 +53,7 @@ CUT_RULES = {
     "default": CutRule((r"[\p{P}\$\+<=>\^~\|]+", _SPLIT_GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "headrace": CutRule((r"'(?:s|t|re|ve|m|ll|d)|[ _]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",)),
 }
+CUT_RULES |= {"llama3": CUT_RULES["llama-bpe"], "llama-v3": CUT_RULES["llama-bpe"], "deepseek-r1-qwen": CUT_RULES["qwen2"]}
 """Value of the key tokenizer.ggml.pre -> the rule. The bundled models have "headrace"."""
 
 
@@ -95,7 +101,7 @@ class _Vocabulary:
 
     def end_tokens(self) -> list[int]:
         named = [self.named(key) for key in END_KEYS]
-        known = [number for number, token in enumerate(self.tokens) if token in END_TEXTS and self.kinds[number] == _CONTROL]
+        known = [number for number, token in enumerate(self.tokens) if token in END_TEXTS]
         return list(dict.fromkeys([*(number for number in named if number is not None), *known]))
 
     def added(self) -> list[dict[str, object]]:
@@ -105,7 +111,7 @@ class _Vocabulary:
         strips = self.keys.values.get("general.architecture") == "phi3" and self.keys.values.get(f"{PREFIX}model") == "llama"
         found = []
         for number, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
-            is_special = kind in (_CONTROL, _UNKNOWN) or number in special
+            is_special = kind in (_CONTROL, _UNKNOWN) or number in special or token in END_TEXTS
             if is_special or kind == _USER_DEFINED:
                 takes_space = strips and kind == _CONTROL and token not in ("<s>", "<|endoftext|>")
                 flags = {"single_word": False, "lstrip": False, "rstrip": takes_space, "normalized": False, "special": is_special}
@@ -121,12 +127,14 @@ def _read_vocabulary(keys: ConfigFile, vocab_size: int) -> _Vocabulary:
     texts = [token for token in tokens if isinstance(token, str)]
     if len(texts) < len(tokens) or "" in texts:
         shown.refuse(f"{PREFIX}tokens", "holds what is no text")
+    if (longest := max(len(text) for text in texts)) > MAX_TOKEN_CHARS:
+        shown.refuse(f"{PREFIX}tokens", f"holds a token of {longest} characters, and {MAX_TOKEN_CHARS} are allowed")
     if len(first_ids := {token: number for number, token in reversed(list(enumerate(texts)))}) < len(texts):
         number = next(number for number, token in enumerate(texts) if first_ids[token] != number)
         shown.refuse(f"{PREFIX}tokens", f"{shorten(texts[number])} has the ids {first_ids[texts[number]]} and {number}")
-    numbers = [kind for kind in kinds if isinstance(kind, int)] or [_NORMAL] * len(texts)
+    numbers = [kind for kind in kinds if isinstance(kind, int)] if kinds else [_NORMAL] * len(texts)
     if len(numbers) != len(texts):
-        shown.refuse(f"{PREFIX}token_type", f"lists {len(kinds)} types of {len(texts)} tokens")
+        shown.refuse(f"{PREFIX}token_type", f"lists {len(numbers)} types that are numbers, of {len(texts)} tokens")
     return _Vocabulary(keys, texts, numbers)
 
 
@@ -195,6 +203,9 @@ def _merges_by_score(keys: ConfigFile, vocabulary: _Vocabulary) -> list[list[str
             left, right = piece[:cut], piece[cut:]
             if (first := ids.get(left)) is not None and (second := ids.get(right)) is not None:
                 ranked.append((-score, first, second, left, right))
+        if len(ranked) > MAX_MERGES:
+            reason = f"can be made of each other in more than {MAX_MERGES} ways, as no vocabulary that was trained"
+            ConfigFile(keys.file, {}).refuse(f"{PREFIX}tokens", reason)
     return [[left, right] for *_, left, right in sorted(ranked)]
 
 
