@@ -159,8 +159,7 @@ def load_model(
         weights = _random_weights(config, spec, dtype or torch.float32, seed, device.name)
     else:
         weights = _open_checkpoint(_weight_files(folder, stored), config, spec, dtype, packed)
-        version = "" if stored is None else f", read by {READER_VERSION}"
-        weights.open_store(packed, backend, precision, f"{rank}/{world}{version}")
+        weights.open_store(packed, backend, precision, f"{rank}/{world}", stored)
     reader = WeightReader(weights.plain(stored), backend, weights.dtype, device, rank, world, precision, weights.store)
     model = DecoderModel(reader, spec)
     weights.finish()
@@ -211,11 +210,14 @@ class _Weights:
             return self.source
         return QuantizedSource(self.source, stored)
 
-    def open_store(self, packed: PackedFolder | None, backend: Backend, precision: Precision, share: str) -> None:
+    def open_store(
+        self, packed: PackedFolder | None, backend: Backend, precision: Precision, share: str, stored: WeightFormat | GgufFormat | None
+    ) -> None:
         """Find what an earlier start packed for this precision and rank share, unless the backend keeps nothing on disk."""
         form = backend.packed_format
         if packed is not None and form is not None and not isinstance(self.source, RandomWeights) and self.content is not None:
-            kind = f"{precision.value} {self.dtype} {share}"
+            version = "" if stored is None else f", read by {READER_VERSION}"
+            kind = f"{precision.value} {self.dtype} {share}{version}"
             name = store_name(self.digest, self.source.files, precision=kind, layout=form.packed_layout(precision))
             self.store = PackedStore(packed, name, form, self.content.content)
 
