@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The control side, which knows no tensors: less than a minute on a quiet machine.
 CONTROL = $(addprefix tests/,core text wire observe policy engine/loop engine/server)
 
-.PHONY: setup serve test test-control test-timing test-tools near coverage test-slow test-gpu gpu gpu-wheels test-mutants test-clients browser balancers systemd clickhouse check bench bench-smoke proto clean
+.PHONY: setup serve test test-control test-timing test-tools near coverage test-slow test-gpu gpu gpu-wheels test-mutants test-clients browser balancers systemd clickhouse check bench bench-smoke proto derived clean
 
 setup: $(STAMP)
 
@@ -115,6 +115,13 @@ bench-smoke: $(STAMP)
 
 proto: $(STAMP)
 	$(BIN)/python tools/make_proto.py
+
+# What pages have from the source: fields and paths, folders, the planner's tables, arithmetic by CPU. Tests fail where a page has another.
+derived: $(STAMP)
+	$(BIN)/python -m tests.support.api_tables
+	$(BIN)/python tools/folder_tables.py
+	$(BIN)/python tools/plan_tables.py
+	$(BIN)/python -m bench.precision_paths
 
 clean:
 	rm -rf .venv .venv-ci build dist .mypy_cache .ruff_cache .pytest_cache
