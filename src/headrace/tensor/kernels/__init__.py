@@ -126,7 +126,12 @@ class Kernels(Protocol):
 
 
 class WeightPacking(Protocol):
-    """Prepares weights for products. Its results are `Linear`s."""
+    """Prepares weights for products. Its results are `Linear`s.
+
+    keeps_stored  whether the weights of a quantized checkpoint are multiplied in few bits; else they are made dense
+    """
+
+    keeps_stored: bool
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
         """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards.
@@ -145,6 +150,10 @@ class WeightPacking(Protocol):
 
         Where a weight is not finite, its scale is not finite either.
         """
+        ...
+
+    def can_pack(self, weight: RoundedWeight) -> bool:
+        """Whether `pack_rounded` takes the weight as it is."""
         ...
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:

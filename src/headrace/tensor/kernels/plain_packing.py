@@ -40,6 +40,8 @@ class RoundedLinear:
         for group in range(own.shape[1]):
             part = slice(group * size, (group + 1) * size)
             sums = values[:, part].double() @ self.weight.values[:, part].double().T
+            if self.weight.zeros is not None:
+                sums -= values[:, part].double().sum(1, keepdim=True) * self.weight.zeros[:, group].double()
             out += sums * own[:, group].double()
         out *= scales.double()
         return (out if self.bias is None else out + self.bias.double()).to(x.dtype)
@@ -47,6 +49,8 @@ class RoundedLinear:
 
 class PlainPacking:
     """Implements `WeightPacking`; holds no state."""
+
+    keeps_stored = False
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> PlainLinear:
         return PlainLinear(weight.to(dtype or weight.dtype), bias)
@@ -56,6 +60,9 @@ class PlainPacking:
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
         return round_weight(weight, precision)
+
+    def can_pack(self, weight: RoundedWeight) -> bool:
+        return True
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> RoundedLinear:
         return RoundedLinear(weight, bias)

@@ -2,6 +2,7 @@
 
 int8  one scale per output (float32): w = q * scale, |q| <= 127
 int4  one scale per output and group of 32, 64 or 128 inputs (bfloat16): w = q * scale, -8 <= q <= 7
+      of a quantized checkpoint, the scale as stored (float16), and where it has them a zero point per scale: w = (q - zero) * scale
 
 fp8   one scale per output (float32): w = q * scale, q in float8_e4m3fn, |q| <= 448
 
@@ -11,7 +12,7 @@ within +-448. Products are summed exactly. Rounding is to nearest. An implementa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -40,23 +41,50 @@ DEFAULT_GROUP = 64
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeight:
-    """A weight [out, in] in few bits. values int8 or float8_e4m3fn [out, in]; scales float32 [out], or bfloat16 [out, in / group]."""
+    """A weight [out, in] in few bits.
+
+    values  int8 or float8_e4m3fn [out, in]
+    scales  float32 [out]; with a group, bfloat16 or float16 [out, in / group]
+    group   inputs that share a scale; 0: all
+    zeros   float16 [out, in / group]; None: all zero. Without a group always None
+    """
 
     values: Tensor
     scales: Tensor
     group: int
+    zeros: Tensor | None = None
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes that a multiplication reads: values, packed, and scales."""
-        return self.values.numel() // (2 if self.group else 1) + self.scales.numel() * self.scales.element_size()
+        """Bytes that a multiplication reads: values, packed, scales and zero points."""
+        return self.values.numel() // (2 if self.group else 1) + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def dense(self) -> Tensor:
         """The weight that the values stand for, float32 [out, in]."""
         wide = self.values.float()
         if not self.group:
             return wide * self.scales[:, None]
-        return (wide.reshape(*self.scales.shape, self.group) * self.scales.float()[:, :, None]).flatten(1)
+        grouped = wide.reshape(*self.scales.shape, self.group)
+        if self.zeros is not None:
+            grouped -= self.zeros.float()[:, :, None]
+        return (grouped * self.scales.float()[:, :, None]).flatten(1)
+
+    def rows(self, rows: slice | Tensor) -> RoundedWeight:
+        """These outputs of the weight."""
+        return RoundedWeight(self.values[rows], self.scales[rows], self.group, None if self.zeros is None else self.zeros[rows])
+
+
+def join_rounded(parts: Sequence[RoundedWeight]) -> RoundedWeight | None:
+    """The weights, stacked by outputs; None for weights that are stored in different ways."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if len({(part.group, part.values.dtype, part.scales.dtype) for part in parts}) > 1:
+        return None
+    has_zeros = any(part.zeros is not None for part in parts)
+    zeros = [torch.zeros_like(part.scales) if part.zeros is None else part.zeros for part in parts]
+    values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
+    return RoundedWeight(values, scales, first.group, torch.cat(zeros) if has_zeros else None)
 
 
 def round_weight(weight: Tensor, precision: Precision, *, group: int = DEFAULT_GROUP) -> RoundedWeight:

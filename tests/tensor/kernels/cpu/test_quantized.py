@@ -14,7 +14,7 @@ from headrace.tensor.backends import load_backend
 from headrace.tensor.kernels.cpu.integer import simd as integer_simd
 from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear, can_pack
 from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS, STRIPS
-from headrace.tensor.kernels.rounding import GROUPS, Precision, group_for, round_inputs, round_weight
+from headrace.tensor.kernels.rounding import GROUPS, Precision, RoundedWeight, group_for, round_inputs, round_weight
 
 pytestmark = pytest.mark.pure
 
@@ -56,6 +56,36 @@ def test_a_row_does_not_depend_on_its_neighbours(precision: Precision) -> None:
         assert (alone - expected).abs().max() <= 1e-6 * expected.abs().max()
         for rows in range(1, 10):
             assert torch.equal(linear(x[:rows]), alone[:rows])
+
+
+def stored(out_features: int, in_features: int, group: int, *, has_zeros: bool) -> RoundedWeight:
+    """A weight as a quantized checkpoint has it: float16 scales of both signs, among them the smallest ones, and zero points."""
+    generator = torch.Generator().manual_seed(in_features)
+    values = torch.randint(-8, 8, (out_features, in_features), generator=generator, dtype=torch.int8)
+    shape = (out_features, in_features // group)
+    scales = (torch.randn(shape, generator=generator) * 0.01).to(torch.float16)
+    scales[0, 0], scales[-1, -1] = 6e-8, 0.0
+    zeros = (torch.randint(-30, 31, shape, generator=generator) / 4).to(torch.float16)
+    return RoundedWeight(values, scales, group, zeros if has_zeros else None)
+
+
+@pytest.mark.parametrize("has_zeros", [True, False])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("out_features", [1, 65, 448])
+def test_stored_scales_and_zero_points_are_multiplied_as_they_are(out_features: int, group: int, has_zeros: bool) -> None:
+    weight, bias = stored(out_features, 384, group, has_zeros=has_zeros), torch.randn(out_features)
+    fast, plain = (packing.pack_rounded(weight, bias) for packing in (NUMBA, REFERENCE))
+    assert isinstance(fast, IntegerLinear)
+    assert fast.weight_bytes >= plain.weight_bytes
+    for rows in (1, 2, 4, 7):
+        x = torch.randn(rows, 384, generator=torch.Generator().manual_seed(rows))
+        expected = plain(x)
+        assert (fast(x) - expected).abs().max() <= 1e-6 * expected.abs().max()
+        values, scales = round_inputs(x)
+        dense = (values * scales).double() @ weight.dense().double().T + bias
+        assert (plain(x) - dense).abs().max() <= 1e-6 * dense.abs().max()
+    again = IntegerLinear.of(fast.packed())
+    assert torch.equal(again(x), fast(x))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

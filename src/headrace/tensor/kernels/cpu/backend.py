@@ -92,6 +92,8 @@ class NumbaPacking:
     features       the CPU whose linear paths are taken
     """
 
+    keeps_stored = True
+
     def __init__(self, *, deterministic: bool, features: CpuFeatures) -> None:
         self.deterministic, self.features = deterministic, features
 
@@ -124,8 +126,11 @@ class NumbaPacking:
             raise ConfigError("quantization", "fp8 products are for GPUs that have them, and this is a CPU", "Use int8.")
         return integer_packing.round_weight(weight, precision)
 
+    def can_pack(self, weight: RoundedWeight) -> bool:
+        return weight.values.dtype == torch.int8 and weight.values.device.type == "cpu" and quantized.can_pack(weight)
+
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
-        if weight.values.device.type == "cpu" and quantized.can_pack(weight):
+        if self.can_pack(weight):
             return quantized.IntegerLinear.pack(weight, bias)
         if self.deterministic:
             raise _not_invariant(f"a rounded linear of {list(weight.values.shape)}")

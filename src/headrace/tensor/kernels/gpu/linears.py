@@ -71,6 +71,8 @@ def _scales(weight: StoredWeight) -> Tensor:
 class TritonPacking:
     """Implements `WeightPacking`. FP8 products need a device that has them (`tensor.device`)."""
 
+    keeps_stored = True
+
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
 

@@ -7,6 +7,7 @@ weights: `linear`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,10 +30,22 @@ from headrace.tensor.kernels.cpu.integer.simd import (
     quantize,
 )
 from headrace.tensor.kernels.cpu.jit.launch import allocate_result, compile_kernel, helper, launch, thread_limit, with_counter
-from headrace.tensor.kernels.cpu.jit.scalars import as_bf16, as_f32, as_i8, as_i16, as_i32, as_i64, at, read_arguments, store, take_ticket
+from headrace.tensor.kernels.cpu.jit.scalars import (
+    as_bf16,
+    as_f16,
+    as_f32,
+    as_i8,
+    as_i16,
+    as_i32,
+    as_i64,
+    at,
+    read_arguments,
+    store,
+    take_ticket,
+)
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 from headrace.tensor.kernels.cpu.linear import as_dtype, as_float32
-from headrace.tensor.kernels.rounding import INPUT_LIMIT, Precision, RoundedWeight
+from headrace.tensor.kernels.rounding import INPUT_LIMIT, RoundedWeight
 
 Pointer = Any
 
@@ -51,7 +64,7 @@ def can_pack(weight: RoundedWeight) -> bool:
 
 
 def pack_scales(scales: Tensor) -> Tensor:
-    """bfloat16 [out, groups] -> [strips, groups, STRIP_COLUMNS]."""
+    """bfloat16 or float16 [out, groups] -> [strips, groups, STRIP_COLUMNS]."""
     padded = F.pad(scales, (0, 0, 0, -scales.shape[0] % STRIP_COLUMNS))
     return padded.reshape(-1, STRIP_COLUMNS, scales.shape[1]).transpose(1, 2).contiguous()
 
@@ -59,6 +72,7 @@ def pack_scales(scales: Tensor) -> Tensor:
 class IntegerArguments(NamedTuple):
     """Arguments of a linear's two kernels, rows to integers and product. The first nine and counter are addresses.
 
+    zeros  0 where there are none
     group  inputs that share a scale: all of them in int8
     span   strips that a worker takes at a time
     """
@@ -71,6 +85,7 @@ class IntegerArguments(NamedTuple):
     bias: int
     words: int
     scales: int
+    zeros: int
     rows: int
     inputs: int
     columns: int
@@ -93,6 +108,7 @@ class IntegerProduct(NamedTuple):
     bias: Pointer
     words: Pointer
     scales: Pointer
+    zeros: Pointer
     rows: int
     inputs: int
     columns: int
@@ -117,6 +133,7 @@ def multiply_block(p: IntegerProduct, row: int, rows: int, strip: int, strips: i
         at(p.sums, row * groups),
         groups,
         p.group,
+        at(p.zeros, column * groups),
         rows,
         strips,
     )
@@ -192,19 +209,38 @@ def _quantize_i16(arguments: int, worker: int, workers: int) -> None:
 
 
 @helper
-def product(a: IntegerArguments, x: Pointer, scales: Pointer, per_word: int) -> IntegerProduct:
+def product(a: IntegerArguments, x: Pointer, scales: Pointer, zeros: Pointer, per_word: int) -> IntegerProduct:
     row_scales, sums, out, bias, words = as_f32(a.row_scales), as_i32(a.sums), as_f32(a.out), as_f32(a.bias), as_i32(a.words)
-    return IntegerProduct(x, row_scales, sums, out, bias, words, scales, a.rows, a.inputs, a.columns, a.group, per_word)
+    return IntegerProduct(x, row_scales, sums, out, bias, words, scales, zeros, a.rows, a.inputs, a.columns, a.group, per_word)
 
 
 def _multiply_bytes(arguments: int, worker: int, workers: int) -> None:
     a: IntegerArguments = read_arguments(IntegerArguments, arguments)
-    multiply(product(a, as_byte_input(a.x), as_f32(a.scales), 4), a.span, as_i64(a.counter))
+    multiply(product(a, as_byte_input(a.x), as_f32(a.scales), as_i8(a.zeros), 4), a.span, as_i64(a.counter))
 
 
 def _multiply_nibbles(arguments: int, worker: int, workers: int) -> None:
     a: IntegerArguments = read_arguments(IntegerArguments, arguments)
-    multiply(product(a, as_i8(a.x), as_bf16(a.scales), 8), a.span, as_i64(a.counter))
+    multiply(product(a, as_i8(a.x), as_bf16(a.scales), as_i8(a.zeros), 8), a.span, as_i64(a.counter))
+
+
+def _multiply_nibbles_f16(arguments: int, worker: int, workers: int) -> None:
+    a: IntegerArguments = read_arguments(IntegerArguments, arguments)
+    multiply(product(a, as_i8(a.x), as_f16(a.scales), as_i8(a.zeros), 8), a.span, as_i64(a.counter))
+
+
+def _multiply_nibbles_with_zeros(arguments: int, worker: int, workers: int) -> None:
+    a: IntegerArguments = read_arguments(IntegerArguments, arguments)
+    multiply(product(a, as_i8(a.x), as_f16(a.scales), as_f16(a.zeros), 8), a.span, as_i64(a.counter))
+
+
+_PRODUCTS: dict[tuple[torch.dtype, bool], Callable[[int, int, int], None]] = {
+    (torch.float32, False): _multiply_bytes,
+    (torch.bfloat16, False): _multiply_nibbles,
+    (torch.float16, False): _multiply_nibbles_f16,
+    (torch.float16, True): _multiply_nibbles_with_zeros,
+}
+"""Dtype of the scales, and whether there are zero points -> the kernel."""
 
 
 @cache
@@ -214,8 +250,8 @@ def _quantizing_kernel(dtype: torch.dtype) -> int:
 
 
 @cache
-def _product_kernel(precision: Precision) -> int:
-    return compile_kernel(_multiply_nibbles if precision is Precision.INT4 else _multiply_bytes)
+def _product_kernel(scales: torch.dtype, has_zeros: bool) -> int:
+    return compile_kernel(_PRODUCTS[scales, has_zeros])
 
 
 class IntegerLinear:
@@ -223,17 +259,18 @@ class IntegerLinear:
 
     runs_only_kernels = True
 
-    def __init__(self, words: Tensor, scales: Tensor, bias: Tensor | None, *, out_features: int, in_features: int, group: int) -> None:
-        """words, scales: packed, see `pack`. group: 0 for int8."""
+    def __init__(
+        self, words: Tensor, scales: Tensor, bias: Tensor | None, zeros: Tensor | None, *, out_features: int, in_features: int, group: int
+    ) -> None:
+        """words, scales, zeros: packed, see `pack`. group: 0 for int8."""
         self.out_features, self.in_features, self.group = out_features, in_features, group
-        self.precision = Precision.INT4 if group else Precision.INT8
         self.input_dtype = torch.int8 if group else BYTE_INPUT
-        self.words, self.scales = words, scales
+        self.words, self.scales, self.zeros = words, scales, zeros
         self.columns = words.shape[0] * STRIP_COLUMNS
         # At least four spans per thread, where there are as many strips, so that one slow thread does not delay the product.
         self.span = max(1, min(STRIPS, words.shape[0] // (4 * thread_limit())))
         self.bias = torch.zeros(self.columns) if bias is None else F.pad(bias.float(), (0, self.columns - len(bias))).contiguous()
-        self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (words, scales))
+        self.weight_bytes = words.nbytes + scales.nbytes + (0 if zeros is None else zeros.nbytes)
 
     @classmethod
     def pack(cls, weight: RoundedWeight, bias: Tensor | None) -> IntegerLinear:
@@ -242,10 +279,13 @@ class IntegerLinear:
             words, scales = pack_nibbles(weight.values), pack_scales(weight.scales)
         else:
             words, scales = pack_bytes(weight.values), F.pad(weight.scales, (0, -out_features % STRIP_COLUMNS)).contiguous()
-        return cls(words, scales, bias, out_features=out_features, in_features=in_features, group=weight.group)
+        zeros = None if weight.zeros is None else pack_scales(weight.zeros)
+        return cls(words, scales, bias, zeros, out_features=out_features, in_features=in_features, group=weight.group)
 
     def packed(self) -> PackedLinear:
         tensors = {"words": self.words, "scales": self.scales, "bias": self.bias}
+        if self.zeros is not None:
+            tensors["zeros"] = self.zeros
         return PackedLinear(
             kind="integers", out_features=self.out_features, in_features=self.in_features, group=self.group, block=0, tensors=tensors
         )
@@ -254,12 +294,14 @@ class IntegerLinear:
     def of(cls, packed: PackedLinear) -> IntegerLinear:
         """The linear whose parts `packed` returned. Raises ValueError where sizes or dtypes do not fit; products check nothing."""
         words, scales, bias = (packed.tensors[name] for name in ("words", "scales", "bias"))
+        zeros = packed.tensors.get("zeros")
         columns = -(-packed.out_features // STRIP_COLUMNS) * STRIP_COLUMNS
         per_word = 8 if packed.group else 4
         groups = packed.in_features // packed.group if packed.group else 1
         fits = (
             (packed.kind, words.dtype, bias.dtype) == ("integers", torch.int32, torch.float32)
-            and scales.dtype == (torch.bfloat16 if packed.group else torch.float32)
+            and scales.dtype in ((torch.bfloat16, torch.float16) if packed.group else (torch.float32,))
+            and (zeros is None or (zeros.dtype, zeros.numel(), scales.dtype) == (torch.float16, scales.numel(), torch.float16))
             and 0 < packed.in_features <= MAX_INPUTS
             and packed.in_features % max(NIBBLE_RUN, LANES) == 0
             and (len(words), words.numel()) == (columns // STRIP_COLUMNS, columns * packed.in_features // per_word)
@@ -267,7 +309,7 @@ class IntegerLinear:
         )
         if not fits:
             raise ValueError("the tensors do not fit the linear they are said to be")
-        return cls(words, scales, bias, out_features=packed.out_features, in_features=packed.in_features, group=packed.group)
+        return cls(words, scales, bias, zeros, out_features=packed.out_features, in_features=packed.in_features, group=packed.group)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, inputs = x.shape
@@ -286,6 +328,7 @@ class IntegerLinear:
             bias=self.bias.data_ptr(),
             words=self.words.data_ptr(),
             scales=self.scales.data_ptr(),
+            zeros=0 if self.zeros is None else self.zeros.data_ptr(),
             rows=rows,
             inputs=inputs,
             columns=self.columns,
@@ -296,5 +339,6 @@ class IntegerLinear:
         memory = with_counter(arguments)
         launch(_quantizing_kernel(self.input_dtype), memory, max(1, min(thread_limit(), rows // ROWS)), rounded, wide)
         workers = max(1, min(thread_limit(), rows * inputs * self.columns // WORK_PER_THREAD))
-        launch(_product_kernel(self.precision), memory, workers, out, rounded, self.words, self.scales, self.bias)
+        kernel = _product_kernel(self.scales.dtype, self.zeros is not None)
+        launch(kernel, memory, workers, out, rounded, self.words, self.scales, self.scales if self.zeros is None else self.zeros, self.bias)
         return as_dtype(out if self.columns == self.out_features else out[:, : self.out_features], x.dtype)

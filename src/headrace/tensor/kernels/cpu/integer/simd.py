@@ -3,7 +3,7 @@
 A register holds LANES words of 32 bits, one per output column; a word holds four bytes (or eight nibbles) of consecutive inputs, so that
 sums need no folding at the end and a group's scales are one vector. Integer sums are exact: their order does not matter, and every CPU
 computes the same. Weights are stored as unsigned numbers (value + OFFSET), which adds OFFSET times the sum of the inputs to a dot product;
-that is subtracted at the end.
+that is subtracted at the end. A zero point per group and column is subtracted with it.
 
 The CPU decides the instructions: `vpdpbusd` where it has VNNI (HAS_DOTS), else `vpmaddwd` (bytes, inputs widened to 16 bits) and
 `vpmaddubsw` (nibbles, whose pair sums fit 16 bits), else LLVM's translation of the same arithmetic in plain words. The packed weights are
@@ -12,6 +12,7 @@ the same for all. Read `jit.simd` first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headrace.tensor.kernels.cpu.jit.vector_ir import (
+    F32,
     I8,
     I16,
     I32,
@@ -58,6 +60,8 @@ BLOCKS = ((ROWS, 1), (PAIR, PAIR), (1, STRIPS), (1, 1))
 KEY = max(strips for _, strips in BLOCKS) + 1
 """rows * KEY + strips is another number for each block."""
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
+HALF = types.int16
+"""The element of pointers to float16, for which Numba has no type on CPUs."""
 PAIR_ORDER = (0, 2, 1, 3)
 """The order in which four inputs of 16 bits are stored, so that a word's even and odd bytes match neighbouring inputs."""
 NIBBLE_RUN = 32
@@ -219,29 +223,34 @@ class BlockOperands(NamedTuple):
     sums: ir.Value
     groups: ir.Value
     group: ir.Value
+    zeros: ir.Value
 
 
 @intrinsic
 def integer_block(
     _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, strip_stride: Any, scales: Any, bias: Any, row_scales: Any,
-    sums: Any, groups: Any, group: Any, rows: Any, strips: Any,
+    sums: Any, groups: Any, group: Any, zeros: Any, rows: Any, strips: Any,
 ) -> tuple[Any, Emit]:  # fmt: skip
-    """out[r, c] = row_scales[r] * sum over groups g of scales[g, c] * (sum over i in g of x[r, i] * (weights[i, c] - OFFSET)) + bias[c].
+    """out[r, c] = row_scales[r] * sum over groups g of scales[g, c] * dot[g, r, c] + bias[c], where
+    dot[g, r, c] = sum over i in g of x[r, i] * (weights[i, c] - OFFSET - zeros[g, c]).
 
-    The type of `scales` says which weights these are. float32: bytes, one group, see `_multiply_bytes`; bfloat16: nibbles, groups of
-    `group` inputs, see `_multiply_nibbles`. x holds values within +-127; sums int32 [rows, groups]: of x's groups. weights: strips
-    strip_stride words apart. rows, strips: one of BLOCKS.
+    The type of `scales` says which weights these are. float32: bytes, one group, see `_multiply_bytes`; bfloat16 or HALF: nibbles, groups
+    of `group` inputs, see `_multiply_nibbles`. zeros: HALF; of any other type, there are none. x holds values within +-127; sums int32
+    [rows, groups]: of x's groups. weights: strips strip_stride words apart. rows, strips: one of BLOCKS.
     """
-    multiply = _multiply_bytes if scales.dtype == types.float32 else _multiply_nibbles
+    if scales.dtype == types.float32:
+        multiply: Callable[..., None] = _multiply_bytes
+    else:
+        multiply = partial(_multiply_nibbles, element=scales.dtype, has_zeros=zeros.dtype == HALF)
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        operands, given_rows, given_strips = BlockOperands(*arguments[:12]), arguments[12], arguments[13]
+        operands, given_rows, given_strips = BlockOperands(*arguments[:13]), arguments[13], arguments[14]
         cases = {KEY * rows + strips: partial(multiply, builder, operands, rows, strips) for rows, strips in BLOCKS}
         for_case(builder, builder.add(builder.mul(given_rows, I64(KEY)), given_strips), cases)
         return context.get_dummy_value()
 
     intp = types.intp
-    return types.void(out, intp, x, intp, weights, intp, scales, bias, row_scales, sums, intp, intp, intp, intp), emit
+    return types.void(out, intp, x, intp, weights, intp, scales, bias, row_scales, sums, intp, intp, zeros, intp, intp), emit
 
 
 def _multiply_bytes(builder: ir.IRBuilder, o: BlockOperands, num_rows: int, num_strips: int) -> None:
@@ -296,14 +305,19 @@ def _high_bytes(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
     return builder.lshr(shorts, constant(SHORTS, 8))
 
 
-def _multiply_nibbles(builder: ir.IRBuilder, o: BlockOperands, num_rows: int, num_strips: int) -> None:
+def _multiply_nibbles(
+    builder: ir.IRBuilder, o: BlockOperands, num_rows: int, num_strips: int, *, element: types.Type, has_zeros: bool
+) -> None:
     """x int8; weights: per eight inputs STRIP registers; the low nibbles of a word's bytes are inputs 0..3, the high ones 4..7.
 
-    scales bfloat16, strip by strip [groups, STRIP_COLUMNS]. Groups are added in order, by fused multiply-adds.
+    scales bfloat16 or HALF, and zero points HALF, strip by strip [groups, STRIP_COLUMNS]. Groups are added in order, by fused
+    multiply-adds. With whole zero points the sum of a group stays exact.
     """
     registers, num_runs = num_strips * STRIP, builder.udiv(o.group, I64(NIBBLE_RUN))
     starts, bases = _pointers(builder, o.x, o.x_stride, num_rows), _pointers(builder, o.weights, o.strip_stride, num_strips)
-    scale_bases = _pointers(builder, o.scales, builder.mul(o.groups, I64(STRIP_COLUMNS)), num_strips)
+    strip_scales = builder.mul(o.groups, I64(STRIP_COLUMNS))
+    scale_bases = _pointers(builder, o.scales, strip_scales, num_strips)
+    zero_bases = _pointers(builder, o.zeros, strip_scales, num_strips) if has_zeros else []
     totals, wholes = _zeros(builder, num_rows * registers, VECTOR), _zeros(builder, num_rows * registers, WORDS)
     with cgutils.for_range(builder, o.groups) as group:
         for whole in wholes:
@@ -315,18 +329,38 @@ def _multiply_nibbles(builder: ir.IRBuilder, o: BlockOperands, num_rows: int, nu
             _nibble_run(builder, wholes, quads, [gep(builder, base, offset) for base in bases])
         first = builder.mul(group.index, I64(STRIP_COLUMNS))
         group_scales = [gep(builder, base, first) for base in scale_bases]
-        for place in group_scales:
+        group_zeros = [gep(builder, base, first) for base in zero_bases]
+        for place in (*group_scales, *group_zeros):
             for line in range(0, STRIP_COLUMNS, LINE_SCALES):
                 prefetch_line(builder, gep(builder, place, GROUPS_AHEAD * STRIP_COLUMNS + line))
-        scales_now = [load_floats(builder, place, types.uint16, VECTOR) for place in _registers(builder, group_scales)]
+        scales_now = [_load_scales(builder, place, element) for place in _registers(builder, group_scales)]
+        zeros_now = [_load_scales(builder, place, HALF) for place in _registers(builder, group_zeros)]
         for r in range(num_rows):
             place = builder.add(builder.mul(o.groups, I64(r)), group.index)
-            excess = splat(builder, builder.mul(builder.load(gep(builder, o.sums, place)), I32(NIBBLE_OFFSET)), I32)
+            row_sum = builder.load(gep(builder, o.sums, place))
+            excess = splat(builder, builder.mul(row_sum, I32(NIBBLE_OFFSET)), I32)
+            less = splat(builder, builder.sitofp(builder.neg(row_sum), F32)) if has_zeros else None
             for c, scale in enumerate(scales_now):
-                exact = builder.sub(builder.load(wholes[r * registers + c]), excess)
+                exact = builder.sitofp(builder.sub(builder.load(wholes[r * registers + c]), excess), VECTOR)
+                if less is not None:
+                    exact = fma(builder, less, zeros_now[c], exact)
                 total = totals[r * registers + c]
-                builder.store(fma(builder, builder.sitofp(exact, VECTOR), scale, builder.load(total)), total)
+                builder.store(fma(builder, exact, scale, builder.load(total)), total)
     _finish(builder, [builder.load(total) for total in totals], o, num_rows)
+
+
+def _load_scales(builder: ir.IRBuilder, place: ir.Value, element: types.Type) -> ir.Value:
+    """One register of scales or zero points, as float32; element: HALF or bfloat16."""
+    if element != HALF:
+        return load_floats(builder, place, element, VECTOR)
+    bits = _vector(builder, place, ir.VectorType(I16, LANES))
+    if {"avx512f", "f16c"} & native_features():
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
+    wide = builder.zext(bits, WORDS)
+    magnitude = builder.bitcast(builder.shl(builder.and_(wide, constant(WORDS, 0x7FFF)), constant(WORDS, 13)), VECTOR)
+    sign = builder.shl(builder.and_(wide, constant(WORDS, 0x8000)), constant(WORDS, 16))
+    value = builder.fmul(magnitude, constant(VECTOR, 2.0**112))  # the exponent's other bias
+    return builder.bitcast(builder.or_(builder.bitcast(value, WORDS), sign), VECTOR)
 
 
 def _nibble_run(builder: ir.IRBuilder, wholes: list[ir.Value], quads: list[ir.Value], chunks: list[ir.Value]) -> None:

@@ -46,6 +46,8 @@ def _cast_to(element: types.Type) -> Any:
 as_f32, as_bf16, as_i8, as_i16, as_i32, as_i64 = (
     _cast_to(element) for element in (types.float32, types.uint16, types.int8, types.int16, types.int32, types.int64)
 )
+as_f16 = as_i16
+"""Numba has no float16 on CPUs; what reads it takes the bits (`integer.simd.HALF`)."""
 
 
 @intrinsic
