@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "headrace"
-PAGES = (ROOT / "docs" / "gateway.md",)
+PAGES = (ROOT / "docs" / "architecture.md", ROOT / "docs" / "gateway.md")
 
 PLACE = re.compile(r"(<!-- folders: ([a-z_.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
