@@ -12,7 +12,7 @@ import text_kit
 from headrace import SamplingParams, StructuredOutputsParams
 from headrace.core.errors import InvalidRequest, Overloaded
 from headrace.core.grammar import Grammar, GrammarKind, ReasoningSpan
-from headrace.core.ids import AdmissionId
+from headrace.core.ids import PreparationId
 from headrace.core.request import EngineRequest
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
@@ -34,12 +34,12 @@ class SlowPreparer:
         self.seconds = seconds
         self.engine: Engine | None = None
 
-    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+    def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
         assert self.engine is not None
-        threading.Timer(self.seconds, self.engine.satisfied, (admission, "grammar")).start()
+        threading.Timer(self.seconds, self.engine.satisfied, (preparation_id, "grammar")).start()
         return {"grammar": 300.0}
 
-    def end(self, admission: AdmissionId) -> None:
+    def end(self, preparation_id: PreparationId) -> None:
         pass
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class RefusingPreparer(SlowPreparer):
         super().__init__(0.0)
         self.seen: list[Grammar | None] = []
 
-    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+    def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
         self.seen.append(request.grammar)
         raise InvalidRequest("grammar", "noted")
 
@@ -64,18 +64,18 @@ class SmallPreparer(SlowPreparer):
     def __init__(self, room: int) -> None:
         super().__init__(0.0)
         self.room = room
-        self.held: set[AdmissionId] = set()
+        self.held: set[PreparationId] = set()
         self.num_refused = 0
 
-    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+    def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
         if len(self.held) >= self.room:
             self.num_refused += 1
             raise Overloaded("the grammars in use take all of their memory")
-        self.held.add(admission)
-        return super().begin(request, admission)
+        self.held.add(preparation_id)
+        return super().begin(request, preparation_id)
 
-    def end(self, admission: AdmissionId) -> None:
-        self.held.remove(admission)
+    def end(self, preparation_id: PreparationId) -> None:
+        self.held.remove(preparation_id)
 
 
 def llm_with(preparer: SlowPreparer, text: TextModel) -> LLM:

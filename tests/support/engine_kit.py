@@ -10,7 +10,7 @@ from kv_oracle import OracleRunner
 
 from headrace.core.errors import HeadraceError
 from headrace.core.finish import FinishReason
-from headrace.core.ids import AdmissionId, RequestId
+from headrace.core.ids import PreparationId, RequestId
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
 from headrace.core.request import EngineRequest
@@ -47,22 +47,22 @@ class NotedPreparer:
     """Prerequisites by request; notes what was begun and what has ended.
 
     needs       of each request, by name, each with the seconds it may take
-    admissions  the last one of each request
+    preparation_ids  the last one of each request
     """
 
     def __init__(self) -> None:
         self.needs: dict[str, Mapping[str, float]] = {}
-        self.admissions: dict[str, AdmissionId] = {}
-        self.begun: list[AdmissionId] = []
-        self.ended: Counter[AdmissionId] = Counter()
+        self.preparation_ids: dict[str, PreparationId] = {}
+        self.begun: list[PreparationId] = []
+        self.ended: Counter[PreparationId] = Counter()
 
-    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
-        self.begun.append(admission)
-        self.admissions[request.request_id] = admission
+    def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
+        self.begun.append(preparation_id)
+        self.preparation_ids[request.request_id] = preparation_id
         return self.needs.get(request.request_id, {})
 
-    def end(self, admission: AdmissionId) -> None:
-        self.ended[admission] += 1
+    def end(self, preparation_id: PreparationId) -> None:
+        self.ended[preparation_id] += 1
 
     def close(self) -> None:
         """The loop has ended."""
@@ -136,12 +136,12 @@ class DrivenEngine:
 
     def satisfied(self, name: str, what: str) -> None:
         """What the preparer says of a request that the engine has begun to prepare; of any other nothing."""
-        if (admission := self.preparer.admissions.get(name)) is not None:
-            self.engine.satisfied(admission, what)
+        if (preparation_id := self.preparer.preparation_ids.get(name)) is not None:
+            self.engine.satisfied(preparation_id, what)
 
     def failed(self, name: str, what: str, error: Exception) -> None:
-        if (admission := self.preparer.admissions.get(name)) is not None:
-            self.engine.failed(admission, what, error)
+        if (preparation_id := self.preparer.preparation_ids.get(name)) is not None:
+            self.engine.failed(preparation_id, what, error)
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):

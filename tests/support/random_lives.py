@@ -17,7 +17,7 @@ from runner_kit import CONTEXT, VOCAB
 
 from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar
-from headrace.core.ids import AdmissionId, RequestId
+from headrace.core.ids import PreparationId, RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import Plan, TokenLogprobs
 from headrace.core.request import EngineRequest
@@ -146,10 +146,10 @@ class RandomFaults:
 class _Prepared:
     """A `Preparer` of grammars that need no compiling."""
 
-    def begin(self, request: EngineRequest, admission: AdmissionId) -> dict[str, float]:
+    def begin(self, request: EngineRequest, preparation_id: PreparationId) -> dict[str, float]:
         return {}
 
-    def end(self, admission: AdmissionId) -> None:
+    def end(self, preparation_id: PreparationId) -> None:
         pass
 
     def close(self) -> None:

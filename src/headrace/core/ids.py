@@ -7,8 +7,8 @@ from typing import NewType
 RequestId = NewType("RequestId", str)
 """One request inside the system. Always made by the gateway, never taken from a client header."""
 
-AdmissionId = NewType("AdmissionId", int)
-"""One request's stay in one engine process. A request id, and its epoch, may come again after a cancel; this never does."""
+PreparationId = NewType("PreparationId", int)
+"""What one engine process prepared for one request. Never reused; a request id and its epoch may recur after a cancel."""
 
 SeqId = NewType("SeqId", int)
 """One token stream inside one engine process; `n = 4` makes four. Never reused while the process lives."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from headrace.core.errors import HeadraceError
 from headrace.core.finish import FinishReason
-from headrace.core.ids import AdmissionId, RequestId
+from headrace.core.ids import PreparationId, RequestId
 from headrace.core.load import NO_CLASS_LOADS, ClassLoad, ClassLoads, minus, plus
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.waiting_bytes import check_bytes, submitted_bytes
@@ -55,13 +55,13 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Satisfied:
-    admission: AdmissionId
+    preparation_id: PreparationId
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class PrerequisiteFailed:
-    admission: AdmissionId
+    preparation_id: PreparationId
     what: str
     error: Exception
 

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from headrace.core.clock import Clock
 from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, QueueFull, SequenceFailed
 from headrace.core.finish import FinishReason
-from headrace.core.ids import AdmissionId, RequestId
+from headrace.core.ids import PreparationId, RequestId
 from headrace.core.load import FailureKind, LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import Plan, Result
@@ -104,15 +104,15 @@ class Engine:
         """The gateway found a stop string: end the sequence; `keep_tokens` of its output tokens count."""
         self._inbox.put(Finish(request_id, index, keep_tokens, reason))
 
-    def satisfied(self, admission: AdmissionId, what: str) -> None:
+    def satisfied(self, preparation_id: PreparationId, what: str) -> None:
         """A prerequisite is met. Raises ValueError for one that is the scheduler's own."""
         check_prerequisite(what)
-        self._inbox.put(Satisfied(admission, what))
+        self._inbox.put(Satisfied(preparation_id, what))
 
-    def failed(self, admission: AdmissionId, what: str, error: Exception) -> None:
+    def failed(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
         """A prerequisite cannot be met: the request ends. The client reads a HeadraceError, the log any other. Raises as `satisfied`."""
         check_prerequisite(what)
-        self._inbox.put(PrerequisiteFailed(admission, what, error))
+        self._inbox.put(PrerequisiteFailed(preparation_id, what, error))
 
     def stop(self) -> None:
         """End `run` after the current turn."""
@@ -222,33 +222,33 @@ class Engine:
                 self._sequences.cancel(request_id, self._clock())
             case Finish(request_id, index, keep_tokens, reason):
                 self._sequences.finish(request_id, index, keep_tokens, reason, self._clock())
-            case Satisfied(admission, what):
-                self._sequences.satisfied(admission, what)
-            case PrerequisiteFailed(admission, what, error):
-                self._end_unprepared(admission, what, error)
+            case Satisfied(preparation_id, what):
+                self._sequences.satisfied(preparation_id, what)
+            case PrerequisiteFailed(preparation_id, what, error):
+                self._end_unprepared(preparation_id, what, error)
             case Wake():
                 pass
 
     def _admit(self, request: EngineRequest, arrived: float) -> None:
         """Nothing is prepared for a request that is refused."""
-        leaving = self._sequences.check_admission(request)
-        admission, prerequisites = self._preparations.begin(request)
+        leaving = self._sequences.check_room(request)
+        preparation_id, prerequisites = self._preparations.begin(request)
         try:
-            self._sequences.add(request, arrived, prerequisites, admission=admission, leaving=leaving)
+            self._sequences.add(request, arrived, prerequisites, preparation_id=preparation_id, leaving=leaving)
         except Exception:
-            self._preparations.end([admission])
+            self._preparations.end([preparation_id])
             raise
 
-    def _end_unprepared(self, admission: AdmissionId, what: str, error: Exception) -> None:
+    def _end_unprepared(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
         """A request whose prerequisite shows that it is invalid, or that there is no room for it, is refused as if it had just arrived."""
         if isinstance(error, InvalidRequest | Overloaded):
-            if (request := self._sequences.withdraw(admission, self._clock())) is not None:
+            if (request := self._sequences.withdraw(preparation_id, self._clock())) is not None:
                 self._reject(request, error)
             return
         if not isinstance(error, HeadraceError):
             self._failures.note(FailureKind.PREREQUISITE, f"a prerequisite failed ({what})", error)
         message = str(error) if isinstance(error, HeadraceError) else "the engine's log says why"
-        self._sequences.failed(admission, what, f"prerequisite failed: {what}: {message}", self._clock())
+        self._sequences.failed(preparation_id, what, f"prerequisite failed: {what}: {message}", self._clock())
 
     def _reject(self, refused: EngineRequest | Refuse, error: Exception) -> None:
         """Send a refusal. That of a full queue says when to come back, by what waits at this moment."""
@@ -269,7 +269,7 @@ class Engine:
         elif isinstance(message, Wake | Refuse):
             raise EngineFatal(f"a message that changes nothing raised ({type(message).__name__.lower()})") from error
         else:
-            self._sequences.cancel_admission(message.admission, self._clock())
+            self._sequences.cancel_preparation(message.preparation_id, self._clock())
 
     def _plan(self) -> Plan | None:
         """A plan that cannot be made is tried again next turn; when it keeps failing, the scheduler's state is not to be trusted."""

@@ -1,8 +1,8 @@
 """Resources that a request needs before it takes a step's budget: prepared while it waits, released when it is over.
 
-A `Preparer` compiles grammars, loads adapters or fetches KV, on threads of its own, while the request waits in the scheduler. Each admitted
-request has its own `AdmissionId`, so that a late answer for a cancelled request cannot be taken for one about a later request of the same
-id. Everything in this module runs on the loop's thread.
+A `Preparer` compiles grammars, loads adapters or fetches KV, on threads of its own, while the request waits in the scheduler. Each
+request has its own `PreparationId`: a late answer for a cancelled request cannot be taken for one about a later request of the same id.
+Everything in this module runs on the loop's thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from headrace.core.errors import EngineFatal, InvalidRequest
-from headrace.core.ids import AdmissionId
+from headrace.core.ids import PreparationId
 from headrace.core.load import FailureKind
 from headrace.core.request import EngineRequest
 from headrace.engine.failures import Failures
@@ -22,7 +22,7 @@ class Preparer(Protocol):
     """All methods are called on the loop's thread and must not block. The work is done on another thread, which then calls
     `Engine.satisfied` or `Engine.failed`."""
 
-    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+    def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
         """Names of what a checked request has to wait for (a grammar, an adapter, KV), each with the seconds it may take.
 
         Called once for each request that the scheduler can admit. Raises a HeadraceError: the request is refused with it, and `end` is not
@@ -30,7 +30,7 @@ class Preparer(Protocol):
         """
         ...
 
-    def end(self, admission: AdmissionId) -> None:
+    def end(self, preparation_id: PreparationId) -> None:
         """The request is over: release what `begin` took for it. Called once for each call of `begin` that returned."""
         ...
 
@@ -42,12 +42,12 @@ class Preparer(Protocol):
 class NothingToPrepare:
     """The preparer of engines whose requests need nothing. It refuses a grammar, which would have to be compiled."""
 
-    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+    def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
         if request.grammar is not None:
             raise InvalidRequest("grammar", "none: this engine compiles no grammars", request.grammar.kind.value)
         return {}
 
-    def end(self, admission: AdmissionId) -> None:
+    def end(self, preparation_id: PreparationId) -> None:
         pass
 
     def close(self) -> None:
@@ -55,38 +55,38 @@ class NothingToPrepare:
 
 
 class Preparations:
-    """Admissions whose `begin` has returned and whose `end` was not called yet."""
+    """The preparations whose `begin` has returned and whose `end` was not called yet."""
 
     def __init__(self, preparer: Preparer, failures: Failures) -> None:
         self._preparer = preparer
         self._failures = failures
-        self._open: set[AdmissionId] = set()
+        self._open: set[PreparationId] = set()
         self._num_begun = 0
 
-    def begin(self, request: EngineRequest) -> tuple[AdmissionId, Mapping[str, float]]:
+    def begin(self, request: EngineRequest) -> tuple[PreparationId, Mapping[str, float]]:
         """Raises what the preparer raises, and ValueError for a prerequisite whose name is the scheduler's own."""
         self._num_begun += 1
-        admission = AdmissionId(self._num_begun)
-        prerequisites = self._preparer.begin(request, admission)
-        self._open.add(admission)
+        preparation_id = PreparationId(self._num_begun)
+        prerequisites = self._preparer.begin(request, preparation_id)
+        self._open.add(preparation_id)
         try:
             for name in prerequisites:
                 check_prerequisite(name)
         except Exception:
-            self.end([admission])
+            self.end([preparation_id])
             raise
-        return admission, prerequisites
+        return preparation_id, prerequisites
 
-    def end(self, admissions: Iterable[AdmissionId]) -> None:
+    def end(self, preparation_ids: Iterable[PreparationId]) -> None:
         """These requests are over. A preparer that raises is logged, and the rest is ended all the same.
 
         Raises EngineFatal where the preparer did, after the rest is ended.
         """
         fatal: EngineFatal | None = None
-        for admission in admissions:
-            self._open.remove(admission)
+        for preparation_id in preparation_ids:
+            self._open.remove(preparation_id)
             try:
-                self._preparer.end(admission)
+                self._preparer.end(preparation_id)
             except EngineFatal as error:
                 fatal = fatal or error
             except Exception as error:
@@ -95,7 +95,7 @@ class Preparations:
             raise fatal
 
     def close(self) -> None:
-        """The loop has ended: end every open admission, then the preparer."""
+        """The loop has ended: end every open preparation, then close the preparer."""
         try:
             self.end(sorted(self._open))
         finally:

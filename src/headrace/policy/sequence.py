@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from headrace.core.finish import FinishReason
 from headrace.core.hashing import BlockHash
-from headrace.core.ids import AdmissionId, RequestId, SeqId
+from headrace.core.ids import PreparationId, RequestId, SeqId
 from headrace.core.request import EngineRequest
 
 NO_SLOT = -1
-NO_ADMISSION = AdmissionId(0)
-"""The admission of a request for which nothing was prepared."""
+NO_PREPARATION = PreparationId(0)
+"""The preparation of a request for which nothing was prepared."""
 LEAST_PROGRESS_TOKENS = 64
 """Tokens that a sequence that was preempted gives, running again, before it makes room for another one a second time. Fewer cost more
 recomputation beside a tenant that comes often; with more its requests wait longer, as no sequence is left that may be preempted."""
@@ -102,7 +102,7 @@ class Sequence:
     drafts       ids drafted to follow the last known one; the next row verifies them
     waits_for_commit  no row is planned while another one is in flight: the sequence has drafts, or one of its rows gave too few tokens
     missing      unmet prerequisites, each with the seconds it may take from arrival
-    admission    the admission of its request; NO_ADMISSION where nothing was prepared
+    preparation_id  what was prepared for its request; NO_PREPARATION where nothing was
     registered   per KV group, leading blocks already offered to the prefix cache
     num_prompt_logprobs_emitted  prompt positions whose log-probabilities were emitted; a prompt computed again after a preemption does
                                  not emit them twice
@@ -141,7 +141,7 @@ class Sequence:
     root: BlockHash = field(default_factory=lambda: BlockHash(b""))
     hashes: list[BlockHash] = field(default_factory=list)
     missing: dict[str, float] = field(default_factory=dict)
-    admission: AdmissionId = NO_ADMISSION
+    preparation_id: PreparationId = NO_PREPARATION
     has_aged: bool = False
     num_queued: int = 0
     num_waiting_bytes: int = 0

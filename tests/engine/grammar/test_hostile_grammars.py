@@ -14,7 +14,7 @@ from hostile_grammars import Case, cases
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar
-from headrace.core.ids import AdmissionId, RequestId
+from headrace.core.ids import PreparationId, RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.engine.grammar.compiler import GrammarCompiler
@@ -124,16 +124,16 @@ def test_memory_is_flat_over_distinct_grammars(figure: Figure) -> None:
 
 
 class WaitedFor:
-    """An engine that waits for the outcome of each admission."""
+    """An engine that waits for the outcome of each preparation."""
 
     def __init__(self) -> None:
         self._said = threading.Event()
         self.error: Exception | None = None
 
-    def satisfied(self, admission: AdmissionId, what: str) -> None:
+    def satisfied(self, preparation_id: PreparationId, what: str) -> None:
         self._said.set()
 
-    def failed(self, admission: AdmissionId, what: str, error: Exception) -> None:
+    def failed(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
         self.error = error
         self._said.set()
 
@@ -158,10 +158,10 @@ def test_memory_is_flat_over_ten_thousand_requests_with_distinct_grammars() -> N
         request = EngineRequest(
             request_id=RequestId(str(number)), prompt_ids=(1,), params=params, tenant=f"tenant {number % 5}", grammar=grammar
         )
-        assert preparer.begin(request, AdmissionId(number))
+        assert preparer.begin(request, PreparationId(number))
         engine.wait()
         wander(store.template(grammar).deep_copy())
-        preparer.end(AdmissionId(number))
+        preparer.end(PreparationId(number))
         if number % 1000 == 999:
             sizes.append(anonymous_bytes())
     preparer.close()

@@ -14,7 +14,7 @@ from patience import PATIENCE_S
 
 from headrace.core.errors import InvalidRequest, Overloaded
 from headrace.core.grammar import Grammar
-from headrace.core.ids import AdmissionId, RequestId
+from headrace.core.ids import PreparationId, RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.engine.grammar.compiler import GrammarCompiler
@@ -52,16 +52,16 @@ class NotedEngine:
         self.said: list[tuple[int, Exception | None]] = []
         self._changed = threading.Condition()
 
-    def satisfied(self, admission: AdmissionId, what: str) -> None:
-        self._note(admission, what, None)
+    def satisfied(self, preparation_id: PreparationId, what: str) -> None:
+        self._note(preparation_id, what, None)
 
-    def failed(self, admission: AdmissionId, what: str, error: Exception) -> None:
-        self._note(admission, what, error)
+    def failed(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
+        self._note(preparation_id, what, error)
 
-    def _note(self, admission: AdmissionId, what: str, error: Exception | None) -> None:
+    def _note(self, preparation_id: PreparationId, what: str, error: Exception | None) -> None:
         assert what == GRAMMAR
         with self._changed:
-            self.said.append((admission, error))
+            self.said.append((preparation_id, error))
             self._changed.notify_all()
 
     def wait(self, count: int) -> list[tuple[int, Exception | None]]:
@@ -81,7 +81,7 @@ class Bench:
         grammar = None if source is None else regex(source)
         params = SamplingParams(seed=0)
         request = EngineRequest(request_id=RequestId(str(number)), prompt_ids=(1,), params=params, tenant=tenant, grammar=grammar)
-        return self.preparer.begin(request, AdmissionId(number))
+        return self.preparer.begin(request, PreparationId(number))
 
     def num_pins(self) -> int:
         return sum(held.num_pins for held in self.store._compiled.values())
@@ -102,7 +102,7 @@ def open_gate(bench: Bench) -> None:
 
 def test_a_request_without_a_grammar_waits_for_nothing_and_starts_nothing(bench: Bench) -> None:
     assert bench.begin(1, None) == {}
-    bench.preparer.end(AdmissionId(1))
+    bench.preparer.end(PreparationId(1))
     assert bench.preparer._thread is None
 
 
@@ -113,8 +113,8 @@ def test_a_grammar_is_prepared_once_and_pinned_while_requests_use_it(bench: Benc
     assert bench.begin(2, "a+") == {}, "it is there already"
     assert bench.compiler.vetted == ["a+"]  # type: ignore[attr-defined]
     assert bench.num_pins() == 2
-    bench.preparer.end(AdmissionId(1))
-    bench.preparer.end(AdmissionId(2))
+    bench.preparer.end(PreparationId(1))
+    bench.preparer.end(PreparationId(2))
     assert bench.num_pins() == 0
 
 
@@ -133,7 +133,7 @@ def test_tenants_take_turns(bench: Bench) -> None:
         bench.begin(number, f"a{{{number}}}", "greedy")
     bench.begin(9, "b", "modest")
     open_gate(bench)
-    order = [admission for admission, _ in bench.engine.wait(6)]
+    order = [preparation_id for preparation_id, _ in bench.engine.wait(6)]
     assert order.index(9) <= 2, "it waits for one of the other tenant's grammars, or two, not for five"
 
 
@@ -152,7 +152,7 @@ def test_a_tenant_whose_new_grammars_wait_already_is_refused_and_no_other(bench:
     with pytest.raises(Overloaded, match="3 new grammars of this tenant wait") as refused:
         bench.begin(6, "a{6}", "greedy")
     assert refused.value.retry_after_s == pytest.approx(0.36)
-    assert AdmissionId(6) not in bench.preparer._open, "nothing is held for what was refused"
+    assert PreparationId(6) not in bench.preparer._open, "nothing is held for what was refused"
     assert bench.begin(10, "a", "greedy") == {}
     assert GRAMMAR in bench.begin(11, "b", "modest")
 
@@ -167,7 +167,7 @@ def test_what_is_refused_and_what_breaks_is_said_and_holds_nothing(bench: Bench)
     assert isinstance(said[2], RuntimeError)
     assert said[3] is None
     for number in (1, 2):
-        bench.preparer.end(AdmissionId(number))
+        bench.preparer.end(PreparationId(number))
     assert bench.num_pins() == 1
 
 
@@ -175,8 +175,8 @@ def test_a_request_that_ends_while_it_waits_or_is_prepared_holds_nothing(bench: 
     bench.begin(1, "a")
     bench.begin(2, "b")
     bench.begin(3, "c")
-    bench.preparer.end(AdmissionId(2))
-    bench.preparer.end(AdmissionId(1))
+    bench.preparer.end(PreparationId(2))
+    bench.preparer.end(PreparationId(1))
     open_gate(bench)
     while 3 not in dict(bench.engine.wait(1)):
         bench.engine.wait(len(bench.engine.said) + 1)
@@ -196,7 +196,7 @@ def test_a_grammar_dropped_from_the_store_is_compiled_again_without_a_second_vet
     open_gate(bench)
     bench.begin(1, "a")
     bench.engine.wait(1)
-    bench.preparer.end(AdmissionId(1))
+    bench.preparer.end(PreparationId(1))
     bench.store._compiled.clear()
     bench.store.num_bytes = 0
     assert GRAMMAR in bench.begin(2, "a")

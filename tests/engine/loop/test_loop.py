@@ -91,7 +91,7 @@ def test_a_passing_fault_of_the_runner_is_invisible(depth: int, when: int) -> No
 
 
 CALL_SITES: list[tuple[type | ModuleType, str]] = [
-    (SequenceTable, "check_admission"),
+    (SequenceTable, "check_room"),
     (SequenceTable, "add"),
     (NotedPreparer, "begin"),
     (Scheduler, "plan"),
@@ -382,7 +382,7 @@ def test_waiting_is_how_many_sequences_wait_whatever_else_is_in_the_inbox() -> N
 
 
 @pytest.mark.parametrize(
-    ("owner", "moment"), [(SequenceTable, "check_admission"), (SequenceTable, "add"), (SequenceTable, "cancel"), (Scheduler, "plan")]
+    ("owner", "moment"), [(SequenceTable, "check_room"), (SequenceTable, "add"), (SequenceTable, "cancel"), (Scheduler, "plan")]
 )
 def test_what_leaves_the_inbox_is_never_uncounted_nor_counted_twice(owner: type[Any], moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked by another thread at the worst moments: between taking a request and adding it, after adding it, before the plan."""

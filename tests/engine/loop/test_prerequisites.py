@@ -15,7 +15,7 @@ from kv_oracle import expected_tokens
 from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
-from headrace.core.ids import AdmissionId, RequestId
+from headrace.core.ids import PreparationId, RequestId
 from headrace.core.request import EngineRequest
 from headrace.engine.preparation import NothingToPrepare
 from headrace.policy.schedule.sequence_table import SequenceTable
@@ -52,7 +52,7 @@ def test_a_prerequisite_that_fails_ends_its_request_alone(n: int, caplog: pytest
     driven.turn()
     driven.failed("a", "kv", RuntimeError("peer at 10.0.0.7 hung up"))
     driven.failed("a", "kv", RuntimeError("said twice"))
-    driven.engine.failed(AdmissionId(99), "kv", RuntimeError("not here"))
+    driven.engine.failed(PreparationId(99), "kv", RuntimeError("not here"))
     driven.failed("b", "unheard of", RuntimeError("not awaited"))
     for what in ("kv", "grammar"):
         driven.satisfied("b", what)
@@ -81,10 +81,10 @@ class Refusing(NotedPreparer):
         super().__init__()
         self.name, self.error, self.wrong = name, error, wrong
 
-    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+    def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
         if request.request_id == self.name and self.error is not None:
             raise self.error
-        found = super().begin(request, admission)
+        found = super().begin(request, preparation_id)
         return self.wrong if request.request_id == self.name and self.wrong is not None else found
 
 
@@ -146,11 +146,11 @@ def test_names_of_the_scheduler_are_no_preparers(name: str) -> None:
 
 
 def test_a_late_answer_for_a_cancelled_request_says_nothing_of_the_next_one_of_its_id() -> None:
-    """The id and even the epoch are the same: only the admission tells them apart."""
+    """The id and even the epoch are the same: only the preparation tells them apart."""
     driven = DrivenEngine()
     driven.submit(request("a", [1]), needs=frozenset({"grammar"}))
     driven.turn()
-    first = driven.preparer.admissions["a"]
+    first = driven.preparer.preparation_ids["a"]
     driven.engine.cancel(RequestId("a"))
     driven.turn()
     assert driven.finish.pop(("a", 0)) is FinishReason.CANCELLED
@@ -205,7 +205,7 @@ def test_nothing_is_prepared_for_a_request_that_is_refused(config: dict[str, Any
     assert isinstance(driven.errors[refused.request_id], error)
     assert len(driven.preparer.begun) == 2
     for name in ("a", "b"):
-        driven.engine.satisfied(AdmissionId(1 if name == "a" else 2), "grammar")
+        driven.engine.satisfied(PreparationId(1 if name == "a" else 2), "grammar")
     driven.run()
 
 
@@ -227,7 +227,7 @@ def test_what_was_prepared_is_given_back_once_when_the_last_sequence_has_ended(w
     driven.turn()
     driven.engine.finish(RequestId("a"), 1, 0)
     driven.turn()
-    assert driven.preparer.ended[driven.preparer.admissions["a"]] == 0, "two of its sequences go on"
+    assert driven.preparer.ended[driven.preparer.preparation_ids["a"]] == 0, "two of its sequences go on"
     end(driven)
     driven.run()
     is_refused = what == "never came"
@@ -242,7 +242,7 @@ def test_a_request_that_cannot_be_added_gives_back_what_was_prepared(owner: type
         patch.setattr(owner, method, broken)
         driven.submit(request("a", [1]))
         driven.turn()
-    assert driven.preparer.ended[driven.preparer.admissions["a"]] == 1
+    assert driven.preparer.ended[driven.preparer.preparation_ids["a"]] == 1
     driven.run()
 
 
@@ -266,8 +266,8 @@ def test_an_answer_that_cannot_be_handled_ends_its_request_alone(monkeypatch: py
 
 
 class Leaking(NotedPreparer):
-    def end(self, admission: AdmissionId) -> None:
-        super().end(admission)
+    def end(self, preparation_id: PreparationId) -> None:
+        super().end(preparation_id)
         raise OSError("cannot be unmapped")
 
 
@@ -281,8 +281,8 @@ def test_a_preparer_that_cannot_give_back_is_logged_and_harms_nobody(caplog: pyt
 
 
 class Wrecked(NotedPreparer):
-    def end(self, admission: AdmissionId) -> None:
-        super().end(admission)
+    def end(self, preparation_id: PreparationId) -> None:
+        super().end(preparation_id)
         raise EngineFatal("the device is lost")
 
 
@@ -318,7 +318,7 @@ def test_an_engine_that_ends_gives_everything_back(is_fatal: bool) -> None:
 @settings(max_examples=60, deadline=None)
 @given(moves=st.lists(st.tuples(st.sampled_from(["submit", "cancel", "answer", "fail", "turn", "wait"]), st.integers(0, 3)), max_size=60))
 def test_ids_that_come_again_are_told_apart_and_nothing_is_held_in_the_end(moves: list[tuple[str, int]]) -> None:
-    """Four ids, used again and again; answers are for the oldest admission that has had none, as a slow worker's would be."""
+    """Four ids, used again and again; answers are for the oldest preparation that has had none, as a slow worker's would be."""
     driven = DrivenEngine(max_num_seqs=2, max_waiting=3, prerequisite_timeout_s=20.0)
     driven.engine._outbox = lambda _: None  # the kit wants each id once
     answered = 0
@@ -329,12 +329,16 @@ def test_ids_that_come_again_are_told_apart_and_nothing_is_held_in_the_end(moves
         elif move == "cancel":
             driven.engine.cancel(name)
         elif move in ("answer", "fail") and answered < len(driven.preparer.begun):
-            admission = driven.preparer.begun[answered]
-            waiting = {seq.admission: list(seq.missing) for seq in driven.scheduler.sequences.alive() if seq.admission != admission}
+            preparation_id = driven.preparer.begun[answered]
+            waiting = {
+                seq.preparation_id: list(seq.missing) for seq in driven.scheduler.sequences.alive() if seq.preparation_id != preparation_id
+            }
             answered += 1
-            driven.engine.satisfied(admission, "kv") if move == "answer" else driven.engine.failed(admission, "kv", HeadraceError("no"))
+            driven.engine.satisfied(preparation_id, "kv") if move == "answer" else driven.engine.failed(
+                preparation_id, "kv", HeadraceError("no")
+            )
             driven.engine._take_messages()
-            after = {seq.admission: list(seq.missing) for seq in driven.scheduler.sequences.alive()}
+            after = {seq.preparation_id: list(seq.missing) for seq in driven.scheduler.sequences.alive()}
             assert all(after.get(other, missing) == missing for other, missing in waiting.items()), "another request's answer counted"
         elif move == "turn":
             driven.turn(2)

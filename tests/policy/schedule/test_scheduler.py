@@ -721,10 +721,10 @@ def test_a_tenants_part_is_known_without_looking_at_every_sequence(monkeypatch: 
     driven.scheduler.check()
     with monkeypatch.context() as patched:
         patched.setattr(SequenceTable, "alive", lambda self: pytest.fail("every sequence was looked at"))
-        driven.scheduler.sequences.check_admission(request("a3", [1, 3], tenant="a"))
+        driven.scheduler.sequences.check_room(request("a3", [1, 3], tenant="a"))
         driven.scheduler.sequences.add(request("a3", [1, 3], tenant="a"), driven.clock.now)
         with pytest.raises(Overloaded, match="3 of max_waiting_per_tenant 3"):
-            driven.scheduler.sequences.check_admission(request("a4", [1, 4], tenant="a"))
+            driven.scheduler.sequences.check_room(request("a4", [1, 4], tenant="a"))
         driven.scheduler.sequences.cancel(RequestId("a3"), driven.clock.now)
-        driven.scheduler.sequences.check_admission(request("a5", [1, 5], tenant="a"))
+        driven.scheduler.sequences.check_room(request("a5", [1, 5], tenant="a"))
     driven.run()

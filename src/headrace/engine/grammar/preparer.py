@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from headrace.core.errors import InvalidRequest, Overloaded
-from headrace.core.ids import AdmissionId
+from headrace.core.ids import PreparationId
 from headrace.core.request import EngineRequest
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.deep_stack import start_deep_thread
@@ -30,9 +30,9 @@ MAX_VETTED = 4096
 class PreparedEngine(Protocol):
     """What a preparer says to the loop; `engine.loop.Engine` is one."""
 
-    def satisfied(self, admission: AdmissionId, what: str) -> None: ...
+    def satisfied(self, preparation_id: PreparationId, what: str) -> None: ...
 
-    def failed(self, admission: AdmissionId, what: str, error: Exception) -> None: ...
+    def failed(self, preparation_id: PreparationId, what: str, error: Exception) -> None: ...
 
 
 class GrammarPreparer:
@@ -45,8 +45,8 @@ class GrammarPreparer:
         self._jobs = TenantJobs()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._open: dict[AdmissionId, GrammarKey] = {}
-        self._pinned: set[AdmissionId] = set()
+        self._open: dict[PreparationId, GrammarKey] = {}
+        self._pinned: set[PreparationId] = set()
         self._vetted: OrderedDict[bytes, int] = OrderedDict()
 
     def attach(self, engine: PreparedEngine) -> None:
@@ -55,7 +55,7 @@ class GrammarPreparer:
 
     # on the loop's thread
 
-    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+    def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
         """Raises InvalidRequest for a grammar where the model can have none, Overloaded while too many of the tenant's wait."""
         if request.grammar is None:
             return {}
@@ -66,21 +66,21 @@ class GrammarPreparer:
         if not is_there:
             self._jobs.check_room(key.tenant)
         with self._lock:
-            self._open[admission] = key
+            self._open[preparation_id] = key
             if is_there:
-                self._pinned.add(admission)
+                self._pinned.add(preparation_id)
         if is_there:
             return {}
-        self._jobs.put(key.tenant, admission)
+        self._jobs.put(key.tenant, preparation_id)
         if self._thread is None:
             self._thread = start_deep_thread(self._work, "headrace-grammars")
         return {GRAMMAR: PREPARE_TIMEOUT_S}
 
-    def end(self, admission: AdmissionId) -> None:
+    def end(self, preparation_id: PreparationId) -> None:
         with self._lock:
-            key = self._open.pop(admission, None)
-            is_pinned = admission in self._pinned
-            self._pinned.discard(admission)
+            key = self._open.pop(preparation_id, None)
+            is_pinned = preparation_id in self._pinned
+            self._pinned.discard(preparation_id)
         if key is not None and is_pinned:
             self._store.unpin(key)
 
@@ -92,19 +92,19 @@ class GrammarPreparer:
     # on its own thread
 
     def _work(self) -> None:
-        while (admission := self._jobs.take()) is not None:
+        while (preparation_id := self._jobs.take()) is not None:
             with self._lock:
-                key = self._open.get(admission)
+                key = self._open.get(preparation_id)
             if key is None:
                 continue  # the request ended while it waited
             assert self._engine is not None, "attach comes first"
             try:
                 self._prepare(key)
             except Exception as error:  # the outermost border of this thread: the loop logs what is not ours
-                self._engine.failed(admission, GRAMMAR, error)
+                self._engine.failed(preparation_id, GRAMMAR, error)
             else:
-                self._hand_over(admission, key)
-                self._engine.satisfied(admission, GRAMMAR)
+                self._hand_over(preparation_id, key)
+                self._engine.satisfied(preparation_id, GRAMMAR)
 
     def _prepare(self, key: GrammarKey) -> None:
         """Compile it, unless an earlier request of the tenant has just had it compiled; pinned once either way."""
@@ -121,48 +121,48 @@ class GrammarPreparer:
         self._vetted.move_to_end(digest)
         return self._vetted[digest]
 
-    def _hand_over(self, admission: AdmissionId, key: GrammarKey) -> None:
+    def _hand_over(self, preparation_id: PreparationId, key: GrammarKey) -> None:
         """The pin is the request's from here on, and given back at once where it has ended meanwhile."""
         with self._lock:
-            is_open = admission in self._open
+            is_open = preparation_id in self._open
             if is_open:
-                self._pinned.add(admission)
+                self._pinned.add(preparation_id)
         if not is_open:
             self._store.unpin(key)
 
 
 class TenantJobs:
-    """Admissions that wait for their grammar: first come, first served within a tenant; tenants take turns. Used by two threads."""
+    """Preparations that wait for their grammar: first come, first served within a tenant; tenants take turns. Two threads use the queue."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[AdmissionId]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[PreparationId]] = OrderedDict()
         self._changed = threading.Condition()
         self._closed = False
 
     def check_room(self, tenant: str) -> None:
-        """Raises Overloaded where a tenant's next admission would wait behind too many of its own."""
+        """Raises Overloaded where a tenant's request would wait behind too many of its own."""
         with self._changed:
             num_waiting = len(self._waiting.get(tenant, ()))
         if num_waiting >= MAX_WAITING_GRAMMARS:
             retry_after_s = num_waiting * VET_CPU_S
             raise Overloaded(f"{num_waiting} new grammars of this tenant wait to be compiled already", retry_after_s=retry_after_s)
 
-    def put(self, tenant: str, admission: AdmissionId) -> None:
+    def put(self, tenant: str, preparation_id: PreparationId) -> None:
         with self._changed:
-            self._waiting.setdefault(tenant, deque()).append(admission)
+            self._waiting.setdefault(tenant, deque()).append(preparation_id)
             self._changed.notify()
 
-    def take(self) -> AdmissionId | None:
+    def take(self) -> PreparationId | None:
         """Wait for the next one; None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._closed:
                 return None
-            tenant, admissions = self._waiting.popitem(last=False)
-            admission = admissions.popleft()
-            if admissions:
-                self._waiting[tenant] = admissions
-            return admission
+            tenant, preparation_ids = self._waiting.popitem(last=False)
+            preparation_id = preparation_ids.popleft()
+            if preparation_ids:
+                self._waiting[tenant] = preparation_ids
+            return preparation_id
 
     def close(self) -> None:
         with self._changed:

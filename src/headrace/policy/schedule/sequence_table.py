@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from headrace.core.errors import HeadraceError, QueueFull, Unavailable
 from headrace.core.finish import FinishReason
-from headrace.core.ids import AdmissionId, RequestId, SeqId
+from headrace.core.ids import PreparationId, RequestId, SeqId
 from headrace.core.load import EngineCounters
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import SequenceUpdate
@@ -30,7 +30,7 @@ from headrace.policy.schedule.prerequisites import FORK, HOST_KV, NO_PREREQUISIT
 from headrace.policy.schedule.slots import Slots
 from headrace.policy.schedule.updates import NOTHING, RowOutput, sequence_update, token_updates
 from headrace.policy.schedule.waiting import WaitingWork
-from headrace.policy.sequence import BLOCKED, DONE, NO_ADMISSION, RUNNING, WAITING, Appended, SeqState, Sequence
+from headrace.policy.sequence import BLOCKED, DONE, NO_PREPARATION, RUNNING, WAITING, Appended, SeqState, Sequence
 from headrace.policy.step_rows import RunningColumns
 
 OVERDUE_RETRY_S = 5.0
@@ -55,8 +55,8 @@ class SequenceTable:
         self.waiting = WaitingWork(config, self.queue.traits)
         self._blocked: dict[SeqId, Sequence] = {}
         self._families: dict[RequestId, list[Sequence]] = {}
-        self._prepared: dict[AdmissionId, list[Sequence]] = {}
-        self._ended_admissions: list[AdmissionId] = []
+        self._prepared: dict[PreparationId, list[Sequence]] = {}
+        self._ended_preparations: list[PreparationId] = []
         self._refused: list[tuple[EngineRequest, HeadraceError]] = []
         self._deadlines = Deadlines()
         self._updates: list[SequenceUpdate] = []
@@ -76,7 +76,7 @@ class SequenceTable:
 
     # in
 
-    def check_admission(self, request: EngineRequest) -> list[Family]:
+    def check_room(self, request: EngineRequest) -> list[Family]:
         """Whether `add` may be called with a checked request now; changes nothing. Returns the waiting requests that it takes the place
         of where the queue is full (`displacement`): they are for `add`.
 
@@ -99,16 +99,16 @@ class SequenceTable:
         now: float,
         prerequisites: Mapping[str, float] = NO_PREREQUISITES,
         *,
-        admission: AdmissionId = NO_ADMISSION,
+        preparation_id: PreparationId = NO_PREPARATION,
         leaving: Iterable[Family] = (),
     ) -> None:
-        """Add a request that `check_admission` has just let pass.
+        """Add a request that `check_room` has just let pass.
 
         prerequisites  names of what the request waits for, each with the seconds it may take
-        admission      the number by which `satisfied`, `failed` and `take_ended` name this request
-        leaving        the waiting requests whose place it takes, as `check_admission` found them: they are refused
+        preparation_id the number by which `satisfied`, `failed` and `take_ended` name this request
+        leaving        the waiting requests whose place it takes, as `check_room` found them: they are refused
         """
-        assert request.request_id not in self._families, "check_admission was not asked"
+        assert request.request_id not in self._families, "check_room was not asked"
         for family in leaving:
             self._refuse(family, QueueFull(DISPLACED), now)
         family = [self._arrivals.make_sequence(request, index, now, prerequisites) for index in request.indices]
@@ -123,10 +123,10 @@ class SequenceTable:
         except Exception:
             self._remove(family)
             raise
-        if admission != NO_ADMISSION:
-            self._prepared[admission] = family
+        if preparation_id != NO_PREPARATION:
+            self._prepared[preparation_id] = family
             for seq in family:
-                seq.admission = admission
+                seq.preparation_id = preparation_id
         self.counters.prompt_tokens += len(request.prompt_ids)
 
     def _refuse(self, family: list[Sequence], error: HeadraceError, now: float) -> None:
@@ -176,9 +176,9 @@ class SequenceTable:
         if self.queue.traits.has_tenants:
             self.queue.charge(self.slots.running)
 
-    def satisfied(self, admission: AdmissionId, what: str) -> None:
-        """A prerequisite is met. Unknown admissions are ignored: the request may have been cancelled meanwhile."""
-        for seq in self._prepared.get(admission, ()):
+    def satisfied(self, preparation_id: PreparationId, what: str) -> None:
+        """A prerequisite is met. An unknown id is ignored: the request may have been cancelled meanwhile."""
+        for seq in self._prepared.get(preparation_id, ()):
             self._satisfy(seq, what)
 
     def end_host_waits(self, sequences: list[Sequence]) -> None:
@@ -186,9 +186,9 @@ class SequenceTable:
         for seq in sequences:
             self._satisfy(seq, HOST_KV)
 
-    def failed(self, admission: AdmissionId, what: str, message: str, now: float) -> None:
+    def failed(self, preparation_id: PreparationId, what: str, message: str, now: float) -> None:
         """A prerequisite cannot be met: the sequences that wait for it end. message: for the client."""
-        for seq in list(self._prepared.get(admission, ())):
+        for seq in list(self._prepared.get(preparation_id, ())):
             if what in seq.missing:
                 self.fail(seq, message, now)
 
@@ -232,14 +232,14 @@ class SequenceTable:
         for seq in list(self._families.get(request_id, ())):
             self._end(seq, FinishReason.CANCELLED, now)
 
-    def cancel_admission(self, admission: AdmissionId, now: float) -> None:
-        """As `cancel`, by admission: an answer about one of its prerequisites could not be handled."""
-        for seq in list(self._prepared.get(admission, ())):
+    def cancel_preparation(self, preparation_id: PreparationId, now: float) -> None:
+        """As `cancel`, of the request with this preparation: an answer about one of its prerequisites could not be handled."""
+        for seq in list(self._prepared.get(preparation_id, ())):
             self._end(seq, FinishReason.CANCELLED, now)
 
-    def withdraw(self, admission: AdmissionId, now: float) -> EngineRequest | None:
+    def withdraw(self, preparation_id: PreparationId, now: float) -> EngineRequest | None:
         """End a request without an update about any of its sequences. None, and nothing is done, where one of them waits for nothing."""
-        family = list(self._prepared.get(admission, ()))
+        family = list(self._prepared.get(preparation_id, ()))
         if not family or not all(seq.missing for seq in family):
             return None
         self._end_unsaid(family, now)
@@ -262,7 +262,7 @@ class SequenceTable:
                 self._end(seq, FinishReason.DEADLINE, now)
             elif what in seq.missing:
                 late = f"what this request needs first ({what}) was not ready within {seq.missing[what]:g} s"
-                if (request := self.withdraw(seq.admission, now)) is not None:
+                if (request := self.withdraw(seq.preparation_id, now)) is not None:
                     self._refused.append((request, Unavailable(f"{late}; it can be sent again", retry_after_s=OVERDUE_RETRY_S)))
                 else:
                     self.fail(seq, late, now)
@@ -321,15 +321,15 @@ class SequenceTable:
         family.remove(seq)
         if not family:
             del self._families[seq.request.request_id]
-            if self._prepared.pop(seq.admission, None) is not None:
-                self._ended_admissions.append(seq.admission)
+            if self._prepared.pop(seq.preparation_id, None) is not None:
+                self._ended_preparations.append(seq.preparation_id)
         if seq.is_first:
             for sibling in list(family):
                 self._satisfy(sibling, FORK)
 
-    def take_ended(self) -> list[AdmissionId]:
-        """Admissions whose requests ended since the last call, each once: what was prepared for them can be released."""
-        ended, self._ended_admissions = self._ended_admissions, []
+    def take_ended(self) -> list[PreparationId]:
+        """Preparations whose requests ended since the last call, each once: they can be released."""
+        ended, self._ended_preparations = self._ended_preparations, []
         return ended
 
     # updates
@@ -379,6 +379,6 @@ class SequenceTable:
         assert len(states[WAITING]) == len(self.queue)
         assert len(states[BLOCKED]) == len(self._blocked)
         prepared = {id(family) for family in self._prepared.values()}
-        assert prepared <= {id(family) for family in self._families.values()}, "an admission outlived its request"
+        assert prepared <= {id(family) for family in self._families.values()}, "an preparation_id outlived its request"
         assert not any(seq.num_queued for seq in states[RUNNING]), "a running sequence counts as waiting"
         self.waiting.check([*states[WAITING], *states[BLOCKED]])
