@@ -32,7 +32,7 @@ pytestmark = pytest.mark.socket
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
-class Door:
+class AdminClient:
     """The operator's end of a socket."""
 
     def __init__(self, folder: Path) -> None:
@@ -54,7 +54,7 @@ class Door:
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
+async def client() -> AsyncIterator[AdminClient]:
     with socket_dir() as folder:
 
         def administration(actor: str) -> Administration:
@@ -62,30 +62,30 @@ async def door() -> AsyncIterator[Door]:
             return Administration(store, tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
         async with admin_socket(folder, cast(FleetControl, None), [KeyRequests(administration)]):
-            yield Door(folder)
+            yield AdminClient(folder)
 
 
-async def test_a_key_and_its_tenant_from_creation_to_the_end(door: Door) -> None:
-    status, made = await door.ask("POST", "/keys", {"tenant": "acme", "tier": "free", "user": "bob", "models": ["m"], "budget": 2.5})
+async def test_a_key_and_its_tenant_from_creation_to_the_end(client: AdminClient) -> None:
+    status, made = await client.ask("POST", "/keys", {"tenant": "acme", "tier": "free", "user": "bob", "models": ["m"], "budget": 2.5})
     assert status == 200
     assert (made.keys(), made["tenant"]) == ({"id", "key", "tenant"}, "acme")
-    [listed] = (await door.ask("GET", "/keys?tenant=acme"))[1]
+    [listed] = (await client.ask("GET", "/keys?tenant=acme"))[1]
     assert (listed["id"], listed["user"], listed["models"], listed["budget"]) == (made["id"], "bob", ["m"], 2.5)
-    assert (await door.ask("GET", "/keys?tenant=other"))[1] == []
-    assert (await door.ask("GET", f"/keys/{made['id']}"))[1] == listed
-    rotated = (await door.ask("POST", f"/keys/{made['id']}/rotate", {"grace_s": 60.0}))[1]
+    assert (await client.ask("GET", "/keys?tenant=other"))[1] == []
+    assert (await client.ask("GET", f"/keys/{made['id']}"))[1] == listed
+    rotated = (await client.ask("POST", f"/keys/{made['id']}/rotate", {"grace_s": 60.0}))[1]
     assert rotated["key"] != made["key"]
-    assert (await door.ask("POST", "/tenants/acme", {"tier": "premium", "options": {"log_prompts": True}}))[1]["tier"] == "premium"
-    assert (await door.ask("DELETE", f"/keys/{made['id']}"))[1]["state"] == "revoked"
-    assert (await door.ask("DELETE", "/tenants/acme"))[0] == 200
-    assert (await door.ask("POST", "/tenants", {"name": "new", "tier": "batch", "budget": 3.0}))[1]["budget"] == 3.0
-    assert [tenant["name"] for tenant in (await door.ask("GET", "/tenants"))[1]] == ["new"]
-    assert (await door.ask("GET", "/tenants/new"))[1]["tier"] == "batch"
-    records = (await door.ask("GET", "/audit"))[1]
+    assert (await client.ask("POST", "/tenants/acme", {"tier": "premium", "options": {"log_prompts": True}}))[1]["tier"] == "premium"
+    assert (await client.ask("DELETE", f"/keys/{made['id']}"))[1]["state"] == "revoked"
+    assert (await client.ask("DELETE", "/tenants/acme"))[0] == 200
+    assert (await client.ask("POST", "/tenants", {"name": "new", "tier": "batch", "budget": 3.0}))[1]["budget"] == 3.0
+    assert [tenant["name"] for tenant in (await client.ask("GET", "/tenants"))[1]] == ["new"]
+    assert (await client.ask("GET", "/tenants/new"))[1]["tier"] == "batch"
+    records = (await client.ask("GET", "/audit"))[1]
     actions = ["tenant.create", "tenant.remove", "key.revoke", "tenant.set", "key.rotate", "key.create"]
     assert [record["action"] for record in records] == actions
     assert {record["actor"] for record in records} == {f"{getpass.getuser()}, through the admin socket"}
-    assert len((await door.ask("GET", "/audit?limit=2"))[1]) == 2
+    assert len((await client.ask("GET", "/audit?limit=2"))[1]) == 2
     assert not any(issued["key"] in json.dumps(records) for issued in (made, rotated))
 
 
@@ -101,8 +101,8 @@ async def test_a_key_and_its_tenant_from_creation_to_the_end(door: Door) -> None
         ("GET", "/audit?limit=x", None, "limit: expected"),
     ],
 )
-async def test_a_refusal_names_the_field(door: Door, method: str, path: str, body: dict[str, object] | None, reason: str) -> None:
-    status, answer = await door.ask(method, path, body)
+async def test_a_refusal_names_the_field(client: AdminClient, method: str, path: str, body: dict[str, object] | None, reason: str) -> None:
+    status, answer = await client.ask(method, path, body)
     assert status == 400
     assert reason in answer["error"]
 
@@ -143,19 +143,19 @@ async def test_commands_to_a_deployment_leave_audit_records() -> None:
 
         control = SpokenControl(CommandAudit(write))
         async with admin_socket(folder, control, [KeyRequests(administration)]):
-            door = Door(folder)
+            client = AdminClient(folder)
             version = await directory_version(folder)
             for replicas in (2, 9, 10):
-                await door.ask("POST", "/scale", {"model": "m", "replicas": replicas})
+                await client.ask("POST", "/scale", {"model": "m", "replicas": replicas})
             asked = asyncio.Event()
             async with reloading_when_asked(asked, control):
                 asked.set()
                 async with asyncio.timeout(60):
-                    while (await door.ask("GET", "/audit"))[1][0]["action"] != "deployment.reload":
+                    while (await client.ask("GET", "/audit"))[1][0]["action"] != "deployment.reload":
                         await asyncio.sleep(0.02)
-            draining = asyncio.create_task(door.ask("POST", "/drain", {"within_s": 5.0}))
+            draining = asyncio.create_task(client.ask("POST", "/drain", {"within_s": 5.0}))
             async with asyncio.timeout(60):
-                while len(records := (await door.ask("GET", "/audit"))[1]) < 4:
+                while len(records := (await client.ask("GET", "/audit"))[1]) < 4:
                     await asyncio.sleep(0.02)
             found = [(record["action"], record["subject"], record["detail"]) for record in records]
             assert found == [
@@ -188,14 +188,14 @@ async def test_a_command_whose_audit_record_cannot_be_written_says_so() -> None:
     assert heard == ["the audit record cannot be written: redis: no connection"]
 
 
-async def test_nothing_is_answered_without_the_token(door: Door) -> None:
+async def test_nothing_is_answered_without_the_token(client: AdminClient) -> None:
     for shape in REQUESTS:
         for method in METHODS:
-            for token in ("", "wrong", door.token[:-1]):
-                assert (await door.ask(method, "/" + "/".join(shape[1:]), {}, token=token))[0] == 401, (method, shape)
-    assert (await door.ask("GET", "/nothing", token="wrong"))[0] == 401
-    assert (await door.ask("GET", "/nothing"))[0] == 404
-    assert (await door.ask("PATCH", "/keys"))[0] == 404
+            for token in ("", "wrong", client.token[:-1]):
+                assert (await client.ask(method, "/" + "/".join(shape[1:]), {}, token=token))[0] == 401, (method, shape)
+    assert (await client.ask("GET", "/nothing", token="wrong"))[0] == 401
+    assert (await client.ask("GET", "/nothing"))[0] == 404
+    assert (await client.ask("PATCH", "/keys"))[0] == 404
 
 
 @pytest.mark.loop

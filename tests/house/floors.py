@@ -215,11 +215,11 @@ FLOORS: dict[str, Floor] = {
     "headrace.__main__": Floor(_ours("cli.main")),
     "headrace.functions": Floor(_ours("core"), ("msgspec",)),
     "headrace.cli": Floor(EVERYTHING, ("typer", "yaml"), ("packaging",)),  # tests/cli: --help imports none
-    # the door: exports lazily
+    # the package itself exports lazily
     "headrace": Floor((), (), ()),
 }
 
-DOOR_EXPORTS = _ours("llm", "core.sampling", "core.structured")
+PACKAGE_EXPORTS = _ours("llm", "core.sampling", "core.structured")
 """What `headrace/__init__` names for people, by string or under TYPE_CHECKING only."""
 
 FOLDERS_WITHOUT_CIRCLES = ("gateway", "policy", "tensor")

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.house.floors import (
-    DOOR_EXPORTS,
     FLOORS,
     FOLDERS_WITHOUT_CIRCLES,
     HOLD_WHOLE_CONFIG,
+    PACKAGE_EXPORTS,
     POLICY_STDLIB,
     PRIVATE,
     Floor,
@@ -35,7 +35,7 @@ def _verdict(module: str, row: str, floor: Floor, found: Import) -> str | None:
         within = row != "headrace" and is_within(target, row)
         if target == "headrace" or within or any(is_within(target, prefix) for prefix in floor.ours):
             return None
-        if module == "headrace" and target in DOOR_EXPORTS and (found.is_lazy or found.is_typing):
+        if module == "headrace" and target in PACKAGE_EXPORTS and (found.is_lazy or found.is_typing):
             return None
         return f"{row} may import of ours only: {', '.join(floor.ours) or 'nothing'}"
     top = target.split(".")[0]

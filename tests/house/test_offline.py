@@ -54,7 +54,7 @@ before = set(sys.modules)
 import headrace
 loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
 assert loaded - set(sys.stdlib_module_names) == {"headrace"}, loaded
-assert not [name for name in sys.modules if name.startswith("headrace.")], "the door pulls nothing in"
+assert not [name for name in sys.modules if name.startswith("headrace.")], "importing the package imports nothing else"
 
 import pkgutil, headrace.core, headrace.policy, headrace.engine.loop as loop
 for package in (headrace.core, headrace.policy, *([loop] if hasattr(loop, "__path__") else [])):
@@ -105,7 +105,7 @@ def test_answers_and_every_module_of_tensors_need_the_offline_list_alone(tmp_pat
 
 
 @pytest.mark.pure
-def test_door_exports_lead_somewhere() -> None:
+def test_the_packages_exports_lead_somewhere() -> None:
     import headrace
 
     assert headrace.SamplingParams.__name__ == "SamplingParams"

@@ -203,7 +203,7 @@ def test_bundled_models_are_looked_up_by_name() -> None:
         assert bundled_path(name) is None
 
 
-def test_the_door_leads_here() -> None:
+def test_the_package_exports_this_class() -> None:
     assert LLM is api.LLM
     assert SamplingParams(max_tokens=3).max_tokens == 3
 

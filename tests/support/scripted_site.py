@@ -23,7 +23,7 @@ from wire_kit import socket_dir
 from headrace.cli.control_client import AdminClient
 from headrace.core.errors import HeadraceError
 from headrace.fleet import supervisor as supervisor_module
-from headrace.fleet.admin import AdminRequests, _AdminDoor, _end_of
+from headrace.fleet.admin import AdminRequests, _AdminServer, _end_of
 from headrace.fleet.admin_listen import AdminAddress
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.control import FleetControl
@@ -210,11 +210,11 @@ class _WithoutSockets:
     """Stands where the supervisor makes sockets. A command is one of the admin requests, without HTTP before it."""
 
     def __init__(self) -> None:
-        self._door: _AdminDoor | None = None
+        self._server: _AdminServer | None = None
 
     @property
     def is_open(self) -> bool:
-        return self._door is not None
+        return self._server is not None
 
     @contextmanager
     def reserved_port(self, host: str, port: int) -> Iterator[int]:
@@ -224,27 +224,27 @@ class _WithoutSockets:
     async def admin_socket(
         self, folder: Path, control: FleetControl, requests: Sequence[AdminRequests] = (), address: AdminAddress | None = None
     ) -> AsyncIterator[None]:
-        self._door = door = _AdminDoor(control, "a-token", requests)
+        self._server = server = _AdminServer(control, "a-token", requests)
         try:
             yield
         finally:
-            self._door = None
-            await door.close()
+            self._server = None
+            await server.close()
 
     async def do(self, command: str, body: Mapping[str, object]) -> list[dict[str, Any]]:
-        door = self._door
-        assert door is not None, "the deployment has ended, or has not begun"
+        server = self._server
+        assert server is not None, "the deployment has ended, or has not begun"
         said: list[dict[str, Any]] = []
-        audited = door._audited(command, body, "the operator", lambda text: said.append({"event": "progress", "text": text}))
+        audited = server._audited(command, body, "the operator", lambda text: said.append({"event": "progress", "text": text}))
         task = asyncio.create_task(audited, name=f"command {command}")
-        door._running.add(task)
-        task.add_done_callback(door._running.discard)
+        server._running.add(task)
+        task.add_done_callback(server._running.discard)
         await asyncio.wait([task])
         return [*said, _end_of(task)]
 
     async def status(self) -> dict[str, Any]:
-        assert self._door is not None
-        return {**await self._door._control.status()}
+        assert self._server is not None
+        return {**await self._server._control.status()}
 
 
 class ScriptedSite:

@@ -68,11 +68,11 @@ async def admin_socket(
     requests  asked in turn
     """
     path = folder / SOCKET_NAME
-    local = _AdminDoor(control, _write_token(folder / TOKEN_NAME), requests)
+    local = _AdminServer(control, _write_token(folder / TOKEN_NAME), requests)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(_answering(local, partial(_listen_at_socket, path=path)))
         if address is not None:
-            remote = _AdminDoor(control, address.token, requests)
+            remote = _AdminServer(control, address.token, requests)
             await stack.enter_async_context(_answering(remote, partial(_listen_at_address, address=address)))
         yield
 
@@ -101,20 +101,20 @@ async def _listen_at_address(runner: web.AppRunner, address: AdminAddress) -> No
 
 
 @asynccontextmanager
-async def _answering(door: _AdminDoor, listen: Callable[[web.AppRunner], Awaitable[None]]) -> AsyncIterator[None]:
+async def _answering(server: _AdminServer, listen: Callable[[web.AppRunner], Awaitable[None]]) -> AsyncIterator[None]:
     """Raises ConfigError as `listen`."""
     from aiohttp import web
 
     app = web.Application(client_max_size=MAX_BODY_BYTES)
-    app.add_routes([web.get("/status", door.status), *(web.post(f"/{name}", door.command) for name in door.commands)])
-    app.router.add_route("*", "/{path:.*}", door.request)
+    app.add_routes([web.get("/status", server.status), *(web.post(f"/{name}", server.command) for name in server.commands)])
+    app.router.add_route("*", "/{path:.*}", server.request)
     runner = web.AppRunner(app, access_log=None, handle_signals=False)
     await runner.setup()
     try:
         await listen(runner)
         yield
     finally:
-        await door.close()
+        await server.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await runner.cleanup()
@@ -127,7 +127,7 @@ def _write_token(path: Path) -> str:
     return token
 
 
-class _AdminDoor:
+class _AdminServer:
     """Requests to commands, and what they say to lines of JSON."""
 
     def __init__(self, control: FleetControl, token: str, requests: Sequence[AdminRequests]) -> None:

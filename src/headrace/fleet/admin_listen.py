@@ -1,7 +1,7 @@
 """The admin requests over TCP, for operators on other machines: where they are answered, and what both ends must show.
 
 Beyond loopback both ends have certificates, as the wire has (`wire.tls`): the server's is one for TLS servers, an operator's one for TLS
-clients. Every request carries a token of this door alone. The requests are `fleet.admin`'s.
+clients. Every request carries a token of this API alone. The requests are `fleet.admin`'s.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from headrace.gateway.compose import OpenGateway, open_gateway
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.reload import answering
 from headrace.gateway.http.descriptors import ConnectionLimit, connection_limit
-from headrace.gateway.http.door_tls import DoorCertificate
+from headrace.gateway.http.https import ServerCertificate
 from headrace.gateway.http.server import Server
 from headrace.gateway.site.worker import GatewayWorker
 from headrace.gateway.text_workers.workers import Workers
@@ -120,7 +120,7 @@ def limit_connections(config: GatewayConfig, num_connections: int = 0) -> Connec
 def follow_connections(server: Server, config: GatewayConfig) -> Callable[[], None]:
     """Prepare to bound connections by a changed configuration, and read its certificate. Raises ConfigError."""
     limit = limit_connections(config, len(server.server_state.connections))
-    certificate = None if config.tls is None else DoorCertificate(config.tls)
+    certificate = None if config.tls is None else ServerCertificate(config.tls)
     return partial(server.follow, config.server, limit, certificate)
 
 

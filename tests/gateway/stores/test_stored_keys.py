@@ -1,4 +1,4 @@
-"""Keys of the store at the door: what each gateway answers, how soon it follows a change, and what it does without its store."""
+"""Keys of the store: what each gateway answers, how soon it follows a change, and what it does without its store."""
 
 from __future__ import annotations
 
@@ -695,7 +695,7 @@ async def test_a_key_is_in_no_answer_metric_or_log(
     assert '"tenant":"acme"' in shown
 
 
-async def test_the_door_has_no_admin_path(text: TextModel, tmp_path: Path, admin: Administration) -> None:
+async def test_the_http_api_has_no_admin_path(text: TextModel, tmp_path: Path, admin: Administration) -> None:
     issued = await admin.create_key(NewKey(tenant="acme"))
     async with open_bench(text, state=str(tmp_path)) as bench:
         for path in ("/keys", "/tenants", "/audit", "/admin", "/admin/keys", "/reload", "/drain", "/scale", "/status", "/rollout"):

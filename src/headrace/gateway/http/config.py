@@ -1,4 +1,4 @@
-"""What the configuration says of the HTTP door: its certificate, its bounds, and which pages and names may use it."""
+"""What the configuration says of the HTTP server: its certificate, its bounds, and which pages and names may use it."""
 
 from __future__ import annotations
 
@@ -44,16 +44,10 @@ class Limits:
 
     max_body_bytes        a whole request body
     max_connections       open sockets, as far as open files allow (ulimit -n); one more is refused with 503
-    max_header_bytes      request line and headers together; max_headers counts them
-    max_json_depth        nesting
     max_messages          of a chat
-    max_prompts           of one completions request
-    max_sequences         prompts times n
     max_requests          in the gateway at once; one more is refused with 429
     max_text_workers      processes that render templates and tokenize
     max_text_queue        waiting jobs of less than 64 KiB, and as many larger ones; beyond it the tenant with most of them gets 429
-    max_text_queue_bytes  their bytes, counted apart for smaller and larger jobs likewise
-    max_pending_bytes     of an answer that its client has not read yet; beyond it the request is cancelled
     max_prompt_bytes      bodies and prompts of all requests; one more is refused with 429. None: a sixteenth of the machine's memory
     max_answer_bytes      log-probabilities of all requests, and answers until they are written; one more is refused with 429
     max_tenant_share      of either and of each store, for one tenant. None: a quarter where keys name several tenants and from the first
@@ -65,17 +59,10 @@ class Limits:
 
     max_body_bytes: int = 1 << 20
     max_connections: int = 16_384
-    max_header_bytes: int = 32 << 10
-    max_headers: int = 100
-    max_json_depth: int = 32
     max_messages: int = 1024
-    max_prompts: int = 64
-    max_sequences: int = 128
     max_requests: int = 4096
     max_text_workers: int = 2
     max_text_queue: int = 8192
-    max_text_queue_bytes: int = 64 << 20
-    max_pending_bytes: int = 256 << 10
     max_prompt_bytes: int | None = None
     max_answer_bytes: int = 40 << 20
     max_tenant_share: float | None = None

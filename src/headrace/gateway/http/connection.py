@@ -27,12 +27,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from headrace.gateway.http.asgi import ABORT_EXTENSION, CONNECTION_EXTENSION, LOST_EXTENSION, Headers
 from headrace.gateway.http.client_transport import ClientTransport, UntilClose
 from headrace.gateway.http.config import ServerConfig
-from headrace.gateway.http.door_tls import TLS_HANDSHAKE, TlsNotice
 from headrace.gateway.http.errors import BAD_HTTP, ErrorBody, ErrorObject
+from headrace.gateway.http.https import TLS_HANDSHAKE, TlsNotice
 from headrace.gateway.http.origins import METHODS, Origins
 
 SEND_BUFFER_BYTES = 64 << 10
 """Unsent bytes beyond which the transport asks its writers to wait."""
+
+MAX_HEADER_BYTES = 32 << 10
+"""Bytes of a request line and its headers together."""
+
+MAX_HEADERS = 100
+"""Headers of a request."""
 
 LINGER_S = 2.0
 """Seconds for which the rest of an unwanted body is discarded, so that its sender can read the refusal."""
@@ -167,18 +173,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse(data)
         if self._is_ending:
             return
-        limits = self.bounds.limits
         if self._is_in_head:
             # on_headers_complete checks a complete head; this is an incomplete one.
-            if self._wire_bytes > limits.max_header_bytes:
-                self._refuse(431, f"Headers must be at most {limits.max_header_bytes} bytes.")
+            if self._wire_bytes > MAX_HEADER_BYTES:
+                self._refuse(431, f"Headers must be at most {MAX_HEADER_BYTES} bytes.")
             elif self._head_timer is None:
                 self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
         elif self._is_idle:
             # These bytes begin no request (parsers skip a stray CRLF), but they stopped uvicorn's timer. More of them do not stop this one.
             if self._head_timer is None:
                 self._head_timer = self._after(self.bounds.timeouts.header_s, self._close)
-        elif self._is_in_body and self._wire_bytes > FRAMING_SLACK_BYTES + MAX_FRAMING_FACTOR * self._body_bytes + limits.max_header_bytes:
+        elif self._is_in_body and self._wire_bytes > FRAMING_SLACK_BYTES + MAX_FRAMING_FACTOR * self._body_bytes + MAX_HEADER_BYTES:
             self._refuse(400, "The body's chunks carry too little.")
 
     def _parse(self, data: bytes) -> None:
@@ -235,11 +240,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timers("_head_timer")
         if self._is_ending:
             return  # pipelined behind something that was refused
-        limits = self.bounds.limits
-        if len(self.headers) > limits.max_headers:
-            self._refuse(431, f"At most {limits.max_headers} headers are read.")
-        elif len(self.url) + self._head_bytes > limits.max_header_bytes:
-            self._refuse(431, f"Headers must be at most {limits.max_header_bytes} bytes.")
+        if len(self.headers) > MAX_HEADERS:
+            self._refuse(431, f"At most {MAX_HEADERS} headers are read.")
+        elif len(self.url) + self._head_bytes > MAX_HEADER_BYTES:
+            self._refuse(431, f"Headers must be at most {MAX_HEADER_BYTES} bytes.")
         elif self.parser.get_method() == b"CONNECT":
             self._refuse(405, NO_TUNNEL, [(b"allow", METHODS)])
         elif self._has_other_coding():

@@ -22,8 +22,8 @@ import uvicorn
 from headrace.gateway.http.config import ServerConfig
 from headrace.gateway.http.connection import OnRefused, protocol_for, refusal_bytes
 from headrace.gateway.http.descriptors import ConnectionLimit
-from headrace.gateway.http.door_tls import HANDSHAKE_FAILED, DoorCertificate, TlsNotice
 from headrace.gateway.http.errors import ErrorObject
+from headrace.gateway.http.https import HANDSHAKE_FAILED, ServerCertificate, TlsNotice
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Listener:
         *,
         connections: Collection[object],
         on_refused: OnRefused,
-        certificate: DoorCertificate | None = None,
+        certificate: ServerCertificate | None = None,
     ) -> None:
         """connections: the protocols of open connections, in the server's own collection"""
         self._socket, self._make_protocol, self.limit = listening, make_protocol, limit
@@ -189,7 +189,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: Any, config: ServerConfig, on_refused: OnRefused, limit: ConnectionLimit) -> None:
         """Raises ConfigError for a certificate that cannot be used."""
         self._limit, self._on_refused = limit, on_refused
-        self._certificate = None if config.tls is None else DoorCertificate(config.tls)
+        self._certificate = None if config.tls is None else ServerCertificate(config.tls)
         self._bounds = protocol_for(config, on_refused)
         super().__init__(
             uvicorn.Config(
@@ -238,7 +238,7 @@ class Server(uvicorn.Server):
         made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         return made
 
-    def follow(self, config: ServerConfig, limit: ConnectionLimit, certificate: DoorCertificate | None) -> None:
+    def follow(self, config: ServerConfig, limit: ConnectionLimit, certificate: ServerCertificate | None) -> None:
         """Bound connections by another configuration, open ones too. Only `keep_alive_s` is an open connection's own, and its certificate.
 
         certificate  of new connections

@@ -1,4 +1,4 @@
-"""TLS of the HTTP door: one certificate and its key. Files that change are read again; connections that are open keep what they have."""
+"""TLS of the HTTP server: one certificate and its key. Files that change are read again; connections that are open keep what they have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAMP_S = 1.0
 """Seconds between two looks at the files, which the next new connection after them makes."""
 
 
-class DoorCertificate:
+class ServerCertificate:
     """The certificate as its files have it now."""
 
     def __init__(self, files: HttpTls, clock: Clock = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""https at the door: a certificate that is read again while connections are open; and addresses that only listed proxies may name."""
+"""https: a certificate that is read again while connections are open; and addresses that only listed proxies may name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.fleet.authority import SiteAuthority
 from headrace.gateway.config import config_from
 from headrace.gateway.http import origins, server
 from headrace.gateway.http.config import HttpTls, check_networks
-from headrace.gateway.http.door_tls import STAMP_S, DoorCertificate
+from headrace.gateway.http.https import STAMP_S, ServerCertificate
 from headrace.gateway.http.origins import MAX_HOPS, TrustedProxies
 from headrace.text.folder import TextModel
 from headrace.wire.tls.files import TlsRole
@@ -108,7 +108,7 @@ async def test_a_changed_certificate_is_used_by_new_connections_and_open_ones_st
             assert new.presented != first
             assert (await new.ask("GET", "/live"))[0] == 200
         assert (await old.ask("GET", "/live"))[0] == 200, "the open connection lives on"
-    watched = DoorCertificate(files, lambda: now[0])
+    watched = ServerCertificate(files, lambda: now[0])
     before = watched.context()
     certificate(tmp_path, signer)
     assert watched.context() is before, "the files are not looked at for every connection"
@@ -159,16 +159,16 @@ def test_a_key_that_other_users_may_read_is_refused(tmp_path: Path) -> None:
     files = certificate(tmp_path)
     Path(files.key).chmod(0o644)
     with pytest.raises(ConfigError, match=r"tls\.key: .* is open to other users"):
-        DoorCertificate(files)
+        ServerCertificate(files)
 
 
 @pytest.mark.pure
 def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
     one, other = certificate(tmp_path / "one"), certificate(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"tls\.key: .* does not fit"):
-        DoorCertificate(HttpTls(certificate=one.certificate, key=other.key))
+        ServerCertificate(HttpTls(certificate=one.certificate, key=other.key))
     with pytest.raises(ConfigError, match=r"tls\.certificate: .* cannot be read"):
-        DoorCertificate(HttpTls(certificate=str(tmp_path / "missing"), key=other.key))
+        ServerCertificate(HttpTls(certificate=str(tmp_path / "missing"), key=other.key))
 
 
 # -- addresses --------------------------------------------------------------------------------------------------------------------------
