@@ -57,7 +57,7 @@ gateway:
     assert small.engine is not None
     assert (small.engine.max_num_seqs, small.engine.queue_policy) == (8, "fair")
     assert other.served_name == "some-model"
-    assert (config.gateway.port, config.gateway.limits.max_messages, config.gateway.limits.max_prompts) == (9000, 5, 64)
+    assert (config.gateway.port, config.gateway.limits.max_messages, config.gateway.limits.max_requests) == (9000, 5, 4096)
     key = config.gateway.api_keys[0]
     assert (key.tenant, key.priority, key.weight, key.key) == ("acme", "premium", 2.0, "")
     assert key.sha256 == hashlib.sha256(b"a-long-enough-key").hexdigest()

@@ -13,6 +13,7 @@ from msgspec import Struct
 from headrace.core.finish import FinishReason
 from headrace.core.request import PriorityClass
 from headrace.gateway.access.principal import Principal
+from headrace.gateway.generation import parsed_request
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.config import Limits
@@ -222,9 +223,12 @@ async def test_an_unknown_field_is_refused_by_the_parser_of_the_api(text: TextMo
         ),
     ],
 )
-async def test_the_caps_of_every_surface_hold_for_it(fields: dict[str, Any], refusal: str, text: TextModel) -> None:
+async def test_the_caps_of_every_surface_hold_for_it(
+    fields: dict[str, Any], refusal: str, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsed_request, "MAX_SEQUENCES", 2)
     key = {"key": KEY, "tenant": "acme", "priority": "batch"}
-    async with open_bench(text, api_keys=[key], limits={"max_sequences": 2, "max_messages": 2}) as bench:
+    async with open_bench(text, api_keys=[key], limits={"max_messages": 2}) as bench:
         refused = await bench.client.post(PATH, json=body(**fields), headers={"x-api-key": KEY})
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, refusal)
         assert not bench.replica.requests

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from gateway_kit import MODEL, SAID, TestBench, events_of, open_bench
 
+from headrace.gateway.generation import parsed_request
+from headrace.gateway.surfaces import completions
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -141,8 +143,10 @@ async def test_include_usage_comes_last(either: TestBench) -> None:
     assert events[-1]["usage"]["completion_tokens"] == 2
 
 
-async def test_caps_are_the_configurations(text: TextModel) -> None:
-    async with open_bench(text, limits={"max_prompts": 2, "max_sequences": 3}) as bench:
+async def test_prompts_and_sequences_of_a_request_are_bounded(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "MAX_PROMPTS", 2)
+    monkeypatch.setattr(parsed_request, "MAX_SEQUENCES", 3)
+    async with open_bench(text) as bench:
         assert (await bench.complete(prompt=["a", "b"], max_tokens=1)).status_code == 200
         for fields in ({"prompt": ["a", "b", "c"]}, {"prompt": ["a", "b"], "n": 2}):
             refused = await bench.complete(**fields)

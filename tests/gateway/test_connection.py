@@ -27,9 +27,11 @@ pytestmark = pytest.mark.loop
 
 
 @pytest.fixture
-async def port(text: TextModel) -> AsyncIterator[int]:
+async def port(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    monkeypatch.setattr(protocol, "MAX_HEADER_BYTES", 4096)
+    monkeypatch.setattr(protocol, "MAX_HEADERS", 20)
     timeouts = {"header_s": 0.3, "body_s": 0.3, "keep_alive_s": 1}
-    async with open_bench(text, timeouts=timeouts, limits={"max_header_bytes": 4096, "max_headers": 20}) as bench:
+    async with open_bench(text, timeouts=timeouts) as bench:
         async with serving(bench.gateway) as port:
             yield port
         assert bench.replica.requests == [] or all(request.prompt_ids for request in bench.replica.requests)
@@ -293,9 +295,10 @@ async def test_floods_of_chunks_are_cut_off(text: TextModel, chunk: bytes, monke
         refuse(self, status, message)
 
     monkeypatch.setattr(protocol.BoundedProtocol, "_refuse", noted)
+    monkeypatch.setattr(protocol, "MAX_HEADER_BYTES", 4096)
     piece = chunk * max(1, 2000 // len(chunk))
     async with (
-        open_bench(text, limits={"max_body_bytes": 100_000, "max_header_bytes": 4096}) as bench,
+        open_bench(text, limits={"max_body_bytes": 100_000}) as bench,
         serving(bench.gateway) as port,
         asyncio.timeout(20),
         dial(port) as (reader, writer),
@@ -349,13 +352,13 @@ REFUSED = {
 @pytest.mark.parametrize("is_at_once", [True, False])
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_what_is_refused_behind_running_requests_is_refused_behind_their_answers(
-    text: TextModel, name: str, num_due: int, is_at_once: bool, is_stream: bool
+    text: TextModel, name: str, num_due: int, is_at_once: bool, is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection was closed at once: a client lost an answer that it was owed, and perhaps paid for."""
     refused, code = REFUSED[name]
     due = post("/v1/chat/completions", chat_body(max_tokens=2, stream=is_stream)) * num_due
-    limits = {"max_header_bytes": 4096}
-    async with open_bench(text, timeouts={"header_s": 0.3, "body_s": 9}, limits=limits) as bench, serving(bench.gateway) as port:
+    monkeypatch.setattr(protocol, "MAX_HEADER_BYTES", 4096)
+    async with open_bench(text, timeouts={"header_s": 0.3, "body_s": 9}) as bench, serving(bench.gateway) as port:
         bench.replica.go.clear()
         async with asyncio.timeout(60), dial(port) as (reader, writer):
             for piece in [due + refused] if is_at_once else [due, refused]:

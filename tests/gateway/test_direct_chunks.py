@@ -13,6 +13,7 @@ from gateway_kit import MODEL, TestBench, chat_body, dial, events_of, eventually
 from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
+from headrace.gateway.http import sse
 from headrace.gateway.http.exchange import Exchange
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
@@ -185,8 +186,11 @@ async def test_a_client_that_leaves_between_direct_chunks_is_cancelled(bench: Te
         await eventually(lambda: not bench.gateway.service.watch.streams)
 
 
-async def test_a_client_that_does_not_read_plain_tokens_is_cut_off(text: TextModel, direct: DirectWrites) -> None:
+async def test_a_client_that_does_not_read_plain_tokens_is_cut_off(
+    text: TextModel, direct: DirectWrites, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The short way ends where the socket has no room: what the engine goes on to say is bounded as ever."""
+    monkeypatch.setattr(sse, "MAX_PENDING_BYTES", 100_000)
 
     def flood(request: EngineRequest, stream: ReplicaStream) -> None:
         async def run() -> None:
@@ -196,7 +200,7 @@ async def test_a_client_that_does_not_read_plain_tokens_is_cut_off(text: TextMod
 
         bench.replica.tasks.add(asyncio.create_task(run()))
 
-    async with open_bench(text, limits={"max_pending_bytes": 100_000}) as bench, serving(bench.gateway) as port:
+    async with open_bench(text) as bench, serving(bench.gateway) as port:
         bench.replica.go.clear()
         bench.replica.on_submit = flood
         async with dial(port, limit=1024) as (_, writer):

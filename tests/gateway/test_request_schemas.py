@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from headrace.core.sampling import SamplingParams
 from headrace.core.tools import MAX_TOOLS
 from headrace.gateway.access.principal import Principal
+from headrace.gateway.generation.parsed_request import MAX_SEQUENCES
 from headrace.gateway.http.config import Limits
 from headrace.gateway.surfaces import chat, completions, openapi
 from headrace.gateway.surfaces.dialect.field_table import BOTH, CHAT, COMPLETIONS
@@ -26,7 +27,7 @@ from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
 
-LIMITS = Limits(max_messages=20, max_prompts=7)
+LIMITS = Limits(max_messages=20)
 """Not the defaults: the schemas are of this server."""
 
 NAMES = {CHAT: "ChatRequest", COMPLETIONS: "CompletionRequest"}
@@ -176,7 +177,7 @@ def in_agreement(body: dict[str, Any], surface: str) -> dict[str, Any]:
         if made["stream_options"].get("continuous_usage_stats"):
             made["stream_options"] = {**made["stream_options"], "include_usage": True}
     if made.get("n") and isinstance(made.get("prompt"), list):
-        made["n"] = min(made["n"], max(1, LIMITS.max_sequences // max(1, len(made["prompt"]))))
+        made["n"] = min(made["n"], max(1, MAX_SEQUENCES // max(1, len(made["prompt"]))))
     if made.get("stream"):
         made.pop("prompt_logprobs", None)
     for name in [name for name in READERS if made.get(name) is not None][1:]:
@@ -354,7 +355,7 @@ def good(schema: dict[str, Any]) -> Any:
 
 @pytest.fixture
 async def narrow(text: TextModel) -> Any:
-    async with open_bench(text, limits={"max_messages": LIMITS.max_messages, "max_prompts": LIMITS.max_prompts}) as opened:
+    async with open_bench(text, limits={"max_messages": LIMITS.max_messages}) as opened:
         yield opened
 
 

@@ -16,6 +16,7 @@ from headrace.core.errors import Overloaded, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
+from headrace.gateway.http import sse
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.server import DRAIN_GRACE_S
 from headrace.gateway.http.sse import TICK_S
@@ -114,9 +115,10 @@ def flood(request: EngineRequest, stream: ReplicaStream) -> None:
 LOUD = chat_body(stream=True, logprobs=True, top_logprobs=20)
 
 
-async def test_client_that_does_not_read_is_cut_off(text: TextModel) -> None:
+async def test_client_that_does_not_read_is_cut_off(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for it is bounded in bytes; beyond them the connection goes and the engine is told."""
-    async with open_bench(text, limits={"max_pending_bytes": 20_000}) as bench, serving(bench.gateway) as port:
+    monkeypatch.setattr(sse, "MAX_PENDING_BYTES", 20_000)
+    async with open_bench(text) as bench, serving(bench.gateway) as port:
         bench.replica.go.clear()
         bench.replica.on_submit = flood
         async with dial(port, limit=1024) as (_, writer):
@@ -126,9 +128,12 @@ async def test_client_that_does_not_read_is_cut_off(text: TextModel) -> None:
             assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="cancelled") == 1
 
 
-async def test_logprobs_of_a_long_prompt_reach_a_client_that_reads_slowly_but_steadily(text: TextModel) -> None:
+async def test_logprobs_of_a_long_prompt_reach_a_client_that_reads_slowly_but_steadily(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They come all at once and are far more than what may wait otherwise: that is not the client's fault."""
-    async with open_bench(text, limits={"max_pending_bytes": 20_000}) as bench, serving(bench.gateway) as port:
+    monkeypatch.setattr(sse, "MAX_PENDING_BYTES", 20_000)
+    async with open_bench(text) as bench, serving(bench.gateway) as port:
         body = {"model": MODEL, "prompt": [40 + i % 50 for i in range(480)], "echo": True, "logprobs": 20, "n": 4, "max_tokens": 4}
         async with dial(port, limit=1024) as (reader, writer):
             writer.write(post("/v1/completions", {**body, "stream": True}))
@@ -142,8 +147,9 @@ async def test_logprobs_of_a_long_prompt_reach_a_client_that_reads_slowly_but_st
         assert not bench.replica.cancelled
 
 
-async def test_client_that_does_not_catch_up_in_time_is_cut_off(text: TextModel) -> None:
-    async with open_bench(text, limits={"max_pending_bytes": 1 << 30}, timeouts={"write_s": 20}) as bench, serving(bench.gateway) as port:
+async def test_client_that_does_not_catch_up_in_time_is_cut_off(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_PENDING_BYTES", 1 << 30)
+    async with open_bench(text, timeouts={"write_s": 20}) as bench, serving(bench.gateway) as port:
         bench.replica.go.clear()
         bench.replica.on_submit = flood
         async with dial(port, limit=1024) as (_, writer):

@@ -63,7 +63,7 @@ def host_of(**folders: Path) -> HostProcess:
 @asynccontextmanager
 async def workers(folder: Path, *, max_workers: int = 1, max_queue: int = 100) -> AsyncIterator[tuple[ModelText, TextPool, HostProcess]]:
     host = host_of(fox=folder)
-    async with TextPool(host, max_workers=max_workers, max_queue=max_queue, max_queue_bytes=8 << 20, clock=host._clock) as pool:
+    async with TextPool(host, max_workers=max_workers, max_queue=max_queue, clock=host._clock) as pool:
         await eventually(lambda: len(pool._idle) == max_workers)
         yield ModelText(pool, "fox", load_text(folder).tokenizer), pool, host
         pool.check()
@@ -319,7 +319,7 @@ async def test_a_restart_whose_only_model_cannot_be_read_is_tried_again(script: 
 async def test_a_folder_that_is_damaged_at_a_restart_fails_its_model_alone(script: HostScript, tmp_path: Path) -> None:
     folders = {name: text_kit.save_byte_level(tmp_path / name) for name in ("fox", "owl")}
     tokenizer = load_text(folders["fox"]).tokenizer
-    async with TextPool(host_of(**folders), max_workers=1, max_queue=9, max_queue_bytes=1 << 20) as pool:
+    async with TextPool(host_of(**folders), max_workers=1, max_queue=9) as pool:
         (folders["fox"] / "tokenizer.json").unlink()
         script.current.kill()
         await eventually(lambda: [*pool.failures] == ["fox"] and not pool.reason)

@@ -68,7 +68,7 @@ class ScriptedWorkers:
 @asynccontextmanager
 async def one_worker() -> AsyncIterator[tuple[TextPool, ScriptedWorkers]]:
     workers = ScriptedWorkers()
-    async with TextPool(workers, max_workers=1, max_queue=9, max_queue_bytes=1 << 20) as pool:
+    async with TextPool(workers, max_workers=1, max_queue=9) as pool:
         await eventually(lambda: len(pool._idle) == 1)
         yield pool, workers
         pool.check()
@@ -223,7 +223,7 @@ async def test_a_worker_that_a_former_source_still_makes_is_ended() -> None:
             return await super().add(owner)
 
     former, present = Slow(), ScriptedWorkers()
-    async with TextPool(former, max_workers=1, max_queue=9, max_queue_bytes=1 << 20) as pool:
+    async with TextPool(former, max_workers=1, max_queue=9) as pool:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         pool.replace(present, max_workers=1)
@@ -242,7 +242,7 @@ async def test_a_worker_that_a_former_source_still_makes_is_ended() -> None:
 async def test_fewer_workers_than_were_starting_are_started() -> None:
     former, present = ScriptedWorkers(), ScriptedWorkers()
     former.can_add = False
-    async with TextPool(former, max_workers=3, max_queue=9, max_queue_bytes=1 << 20) as pool:
+    async with TextPool(former, max_workers=3, max_queue=9) as pool:
         await eventually(lambda: former.num_refused == 3)
         pool.replace(present, max_workers=1)
         await eventually(lambda: pool._num_starting == 0)

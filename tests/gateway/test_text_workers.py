@@ -59,7 +59,7 @@ class RunningPool:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="text pool")
         self._thread.start()
-        self.pool = TextPool(host, max_workers=NUM_WORKERS, max_queue=100, max_queue_bytes=8 << 20)
+        self.pool = TextPool(host, max_workers=NUM_WORKERS, max_queue=100)
         self.text = ModelText(self.pool, "fox", self.own.tokenizer)
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:

@@ -234,10 +234,11 @@ async def test_a_chat_that_offers_http2_is_answered_and_keeps_its_connection(ben
     assert len({tuple(request.prompt_ids) for request in bench.replica.requests}) == 1
 
 
-async def test_an_offer_takes_no_bound_away(text: TextModel) -> None:
-    limits = {"max_header_bytes": 4096, "max_headers": 10, "max_body_bytes": 1000}
+async def test_an_offer_takes_no_bound_away(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_HEADER_BYTES", 4096)
+    monkeypatch.setattr(protocol, "MAX_HEADERS", 10)
     timeouts = {"header_s": 0.3, "body_s": 0.3, "keep_alive_s": 1}
-    async with open_bench(text, limits=limits, timeouts=timeouts) as bench, serving(bench.gateway) as port:
+    async with open_bench(text, limits={"max_body_bytes": 1000}, timeouts=timeouts) as bench, serving(bench.gateway) as port:
         many = [f"x{number}: a" for number in range(5)]
         for lines, code in ((many, 431), (["x: " + "a" * 4000], 431), ([], 200)):
             assert status(await answers(port, [post("/v1/chat/completions", chat_body(max_tokens=1), *OFFER, *lines)])) == code

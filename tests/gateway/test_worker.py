@@ -22,13 +22,7 @@ pytestmark = pytest.mark.pure
 
 OWN_LIMITS = {
     "max_body_bytes",
-    "max_header_bytes",
-    "max_headers",
-    "max_json_depth",
     "max_messages",
-    "max_prompts",
-    "max_sequences",
-    "max_pending_bytes",
     "max_tenant_share",
     "max_request_held_bytes",
     "daily_budget",

@@ -14,8 +14,8 @@ from functools import partial
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.memory import machine_bytes
-from headrace.gateway.access.held_memory import RequestMemory
 from headrace.gateway.access.key_store import open_keys
+from headrace.gateway.access.memory_charges import RequestMemory
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.app import Gateway
@@ -161,7 +161,6 @@ def _watch(config: GatewayConfig, memory: RequestMemory, metrics: Metrics, sourc
     return StreamWatch(
         left_bytes=lambda: memory.answers.left,
         ping_s=config.timeouts.sse_ping_s,
-        max_pending_bytes=config.limits.max_pending_bytes,
         on_lag=metrics.loop_lag.observe,
         clock=sources.clock,
     )
@@ -212,9 +211,7 @@ def _followed(reloader: Reloader, service: Service) -> Reloader:
     reloader.follow(lambda config: partial(service.open_requests.change, config.limits.max_requests))
     reloader.follow(lambda config: partial(service.tenant_share.change, config.limits.max_tenant_share, config.num_tenants))
     reloader.follow(lambda config: partial(service.memory.change, memory_limits(config.limits, machine_bytes(), service.tenant_share)))
-    reloader.follow(
-        lambda config: partial(service.watch.change, ping_s=config.timeouts.sse_ping_s, max_pending_bytes=config.limits.max_pending_bytes)
-    )
+    reloader.follow(lambda config: partial(service.watch.change, ping_s=config.timeouts.sse_ping_s))
     if (ledger := service.ledger) is not None:
         reloader.follow(lambda config: ledger.prepare(config.usage))
     reloader.follow(lambda config: partial(service.limiter.follow_budget, config.limits.budget))
@@ -234,7 +231,6 @@ def _text_pool(config: GatewayConfig, workers: Workers, sources: Sources) -> Tex
         workers,
         max_workers=limits.max_text_workers,
         max_queue=limits.max_text_queue,
-        max_queue_bytes=limits.max_text_queue_bytes,
         clock=sources.clock,
     )
 

@@ -32,7 +32,7 @@ MakeWorkers = Callable[[HostConfig, Collection[str]], Workers]
 
 
 NOT_OF_WORKERS = (
-    *("max_connections", "max_header_bytes", "max_headers", "max_requests", "max_pending_bytes"),
+    *("max_connections", "max_requests"),
     *("max_prompt_bytes", "max_answer_bytes", "max_tenant_share", "max_request_held_bytes"),
 )
 """Limits that the gateway's own process alone holds requests to: a change of them takes no new workers."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from headrace.core.errors import RequestTooLarge
 from headrace.core.sampling import SamplingParams
-from headrace.gateway.access.held_memory import RequestHeld
+from headrace.gateway.access.memory_charges import RequestCharges
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.asgi import PIECE_BYTES
 from headrace.gateway.upstream.seam import OutputEvent, Prepared
@@ -88,11 +88,11 @@ HOLD_STEP_BYTES = 16 << 10
 class AnswerMemory:
     """
     num_prompt_logprobs   log-probabilities of the prompt that the answer shows, 0 before `reserve`
-    unread_logprob_bytes  bytes of log-probabilities that may wait for a streaming client beyond `max_pending_bytes`
+    unread_logprob_bytes  bytes of log-probabilities that may wait for a streaming client beyond `sse.MAX_PENDING_BYTES`
     """
 
-    def __init__(self, held: RequestHeld, parsed: ParsedRequest, params: SamplingParams) -> None:
-        self._held, self._parsed, self._params = held, parsed, params
+    def __init__(self, charges: RequestCharges, parsed: ParsedRequest, params: SamplingParams) -> None:
+        self._charges, self._parsed, self._params = charges, parsed, params
         self.num_prompt_logprobs = 0
         self.unread_logprob_bytes = 0
         self._precharged_json_bytes = 0
@@ -102,7 +102,7 @@ class AnswerMemory:
 
     def reserve(self, prepared: Prepared) -> None:
         """Charge the prompt's tokens and what the answer surely takes. Raises RequestTooLarge or Overloaded."""
-        parsed, params, answers = self._parsed, self._params, self._held.answers
+        parsed, params, answers = self._parsed, self._params, self._charges.answers
         num_tokens = prepared.prompt_tokens or 0
         self.num_prompt_logprobs = self._checked_prompt_logprobs(num_tokens)
         if not parsed.is_streaming and params.max_tokens is not None:
@@ -114,7 +114,7 @@ class AnswerMemory:
             self.unread_logprob_bytes += min(MAX_UNREAD_LOGPROB_BYTES, num_logprobs * UNREAD_LOGPROB_BYTES)
         first_bytes = 0 if parsed.is_streaming else first_answer_bytes(params.logprobs, num_tokens=prepared.max_output_tokens)
         self._uncharged_bytes = -first_bytes
-        self._held.prompts.add(PROMPT_TOKEN_BYTES * num_tokens)
+        self._charges.prompts.add(PROMPT_TOKEN_BYTES * num_tokens)
         column_bytes = prompt_logprob_bytes(params.prompt_logprobs, num_tokens=num_tokens)
         self._precharged_json_bytes = encoded_prompt_logprob_bytes(
             params.prompt_logprobs, num_tokens=num_tokens, num_encodings=parsed.num_kept_encodings
@@ -137,7 +137,7 @@ class AnswerMemory:
         """
         self._precharged_json_bytes -= num_bytes
         if self._precharged_json_bytes < 0:
-            self._held.answers.add(-self._precharged_json_bytes)
+            self._charges.answers.add(-self._precharged_json_bytes)
             self._precharged_json_bytes = 0
 
     def collect(self, events: Sequence[OutputEvent]) -> None:
@@ -147,7 +147,7 @@ class AnswerMemory:
         check_output_logprobs(self._params.logprobs, num_tokens=self._num_collected)
         self._uncharged_bytes += sum([event.text_bytes for event in events]) + num_new * self._logprobs_per_token * OUTPUT_LOGPROB_BYTES
         if self._uncharged_bytes >= HOLD_STEP_BYTES:
-            self._held.answers.add(self._uncharged_bytes)
+            self._charges.answers.add(self._uncharged_bytes)
             self._uncharged_bytes = 0
 
     @property

@@ -15,6 +15,9 @@ from headrace.gateway.http.config import Limits
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
 
+MAX_SEQUENCES = 128
+"""Sequences of one request: prompts times `n`."""
+
 
 class ParsedRequest(Struct, frozen=True, kw_only=True):
     """One generating request, the same for every surface.
@@ -57,8 +60,8 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
             check_num_messages("prompt", len(self.prompt.messages), limits)
         else:
             num_prompts = len(self.prompt.prompts)
-        if (num_sequences := num_prompts * self.sampling.get("n", 1)) > limits.max_sequences:
-            rule = f"at most {counted(limits.max_sequences, 'sequence')} (prompts times n)"
+        if (num_sequences := num_prompts * self.sampling.get("n", 1)) > MAX_SEQUENCES:
+            rule = f"at most {counted(MAX_SEQUENCES, 'sequence')} (prompts times n)"
             raise InvalidRequest("n", rule, num_sequences, "Send several requests.")
         if self.priority < own:
             rule = f"not above this key's class ({own.name.lower()})"

@@ -41,7 +41,11 @@ class Caps:
     keys: int = 16_384
 
 
-def decode_object(body: bytes, caps: Caps) -> dict[str, object]:
+CAPS = Caps()
+"""The bounds of a body, and of a schema that is text in one."""
+
+
+def decode_object(body: bytes, caps: Caps = CAPS) -> dict[str, object]:
     """The object in `body`. Raises InvalidRequest or UnsupportedMediaType; cost is linear in the size, a few times a plain parse.
 
     The parser holds the GIL from its first byte to its last. A body that would take it long is refused before, by a scan that does not.

@@ -28,6 +28,9 @@ from headrace.gateway.http.exchange import Exchange
 TICK_S = 0.25
 """Seconds between two checks of all streams."""
 
+MAX_PENDING_BYTES = 256 << 10
+"""Bytes of an answer that its client has not read. With more of them the request is cancelled."""
+
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
@@ -121,11 +124,11 @@ class SseStream:
         self._exchange.write_now(payload)
         self.last_write_at = now
 
-    def bound(self, max_pending_bytes: int) -> bool:
+    def bound(self) -> bool:
         """Cut the stream off if more waits for its client than it may; whether it was."""
-        if self.waiting_bytes <= max_pending_bytes + self.logprob_bytes:
+        if self.waiting_bytes <= MAX_PENDING_BYTES + self.logprob_bytes:
             return False
-        self.cut(f"More than {max_pending_bytes} bytes of the answer waited for the client.")
+        self.cut(f"More than {MAX_PENDING_BYTES} bytes of the answer waited for the client.")
         return True
 
     def ping(self, now: float) -> None:
@@ -163,7 +166,6 @@ class StreamWatch:
         self,
         *,
         ping_s: float,
-        max_pending_bytes: int,
         left_bytes: Callable[[], int] = lambda: 1 << 62,
         on_lag: Callable[[float], None] = lambda _: None,
         clock: Clock = time.monotonic,
@@ -171,16 +173,15 @@ class StreamWatch:
         self.streams: set[SseStream] = set()
         self.writing: set[SseStream] = set()
         self._ping_s = ping_s
-        self._max_pending_bytes = max_pending_bytes
         self._left_bytes = left_bytes
         self.num_cut = 0
         self._on_lag = on_lag
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
 
-    def change(self, *, ping_s: float, max_pending_bytes: int) -> None:
-        """Other bounds, for open streams too."""
-        self._ping_s, self._max_pending_bytes = ping_s, max_pending_bytes
+    def change(self, *, ping_s: float) -> None:
+        """Another silence before a comment line, for open streams too."""
+        self._ping_s = ping_s
 
     def open(self, exchange: Exchange, unread_bytes: Callable[[], int], *, logprob_bytes: int = 0) -> SseStream:
         return SseStream(exchange, self, unread_bytes, logprob_bytes, self._clock)
@@ -198,7 +199,7 @@ class StreamWatch:
         """Cut off streams over a bound and send pings that are due. Apart from the timer, for tests."""
         now = self._clock()
         for stream in list(self.writing):
-            self.num_cut += stream.bound(self._max_pending_bytes)
+            self.num_cut += stream.bound()
         self._cut_largest(list(self.writing))
         quiet_since = now - self._ping_s
         for stream in [stream for stream in self.streams if stream.last_write_at < quiet_since]:

@@ -17,7 +17,6 @@ SHARED_LIMITS = (
     "max_requests",
     "max_text_workers",
     "max_text_queue",
-    "max_text_queue_bytes",
     "max_prompt_bytes",
     "max_answer_bytes",
 )

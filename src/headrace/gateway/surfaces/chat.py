@@ -124,7 +124,7 @@ def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ParsedChat, lis
         request.max_tokens = request.max_completion_tokens
     if request.context_fitting is not None and request.context_fitting not in (*ContextFitting,):
         raise InvalidRequest("context_fitting", f"one of {', '.join(ContextFitting)}", request.context_fitting)
-    return parse.checked(request, body, limits), list(ignored)
+    return parse.checked(request, body), list(ignored)
 
 
 def _names(parsed: ParsedChat) -> dict[str, str]:

@@ -27,6 +27,9 @@ from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode
 
+MAX_PROMPTS = 64
+"""Prompts of one request."""
+
 DEFAULT_MAX_TOKENS = 16
 """`max_tokens` of a request without it: OpenAI's default for completions. A chat may then use what the context leaves."""
 
@@ -78,9 +81,9 @@ def parse_completion(body: dict[str, object], limits: Limits) -> tuple[ParsedCom
     if request.max_tokens == 0 and not request.is_echo_only:
         raise InvalidRequest("max_tokens", "at least 1 (0 only with echo)", 0)
     request.prompt = prompts = prompt_list(request.prompt)
-    if len(prompts) > limits.max_prompts:
-        raise InvalidRequest("prompt", f"at most {counted(limits.max_prompts, 'prompt')}", len(prompts), "Send several requests.")
-    return parse.checked(request, body, limits), list(ignored)
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequest("prompt", f"at most {counted(MAX_PROMPTS, 'prompt')}", len(prompts), "Send several requests.")
+    return parse.checked(request, body), list(ignored)
 
 
 def prompt_list(prompt: str | list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.access.held_memory import RequestHeld
+from headrace.gateway.access.memory_charges import RequestCharges
 from headrace.gateway.cache.replays import IDEMPOTENCY_KEY
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.kept_streams import body_digest
@@ -20,7 +20,7 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.framing import OPENAI, Framing
-from headrace.gateway.http.json_border import Caps, decode_object
+from headrace.gateway.http.json_border import decode_object
 from headrace.gateway.sessions.names import RAW_HEADER
 
 T = TypeVar("T")
@@ -118,19 +118,19 @@ def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str
     return query
 
 
-async def parsed_body(service: Service, exchange: Exchange, held: RequestHeld, parser: BodyParser[T]) -> T:
+async def parsed_body(service: Service, exchange: Exchange, charges: RequestCharges, parser: BodyParser[T]) -> T:
     """The request in a body. Fields that change nothing go to `exchange.ignored`. Raises what reading, decoding and `parser.parse` raise.
 
-    held    counts the bytes of the body as they arrive; the parsed request is taken to be as large and not counted again
+    charges  counts the bytes of the body as they arrive; the parsed request is taken to be as large and not counted again
     parser  of the path's row in `surfaces.routes`: a text worker parses a large body and sends the request back
     """
     limits = service.config.limits
-    body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.prompts.add)
+    body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=charges.prompts.add)
     if exchange.header(LAST_EVENT_ID) is not None or exchange.header(IDEMPOTENCY_KEY) is not None:
         sessions = [value for name, value in exchange.headers if name == RAW_HEADER]
         exchange.body_digest = body_digest(exchange.scope["path"], body, sessions)
     if len(body) <= MAX_INLINE_GBNF_BYTES or (len(body) <= MAX_INLINE_BYTES and not any(mark in body for mark in _GBNF_MARKS)):
-        made, ignored = parser.parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
+        made, ignored = parser.parse(decode_object(body), limits)
         exchange.ignored += ignored
         return made
     async with exchange.watching():

@@ -21,6 +21,7 @@ from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import TABLE
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.sessions.names import SESSION_ID
+from headrace.gateway.surfaces.completions import MAX_PROMPTS
 from headrace.gateway.surfaces.dialect.conversation import MAX_PARTS
 from headrace.gateway.surfaces.dialect.field_table import (
     CHAT,
@@ -214,7 +215,7 @@ def _bounds(limits: Limits) -> dict[str, Schema]:
         "priority": {"enum": list(PRIORITIES)},
         "cache_salt": {"type": "string", "maxLength": MAX_CACHE_SALT_CHARS},
         "messages": _messages(limits),
-        "prompt": _prompt(limits),
+        "prompt": _prompt(),
         "tools": _list_of("ToolDefinition", MAX_TOOLS),
         "chat_template_kwargs": {"type": "object", "additionalProperties": _SCALAR},
         "context_fitting": {"enum": list(ContextFitting)},
@@ -253,8 +254,8 @@ def _list_of(name: str, most: int) -> Schema:
     return {"type": "array", "maxItems": most, "items": {"$ref": f"#/components/schemas/{name}"}}
 
 
-def _prompt(limits: Limits) -> Schema:
-    several = {"type": "array", "minItems": 1, "maxItems": limits.max_prompts}
+def _prompt() -> Schema:
+    several = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
     ids = {"type": "array", "minItems": 1, "items": TOKEN_ID}
     return {"anyOf": [{"type": "string"}, {**several, "items": {"type": "string"}}, ids, {**several, "items": ids}]}
 

@@ -16,7 +16,7 @@ from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.sampling import check_token_ids
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import UnsupportedMediaType
-from headrace.gateway.http.json_border import Caps, decode_object
+from headrace.gateway.http.json_border import decode_object
 from headrace.gateway.surfaces.endpoint import BodyParser, Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.gateway.text_workers import frames
@@ -86,7 +86,7 @@ class TextContext:
 
 def parse_body(path: str, body: bytes, limits: Limits) -> Any:
     """A request's body, parsed by its surface. Raises InvalidRequest or UnsupportedMediaType."""
-    return PARSERS[path].parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
+    return PARSERS[path].parse(decode_object(body), limits)
 
 
 def encode_chat(text: TextModel, job: frames.EncodeChat) -> tuple[list[int], tuple[str, ...]]:

@@ -39,6 +39,9 @@ FAULT = "If short ones meet this too, the model's chat template is at fault: rep
 
 Done = tuple[frames.AnyAnswer, memoryview]
 
+MAX_QUEUE_BYTES = 64 << 20
+"""Bytes of the waiting jobs below 64 KiB, and as many of the larger ones; above it the tenant with most of them is refused."""
+
 
 class WorkerFault(HeadraceError):
     """A job failed by a fault of ours or of the model's files; the log says more. Clients get the fixed sentence."""
@@ -75,10 +78,10 @@ class TextPool:
     busy_s       seconds that workers had a job
     """
 
-    def __init__(self, workers: Workers, *, max_workers: int, max_queue: int, max_queue_bytes: int, clock: Clock = time.monotonic) -> None:
+    def __init__(self, workers: Workers, *, max_workers: int, max_queue: int, clock: Clock = time.monotonic) -> None:
         self._workers = workers
         self._max_workers = max_workers
-        self._queue: JobQueue[TextJob] = JobQueue(max_jobs=max_queue, max_bytes=max_queue_bytes)
+        self._queue: JobQueue[TextJob] = JobQueue(max_jobs=max_queue, max_bytes=MAX_QUEUE_BYTES)
         self._clock = clock
         self._idle: list[Worker] = []
         self._running: dict[Worker, TextJob] = {}

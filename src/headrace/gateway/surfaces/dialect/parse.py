@@ -20,7 +20,6 @@ from headrace.core.sampling import FROM_MODEL
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.http.config import Limits
 from headrace.gateway.surfaces.dialect.field_table import INNER_PLACES, MAX_INERT_CHARS, MAX_METADATA, RULES, TABLE, Inside, Treatment
 from headrace.gateway.surfaces.dialect.schemas import SamplingFields
 from headrace.gateway.surfaces.dialect.structured import requested_grammar
@@ -166,7 +165,7 @@ def check_inert(name: str, value: object) -> None:
         raise InvalidRequest(name, f"at most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters", value)
 
 
-def checked(request: FieldsT, body: Mapping[str, object], limits: Limits) -> Parsed[FieldsT]:
+def checked(request: FieldsT, body: Mapping[str, object]) -> Parsed[FieldsT]:
     """A request that keeps the rules of both surfaces, and what its answer must match. Raises InvalidRequest."""
     if request.stream_options is not None:
         if not request.stream:
@@ -177,7 +176,7 @@ def checked(request: FieldsT, body: Mapping[str, object], limits: Limits) -> Par
         raise InvalidRequest("prompt_logprobs", "stream = false beside it", request.prompt_logprobs)
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters", len(request.cache_salt))
-    return request, requested_grammar(request, body, limits)
+    return request, requested_grammar(request, body)
 
 
 def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt: Conversation | PlainPrompts) -> ParsedRequest:

@@ -14,19 +14,18 @@ from typing import Any
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.structured import given_kind
-from headrace.gateway.http.config import Limits
-from headrace.gateway.http.json_border import Caps, decode_object
+from headrace.gateway.http.json_border import decode_object
 from headrace.gateway.surfaces.dialect.schemas import ResponseFormat, SamplingFields, StructuredOutputs
 from headrace.gateway.upstream.generation_request import RequestedGrammar
 
 FORMATS = ("text", "json_object", "json_schema")
 """Values of `response_format.type`."""
 
-Read = Callable[[Any, str, Limits], tuple[Grammar, str] | None]
-"""A field's value, its name and the limits -> the grammar and the dotted name of the part that says it; None where it asks for nothing."""
+Read = Callable[[Any, str], tuple[Grammar, str] | None]
+"""A field's value and its name -> the grammar and the dotted name of the part that says it; None where it asks for nothing."""
 
 
-def requested_grammar(request: SamplingFields, body: Mapping[str, object], limits: Limits) -> RequestedGrammar | None:
+def requested_grammar(request: SamplingFields, body: Mapping[str, object]) -> RequestedGrammar | None:
     """What the answer must match, taken out of `request`: its fields for it are None afterwards, so that no schema travels twice.
 
     Raises InvalidRequest for two of the fields, and for a value that is no grammar.
@@ -38,7 +37,7 @@ def requested_grammar(request: SamplingFields, body: Mapping[str, object], limit
     if len(given) > 1:
         raise InvalidRequest(given[1], f"absent beside {given[0]}", remedy="One field says what the answer must match.")
     for name in given:
-        found = READERS[name](getattr(request, name), name, limits)
+        found = READERS[name](getattr(request, name), name)
         setattr(request, name, None)
         if found is not None:
             grammar, field = found
@@ -50,37 +49,37 @@ def _json_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _schema(value: dict[str, Any] | str, field: str, limits: Limits) -> tuple[Grammar, str]:
+def _schema(value: dict[str, Any] | str, field: str) -> tuple[Grammar, str]:
     """A JSON schema as an object, or as the text of one."""
     if isinstance(value, str):
         try:
-            decode_object(value.encode(), Caps(depth=limits.max_json_depth))
+            decode_object(value.encode())
         except InvalidRequest as error:
             raise InvalidRequest(field, "a JSON schema, as an object or as its JSON text", value, f"Read as JSON: {error}") from None
     return Grammar(GrammarKind.JSON_SCHEMA, value if isinstance(value, str) else _json_text(value)), field
 
 
-def _regex(value: str, field: str, limits: Limits) -> tuple[Grammar, str]:
+def _regex(value: str, field: str) -> tuple[Grammar, str]:
     return Grammar(GrammarKind.REGEX, value), field
 
 
-def _choice(value: list[str], field: str, limits: Limits) -> tuple[Grammar, str]:
+def _choice(value: list[str], field: str) -> tuple[Grammar, str]:
     return Grammar.choice(value, field=field), field
 
 
-def _ebnf(value: str, field: str, limits: Limits) -> tuple[Grammar, str]:
+def _ebnf(value: str, field: str) -> tuple[Grammar, str]:
     return Grammar.ebnf(value, field=field), field
 
 
-def _ollama_format(value: dict[str, Any] | str, field: str, limits: Limits) -> tuple[Grammar, str]:
+def _ollama_format(value: dict[str, Any] | str, field: str) -> tuple[Grammar, str]:
     if isinstance(value, dict):
-        return _schema(value, field, limits)
+        return _schema(value, field)
     if value != "json":
         raise InvalidRequest(field, '"json" or a JSON schema, which is an object', value)
     return Grammar.json_object(), field
 
 
-def _response_format(value: ResponseFormat, field: str, limits: Limits) -> tuple[Grammar, str] | None:
+def _response_format(value: ResponseFormat, field: str) -> tuple[Grammar, str] | None:
     if value.type not in FORMATS:
         raise InvalidRequest(f"{field}.type", "one of " + ", ".join(FORMATS), value.type, "structured_outputs has other kinds.")
     parts = {"json_schema.schema": None if value.json_schema is None else value.json_schema.schema, "schema": value.schema}
@@ -90,17 +89,17 @@ def _response_format(value: ResponseFormat, field: str, limits: Limits) -> tuple
     if len(given) > 1:
         raise InvalidRequest(f"{field}.schema", f"absent beside {field}.json_schema")
     for part, schema in given.items():
-        return _schema(schema, f"{field}.{part}", limits)
+        return _schema(schema, f"{field}.{part}")
     if value.type == "json_schema":
         raise InvalidRequest(f"{field}.json_schema", "an object with a schema (it is required)")
     return (Grammar.json_object(), field) if value.type == "json_object" else None
 
 
-def _structured_outputs(value: StructuredOutputs, field: str, limits: Limits) -> tuple[Grammar, str]:
+def _structured_outputs(value: StructuredOutputs, field: str) -> tuple[Grammar, str]:
     name = given_kind(value, field=field)
     if name == "json_object":
         return Grammar.json_object(), f"{field}.json_object"
-    found = VLLM_KINDS[name](getattr(value, name), f"{field}.{name}", limits)
+    found = VLLM_KINDS[name](getattr(value, name), f"{field}.{name}")
     assert found is not None, "every kind says something"
     return found
 
