@@ -264,7 +264,7 @@ def _version(package: str) -> str:
 
 
 def _rounded(loaded: LoadedModel) -> str:
-    stored = f", held dense (stored as {loaded.stored_as})" if loaded.stored_as else ""
+    stored = f", stored as {loaded.stored_as} ({loaded.held})" if loaded.stored_as else ""
     return stored if loaded.precision is Precision.NONE else f"{stored}, linears rounded to {loaded.precision.value}"
 
 

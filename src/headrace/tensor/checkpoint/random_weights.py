@@ -11,6 +11,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_weight
+
 
 class RandomWeights:
     """Uniform random weights of a trained model's scale, a function of seed, tensor name and device: ranks slice the same tensor.
@@ -40,10 +42,13 @@ class RandomWeights:
 
 
 class WeightShapes:
-    """Tensors on the meta device: counts the parameters a model would read and allocates nothing."""
+    """Tensors on the meta device: counts the parameters a model would read and allocates nothing.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    Implements `tensor.layers.weights.StoredSource` too. precision: of the linears of a quantized checkpoint, but for a head.
+    """
+
+    def __init__(self, dtype: torch.dtype, precision: Precision = Precision.NONE) -> None:
+        self._dtype, self._precision = dtype, precision
         self.num_parameters = 0
 
     def has(self, name: str) -> bool:
@@ -56,3 +61,10 @@ class WeightShapes:
         part = torch.empty(shape, dtype=self._dtype, device="meta")[region or (slice(None),)]
         self.num_parameters += part.numel()
         return part
+
+    def precision_of(self, name: str) -> Precision:
+        """The head of most quantized checkpoints is plain."""
+        return Precision.NONE if name.startswith("lm_head") else self._precision
+
+    def rounded(self, name: str, shape: tuple[int, ...], rows: slice) -> RoundedWeight | None:
+        return round_weight(self.read(name, shape, (rows,)), self.precision_of(name))

@@ -7,8 +7,9 @@ most one unpacked weight, and its parts, exist at a time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from headrace.tensor.device import TensorDevice
 from headrace.tensor.kernels import Backend, Kernels, Linear
-from headrace.tensor.kernels.rounding import Precision
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight, join_rounded
 from headrace.tensor.layers.table import HeldTable, Table
 
 
@@ -36,6 +37,21 @@ class WeightSource(Protocol):
         ...
 
 
+class StoredSource(Protocol):
+    """What a quantized checkpoint gives besides, of the same names."""
+
+    def precision_of(self, name: str) -> Precision:
+        """In how many bits a weight is held: INT4, INT8 or FP8, or NONE for one that is stored plainly or made dense."""
+        ...
+
+    def rounded(self, name: str, shape: tuple[int, ...], rows: slice) -> RoundedWeight | None:
+        """Outputs `rows` of a weight, scales and zero points at most rounded to float16; None where there is no such form.
+
+        Raises as `WeightSource.read`.
+        """
+        ...
+
+
 class LinearStore(Protocol):
     """Where packed linears and tables are kept between starts; `tensor.packed.store.PackedStore` is one."""
 
@@ -47,6 +63,8 @@ class LinearStore(Protocol):
 
     def keep_table(self, name: str, table: Tensor) -> None: ...
 
+
+_INTEGERS = (Precision.INT4, Precision.INT8)
 
 Reduce = Callable[[Tensor], Tensor]
 """[T, E], each rank's part of a sum -> the sum over ranks, equal on all of them. Every rank calls it equally often."""
@@ -91,8 +109,10 @@ class WeightReader:
 
     dtype      of the linears' products
     precision  of the linears' weights; norms, embeddings and routers are not rounded
+    stored     gives weights in the few bits in which they are stored; None: all are rounded to `precision`
     store      gives back linears of that precision, and tables, without reading the checkpoint's weights
     reduce     sums over ranks; layers call it on the outputs of row-parallel linears
+    held       bits of a weight, 4, 8 or 16 and more -> linears held in them
     """
 
     source: WeightSource
@@ -104,6 +124,8 @@ class WeightReader:
     precision: Precision = Precision.NONE
     store: LinearStore | None = None
     reduce: Reduce = no_reduce
+    stored: StoredSource | None = None
+    held: Counter[int] = field(default_factory=Counter)
 
     @property
     def kernels(self) -> Kernels:
@@ -151,9 +173,9 @@ class WeightReader:
         columns = _share(in_features, self.rank, self.world, part.name)
         if (known := self._known([part], in_features, bias)) is not None:
             return known
-        weight = self._joined([self._region(part, range(part.rows), in_features, slice(columns.start, columns.stop))])
+        weight = self._weight([part], [range(part.rows)], in_features, slice(columns.start, columns.stop), None)
         added = self._bias([part], [range(part.rows)]) if bias else None  # read on every rank, so that a missing one is found
-        return self._packed([part], weight, added if self.rank == 0 else None, self.precision)
+        return self._packed([part], weight, added if self.rank == 0 else None)
 
     def tied_linear(self, name: str, table: Table, rows: int, columns: int) -> Linear:
         """A linear from an embedding table [rows, columns] that was read before."""
@@ -161,7 +183,10 @@ class WeightReader:
         if (known := self._known([part], columns, False, is_stored=False)) is not None:
             return known
         weight = table.whole()
-        return self._packed([part], weight.to(self._weight_dtype([weight])), None, self.precision)
+        precision = self.precision
+        if self.stored is not None and self.stored.precision_of(f"{name}.weight") in _INTEGERS:
+            precision = Precision.INT8
+        return self._packed([part], self._rounded(weight.to(self._weight_dtype([weight])), precision), None)
 
     def _known(self, parts: Sequence[Part], in_features: int, bias: bool, *, is_stored: bool = True) -> Linear | None:
         """The linear of these parts, if it was kept. Its weights must be in the checkpoint all the same, unless is_stored is false."""
@@ -172,26 +197,60 @@ class WeightReader:
                 self.source.expect(part.name, self._stored_shape(part, in_features))
                 if bias:
                     self.source.expect(_bias_name(part), (part.stored or part.rows,))
-        return known
+        return None if known is None else self._counted(known)
 
-    def _packed(self, parts: Sequence[Part], weight: Tensor, bias: Tensor | None, precision: Precision) -> Linear:
+    def _packed(self, parts: Sequence[Part], weight: Tensor | RoundedWeight, bias: Tensor | None) -> Linear:
         packing = self.backend.packing
-        if precision is Precision.NONE:
-            made = packing.pack_linear(weight, bias, self.dtype)
-        else:
-            made = packing.pack_rounded(packing.round_weight(weight, precision), bias)
+        made = packing.pack_rounded(weight, bias) if isinstance(weight, RoundedWeight) else packing.pack_linear(weight, bias, self.dtype)
         if self.store is not None:
             self.store.keep(_name(parts), made)
-        return made
+        return self._counted(made)
+
+    def _counted(self, linear: Linear) -> Linear:
+        bits = 8 * linear.weight_bytes / (linear.in_features * linear.out_features)
+        self.held[4 if bits < 7 else 8 if bits < 15 else 16] += 1
+        return linear
+
+    def _weight(
+        self, parts: Sequence[Part], shares: Sequence[range], in_features: int, columns: slice, precision: Precision | None
+    ) -> Tensor | RoundedWeight:
+        """The parts' weights, stacked by rows. precision None: as they are stored, where the backend multiplies them so, or the reader's.
+
+        Integers that the backend does not multiply as they are stored are rounded to INT8.
+        """
+        if precision is None and self.stored is not None:
+            wanted = [self.stored.precision_of(part.name) for part in parts]
+            if Precision.NONE not in wanted and (found := self._as_stored(self.stored, parts, shares, in_features, columns)) is not None:
+                return found
+            precision = Precision.INT8 if all(part in _INTEGERS for part in wanted) else None
+        weight = self._joined([self._region(part, rows, in_features, columns) for part, rows in zip(parts, shares, strict=True)])
+        return self._rounded(weight, precision or self.precision)
+
+    def _as_stored(
+        self, stored: StoredSource, parts: Sequence[Part], shares: Sequence[range], in_features: int, columns: slice
+    ) -> RoundedWeight | None:
+        if columns.indices(in_features) != (0, in_features, 1):
+            return None
+        found: list[RoundedWeight] = []
+        for part, rows in zip(parts, shares, strict=True):
+            region = slice(part.first + rows.start, part.first + rows.stop)
+            weight = stored.rounded(part.name, self._stored_shape(part, in_features), region) if part.expert is None else None
+            if weight is None or not self.backend.packing.can_pack(weight):
+                return None
+            found.append(weight)
+        joined = join_rounded(found)
+        return joined if joined is not None and self.backend.packing.can_pack(joined) else None
+
+    def _rounded(self, weight: Tensor, precision: Precision) -> Tensor | RoundedWeight:
+        return weight if precision is Precision.NONE else self.backend.packing.round_weight(weight, precision)
 
     def _stacked(
         self, parts: Sequence[Part], shares: Sequence[range], in_features: int, bias: bool, precision: Precision | None = None
     ) -> Linear:
-        precision = precision or self.precision
         if (known := self._known(parts, in_features, bias)) is not None:
             return known
-        weight = self._joined([self._region(part, rows, in_features, slice(None)) for part, rows in zip(parts, shares, strict=True)])
-        return self._packed(parts, weight, self._bias(parts, shares) if bias else None, precision)
+        weight = self._weight(parts, shares, in_features, slice(None), precision)
+        return self._packed(parts, weight, self._bias(parts, shares) if bias else None)
 
     def _joined(self, regions: Sequence[Tensor]) -> Tensor:
         """A copy of the regions, stacked by rows."""

@@ -30,7 +30,7 @@ from headrace.tensor.checkpoint.weights_digest import WeightsDigest
 from headrace.tensor.device import META, TensorDevice
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.rounding import Precision
-from headrace.tensor.layers.weights import WeightReader, WeightSource
+from headrace.tensor.layers.weights import StoredSource, WeightReader, WeightSource
 from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from headrace.tensor.models.decoder import DecoderModel
 from headrace.tensor.models.fields import refuse_set
@@ -78,6 +78,7 @@ class LoadedModel:
     resident_bytes     held in memory
     precision          to which linears were rounded at load
     stored_as          the format of a quantized checkpoint, for people; "" for plain weights
+    held               in how many bits the linears are held, for people
     store              its `save` keeps the packed linears on disk for the next start; None: they are not kept
     """
 
@@ -94,6 +95,7 @@ class LoadedModel:
     dtype: torch.dtype
     precision: Precision
     stored_as: str
+    held: str
     store: PackedStore | None = None
 
 
@@ -149,8 +151,7 @@ def load_model(
     architecture, spec = _read_spec(config)
     stored = read_format(config)
     precision = resolve_precision(quantization, stored)
-    if config.has("auto_map"):
-        log.info("%s: auto_map is ignored: %s is served by our own code, and code in the folder is never run", config.file, architecture)
+    _log_ignored(config, architecture)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
     sampling = read_sampling_defaults(folder, config, spec.vocab_size)
     end_tokens = read_end_tokens(folder, config, spec.vocab_size)
@@ -160,7 +161,7 @@ def load_model(
     else:
         weights = _open_checkpoint(_weight_files(folder, stored), config, spec, dtype, packed)
         weights.open_store(packed, backend, precision, f"{rank}/{world}", stored)
-    reader = WeightReader(weights.plain(stored), backend, weights.dtype, device, rank, world, precision, weights.store)
+    reader = weights.reader(stored, backend, device, precision, rank, world)
     model = DecoderModel(reader, spec)
     weights.finish()
     return LoadedModel(
@@ -177,6 +178,7 @@ def load_model(
         dtype=model.dtype,
         precision=precision,
         stored_as="" if stored is None else stored.title,
+        held=_held(reader),
         store=weights.store,
     )
 
@@ -204,11 +206,23 @@ class _Weights:
     content: WeightsDigest | None = None
     store: PackedStore | None = None
 
-    def plain(self, stored: WeightFormat | GgufFormat | None) -> WeightSource:
-        """The source of plain weights, whatever the format in which the checkpoint stores them."""
-        if stored is None or isinstance(stored, GgufFormat) or not isinstance(self.source, Checkpoint):
-            return self.source
-        return QuantizedSource(self.source, stored)
+    def reader(
+        self,
+        stored: WeightFormat | GgufFormat | None,
+        backend: Backend,
+        device: TensorDevice,
+        precision: Precision,
+        rank: int,
+        world: int,
+    ) -> WeightReader:
+        """Reads weights in the few bits of `stored` where the backend multiplies them so, and linears are not to be rounded further."""
+        source: WeightSource = self.source
+        few_bits: StoredSource | None = self.source if isinstance(self.source, GgufCheckpoint) else None
+        if isinstance(self.source, Checkpoint) and stored is not None and not isinstance(stored, GgufFormat):
+            source = few_bits = QuantizedSource(self.source, stored)
+        if precision is not Precision.NONE or not backend.packing.keeps_stored:
+            few_bits = None
+        return WeightReader(source, backend, self.dtype, device, rank, world, precision, self.store, stored=few_bits)
 
     def open_store(
         self, packed: PackedFolder | None, backend: Backend, precision: Precision, share: str, stored: WeightFormat | GgufFormat | None
@@ -236,6 +250,17 @@ class _Weights:
         return blake2b(" ".join([self.digest, *choices]).encode(), digest_size=16).hexdigest() if choices else self.digest
 
 
+def _log_ignored(config: ConfigFile, architecture: str) -> None:
+    if config.has("auto_map"):
+        log.info("%s: auto_map is ignored: %s is served by our own code, and code in the folder is never run", config.file, architecture)
+
+
+def _held(reader: WeightReader) -> str:
+    """In how many bits the linears are held, for people."""
+    names = {4: "in 4 bits", 8: "in 8 bits", 16: "dense"}
+    return "linears " + ", ".join(f"{names[bits]}: {reader.held[bits]}" for bits in sorted(reader.held))
+
+
 def _random_weights(config: ConfigFile, spec: DecoderSpec, dtype: torch.dtype, seed: int, device: str) -> _Weights:
     digest = blake2b(Path(config.file).read_bytes() + f"{seed}".encode(), digest_size=16).hexdigest()
     return _Weights(RandomWeights(seed, dtype, 1.0 - spec.norm_plus, device), dtype, digest)
@@ -261,10 +286,12 @@ def describe(
     config = read_config(folder)
     architecture, spec = _read_spec(config)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
-    dtype, precision = dtype or _named_dtype(config) or torch.float32, resolve_precision(quantization, read_format(config))
-    shapes = WeightShapes(dtype)
+    stored = read_format(config)
+    dtype, precision = dtype or _named_dtype(config) or torch.float32, resolve_precision(quantization, stored)
+    shapes = WeightShapes(dtype, stored.precision if stored is not None else Precision.NONE)
     # No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds).
-    reader = WeightReader(shapes, load_backend("reference"), dtype, META, precision=precision)
+    few_bits = shapes if precision is Precision.NONE else None
+    reader = WeightReader(shapes, load_backend("reference"), dtype, META, precision=precision, stored=few_bits)
     model = DecoderModel(reader, replace(spec, max_positions=0))
     return ModelDescription(
         architecture=architecture,

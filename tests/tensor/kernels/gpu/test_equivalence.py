@@ -273,6 +273,17 @@ def test_products_of_small_integers_in_half_precision(
     assert relative_error(packing.pack_rounded(rounded, None)(x), x.float() @ rounded.dense().T) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("rows", [1, 40, 600])
+@pytest.mark.parametrize("shape", [(256, 1024), (72, 160)])
+def test_stored_scales_and_zero_points(packing: TritonPacking, relative_error: Error, shape: tuple[int, int], rows: int) -> None:
+    """As a quantized checkpoint has them; the scales are exact in bfloat16."""
+    scales = (torch.rand(shape[0], shape[1] // 32) + 0.5).bfloat16().half().to(DEVICE)
+    zeros = torch.randint(-7, 8, scales.shape).half().to(DEVICE)
+    weight = RoundedWeight(torch.randint(-8, 8, shape, dtype=torch.int8).to(DEVICE), scales, 32, zeros)
+    x, bias = randn(rows, shape[1]), randn(shape[0])
+    assert relative_error(packing.pack_rounded(weight, bias)(x), x @ weight.dense().T + bias) < 3e-6
+
+
 def test_a_weight_that_is_dense_in_parts(packing: TritonPacking, relative_error: Error, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.tensor.kernels.gpu.dequantize.SLAB_ELEMENTS", 64 * 256)
     rounded, bias, x = packing.round_weight(randn(144, 256), Precision.INT4), randn(144), randn(65, 256)

@@ -22,6 +22,8 @@ from torch import Tensor
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
+from headrace.tensor.checkpoint.formats.nibbles import nibbles
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 PER_WORD = 8
 SHIFTS = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
@@ -39,11 +41,19 @@ class AwqWeight:
 
     def dense(self, rows: slice) -> Tensor:
         """See `QuantizedWeight.dense`."""
-        first = rows.start // PER_WORD
-        values = _by_output(self.words[:, first : -(-rows.stop // PER_WORD)])
-        values = values[rows.start - first * PER_WORD : rows.stop - first * PER_WORD].float()
+        values = self._values(rows).float()
         grouped = values.view(len(values), self.scales.shape[1], -1)
         return grouped.sub_(self.zeros[rows, :, None]).mul_(self.scales[rows, :, None]).flatten(1)
+
+    def rounded(self, rows: slice) -> RoundedWeight | None:
+        """See `QuantizedWeight.rounded`."""
+        return nibbles(self._values(rows).sub_(8), self.scales[rows], self.zeros[rows] - 8)
+
+    def _values(self, rows: slice) -> Tensor:
+        """The integers of these outputs, int8 [len(rows), K]."""
+        first = rows.start // PER_WORD
+        values = _by_output(self.words[:, first : -(-rows.stop // PER_WORD)])
+        return values[rows.start - first * PER_WORD : rows.stop - first * PER_WORD].to(torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,14 @@ class AwqFormat:
     @property
     def title(self) -> str:
         return "awq, 4 bits" + (f" in groups of {self.group}" if self.group > 0 else "")
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.INT4
+
+    def precision_of(self, stem: str) -> Precision:
+        """See `WeightFormat.precision_of`."""
+        return Precision.INT4
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         return any(parts.has(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))

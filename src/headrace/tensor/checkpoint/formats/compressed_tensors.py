@@ -52,6 +52,7 @@ from headrace.tensor.checkpoint.formats.scaled import (
     to_float,
 )
 from headrace.tensor.checkpoint.formats.unpacking import unpack
+from headrace.tensor.kernels.rounding import Precision
 
 NVFP4_GROUP, MX_GROUP = 16, 32
 MIXED = "mixed-precision"
@@ -76,6 +77,13 @@ class Scheme:
     @property
     def title(self) -> str:
         return f"{self.layout}, {self.bits} bits {self.blocks.title}"
+
+    @property
+    def precision(self) -> Precision:
+        """See `WeightFormat.precision_of`."""
+        if self.layout not in INTEGERS:
+            return Precision.FP8 if self.layout == "float-quantized" else Precision.NONE
+        return Precision.INT4 if self.bits <= 4 and not self.has_order else Precision.INT8
 
     def read(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> ScaledWeight:
         """Raises CheckpointError. Older writers store zero points of symmetric weights too, which are zero."""
@@ -111,6 +119,14 @@ class CompressedTensorsFormat:
     def title(self) -> str:
         schemes = dict.fromkeys(group.scheme.title for group in self.groups)
         return ", ".join(["compressed-tensors", " or ".join(schemes), *([NOT_ROUNDED] if self.rounds_activations else [])])
+
+    @property
+    def precision(self) -> Precision:
+        return self.groups[0].scheme.precision
+
+    def precision_of(self, stem: str) -> Precision:
+        """See `WeightFormat.precision_of`."""
+        return self._scheme(stem).precision
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         name = f"{stem}.weight"
@@ -151,7 +167,7 @@ def _with_integer_scales(
     scales = read_scales(parts, f"{stem}.weight_scale", shapes)
     zeros = None if scheme.is_symmetric else _zeros(parts, stem, shapes, scheme.bits)
     order = _order(parts, f"{stem}.weight_g_idx", shape[1], scheme.has_order, scales.shape[1])
-    return ScaledWeight(codes, decode, scales, scheme.blocks, order, zeros)
+    return ScaledWeight(codes, decode, scales, scheme.blocks, order, zeros, bits=scheme.bits)
 
 
 def _zeros(parts: StoredParts, stem: str, shapes: list[tuple[int, ...]], bits: int) -> Tensor:

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight
+
 
 class StoredParts(Protocol):
     """The tensors of a checkpoint; `tensor.checkpoint.folder.Checkpoint` is one."""
@@ -32,12 +34,17 @@ class QuantizedWeight(Protocol):
         """The outputs `rows` of the weight that the parts stand for, float32 [len(rows), K], a new tensor."""
         ...
 
+    def rounded(self, rows: slice) -> RoundedWeight | None:
+        """The same outputs in few bits, scales and zero points at most rounded to float16; None where there is no such form."""
+        ...
+
 
 class WeightFormat(Protocol):
     """How a checkpoint's linears are stored, by its config.json.
 
-    method  its `quant_method`
-    title   for people, e.g. "gptq, 4 bits in groups of 128"
+    method     its `quant_method`
+    title      for people, e.g. "gptq, 4 bits in groups of 128"
+    precision  of most linears; see `precision_of`
     """
 
     @property
@@ -45,6 +52,13 @@ class WeightFormat(Protocol):
 
     @property
     def title(self) -> str: ...
+
+    @property
+    def precision(self) -> Precision: ...
+
+    def precision_of(self, stem: str) -> Precision:
+        """In how many bits a linear of this format is held: INT4, INT8 or FP8, or NONE for one that is made dense."""
+        ...
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         """Whether the linear `stem`, e.g. "model.layers.0.mlp.down_proj", is stored in this format. Others are stored as plain weights."""

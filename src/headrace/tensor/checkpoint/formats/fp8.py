@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
 from headrace.tensor.checkpoint.formats.scaled import CHANNEL, E8M0, FLOATS, NOT_ROUNDED, TENSOR, Blocks, ScaledWeight, is_e4m3, read_e4m3
+from headrace.tensor.kernels.rounding import Precision
 
 SCHEMES = ("dynamic", "static")
 
@@ -32,6 +33,14 @@ class Fp8Format:
     @property
     def title(self) -> str:
         return f"{self.method}, {self.blocks.title}, {NOT_ROUNDED}" if self.blocks else f"{self.method}, {NOT_ROUNDED}"
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.NONE if self.blocks else Precision.FP8
+
+    def precision_of(self, stem: str) -> Precision:
+        """See `WeightFormat.precision_of`."""
+        return self.precision
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         return is_e4m3(parts, stem)

@@ -31,7 +31,9 @@ from torch import Tensor
 from headrace.core.errors import CheckpointError, shorten
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
+from headrace.tensor.checkpoint.formats.nibbles import nibbles
 from headrace.tensor.checkpoint.formats.unpacking import unpack
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 BITS = (2, 3, 4, 8)
 SCALES = ("F16", "BF16", "F32")
@@ -55,6 +57,14 @@ class GptqWeight:
         zeros, scales = (of_group[rows].index_select(1, self.groups) for of_group in (self.zeros, self.scales))
         return values.sub_(zeros).mul_(scales)
 
+    def rounded(self, rows: slice) -> RoundedWeight | None:
+        """See `QuantizedWeight.rounded`: with more bits, or groups in any order, None."""
+        size = len(self.groups) // self.scales.shape[1]
+        if self.bits > 4 or not torch.equal(self.groups, torch.arange(len(self.groups)) // max(size, 1)):
+            return None
+        values = unpack(self.words[:, rows].t().contiguous(), self.bits).view(torch.int8)
+        return nibbles(values.sub_(8), self.scales[rows], self.zeros[rows] - 8)
+
 
 @dataclass(frozen=True, slots=True)
 class GptqFormat:
@@ -70,6 +80,14 @@ class GptqFormat:
     @property
     def title(self) -> str:
         return f"gptq, {self.bits} bits" + (f" in groups of {self.group}" if self.group > 0 else "")
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.INT4 if self.bits <= 4 and self.is_ordered else Precision.INT8
+
+    def precision_of(self, stem: str) -> Precision:
+        """See `WeightFormat.precision_of`."""
+        return self.precision
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         return any(parts.has(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))

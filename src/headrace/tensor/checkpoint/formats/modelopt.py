@@ -33,6 +33,7 @@ from headrace.tensor.checkpoint.formats.scaled import (
     read_e4m3,
     read_scalar,
 )
+from headrace.tensor.kernels.rounding import Precision
 
 ALGORITHMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 NVFP4_GROUP = 16
@@ -51,6 +52,14 @@ class ModelOptFormat:
     @property
     def title(self) -> str:
         return f"modelopt, {self.algorithm}, {NOT_ROUNDED}"
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.NONE if self.algorithm == "NVFP4" else Precision.FP8
+
+    def precision_of(self, stem: str) -> Precision:
+        """See `WeightFormat.precision_of`."""
+        return self.precision
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         name = f"{stem}.weight"

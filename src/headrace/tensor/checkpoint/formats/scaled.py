@@ -19,6 +19,8 @@ from torch import Tensor
 
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.formats.format import StoredParts
+from headrace.tensor.checkpoint.formats.nibbles import nibbles
+from headrace.tensor.kernels.rounding import SLAB_ELEMENTS, RoundedWeight
 
 FLOATS = ("F32", "BF16", "F16")
 E4M3, E8M0 = "F8_E4M3", ("F8_E8M0", "U8")
@@ -82,6 +84,7 @@ class ScaledWeight:
     order   int64 [K]: each input's column of scales, where the inputs of a scale are not consecutive
     zeros   float32 as `scales`; None: all zero
     last    what is done with the products, if anything, e.g. a division by a scale of the whole tensor
+    bits    of the codes, where these are integers
     """
 
     codes: Tensor
@@ -91,6 +94,7 @@ class ScaledWeight:
     order: Tensor | None = None
     zeros: Tensor | None = None
     last: Callable[[Tensor], Tensor] | None = None
+    bits: int = 0
 
     def dense(self, rows: slice) -> Tensor:
         """See `QuantizedWeight.dense`."""
@@ -100,6 +104,26 @@ class ScaledWeight:
             values -= self._spread(self.zeros[scale_rows], values.shape[1])
         values *= self._spread(self.scales[scale_rows], values.shape[1])
         return values if self.last is None else self.last(values)
+
+    def rounded(self, rows: slice) -> RoundedWeight | None:
+        """See `QuantizedWeight.rounded`: integers of four bits in groups, and integers and E4M3 with one scale per output."""
+        scale_rows = torch.arange(len(self.codes))[rows] // (self.blocks.rows or len(self.codes))
+        if self.last is not None or self.order is not None or self.blocks.rows > 1:
+            return None
+        scales = self.scales[scale_rows]
+        zeros = None if self.zeros is None else self.zeros[scale_rows]
+        if 0 < self.bits <= 4:
+            return nibbles(self._integers(rows), scales, zeros)
+        if scales.shape[1] > 1 or (zeros is not None and bool(zeros.any())):
+            return None
+        if self.codes.dtype == torch.float8_e4m3fn:
+            return RoundedWeight(self.codes[rows], scales[:, 0].contiguous(), 0)
+        return RoundedWeight(self._integers(rows), scales[:, 0].contiguous(), 0) if self.bits == 8 else None
+
+    def _integers(self, rows: slice) -> Tensor:
+        """The codes of these outputs as int8 [len(rows), K]. They are decoded a few at a time, for decoding makes floats."""
+        pieces = torch.split(self.codes[rows], max(1, SLAB_ELEMENTS // max(self.codes.shape[1], 1)))
+        return torch.cat([self.decode(piece).to(torch.int8) for piece in pieces])
 
     def _spread(self, scales: Tensor, inputs: int) -> Tensor:
         """[R, G] -> what is multiplied with [R, K]"""

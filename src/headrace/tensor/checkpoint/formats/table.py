@@ -1,6 +1,7 @@
-"""Which formats there are, and a checkpoint of any of them as a source of plain weights.
+"""Which formats there are, and a checkpoint of any of them as a source of weights, plain or in few bits.
 
-A weight is made dense as it is read, a few rows at a time, so that memory holds one tensor more than the linears that are packed.
+A weight that no kernel takes as it is stored is made dense as it is read, a few rows at a time, so that memory holds one tensor more than
+the linears that are packed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from headrace.tensor.checkpoint.formats.names import METHODS
 from headrace.tensor.checkpoint.gguf.checkpoint import GgufFormat
 from headrace.tensor.checkpoint.gguf.checkpoint import read_format as read_gguf_format
 from headrace.tensor.checkpoint.header import DAMAGED
-from headrace.tensor.kernels.rounding import Precision
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
     "gptq": gptq.read_format,
@@ -46,7 +47,7 @@ UNUSED = (
 """Parts beside a linear, or beside the linears of its attention, that say how activations, keys or values may be rounded as they are
 computed. They change no weight; what is computed here is not rounded by them, whatever the format."""
 
-READER_VERSION = 1
+READER_VERSION = 2
 """Part of what names packed weights on disk: another one where a format's weights are read otherwise than before."""
 
 FEW = 16
@@ -135,6 +136,23 @@ class QuantizedSource:
         if not bool(found.isfinite().all()):
             self._checkpoint.refuse(name, f"weight {name} holds values that are NaN or infinite", DAMAGED)
         return found
+
+    def precision_of(self, name: str) -> Precision:
+        """See `tensor.layers.weights.StoredSource`."""
+        stem = self._stem(name)
+        return Precision.NONE if stem is None else self._format.precision_of(stem)
+
+    def rounded(self, name: str, shape: tuple[int, ...], rows: slice) -> RoundedWeight | None:
+        """See `tensor.layers.weights.StoredSource`."""
+        self._pass_unused(name)
+        weight = self._open(name, shape, self._checkpoint).rounded(rows)
+        if (
+            weight is not None
+            and weight.values.dtype == torch.float8_e4m3fn
+            and bool(((weight.values.view(torch.uint8) & 127) == 127).any())
+        ):
+            self._checkpoint.refuse(name, f"weight {name} holds values that are NaN", DAMAGED)
+        return weight
 
     def _open(self, name: str, shape: tuple[int, ...], parts: StoredParts) -> QuantizedWeight:
         stem = name.removesuffix(".weight")

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headrace.tensor.checkpoint.formats.nibbles import from_minimum
+
 
 def _half(blocks: Tensor, at: int) -> Tensor:
     """The float16 at byte `at`: float32 [n, 1]."""
@@ -100,6 +102,27 @@ def _q6_k(blocks: Tensor) -> Tensor:
     scales = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
     return (((low | (high << 4)).reshape(-1, 16, 16).float() - 32) * scales[:, :, None]).reshape(-1, 256)
 
+
+def _q4_0_nibbles(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return _nibbles(blocks[:, 2:]).to(torch.int8) - 8, _half(blocks, 0), None
+
+
+def _q4_1_nibbles(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return from_minimum(_nibbles(blocks[:, 4:])[:, None], _half(blocks, 0), _half(blocks, 2))
+
+
+def _q4_k_nibbles(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    scales, least = _six_bit_pairs(blocks[:, 4:16])
+    return from_minimum(codes, _half(blocks, 0) * scales, -_half(blocks, 2) * least)
+
+
+NIBBLES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]] = {
+    "Q4_0": _q4_0_nibbles,
+    "Q4_1": _q4_1_nibbles,
+    "Q4_K": _q4_k_nibbles,
+}
+"""Type -> (values, scales, zeros) of `formats.nibbles`, block by block in groups of 32. values any shape."""
 
 DENSE: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,

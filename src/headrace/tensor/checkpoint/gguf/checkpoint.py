@@ -1,7 +1,8 @@
-"""The weights of a GGUF file under Hugging Face's names, made dense as they are read, a few rows at a time."""
+"""The weights of a GGUF file under Hugging Face's names, plain or in few bits, read a few rows at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -13,13 +14,15 @@ from torch import Tensor
 
 from headrace.core.errors import CheckpointError, shorten
 from headrace.tensor.checkpoint.config import ConfigFile
+from headrace.tensor.checkpoint.formats.nibbles import nibbles
 from headrace.tensor.checkpoint.gguf.architectures import FACTORS, Place, name_table
-from headrace.tensor.checkpoint.gguf.blocks import DENSE
+from headrace.tensor.checkpoint.gguf.blocks import DENSE, NIBBLES
 from headrace.tensor.checkpoint.gguf.folder import find_source
 from headrace.tensor.checkpoint.gguf.header import DAMAGED, GgufHeader, GgufTensor
 from headrace.tensor.checkpoint.gguf.shards import read_gguf
 from headrace.tensor.checkpoint.values import num_not_finite
 from headrace.tensor.host.pages import read_bytes
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SLAB_ELEMENTS = 1 << 22
@@ -33,6 +36,12 @@ class GgufFormat:
 
     title: str
     method = "gguf"
+
+    @property
+    def precision(self) -> Precision:
+        """In how many bits most linears are held, by the file's type."""
+        kind = self.title.removeprefix("gguf ")
+        return Precision.NONE if kind in PLAIN else Precision.INT4 if kind.startswith("Q4") else Precision.INT8
 
 
 def read_format(section: ConfigFile) -> GgufFormat:
@@ -101,6 +110,36 @@ class GgufCheckpoint:
         values = values[first - begin : last - begin, columns]
         return values if len(shape) == 2 else values[:, 0]
 
+    def precision_of(self, name: str) -> Precision:
+        """See `tensor.layers.weights.StoredSource`."""
+        kind = self.stored_dtype(name)
+        return Precision.NONE if kind in PLAIN else Precision.INT4 if kind in NIBBLES else Precision.INT8
+
+    def rounded(self, name: str, shape: tuple[int, ...], rows: slice) -> RoundedWeight | None:
+        """See `tensor.layers.weights.StoredSource`."""
+        self.expect(name, shape)
+        place, header, tensor = self._find(name)
+        if tensor.kind.name not in NIBBLES:
+            return None
+        first, last, _ = rows.indices(shape[0])
+        size = 1 if place.heads is None else shape[0] // place.heads
+        begin, end = first // size * size, -(-last // size) * size  # of whole heads
+        offset = 0 if place.expert is None else place.expert * shape[0]
+        pieces = self._blocks(header, tensor, place.name, offset + begin, offset + end, shape[1])
+        found = [NIBBLES[tensor.kind.name](data) for _, data in pieces]
+        if not found:
+            return None
+        values, scales, zeros = (None if part[0] is None else torch.cat(part).view(end - begin, -1) for part in zip(*found, strict=True))
+        assert values is not None
+        assert scales is not None
+        if not all(bool(part.isfinite().all()) for part in (scales, zeros) if part is not None):
+            self._refuse(header, f"tensor {place.name} holds scales that are NaN or infinite", DAMAGED)
+        weight = nibbles(values, scales, zeros)
+        if weight is None or place.heads is None:
+            return weight
+        order = torch.arange(end - begin).view(-1, size // 2, 2).transpose(1, 2).reshape(-1)
+        return weight.rows(order[first - begin : last - begin])
+
     def check_all_read(self) -> None:
         """Raise CheckpointError if the files hold a tensor that was not read."""
         extra = sorted(self._model.tensors.keys() - self._read)
@@ -123,8 +162,19 @@ class GgufCheckpoint:
     def _rows(self, header: GgufHeader, tensor: GgufTensor, name: str, first: int, last: int, width: int) -> Tensor:
         """Rows [first, last) of `width` values each."""
         kind = tensor.kind
-        row_bytes = width // kind.block * kind.num_bytes
         found = torch.empty((last - first, width), dtype=PLAIN.get(kind.name, torch.float32))
+        for part, data in self._blocks(header, tensor, name, first, last, width):
+            dense = data.reshape(-1).view(PLAIN[kind.name]) if kind.name in PLAIN else DENSE[kind.name](data)
+            found[part] = dense.view(-1, width)
+        if (number := num_not_finite(found)) > 0:
+            self._refuse(header, f"tensor {name} holds {number} values that are NaN or infinite", DAMAGED)
+        return found
+
+    @staticmethod
+    def _blocks(header: GgufHeader, tensor: GgufTensor, name: str, first: int, last: int, width: int) -> Iterator[tuple[slice, Tensor]]:
+        """Rows [first, last) of `width` values each, a few at a time: which of them, counted from `first`, and their blocks' bytes."""
+        kind = tensor.kind
+        row_bytes = width // kind.block * kind.num_bytes
         step = max(1, SLAB_ELEMENTS // width)
         for begin in range(first, last, step):
             end = min(begin + step, last)
@@ -132,11 +182,7 @@ class GgufCheckpoint:
                 data = read_bytes(header.path, tensor.begin + begin * row_bytes, (end - begin) * row_bytes)
             except OSError as error:
                 raise CheckpointError(str(header.path), f"tensor {name} cannot be read ({error})") from error
-            dense = data.view(PLAIN[kind.name]) if kind.name in PLAIN else DENSE[kind.name](data.view(-1, kind.num_bytes))
-            found[begin - first : end - first] = dense.view(-1, width)
-        if (number := num_not_finite(found)) > 0:
-            self._refuse(header, f"tensor {name} holds {number} values that are NaN or infinite", DAMAGED)
-        return found
+            yield slice(begin - first, end - first), data.view(-1, kind.num_bytes)
 
     def _place(self, name: str) -> Place | None:
         return next((place for place in self._names.find(name) if place.name in self._model.tensors), None)

@@ -22,7 +22,7 @@ MAX_ROWS = 32
 @triton.jit
 def _dequantize_kernel(
     w_ptr, scale_ptr, out_ptr, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUT: tl.constexpr,
-    GROUP: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, ZEROS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """out [.., K] in the inputs' order, for outputs from `first` on. N: outputs of the whole weight."""
     J: tl.constexpr = 8 if FORMAT == INT4 else 4
@@ -35,8 +35,10 @@ def _dequantize_kernel(
     if FORMAT == INT4:
         e = expand_int4(words)
         for j in tl.static_range(8):
-            scale = tl.load(scale_ptr + (block * (LAYOUT // GROUP) + j * FIELD // GROUP) * N + n).to(tl.float32)
-            tl.store(target + j * FIELD, (e[j].to(tl.float32) * scale[:, None]).to(out_ptr.dtype.element_ty))
+            scale_at = scale_ptr + (block * (LAYOUT // GROUP) + j * FIELD // GROUP) * N + n
+            w = e[j] - tl.load(scale_at + ZEROS)[:, None] if ZEROS else e[j]
+            scale = tl.load(scale_at).to(tl.float32)
+            tl.store(target + j * FIELD, (w.to(tl.float32) * scale[:, None]).to(out_ptr.dtype.element_ty))
     else:
         e = expand_int8(words)
         scale = tl.load(scale_ptr + n)
@@ -50,7 +52,7 @@ def dequantize(weight: StoredWeight, outputs: range, dtype: torch.dtype) -> Tens
     block_n = power_in(len(outputs), MAX_ROWS)
     _dequantize_kernel[(len(outputs) // block_n, weight.in_features // weight.layout)](
         weight.values, weight.scales, out, outputs.start, N=weight.out_features, K=weight.in_features, BLOCK_N=block_n,
-        LAYOUT=weight.layout, GROUP=weight.group, FORMAT=weight.format, num_warps=4,
+        LAYOUT=weight.layout, GROUP=weight.group, ZEROS=weight.zeros_after, FORMAT=weight.format, num_warps=4,
     )  # fmt: skip
     return out
 

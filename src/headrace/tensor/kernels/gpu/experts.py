@@ -62,7 +62,7 @@ def order_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def _grouped_kernel(
     x_ptr, w_ptr, scale_ptr, order_ptr, start_ptr, out_ptr, pairs, x_st, w_sx, s_sx,
     N: tl.constexpr, K: tl.constexpr, M_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, SCALES_WEIGHTS: tl.constexpr,
+    LAYOUT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, FORMAT: tl.constexpr, SCALES_WEIGHTS: tl.constexpr,
     TOP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out [SPLIT, pairs, N]: parts of the product of each pair's row of x, pair // TOP, and its expert's weight."""
@@ -79,8 +79,8 @@ def _grouped_kernel(
         pair = tl.load(order_ptr + m, mask=m < end, other=0).to(tl.int64)
         acc = accumulate(
             tl.zeros([BLOCK_N, M_P], tl.float32), w_ptr + expert * w_sx + n.to(tl.int64)[:, None] * ROW, scales, n, x_ptr,
-            pair // TOP * x_st, m < end, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, N, BLOCK_K, LAYOUT, GROUP, FORMAT,
-            SCALES_WEIGHTS, STAGES,
+            pair // TOP * x_st, m < end, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, N, BLOCK_K, LAYOUT, GROUP, ZEROS,
+            FORMAT, SCALES_WEIGHTS, STAGES,
         )  # fmt: skip
         if FORMAT == FP8 or FORMAT == INT8:
             acc *= tl.load(scales + n)[:, None]
@@ -126,8 +126,8 @@ class GroupedExperts:
         _grouped_kernel[(fitted.num_tiles, num_experts, splits)](
             x, readable(weight.values), scales, order, starts, out, pairs, x.stride(0), weight.values.stride(0), scales.stride(0),
             N=weight.out_features, K=weight.in_features, M_P=fitted.m_p, BLOCK_N=fitted.block_n, BLOCK_K=fitted.block_k, SPLIT=splits,
-            LAYOUT=weight.layout, GROUP=weight.group, FORMAT=weight.format, SCALES_WEIGHTS=variant.scales_weights, TOP=pairs_per_row,
-            STAGES=variant.stages,
+            LAYOUT=weight.layout, GROUP=weight.group, ZEROS=weight.zeros_after, FORMAT=weight.format,
+            SCALES_WEIGHTS=variant.scales_weights, TOP=pairs_per_row, STAGES=variant.stages,
             num_warps=variant.warps, num_stages=variant.stages,
         )  # fmt: skip
         return out[0] if splits == 1 else out.sum(0).to(x.dtype)

@@ -87,11 +87,14 @@ class TritonPacking:
         """As `rounding.round_weight`, with groups of 128 where they divide the width."""
         return round_weight(weight, precision, group=max(GROUPS))
 
+    def can_pack(self, weight: RoundedWeight) -> bool:
+        return True
+
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
         """Inputs are rounded in FP8 products of many rows alone, row by row."""
         rows, inputs = weight.values.shape
         is_fp8 = weight.values.dtype == torch.float8_e4m3fn
-        padded = RoundedWeight(*_pad(weight, -rows % 16, -inputs % (128 if weight.group else 64)), weight.group)
+        padded = _pad(weight, -rows % 16, -inputs % (128 if weight.group else 64))
         shape = padded.values.shape
         stored = StoredWeight(FP8.value, padded.values, padded.scales, *shape) if is_fp8 else store_planar(padded)
         if shape == weight.values.shape:
@@ -113,7 +116,7 @@ class TritonPacking:
     def _stack(self, linears: Sequence[Linear]) -> StoredWeight | None:
         """The linears' weights in one tensor; None where the grouped product does not take them."""
         stored = [linear for linear in linears if isinstance(linear, StoredLinear) and linear.bias is None]
-        if len(stored) < len(linears) or len({linear.weight.format for linear in stored}) > 1:
+        if len(stored) < len(linears) or len({(linear.weight.format, linear.weight.has_zeros) for linear in stored}) > 1:
             return None
         weight = stored[0].weight
         if fit(weight, self.tuning.grouped(weight.name, 1, 2), 1) is None:
@@ -124,14 +127,13 @@ class TritonPacking:
         return stack
 
 
-def _pad(weight: RoundedWeight, rows: int, inputs: int) -> tuple[Tensor, Tensor]:
-    """Values and scales with zeros for more rows and inputs."""
+def _pad(weight: RoundedWeight, rows: int, inputs: int) -> RoundedWeight:
+    """The weight with zeros for more rows and inputs."""
     if not rows and not inputs:
-        return weight.values, weight.scales
-    scales = (
-        F.pad(weight.scales, (0, (weight.values.shape[1] + inputs) // weight.group - weight.scales.shape[1], 0, rows))
-        if weight.group
-        else F.pad(weight.scales, (0, rows))
-    )
-    values = weight.values.view(torch.int8)
-    return F.pad(values, (0, inputs, 0, rows)).view(weight.values.dtype), scales
+        return weight
+    values = F.pad(weight.values.view(torch.int8), (0, inputs, 0, rows)).view(weight.values.dtype)
+    if not weight.group:
+        return RoundedWeight(values, F.pad(weight.scales, (0, rows)), 0)
+    more = (0, values.shape[1] // weight.group - weight.scales.shape[1], 0, rows)
+    zeros = None if weight.zeros is None else F.pad(weight.zeros, more)
+    return RoundedWeight(values, F.pad(weight.scales, more), weight.group, zeros)

@@ -37,7 +37,7 @@ class StoredWeight:
     """A weight [N, K] in one of `formats`.
 
     values  PLAIN, FP8: [N, K]; INT8, INT4: planar words int32 [N, K / 4 or K / 8]
-    scales  FP8, INT8: float32 [N]; INT4: bfloat16 [K / group, N]; PLAIN: None
+    scales  FP8, INT8: float32 [N]; INT4: bfloat16 [K / group, N], or with zero points [2, K / group, N], these last; PLAIN: None
     layout  inputs of a block of planar words
     group   inputs that share a scale in INT4
     """
@@ -49,6 +49,12 @@ class StoredWeight:
     in_features: int
     layout: int = 0
     group: int = 0
+    has_zeros: bool = False
+
+    @property
+    def zeros_after(self) -> int:
+        """Elements from a scale to its zero point; 0: there are none."""
+        return self.in_features // self.group * self.out_features if self.has_zeros else 0
 
     @property
     def name(self) -> str:
@@ -60,7 +66,10 @@ class StoredWeight:
 
 
 def store_planar(weight: RoundedWeight) -> StoredWeight:
-    """Integers as planar words. The number of inputs is a multiple of 64, and of 128 in INT4, whose words hold value + 8."""
+    """Integers as planar words. The number of inputs is a multiple of 64, and of 128 in INT4, whose words hold value + 8.
+
+    Scales and zero points become bfloat16: whole zero points exactly, others to eight bits.
+    """
     rows, inputs = weight.values.shape
     bits, offset = (4, 8) if weight.group else (8, 0)
     sizes = (512, 256, 128) if weight.group else (256, 128, 64)
@@ -69,8 +78,12 @@ def store_planar(weight: RoundedWeight) -> StoredWeight:
     for first in range(0, rows, MAX_PLANAR_ROWS):  # the copies on the way are several times as large
         part = slice(first, first + MAX_PLANAR_ROWS)
         words[part] = planar_words(weight.values[part] + offset, bits, layout)
-    scales = weight.scales.t().contiguous() if weight.group else weight.scales
-    return StoredWeight(INT4.value if weight.group else INT8.value, words, scales, rows, inputs, layout, weight.group)
+    if not weight.group:
+        return StoredWeight(INT8.value, words, weight.scales, rows, inputs, layout)
+    scales = weight.scales.t().to(torch.bfloat16).contiguous()
+    if weight.zeros is not None:
+        scales = torch.stack((scales, weight.zeros.t().to(torch.bfloat16)))
+    return StoredWeight(INT4.value, words, scales, rows, inputs, layout, weight.group, weight.zeros is not None)
 
 
 @triton.jit
@@ -90,7 +103,7 @@ def _x_tile(x_ptr, row_at, has_row, at):
 @triton.jit
 def _int4_block(
     acc, words, x_ptr, row_at, has_row, at, scale_ptr, n, first_group, N: tl.constexpr, FIELD: tl.constexpr, GROUP: tl.constexpr,
-    SCALES_WEIGHTS: tl.constexpr,
+    ZEROS: tl.constexpr, SCALES_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Eight fields of words [BLOCK_N, KW], FIELD inputs apart, whose scales begin with those of first_group.
 
@@ -98,24 +111,29 @@ def _int4_block(
     """
     e = expand_int4(words)
     for j in tl.static_range(8):
-        scale = tl.load(scale_ptr + (first_group + j * FIELD // GROUP) * N + n)[:, None]
+        scale_at = scale_ptr + (first_group + j * FIELD // GROUP) * N + n
+        scale = tl.load(scale_at)[:, None]
+        w = e[j] - tl.load(scale_at + ZEROS)[:, None] if ZEROS else e[j]
         x = _x_tile(x_ptr, row_at, has_row, at + j * FIELD)
         if not SCALES_WEIGHTS:
-            acc += _dot(e[j], x, tl.zeros_like(acc)) * scale.to(tl.float32)
+            acc += _dot(w, x, tl.zeros_like(acc)) * scale.to(tl.float32)
         elif x.dtype == scale.dtype:
-            acc = _dot((e[j] * scale).to(x.dtype), x, acc)
+            acc = _dot((w * scale).to(x.dtype), x, acc)
         else:
-            acc = _dot((e[j].to(tl.float32) * scale.to(tl.float32)).to(x.dtype), x, acc)
+            acc = _dot((w.to(tl.float32) * scale.to(tl.float32)).to(x.dtype), x, acc)
     return acc
 
 
 @triton.jit
 def accumulate(
     acc, w_row, scale_ptr, n, x_ptr, row_at, has_row, first, last,
-    N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr,
+    N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, FORMAT: tl.constexpr,
     SCALES_WEIGHTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_N, M_P] plus the products of input blocks first .. last. w_row [BLOCK_N, 1]: where the weight's rows begin."""
+    """acc [BLOCK_N, M_P] plus the products of input blocks first .. last. w_row [BLOCK_N, 1]: where the weight's rows begin.
+
+    ZEROS: `StoredWeight.zeros_after`.
+    """
     if FORMAT == PLAIN or FORMAT == FP8:
         column = tl.arange(0, BLOCK_K)
         for b in tl.range(first, last, num_stages=STAGES):
@@ -133,7 +151,7 @@ def accumulate(
             if FORMAT == INT4:
                 first_group = block * (LAYOUT // GROUP)
                 acc = _int4_block(
-                    acc, words, x_ptr, row_at, has_row, at, scale_ptr, n, first_group, N, FIELD, GROUP, SCALES_WEIGHTS
+                    acc, words, x_ptr, row_at, has_row, at, scale_ptr, n, first_group, N, FIELD, GROUP, ZEROS, SCALES_WEIGHTS
                 )  # fmt: skip
             else:
                 e = expand_int8(words)
@@ -161,8 +179,8 @@ def _sum_shares(acc, part_at, count_at, split, BLOCK_N: tl.constexpr, M_P: tl.co
 def _product_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, count_ptr, rows, x_st,
     N: tl.constexpr, K: tl.constexpr, M_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    LAYOUT: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, SCALES_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    STAGES: tl.constexpr,
+    LAYOUT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, FORMAT: tl.constexpr, SCALES_WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, M_P)
@@ -170,7 +188,7 @@ def _product_kernel(
     blocks: tl.constexpr = K // BLOCK_K
     acc = accumulate(
         tl.zeros([BLOCK_N, M_P], tl.float32), w_ptr + n.to(tl.int64)[:, None] * ROW, scale_ptr, n, x_ptr, m * x_st, m < rows,
-        blocks * split // SPLIT, blocks * (split + 1) // SPLIT, N, BLOCK_K, LAYOUT, GROUP, FORMAT, SCALES_WEIGHTS,
+        blocks * split // SPLIT, blocks * (split + 1) // SPLIT, N, BLOCK_K, LAYOUT, GROUP, ZEROS, FORMAT, SCALES_WEIGHTS,
         STAGES,
     )  # fmt: skip
     if SPLIT > 1:
@@ -231,7 +249,8 @@ def product(x: Tensor, weight: StoredWeight, variant: ProductVariant, bias: Tens
         x, readable(weight.values), out if weight.scales is None else weight.scales, out if bias is None else bias, out, part,
         arrival_counters(x.device), rows, x.stride(0),
         N=size, K=weight.in_features, M_P=fitted.m_p, BLOCK_N=fitted.block_n, BLOCK_K=fitted.block_k, SPLIT=splits, LAYOUT=weight.layout,
-        GROUP=weight.group, FORMAT=weight.format, SCALES_WEIGHTS=variant.scales_weights, HAS_BIAS=bias is not None, STAGES=variant.stages,
+        GROUP=weight.group, ZEROS=weight.zeros_after, FORMAT=weight.format, SCALES_WEIGHTS=variant.scales_weights,
+        HAS_BIAS=bias is not None, STAGES=variant.stages,
         num_warps=variant.warps, num_stages=variant.stages,
     )  # fmt: skip
     return out
