@@ -14,7 +14,7 @@ from headrace.core.waiting_bytes import submitted_bytes
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions
 from headrace.policy.admission.config import AdmissionRules
-from headrace.policy.admission.ladder import AdmissionStep, decide, queue_state, served_before
+from headrace.policy.admission.decision import AdmissionOutcome, decide, queue_state, served_before
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, mean_output_tokens
 
 pytestmark = pytest.mark.pure
@@ -31,7 +31,7 @@ class AdmittingEngine(VirtualEngine):
         queue = queue_state(served_before(load, request.priority), NOTHING_SENT, size, block_size=16)
         goal_s = None if request.tier.ttft_ms is None else request.tier.ttft_ms / 1000
         verdict = decide(queue, None, has_smaller=False, priority=request.priority, rules=AdmissionRules(), ttft_goal_s=goal_s)
-        if verdict.step is AdmissionStep.REFUSED:
+        if verdict.outcome is AdmissionOutcome.REFUSED:
             self.refused[request.request_id] = Overloaded("busy", retry_after_s=verdict.retry_after_s)
             return
         self.predicted_s[request.request_id] = queue.wait_s

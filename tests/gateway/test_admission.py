@@ -148,18 +148,18 @@ async def test_requests_that_no_replica_was_sent_yet_are_part_of_the_queue(text:
     """Else all that arrive while the event loop is busy would be admitted by the same short queue."""
     async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
         load_of(bench.replicas["big"], step_fixed_s=0.01, step_token_s=0.001)
-        joining = bench.gateway.service.models.get(MODEL).joining
-        others = [joining.join(PriorityClass.STANDARD) for _ in range(300)]
+        unsent = bench.gateway.service.models.get(MODEL).unsent
+        others = [unsent.add(PriorityClass.STANDARD) for _ in range(300)]
         assert (await asked(bench, "key-standard"))[0] == 429
         for other in others:
-            other.leave()
-            other.leave()
-        assert joining.num_requests(PriorityClass.BATCH) == 0, "leaving twice changes nothing"
+            other.uncount()
+            other.uncount()
+        assert unsent.num_requests(PriorityClass.BATCH) == 0, "a second uncount changes nothing"
         seen: list[int] = []
-        bench.replicas["big"].on_submit = lambda request, stream: seen.append(joining.num_requests(PriorityClass.BATCH))
+        bench.replicas["big"].on_submit = lambda request, stream: seen.append(unsent.num_requests(PriorityClass.BATCH))
         assert (await asked(bench, "key-standard"))[0] == 200
         assert seen == [1], "it was counted until it was sent"
-        assert joining.num_requests(PriorityClass.BATCH) == 0
+        assert unsent.num_requests(PriorityClass.BATCH) == 0
 
 
 async def test_a_request_that_is_refused_later_joins_no_longer(text: TextModel) -> None:
@@ -167,7 +167,7 @@ async def test_a_request_that_is_refused_later_joins_no_longer(text: TextModel) 
         body = {"model": MODEL, "messages": [{"role": "user", "content": "word " * 2000}]}
         response = await bench.client.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer key-standard"})
         assert response.status_code == 400
-        assert bench.gateway.service.models.get(MODEL).joining.num_requests(PriorityClass.BATCH) == 0
+        assert bench.gateway.service.models.get(MODEL).unsent.num_requests(PriorityClass.BATCH) == 0
 
 
 async def test_a_tiers_goal_bounds_its_wait(text: TextModel) -> None:

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from headrace.core.errors import Overloaded, RequestTooLarge
-from headrace.gateway.access.held_memory import Held, HeldLimits, MemorySum
+from headrace.gateway.access.memory_charges import ChargeLimits, MemoryCharge, MemorySum
 
 pytestmark = pytest.mark.pure
 
-LIMITS = HeldLimits(request=100, total=250, tenant_share=lambda: 0.6)
+LIMITS = ChargeLimits(request=100, total=250, tenant_share=lambda: 0.6)
 
 
 def test_each_limit_is_inclusive_and_named() -> None:
@@ -33,9 +33,10 @@ def test_each_limit_is_inclusive_and_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "name"), [(HeldLimits(100, 80, lambda: 0.625), "max_tenant_share"), (HeldLimits(100, 80, lambda: 1.0), "max_answer_bytes")]
+    ("limits", "name"),
+    [(ChargeLimits(100, 80, lambda: 0.625), "max_tenant_share"), (ChargeLimits(100, 80, lambda: 1.0), "max_answer_bytes")],
 )
-def test_a_request_above_a_tenants_share_or_the_sum_is_refused_under_its_name(limits: HeldLimits, name: str) -> None:
+def test_a_request_above_a_tenants_share_or_the_sum_is_refused_under_its_name(limits: ChargeLimits, name: str) -> None:
     with MemorySum(limits).open("a") as held, pytest.raises(RequestTooLarge, match=rf"limits\.{name}\)"):
         held.add(81)
 
@@ -48,16 +49,16 @@ class Requests(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.budget = MemorySum(LIMITS)
-        self.known: dict[Held, int] = {}
+        self.known: dict[MemoryCharge, int] = {}
 
     @rule(target=opened, tenant=st.sampled_from(["a", "b", "c"]))
-    def begin(self, tenant: str) -> Held:
+    def begin(self, tenant: str) -> MemoryCharge:
         held = self.budget.open(tenant).__enter__()
         self.known[held] = 0
         return held
 
     @rule(held=opened, num_bytes=st.integers(0, 120))
-    def add(self, held: Held, num_bytes: int) -> None:
+    def add(self, held: MemoryCharge, num_bytes: int) -> None:
         of_tenant = sum(size for other, size in self.known.items() if other.tenant == held.tenant)
         fits = (
             self.known[held] + num_bytes <= LIMITS.request
@@ -72,7 +73,7 @@ class Requests(RuleBasedStateMachine):
                 held.add(num_bytes)
 
     @rule(held=consumes(opened))
-    def end(self, held: Held) -> None:
+    def end(self, held: MemoryCharge) -> None:
         held.__exit__(None, None, None)
         del self.known[held]
 

@@ -145,9 +145,9 @@ async def _open_service(
         sessions=_sessions(stack, config, stores, metrics, sources),
         limiter=await _limiter(stack, config, metrics, sources),
         answer_cache=AnswerCache(
-            answers, AnswerCacheMetrics(metrics.registry), sources.unix_time, max_entry_bytes=config.cache.max_entry_bytes
+            answers, AnswerCacheMetrics(metrics.registry), sources.unix_time
         ),
-        replays=Replays(replayed, ReplayMetrics(metrics.registry), limits=replay_limits(config.idempotency, stores)),
+        replays=Replays(replayed, ReplayMetrics(metrics.registry), limits=replay_limits(stores)),
         metrics=metrics,
         ledger=await _ledger(stack, config, metrics, sources),
         site_metrics=SiteMetrics(metrics, open_requests.by_tenant),

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 from headrace.core.errors import DeadlineBeforeStart
 from headrace.core.sampling import SamplingParams
-from headrace.gateway.access.held_memory import RequestHeld
+from headrace.gateway.access.memory_charges import RequestCharges
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, EventRecorder
 from headrace.gateway.generation.answer_memory import AnswerMemory
 from headrace.gateway.generation.event_log import EventLog
@@ -21,7 +21,7 @@ from headrace.gateway.sessions.fitting import Fitted
 from headrace.gateway.sessions.history import History
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PrincipalFacts
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, Prepared, TokenUsage
-from headrace.policy.admission.joining import Joining
+from headrace.policy.admission.unsent import UnsentRequest
 from headrace.policy.limits.price import FREE, Price
 
 CallNext = Callable[[], Awaitable[Prepared]]
@@ -39,11 +39,11 @@ class Generation:
     history            of the conversation that the prompt is; empty where it is none
     asked, model       the model that was asked for, and the one that answers
     client_params      as the client gave them; the upstream adds the model's defaults
-    memory             what the answer takes of `held`
+    memory             what the answer takes of `charges`
     answer_id, created  of the answer: the id of the request that began it, and when that was in Unix seconds
     earlier            output of the stream that this request continues
     event_log          numbers a stream's events; None: they have no ids
-    preferred_replica, joining  see `GenerationRequest`
+    preferred_replica, unsent  see `GenerationRequest`
     fitted             how the conversation was shortened; None: it was not
     side_usage         of requests that were answered for this one before it; None: there were none
     is_replayed        the answer is that to an earlier request with the same Idempotency-Key: nothing new happens
@@ -60,14 +60,14 @@ class Generation:
     ends               left at the end of the request, in the reverse order, whatever happened
     """
 
-    def __init__(self, service: Service, exchange: Exchange, held: RequestHeld, parsed: ParsedRequest) -> None:
-        """held: the memory that this request takes is charged to it.
+    def __init__(self, service: Service, exchange: Exchange, charges: RequestCharges, parsed: ParsedRequest) -> None:
+        """charges: the memory that this request takes is charged to it.
 
         Raises: ModelNotFound or InvalidRequest, for everything that can be refused without asking the upstream.
         """
         self.service = service
         self.exchange = exchange
-        self.held = held
+        self.charges = charges
         self.parsed = parsed
         self.history = History(parsed.prompt.messages) if isinstance(parsed.prompt, Conversation) else History()
         self.asked = self.model = service.models.usable_by(exchange.principal).only(parsed.model)
@@ -77,14 +77,14 @@ class Generation:
         record.version = self.model.upstream.fingerprint
         self.client_params = SamplingParams(**parsed.sampling).checked()
         parsed.check_caps(service.config.limits, exchange.principal.priority)
-        self.memory = AnswerMemory(held, parsed, self.client_params)
+        self.memory = AnswerMemory(charges, parsed, self.client_params)
         self.reservation = service.limiter.reservation(exchange.request_id)
         self.answer_id = exchange.request_id
         self.created = int(service.unix_time())
         self.earlier: EarlierOutput | None = None
         self.event_log: EventLog | None = None
         self.preferred_replica = ""
-        self.joining: Joining | None = None
+        self.unsent: UnsentRequest | None = None
         self.fitted: Fitted | None = None
         self.side_usage: TokenUsage | None = None
         self.is_replayed = False
@@ -146,7 +146,7 @@ class Generation:
             has_priority=parsed.has_priority,
             earlier=self.earlier,
             preferred_replica=self.preferred_replica,
-            joining=self.joining,
+            unsent=self.unsent,
         )
 
     def facts(self) -> PrincipalFacts:

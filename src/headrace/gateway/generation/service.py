@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.core.clock import Clock
-from headrace.gateway.access.held_memory import RequestMemory
+from headrace.gateway.access.memory_charges import RequestMemory
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.access.stored_keys import StoredKeys

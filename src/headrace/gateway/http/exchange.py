@@ -31,7 +31,7 @@ from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.observe.request_log import RequestLogRecord
-from headrace.policy.admission.joining import Joining
+from headrace.policy.admission.unsent import UnsentRequest
 
 if TYPE_CHECKING:
     from headrace.gateway.http.client_transport import ClientTransport
@@ -85,7 +85,7 @@ class Exchange:
     __slots__ = (
         "_closed",
         "_is_event_stream",
-        "_joining",
+        "_unsent",
         "_lost",
         "_on_ended",
         "_receive",
@@ -142,7 +142,7 @@ class Exchange:
         self._closed = False
         self._is_event_stream = False
         self._used: UseCount | None = None
-        self._joining: Joining | None = None
+        self._unsent: UnsentRequest | None = None
         self._on_ended: list[Callable[[], None]] = []
 
     def use(self, count: UseCount) -> None:
@@ -152,9 +152,9 @@ class Exchange:
             self._leave()
         self._used = count
 
-    def join(self, joining: Joining) -> None:
-        """Be counted as admitted until a replica is sent the request, at the latest until it is over."""
-        self._joining = joining
+    def count_unsent(self, unsent: UnsentRequest) -> None:
+        """Count the request as unsent until a replica was sent it, at the latest until it is over."""
+        self._unsent = unsent
 
     def release(self) -> None:
         """The request is over and uses nothing any more. Nothing it held refers back to it, so its memory is free without a collection."""
@@ -165,9 +165,9 @@ class Exchange:
         if self._used is not None:
             self._used.leave()
             self._used = None
-        if self._joining is not None:
-            self._joining.leave()
-            self._joining = None
+        if self._unsent is not None:
+            self._unsent.uncount()
+            self._unsent = None
 
     # -- the request -------------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import ctypes
 import gc
 from contextlib import suppress
 
-from headrace.gateway.access.held_memory import RequestMemory
+from headrace.gateway.access.memory_charges import RequestMemory
 
 CHECK_S = 1.0
 """Seconds between two checks whether any request runs."""

@@ -1,10 +1,10 @@
-"""How many bytes requests may hold (`access.held_memory`), of the configuration and the machine."""
+"""How many bytes requests may hold (`access.memory_charges`), of the configuration and the machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from headrace.gateway.access.held_memory import HeldLimits, MemoryLimits
+from headrace.gateway.access.memory_charges import ChargeLimits, MemoryLimits
 from headrace.gateway.http.config import Limits
 
 MIN_PROMPT_BYTES = 40 << 20
@@ -21,8 +21,8 @@ def memory_limits(limits: Limits, machine_bytes: int, tenant_share: Callable[[],
     """
     prompts = limits.max_prompt_bytes or default_prompt_bytes(machine_bytes)
     return MemoryLimits(
-        prompts=HeldLimits(limits.max_request_held_bytes, prompts, tenant_share),
-        answers=HeldLimits(limits.max_request_held_bytes, limits.max_answer_bytes, tenant_share, keeps_reserve=True),
+        prompts=ChargeLimits(limits.max_request_held_bytes, prompts, tenant_share),
+        answers=ChargeLimits(limits.max_request_held_bytes, limits.max_answer_bytes, tenant_share, keeps_reserve=True),
     )
 
 

@@ -76,8 +76,8 @@ DETOKENIZE_BODY = BodyParser(parse_detokenize, DetokenizeRequest)
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """vLLM's /tokenize: a prompt or a conversation as token ids. vLLM's bench reads token_strs, so they are there unless declined."""
     tenant = exchange.principal.tenant
-    with service.memory.open(tenant) as held:
-        request = await parsed_body(service, exchange, held, TOKENIZE_BODY)
+    with service.memory.open(tenant) as charges:
+        request = await parsed_body(service, exchange, charges, TOKENIZE_BODY)
         model = _used_model(service, exchange, request.model)
         asked = model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False, tenant=tenant)
         async with exchange.watching():
@@ -85,19 +85,19 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         # A TokenizeReply, joined from JSON that the text worker made: there may be a million tokens.
         head = b'{"count":%d,"max_model_len":%s,"tokens":' % (made.num_tokens, _encode(model.upstream.max_model_len))
         parts = (head, made.ids_json, b',"token_strs":', made.texts_json, b"}")
-        held.answers.add(sum(map(len, parts)))
+        charges.answers.add(sum(map(len, parts)))
         await exchange.reply_parts(parts)
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
     tenant = exchange.principal.tenant
-    with service.memory.open(tenant) as held:
-        request = await parsed_body(service, exchange, held, DETOKENIZE_BODY)
+    with service.memory.open(tenant) as charges:
+        request = await parsed_body(service, exchange, charges, DETOKENIZE_BODY)
         model = _used_model(service, exchange, request.model)
         async with exchange.watching():
             text = await exchange.unless_ended(model.upstream.detokenize(request.tokens, tenant=tenant))
         body = _encode(DetokenizeReply(prompt=text))
-        held.answers.add(len(body))
+        charges.answers.add(len(body))
         await exchange.reply(200, body)
 
 

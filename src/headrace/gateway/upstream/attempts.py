@@ -25,7 +25,7 @@ from headrace.gateway.upstream.output_stage import OutputParsing
 from headrace.gateway.upstream.replica_health import ConnectionKey, Replica, ReplicaAttempt, ReplicaInstance
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import ReplicaLost
-from headrace.policy.admission.joining import Joining
+from headrace.policy.admission.unsent import UnsentRequest
 from headrace.wire.stream import NO_NUMERICS, PlainRowHandler, ReplicaStream
 
 LOST = "The engine that worked on this request was lost; it can be sent again."
@@ -49,7 +49,7 @@ class Call:
     parsing            how the outputs are parsed; None: they are text
     earlier            output of an earlier stream, after which the sequences go on
     answer_id          of the earlier stream's call: tool calls are named by it; None: by this one's `request_id`
-    preferred_replica, joining, has_fallback  as in `GenerationRequest`
+    preferred_replica, unsent, has_fallback  as in `GenerationRequest`
     """
 
     request: EngineRequest
@@ -58,7 +58,7 @@ class Call:
     earlier: EarlierCallOutput | None = None
     answer_id: RequestId | None = None
     preferred_replica: str = ""
-    joining: Joining | None = None
+    unsent: UnsentRequest | None = None
     has_fallback: bool = False
 
 
@@ -295,8 +295,8 @@ class CallAttempts:
             except Unavailable:
                 continue
             group.attempt = self._pool.note_sent(replica)
-            if self._call.joining is not None:
-                self._call.joining.leave()
+            if self._call.unsent is not None:
+                self._call.unsent.uncount()
             self.epoch += 1
             self.num_resumes += group.wait_until is not None and not group.is_earlier
             group.replica, group.request_id, group.num_read = replica, request.request_id, self._num_read

@@ -30,8 +30,8 @@ from headrace.gateway.upstream.seam import (
     Upstream,
 )
 from headrace.observe.limited_log import LimitedLog
-from headrace.policy.admission.joining import JoiningRequests
-from headrace.policy.admission.ladder import QueueState
+from headrace.policy.admission.decision import QueueState
+from headrace.policy.admission.unsent import UnsentRequests
 
 log = logging.getLogger("headrace.gateway")
 
@@ -58,8 +58,8 @@ class FallbackUpstream(Upstream):
     def fingerprint(self) -> str | None:
         return self.own.fingerprint
 
-    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
-        return self.own.queue(priority, joining)
+    def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
+        return self.own.queue(priority, unsent)
 
     @property
     def version(self) -> str:

@@ -37,8 +37,8 @@ from headrace.gateway.upstream.generation_request import Conversation, Generatio
 from headrace.gateway.upstream.model_config import ForeignConfig, named
 from headrace.gateway.upstream.seam import Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream
 from headrace.observe.upstream_metrics import UpstreamReading
-from headrace.policy.admission.joining import JoiningRequests
-from headrace.policy.admission.ladder import QueueState
+from headrace.policy.admission.decision import QueueState
+from headrace.policy.admission.unsent import UnsentRequests
 from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.routing.choice import Random
 from headrace.policy.routing.circuit_breaker import CircuitState
@@ -65,7 +65,7 @@ class HttpUpstream(Upstream):
         """The largest one of its servers, as far as they say."""
         return max((server.max_model_len or 0 for server in self.servers), default=0) or None
 
-    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
+    def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         """The shortest queue of a server that takes requests; None unless each of them reports its load, which knows no classes."""
         now = self._clock()
         loads = [server.reported(now) for server in self.servers if not server.reason()]

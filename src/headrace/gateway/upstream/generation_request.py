@@ -10,7 +10,7 @@ from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.request import NO_TIER, PriorityClass, TierTerms
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
-from headrace.policy.admission.joining import Joining
+from headrace.policy.admission.unsent import UnsentRequest
 from headrace.policy.limits.ceiling import UNBOUNDED, RequestCeiling
 from headrace.text.template_switch import TemplateSwitch
 
@@ -85,7 +85,7 @@ class GenerationRequest:
     has_priority the client named a priority class; which one counts is in `PrincipalFacts`
     earlier      what an earlier stream of the same request has given; the answer goes on there
     preferred_replica  name of one whose prefix cache has the prompt's beginning; empty: none is known
-    joining      left when the request is sent to a replica; None: it was not admitted by a queue
+    unsent       counts the request until a replica was sent it; None: no admission decided on it
     has_fallback  while nothing of the answer was read, another upstream can give it: the request does not wait for a replica
     """
 
@@ -97,7 +97,7 @@ class GenerationRequest:
     has_priority: bool = False
     earlier: EarlierOutput | None = None
     preferred_replica: str = ""
-    joining: Joining | None = None
+    unsent: UnsentRequest | None = None
     has_fallback: bool = False
 
 

@@ -26,8 +26,8 @@ from headrace.core.numerics import Numerics, may_resume, numerics_digest, why_no
 from headrace.core.request import PriorityClass
 from headrace.gateway.upstream.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, stalled_s
 from headrace.gateway.upstream.seam import ReplicaHealth
-from headrace.policy.admission.joining import JoiningRequests
-from headrace.policy.admission.ladder import QueueState, queue_state, served_before
+from headrace.policy.admission.decision import QueueState, queue_state, served_before
+from headrace.policy.admission.unsent import UnsentRequests
 from headrace.policy.queues import traits_of
 from headrace.policy.routing.choice import Random, ReplicaId, choose
 from headrace.policy.routing.ejection import ejected
@@ -205,18 +205,18 @@ class ReplicaPool:
             raise self.why_unavailable()
         return self._choose(first or connected, size, preferred)
 
-    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
+    def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         """The shortest queue that a request of this class finds at a ready replica; None where none is ready, or none has reported its
         load. Engines whose queue policy knows no classes serve all that waits before it.
 
-        joining  requests that the replicas will be sent, in equal parts
+        unsent  requests that the replicas will be sent, in equal parts
         """
         info, size = self.info, RequestSize(0, self._expected_output_tokens(None))
         traits = traits_of(info.queue_policy if info else "")
         lowest = traits.lowest_before(priority)
         seen = [replica.candidate(lowest) for replica in self.ready()]
-        num_joining = joining.num_requests(lowest)
-        joined = self._joined(num_joining, len(seen)) if num_joining and seen else NOTHING_SENT
+        num_unsent = unsent.num_requests(lowest)
+        joined = self._joined(num_unsent, len(seen)) if num_unsent and seen else NOTHING_SENT
         loads = [(served_before(each.snapshot, lowest), each.sent.plus(joined)) for each in seen if each.snapshot is not None]
         states = [queue_state(load, sent, size, block_size=info.block_size if info else 16) for load, sent in loads]
         if traits.has_tenants:

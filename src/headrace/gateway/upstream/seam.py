@@ -21,8 +21,8 @@ from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
 from headrace.core.update import StageSeconds
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts, string_bytes
-from headrace.policy.admission.joining import JoiningRequests
-from headrace.policy.admission.ladder import QueueState
+from headrace.policy.admission.decision import QueueState
+from headrace.policy.admission.unsent import UnsentRequests
 from headrace.text.logprobs import DecodedLogprobs
 
 TOOL_CALL_BYTES = 256
@@ -340,8 +340,8 @@ class ReplicaHealth:
 class Upstream(ABC):
     """Where the requests of one model go."""
 
-    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
-        """What a new request of this class would wait for, `joining` included; None where it is not known."""
+    def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
+        """What a new request of this class would wait for, `unsent` included; None where it is not known."""
         return None
 
     @property

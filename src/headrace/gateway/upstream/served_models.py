@@ -12,7 +12,7 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.seam import ReplicaHealth, Upstream
 from headrace.observe.metrics import ReplicaReading
-from headrace.policy.admission.joining import JoiningRequests
+from headrace.policy.admission.unsent import UnsentRequests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +22,7 @@ class ServedModel:
     created  when this gateway began to serve it, in Unix seconds
     smaller  name of the model that answers while this one is busy; "" for none
     users    the requests that asked for it and have not ended
-    joining  the requests that it was admitted to answer and that no replica was sent yet
+    unsent   its admitted requests that no replica was sent yet
     """
 
     name: str
@@ -31,7 +31,7 @@ class ServedModel:
     created: int
     users: UseCount = field(default_factory=UseCount)
     smaller: str = ""
-    joining: JoiningRequests = field(default_factory=JoiningRequests)
+    unsent: UnsentRequests = field(default_factory=UnsentRequests)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -28,8 +28,8 @@ from headrace.gateway.upstream.output_stage import OutputParsing, after_reasonin
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import EventStream, Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream
 from headrace.gateway.upstream.token_stream import MergedStream, TokenStream
-from headrace.policy.admission.joining import JoiningRequests
-from headrace.policy.admission.ladder import QueueState
+from headrace.policy.admission.decision import QueueState
+from headrace.policy.admission.unsent import UnsentRequests
 from headrace.policy.queues import traits_of
 from headrace.text.detokenize import Detokenizer
 from headrace.text.logprobs import DecodedLogprobs
@@ -67,8 +67,8 @@ class TokenUpstream(Upstream):
         digest = info.digests.get("model", "") if info else ""
         return f"fp_{digest[:12]}" if digest else None
 
-    def queue(self, priority: PriorityClass, joining: JoiningRequests) -> QueueState | None:
-        return self._pool.queue(priority, joining)
+    def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
+        return self._pool.queue(priority, unsent)
 
     @property
     def version(self) -> str:
@@ -273,7 +273,7 @@ def _call(
         max_output_tokens=params.max_tokens or room,
         parsing=parsing,
         preferred_replica=request.preferred_replica,
-        joining=request.joining,
+        unsent=request.unsent,
         has_fallback=request.has_fallback,
     )
 

@@ -24,7 +24,7 @@ from headrace.lab.simulate.build import SimulatedModel
 from headrace.lab.simulate.load import Arrival
 from headrace.lab.simulate.replica import SimulatedReplica, Update
 from headrace.policy.admission.config import AdmissionRules
-from headrace.policy.admission.ladder import AdmissionStep, QueueState, decide, queue_state, served_before
+from headrace.policy.admission.decision import AdmissionOutcome, QueueState, decide, queue_state, served_before
 from headrace.policy.routing.choice import Candidate, ReplicaId, choose
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 
@@ -144,7 +144,7 @@ class SimulatedSite:
 
     def _admit(self, request: _Open, now: float) -> None:
         verdict = decide(self._queue(), None, has_smaller=False, priority=PriorityClass.STANDARD, rules=self._rules)
-        if verdict.step is AdmissionStep.REFUSED:
+        if verdict.outcome is AdmissionOutcome.REFUSED:
             self._end(request, now, status=429, error="refused", retry_after_s=verdict.retry_after_s)
         else:
             self._send(request, now)

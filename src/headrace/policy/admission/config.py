@@ -1,4 +1,4 @@
-"""How long a request may wait for a busy model. What follows from it: `policy.admission.ladder`."""
+"""How long a request may wait for a busy model. What follows from it: `policy.admission.decision`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ async def log_prompt(generation: Generation, call_next: CallNext) -> Prepared:
 async def reserve_memory(generation: Generation, call_next: CallNext) -> Prepared:
     """Raises RequestTooLarge or Overloaded."""
     if (grammar := generation.parsed.grammar) is not None:
-        generation.held.prompts.add(grammar.num_bytes)
+        generation.charges.prompts.add(grammar.num_bytes)
     prepared = await call_next()
     generation.memory.reserve(prepared)
     return prepared

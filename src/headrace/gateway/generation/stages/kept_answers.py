@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from headrace.core.errors import HeadraceError, ModelNotFound
-from headrace.gateway.access.held_memory import Held
+from headrace.gateway.access.memory_charges import MemoryCharge
 from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer, recorded_prepared
 from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.stages.model_choice import headers_of
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
 from headrace.observe.cache_metrics import CacheResult
-from headrace.policy.admission.ladder import AdmissionStep
+from headrace.policy.admission.decision import AdmissionOutcome
 
 
 class AnswerRecorder:
@@ -23,11 +23,11 @@ class AnswerRecorder:
     is_given_up  they are more than may be kept
     """
 
-    def __init__(self, prepared: Prepared, model: str, held: Held) -> None:
+    def __init__(self, prepared: Prepared, model: str, charge: MemoryCharge) -> None:
         self._prepared = prepared
         self._model = model
         self._prompts = [(prompt.num_tokens, prompt.text) for prompt in prepared.prompts]
-        self._held = held
+        self._charge = charge
         self.max_bytes = 0
         self._recording = EventRecording()
         self._num_bytes = sum(len(text) for _, text in self._prompts)
@@ -72,7 +72,7 @@ class AnswerRecorder:
             if self._num_bytes > self.max_bytes:
                 self.is_given_up = True
             else:
-                self._held.add(self._num_bytes - self._held_bytes)
+                self._charge.add(self._num_bytes - self._held_bytes)
                 self._held_bytes = self._num_bytes
         except HeadraceError:
             self.is_given_up = True
@@ -84,7 +84,7 @@ def recorder_of(generation: Generation, prepared: Prepared, *, max_bytes: int) -
     """The recorder of the request's answer, with room for max_bytes. Stages that keep the same answer share it."""
     recorder = next((recorder for recorder in generation.recorders if isinstance(recorder, AnswerRecorder)), None)
     if recorder is None:
-        recorder = AnswerRecorder(prepared, generation.model.name, generation.held.answers)
+        recorder = AnswerRecorder(prepared, generation.model.name, generation.charges.answers)
         generation.recorders.append(recorder)
     recorder.max_bytes = max(recorder.max_bytes, max_bytes)
     return recorder
@@ -97,7 +97,7 @@ def given_again(generation: Generation, answer: WholeAnswer) -> Prepared:
         generation.model = generation.service.models.only(answer.model)
     exchange.record.model, exchange.record.seed = generation.model.name, answer.seed
     exchange.ignored += answer.ignored
-    exchange.add_headers(*headers_of(generation.model, AdmissionStep.CACHED_ANSWER))
+    exchange.add_headers(*headers_of(generation.model, AdmissionOutcome.CACHED_ANSWER))
     return recorded_prepared(answer)
 
 

@@ -9,10 +9,10 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.upstream.seam import Prepared
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
-from headrace.policy.admission.ladder import AdmissionStep, QueueState, TenantTurn, decide
+from headrace.policy.admission.decision import AdmissionOutcome, QueueState, TenantTurn, decide
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
-"""Headers of every generating answer, a refusal too: the model that answers, and an `AdmissionStep`."""
+"""Headers of every generating answer, a refusal too: the model that answers, and the `AdmissionOutcome`."""
 
 AdmittedHeaders = tuple[tuple[bytes, bytes], ...]
 
@@ -40,30 +40,30 @@ def _choose(generation: Generation) -> None:
         rules=service.config.admission,
         ttft_goal_s=None if goal_ms is None else goal_ms / 1000,
     )
-    if verdict.step is AdmissionStep.SMALLER_MODEL and smaller is not None:
+    if verdict.outcome is AdmissionOutcome.SMALLER_MODEL and smaller is not None:
         generation.model = smaller
         exchange.use(smaller.users)
         exchange.record.model = smaller.name
-    exchange.add_headers(*headers_of(generation.model, verdict.step))
-    if verdict.step is AdmissionStep.REFUSED:
+    exchange.add_headers(*headers_of(generation.model, verdict.outcome))
+    if verdict.outcome is AdmissionOutcome.REFUSED:
         raise ModelBusy(f"The queue of the model {asked.name} is full; try again later.", retry_after_s=verdict.retry_after_s)
-    generation.joining = generation.model.joining.join(priority)
-    exchange.join(generation.joining)
+    generation.unsent = generation.model.unsent.add(priority)
+    exchange.count_unsent(generation.unsent)
 
 
 def _queue(model: ServedModel, priority: PriorityClass, turn: TenantTurn) -> QueueState | None:
     """As the newest request of a tenant finds it. turn: of the tenant among the tenants of this gateway"""
-    queue = model.upstream.queue(priority, model.joining)
+    queue = model.upstream.queue(priority, model.unsent)
     return None if queue is None else queue.at_turn(turn)
 
 
-def headers_of(model: ServedModel, step: AdmissionStep) -> AdmittedHeaders:
-    return ((MODEL_HEADER, model.name.encode()), (REASON_HEADER, step.encode()))
+def headers_of(model: ServedModel, outcome: AdmissionOutcome) -> AdmittedHeaders:
+    return ((MODEL_HEADER, model.name.encode()), (REASON_HEADER, outcome.encode()))
 
 
 def refused_headers(headers: Sequence[tuple[bytes, bytes]]) -> AdmittedHeaders:
     """The headers of an answer that refuses: a request that was admitted, and refused by its engine after that, was not served."""
-    return tuple((name, AdmissionStep.REFUSED.encode() if name == REASON_HEADER else value) for name, value in headers)
+    return tuple((name, AdmissionOutcome.REFUSED.encode() if name == REASON_HEADER else value) for name, value in headers)
 
 
 def _smaller(model: ServedModel, models: ModelTable) -> ServedModel | None:

@@ -51,7 +51,7 @@ async def take_turn(generation: Generation, call_next: CallNext) -> Prepared:
     generation.ends.callback(turn.free)
     await turn.claim("" if continued is None else continued.answer_id)
     history = generation.history = turn.conversation(parsed.prompt.messages, max_messages=service.config.limits.max_messages)
-    generation.held.prompts.add(turn.check_size(history))
+    generation.charges.prompts.add(turn.check_size(history))
     generation.parsed = parsed.with_prompt(replace(parsed.prompt, messages=prompt_messages(history)))
     generation.preferred_replica = turn.preferred_replica(generation.model.name)
     prepared = await call_next()

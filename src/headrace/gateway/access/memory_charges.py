@@ -1,10 +1,12 @@
-"""Bytes that requests hold in this process, in two sums, each with a limit per request, per tenant and in all.
+"""What requests are charged in this process for the memory that they hold: two sums of bytes.
+
+Each sum has a limit per request, per tenant and in all.
 
 prompts  bodies and what they are parsed into, prompt tokens
 answers  log-probabilities, and answers until they are written, which may be far larger than the requests for them
 
-A size that is not known beforehand is added as it grows. `with` gives back what was added. `http.sse` bounds what waits for the clients of
-streams, by what is left here. Nothing is counted per token.
+A size that is not known beforehand is charged as it grows. The end of `with` gives a charge back. `http.sse` bounds the bytes that wait for
+clients of streams by what is left here. Nothing is counted per token.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from headrace.core.errors import Overloaded, RequestTooLarge
 
 
 @dataclass(frozen=True, slots=True)
-class HeldLimits:
+class ChargeLimits:
     """Upper bounds in bytes, inclusive.
 
     tenant_share   part of the total that one tenant may hold, asked for at each addition
@@ -40,19 +42,19 @@ class HeldLimits:
 
 
 class MemorySum:
-    """One sum. held: bytes of all requests;  num_refused: requests that were refused because it was full"""
+    """One sum of charges. held: bytes of all requests;  num_refused: requests that were refused because it was full"""
 
-    def __init__(self, limits: HeldLimits, name: str = "answers") -> None:
+    def __init__(self, limits: ChargeLimits, name: str = "answers") -> None:
         """name: what is held, for messages and metrics"""
         self.limits = limits
         self.name = name
         self.held = 0
         self.num_refused = 0
         self._by_tenant: dict[str, int] = {}
-        self._open: set[Held] = set()
+        self._open: set[MemoryCharge] = set()
         self._held_at_change = 0
 
-    def change(self, limits: HeldLimits) -> None:
+    def change(self, limits: ChargeLimits) -> None:
         """Hold later additions to `limits`. Requests keep what they hold, also where it is more."""
         self.limits = limits
         self._held_at_change = self.held
@@ -61,37 +63,37 @@ class MemorySum:
     def left(self) -> int:
         return self.limits.total - self.held
 
-    def open(self, tenant: str) -> Held:
-        """What one request holds, at first nothing. Close it by `with`."""
-        return Held(self, tenant)
+    def open(self, tenant: str) -> MemoryCharge:
+        """The charge of one request, at first of no bytes. Close it by `with`."""
+        return MemoryCharge(self, tenant)
 
     def check(self) -> None:
         """Assert that `held` is the sum over requests and over tenants, and within the limit."""
-        assert self.held == sum(held.num_bytes for held in self._open) == sum(self._by_tenant.values())
+        assert self.held == sum(charge.num_bytes for charge in self._open) == sum(self._by_tenant.values())
         assert all(self._by_tenant.values()), "a tenant without bytes is forgotten"
         assert self.held <= max(self.limits.total, self._held_at_change)
 
-    def _add(self, held: Held, num_bytes: int) -> None:
-        before = self._by_tenant.get(held.tenant, 0)
+    def _add(self, charge: MemoryCharge, num_bytes: int) -> None:
+        before = self._by_tenant.get(charge.tenant, 0)
         of_tenant = before + num_bytes
-        limits, is_new = self.limits, not held.num_bytes
+        limits, is_new = self.limits, not charge.num_bytes
         of_one_tenant = limits.tenant
         most = limits.request if limits.request < of_one_tenant else of_one_tenant
-        if held.num_bytes + num_bytes > most:
+        if charge.num_bytes + num_bytes > most:
             self.num_refused += 1
             rule = f"a request that needs at most {most} bytes here (limits.{self._name_of(most)})"
             raise RequestTooLarge(
-                "body", rule, held.num_bytes + num_bytes, "Ask for fewer choices or log-probabilities, or send less text."
+                "body", rule, charge.num_bytes + num_bytes, "Ask for fewer choices or log-probabilities, or send less text."
             )
         is_tenants = of_tenant > limits.allowed(of_one_tenant, before, is_new=is_new)
         if is_tenants or self.held + num_bytes > limits.allowed(limits.total, self.held, is_new=is_new):
             self.num_refused += 1
             whose = "your other requests" if is_tenants else "running requests"
             raise Overloaded(f"The memory for {self.name} is taken by {whose}; try again in a moment.", retry_after_s=1.0)
-        self._open.add(held)
-        self._by_tenant[held.tenant] = of_tenant
+        self._open.add(charge)
+        self._by_tenant[charge.tenant] = of_tenant
         self.held += num_bytes
-        held.num_bytes += num_bytes
+        charge.num_bytes += num_bytes
 
     def _name_of(self, most: int) -> str:
         """The option that sets the largest request."""
@@ -99,19 +101,19 @@ class MemorySum:
             return "max_request_held_bytes"
         return f"max_{self.name.removesuffix('s')}_bytes" if most == self.limits.total else "max_tenant_share"
 
-    def _give_back(self, held: Held) -> None:
-        if not held.num_bytes:
+    def _give_back(self, charge: MemoryCharge) -> None:
+        if not charge.num_bytes:
             return
-        self._open.discard(held)
-        self.held -= held.num_bytes
-        left = self._by_tenant.pop(held.tenant) - held.num_bytes
+        self._open.discard(charge)
+        self.held -= charge.num_bytes
+        left = self._by_tenant.pop(charge.tenant) - charge.num_bytes
         if left:
-            self._by_tenant[held.tenant] = left
-        held.num_bytes = 0
+            self._by_tenant[charge.tenant] = left
+        charge.num_bytes = 0
 
 
-class Held:
-    """Bytes that one request holds. The end of `with memory_sum.open(tenant) as held:` gives them back."""
+class MemoryCharge:
+    """Bytes that one request holds. The end of `with memory_sum.open(tenant) as charge:` gives them back."""
 
     __slots__ = ("_sum", "num_bytes", "tenant")
 
@@ -125,7 +127,7 @@ class Held:
         if num_bytes > 0:
             self._sum._add(self, num_bytes)
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> MemoryCharge:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -135,8 +137,8 @@ class Held:
 class MemoryLimits(NamedTuple):
     """The limits of both sums."""
 
-    prompts: HeldLimits
-    answers: HeldLimits
+    prompts: ChargeLimits
+    answers: ChargeLimits
 
 
 class RequestMemory:
@@ -157,17 +159,17 @@ class RequestMemory:
         self.prompts.change(limits.prompts)
         self.answers.change(limits.answers)
 
-    def open(self, tenant: str) -> RequestHeld:
-        """What one request holds of both sums, at first nothing."""
-        return RequestHeld(self, tenant)
+    def open(self, tenant: str) -> RequestCharges:
+        """The charges of one request, at first of no bytes."""
+        return RequestCharges(self, tenant)
 
     def check(self) -> None:
         self.prompts.check()
         self.answers.check()
 
 
-class RequestHeld:
-    """What one request holds of both sums. The end of `with memory.open(tenant) as held:` gives it back."""
+class RequestCharges:
+    """The two charges of one request. The end of `with memory.open(tenant) as charges:` gives them back."""
 
     __slots__ = ("_memory", "answers", "prompts")
 
@@ -175,7 +177,7 @@ class RequestHeld:
         self._memory = memory
         self.prompts, self.answers = memory.prompts.open(tenant), memory.answers.open(tenant)
 
-    def __enter__(self) -> RequestHeld:
+    def __enter__(self) -> RequestCharges:
         self._memory.num_open += 1
         return self
 

@@ -1,4 +1,4 @@
-"""What becomes of a request whose model is busy: the steps of degradation, in their order.
+"""What becomes of a request whose model is busy. The first outcome that holds is taken:
 
     served -> smaller model -> queued -> refused
 
@@ -25,7 +25,7 @@ MAX_RETRY_S = 60.0
 """Bounds in seconds of the retry time of a refusal."""
 
 
-class AdmissionStep(StrEnum):
+class AdmissionOutcome(StrEnum):
     """What was decided; the value stands in the answer's header."""
 
     SERVED = "served"
@@ -81,7 +81,7 @@ ALONE = TenantTurn(1, 1, 1)
 class AdmissionVerdict:
     """retry_after_s: of a refusal, seconds until the queue is short enough, if nothing more joins it"""
 
-    step: AdmissionStep
+    outcome: AdmissionOutcome
     retry_after_s: float = 0.0
 
 
@@ -94,22 +94,22 @@ def decide(
     rules: AdmissionRules,
     ttft_goal_s: float | None = None,
 ) -> AdmissionVerdict:
-    """The first step that holds.
+    """The first outcome that holds, in the order of the enum.
 
     queue, smaller  of the model and of the smaller one; None: not known, as of foreign servers, and taken as short
     has_smaller     there is a smaller model that the caller may use
     """
     bound_s = rules.wait_bound_s(ttft_goal_s)
     if not _is_busy(queue, rules, bound_s):
-        return AdmissionVerdict(AdmissionStep.SERVED)
+        return AdmissionVerdict(AdmissionOutcome.SERVED)
     assert queue is not None
     may_wait = queue.wait_s <= bound_s
     takes_smaller = has_smaller and not _is_busy(smaller, rules, bound_s)
     if takes_smaller and (priority is not PriorityClass.PREMIUM or not may_wait):
-        return AdmissionVerdict(AdmissionStep.SMALLER_MODEL)
+        return AdmissionVerdict(AdmissionOutcome.SMALLER_MODEL)
     if may_wait:
-        return AdmissionVerdict(AdmissionStep.QUEUED)
-    return AdmissionVerdict(AdmissionStep.REFUSED, retry_after_s(queue, bound_s))
+        return AdmissionVerdict(AdmissionOutcome.QUEUED)
+    return AdmissionVerdict(AdmissionOutcome.REFUSED, retry_after_s(queue, bound_s))
 
 
 def retry_after_s(queue: QueueState, bound_s: float) -> float:

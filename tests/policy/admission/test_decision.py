@@ -1,4 +1,4 @@
-"""The steps of degradation: each holds where it should, in their order."""
+"""Admission decisions: each outcome holds where it should, and the first that holds is taken."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from headrace.core.load import ClassLoad, EngineCounters, LoadSnapshot, summed
 from headrace.core.request import PriorityClass
 from headrace.policy.admission.config import AdmissionRules
-from headrace.policy.admission.ladder import (
+from headrace.policy.admission.decision import (
     MAX_RETRY_S,
     MIN_RETRY_S,
-    AdmissionStep,
+    AdmissionOutcome,
     QueueState,
     TenantTurn,
     decide,
@@ -35,10 +35,10 @@ IDLE, DEEP, LONG = QueueState(0, 0.0), QueueState(11, 1.0), QueueState(3, 100.0)
 states = st.none() | st.builds(QueueState, st.integers(0, 50), st.floats(0, 100))
 
 
-def step(
+def outcome(
     queue: QueueState | None, smaller: QueueState | None = None, *, has_smaller: bool = False, priority: PriorityClass = STANDARD
-) -> AdmissionStep:
-    return decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES).step
+) -> AdmissionOutcome:
+    return decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES).outcome
 
 
 @given(own=st.integers(1, 50), others=st.lists(st.integers(1, 50), max_size=5), depth=st.integers(0, 2000), wait_s=st.floats(0, 1000))
@@ -56,39 +56,39 @@ def test_a_tenant_waits_for_its_turns_and_at_most_for_the_whole_queue(own: int, 
 
 
 def test_a_short_queue_is_joined_as_if_there_were_no_rules() -> None:
-    assert step(QueueState(10, 8.0)) is AdmissionStep.SERVED
-    assert step(None) is AdmissionStep.SERVED, "a server that does not report its load"
+    assert outcome(QueueState(10, 8.0)) is AdmissionOutcome.SERVED
+    assert outcome(None) is AdmissionOutcome.SERVED, "a server that does not report its load"
 
 
 def test_a_deep_queue_sends_what_is_not_premium_to_the_smaller_model() -> None:
     for priority, expected in (
-        (PREMIUM, AdmissionStep.QUEUED),
-        (STANDARD, AdmissionStep.SMALLER_MODEL),
-        (BATCH, AdmissionStep.SMALLER_MODEL),
+        (PREMIUM, AdmissionOutcome.QUEUED),
+        (STANDARD, AdmissionOutcome.SMALLER_MODEL),
+        (BATCH, AdmissionOutcome.SMALLER_MODEL),
     ):
-        assert step(DEEP, IDLE, has_smaller=True, priority=priority) is expected
-    assert step(DEEP) is AdmissionStep.QUEUED, "there is no smaller one"
-    assert step(DEEP, DEEP, has_smaller=True) is AdmissionStep.QUEUED, "it is busy, too"
+        assert outcome(DEEP, IDLE, has_smaller=True, priority=priority) is expected
+    assert outcome(DEEP) is AdmissionOutcome.QUEUED, "there is no smaller one"
+    assert outcome(DEEP, DEEP, has_smaller=True) is AdmissionOutcome.QUEUED, "it is busy, too"
 
 
 def test_a_premium_request_takes_the_smaller_model_before_it_is_refused() -> None:
-    assert step(LONG, IDLE, has_smaller=True, priority=PREMIUM) is AdmissionStep.SMALLER_MODEL
-    assert step(LONG, LONG, has_smaller=True, priority=PREMIUM) is AdmissionStep.REFUSED
+    assert outcome(LONG, IDLE, has_smaller=True, priority=PREMIUM) is AdmissionOutcome.SMALLER_MODEL
+    assert outcome(LONG, LONG, has_smaller=True, priority=PREMIUM) is AdmissionOutcome.REFUSED
 
 
 def test_every_class_joins_up_to_the_same_wait() -> None:
     for priority in PriorityClass:
-        assert step(QueueState(0, 8.0), priority=priority) is AdmissionStep.SERVED
-        assert step(QueueState(0, 8.01), priority=priority) is AdmissionStep.REFUSED
+        assert outcome(QueueState(0, 8.0), priority=priority) is AdmissionOutcome.SERVED
+        assert outcome(QueueState(0, 8.01), priority=priority) is AdmissionOutcome.REFUSED
 
 
 def test_a_goal_for_the_first_token_shortens_the_wait_and_never_lengthens_it() -> None:
-    def with_goal(goal_s: float) -> AdmissionStep:
-        return decide(QueueState(0, 3.0), None, has_smaller=False, priority=STANDARD, rules=RULES, ttft_goal_s=goal_s).step
+    def with_goal(goal_s: float) -> AdmissionOutcome:
+        return decide(QueueState(0, 3.0), None, has_smaller=False, priority=STANDARD, rules=RULES, ttft_goal_s=goal_s).outcome
 
-    assert with_goal(2.0) is AdmissionStep.REFUSED
-    assert with_goal(4.0) is AdmissionStep.REFUSED, "its own prompt would take the rest of the goal"
-    assert with_goal(6.0) is AdmissionStep.SERVED
+    assert with_goal(2.0) is AdmissionOutcome.REFUSED
+    assert with_goal(4.0) is AdmissionOutcome.REFUSED, "its own prompt would take the rest of the goal"
+    assert with_goal(6.0) is AdmissionOutcome.SERVED
     assert RULES.wait_bound_s(100.0) == RULES.max_wait_s
 
 
@@ -98,16 +98,16 @@ def test_a_refusal_is_the_last_resort_and_says_when_to_come_back(
 ) -> None:
     verdict = decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES, ttft_goal_s=goal_s)
     bound_s = RULES.wait_bound_s(goal_s)
-    if verdict.step is AdmissionStep.REFUSED:
+    if verdict.outcome is AdmissionOutcome.REFUSED:
         assert queue is not None
         assert queue.wait_s > bound_s
         assert MIN_RETRY_S <= verdict.retry_after_s <= MAX_RETRY_S
         assert not has_smaller or (smaller is not None and (smaller.depth > RULES.queue_depth or smaller.wait_s > bound_s))
-    if verdict.step is AdmissionStep.QUEUED:
+    if verdict.outcome is AdmissionOutcome.QUEUED:
         assert queue is not None
         assert queue.wait_s <= bound_s
         assert queue.depth > RULES.queue_depth
-    if verdict.step is AdmissionStep.SMALLER_MODEL:
+    if verdict.outcome is AdmissionOutcome.SMALLER_MODEL:
         assert has_smaller
 
 
@@ -157,9 +157,9 @@ def test_a_higher_class_is_never_refused_where_a_lower_one_is_not(classes: list[
         decide(wait_of(priority, classes), None, has_smaller=False, priority=priority, rules=RULES, ttft_goal_s=goal_s)
         for priority in PriorityClass
     ]
-    refused = [verdict.step is AdmissionStep.REFUSED for verdict in verdicts]
+    refused = [verdict.outcome is AdmissionOutcome.REFUSED for verdict in verdicts]
     assert refused == sorted(refused)
-    retries = [verdict.retry_after_s for verdict in verdicts if verdict.step is AdmissionStep.REFUSED]
+    retries = [verdict.retry_after_s for verdict in verdicts if verdict.outcome is AdmissionOutcome.REFUSED]
     assert retries == sorted(retries), "a lower class is asked to stay away for longer"
 
 
