@@ -85,12 +85,12 @@ class Exchange:
     __slots__ = (
         "_closed",
         "_is_event_stream",
-        "_unsent",
         "_lost",
         "_on_ended",
         "_receive",
         "_repeated",
         "_send",
+        "_unsent",
         "_used",
         "_values",
         "arrived_at",
