@@ -41,7 +41,7 @@ class RecordedLogprobs(Struct, array_like=True, frozen=True):
 
 
 class RecordedEvent(Struct, array_like=True, frozen=True):
-    """`OutputEvent`, without place, error and what is of the prompt."""
+    """`OutputEvent`, without offset, error and what is of the prompt."""
 
     index: int
     text: str

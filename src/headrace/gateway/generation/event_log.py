@@ -40,9 +40,9 @@ def last_event(exchange: Exchange) -> EventId | None:
 
 
 class EventLog:
-    """The sequence of every event that carries output, in order, and the event's place there (`OutputEvent.place`).
+    """The sequence of every event that carries output, in order, and the event's offset there (`OutputEvent.offset`).
 
-    An entry is place * num_sequences + index, four bytes. Event N has the entry N - 1. The usage after all of them has the next number and
+    An entry is offset * num_sequences + index, four bytes. Event N has the entry N - 1. The usage after all of them has the next number and
     no entry.
 
     num_seen  events that the client has already: 0 unless the stream is continued
@@ -58,9 +58,9 @@ class EventLog:
         self.entries = array("i")
         self.num_seen = num_seen
 
-    def line(self, index: int, place: int) -> bytes:
+    def line(self, index: int, offset: int) -> bytes:
         """Enter the next event; its line in the stream."""
-        self.entries.append(place * self.num_sequences + index)
+        self.entries.append(offset * self.num_sequences + index)
         return b"%b%d\n" % (self.prefix, len(self.entries))
 
     def usage_line(self) -> bytes:
@@ -73,8 +73,8 @@ class EventLog:
         return self.num_seen > len(self.entries)
 
 
-def places_of(entries: Sequence[int], num_sequences: int) -> Iterator[tuple[int, int]]:
-    """The (index, place) of each entry."""
+def offsets_of(entries: Sequence[int], num_sequences: int) -> Iterator[tuple[int, int]]:
+    """The (index, offset) of each entry."""
     for entry in entries:
-        place, index = divmod(entry, num_sequences)
-        yield index, place
+        offset, index = divmod(entry, num_sequences)
+        yield index, offset

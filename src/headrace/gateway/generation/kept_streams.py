@@ -20,7 +20,7 @@ import msgspec
 
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
 from headrace.core.ids import RequestId
-from headrace.gateway.generation.event_log import HEADER, EventId, last_event, places_of
+from headrace.gateway.generation.event_log import HEADER, EventId, last_event, offsets_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict, UnknownStream
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.stores.guarded_store import Ended, GuardedStore, TooMuchToWrite, Work
@@ -97,10 +97,10 @@ class ContinuedStream:
 
     @property
     def earlier(self) -> EarlierOutput:
-        places = [0] * self.kept.num_sequences
-        for index, place in places_of(self.entries[: self.num_seen], self.kept.num_sequences):
-            places[index] = place
-        return EarlierOutput(answer_id=self.answer_id, state=self.kept.state, places=places)
+        offsets = [0] * self.kept.num_sequences
+        for index, offset in offsets_of(self.entries[: self.num_seen], self.kept.num_sequences):
+            offsets[index] = offset
+        return EarlierOutput(answer_id=self.answer_id, state=self.kept.state, offsets=offsets)
 
 
 @dataclass(slots=True, eq=False)

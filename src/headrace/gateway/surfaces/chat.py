@@ -40,7 +40,7 @@ ParsedChat = parse.Parsed[ChatRequest]
 
 
 class FunctionCall(Struct, omit_defaults=True, kw_only=True):
-    """arguments: a string in every piece of a stream, because clients append it to what they have"""
+    """arguments: a string in every piece of a stream, because clients append it to the pieces before"""
 
     name: str | None = None
     arguments: str
@@ -102,7 +102,7 @@ class ChatChunk(schemas.AnswerBody):
 
 
 def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ParsedChat, list[str]]:
-    """The request, what its answer must match, and the fields that change nothing.
+    """The request, the grammar of its answer, and the names of the fields that change nothing.
 
     Raises InvalidRequest for the first field that is unknown, refused or of a wrong type.
     """
@@ -183,9 +183,9 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
             has_parts = bool(event.reasoning or event.tool_calls)
             if has_parts or event.finish is not None or (event.logprobs and self._request.logprobs):
                 choice = self._choice(event, self._delta_of_parts(event) if has_parts else None)
-                yield from self._chunk(event.index, event.place, choice)
+                yield from self._chunk(event.index, event.offset, choice)
             elif event.text:
-                yield self._text_chunk(event.index, event.place, event.text)
+                yield self._text_chunk(event.index, event.offset, event.text)
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:
         """A delta with the reasoning and the tool calls that were separated from the text, and with the text.

@@ -156,9 +156,9 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         self._is_opened[index] = True
         if logprobs or echoed or event.finish is not None:
             shown = logprobs if logprobs or echoed else None
-            yield from self._chunk(index, event.place, self._choice(index, text, shown, echoed, event))
+            yield from self._chunk(index, event.offset, self._choice(index, text, shown, echoed, event))
         elif text:
-            yield self._text_chunk(index, event.place, text)
+            yield self._text_chunk(index, event.offset, text)
 
     def _choice(
         self, index: int, text: str, logprobs: Sequence[DecodedLogprobs] | None, echoed: EchoedLogprobs | None, event: OutputEvent | None

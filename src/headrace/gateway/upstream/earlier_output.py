@@ -46,13 +46,13 @@ class EarlierCallOutput(Struct, array_like=True, frozen=True):
     sequences: tuple[EarlierSequence, ...]
     num_counted_tokens: int = 0
 
-    def up_to(self, places: Sequence[int]) -> EarlierCallOutput:
-        """Each sequence cut at a place (`OutputEvent.place`): what was read behind it is forgotten."""
-        return msgspec.structs.replace(self, sequences=tuple(map(_cut, self.sequences, places)))
+    def up_to(self, offsets: Sequence[int]) -> EarlierCallOutput:
+        """Each sequence cut at an offset (`OutputEvent.offset`): what was read behind it is forgotten."""
+        return msgspec.structs.replace(self, sequences=tuple(map(_cut, self.sequences, offsets)))
 
 
-def _cut(sequence: EarlierSequence, place: int) -> EarlierSequence:
-    kept_bytes = place * array(ID_TYPE).itemsize
+def _cut(sequence: EarlierSequence, offset: int) -> EarlierSequence:
+    kept_bytes = offset * array(ID_TYPE).itemsize
     return sequence if kept_bytes > len(sequence.output_ids) else EarlierSequence(sequence.output_ids[:kept_bytes])
 
 
@@ -83,14 +83,14 @@ class EarlierUpdates:
         self._request_id = request_id
         self._call = call
         self._ids = [array(ID_TYPE, sequence.output_ids) for sequence in call.sequences]
-        self._places = [0] * len(call.sequences)
+        self._offsets = [0] * len(call.sequences)
 
-    def take(self, index: int, place: int | None = None) -> SequenceUpdate:
-        """What was read of a sequence between the piece before and `place`; None: all that is left."""
-        sequence, ids, begin = self._call.sequences[index], self._ids[index], self._places[index]
-        end = len(ids) if place is None else min(place, len(ids))
-        finish = sequence.finish if (place is None or place > len(ids)) and begin <= len(ids) else None
-        self._places[index] = end if finish is None else end + 1
+    def take(self, index: int, offset: int | None = None) -> SequenceUpdate:
+        """What was read of a sequence between the piece before and `offset`; None: all that is left."""
+        sequence, ids, begin = self._call.sequences[index], self._ids[index], self._offsets[index]
+        end = len(ids) if offset is None else min(offset, len(ids))
+        finish = sequence.finish if (offset is None or offset > len(ids)) and begin <= len(ids) else None
+        self._offsets[index] = end if finish is None else end + 1
         return SequenceUpdate(
             request_id=self._request_id,
             epoch=0,

@@ -154,8 +154,8 @@ class FallbackStream(EventStream):
     def saved_state(self) -> bytes | None:
         return self._current.saved_state()
 
-    def replay(self, index: int, place: int) -> OutputEvent:
-        return self._current.replay(index, place)
+    def replay(self, index: int, offset: int) -> OutputEvent:
+        return self._current.replay(index, offset)
 
     def cancel(self) -> None:
         self._is_cancelled = True

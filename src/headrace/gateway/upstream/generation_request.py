@@ -107,12 +107,12 @@ class EarlierOutput:
 
     answer_id  of the request that began the answer: its tool calls are named by it
     state      as `EventStream.saved_state` gave it
-    places     per sequence: up to where the client has its output (`OutputEvent.place`)
+    offsets     per sequence: up to where the client has its output (`OutputEvent.offset`)
     """
 
     answer_id: RequestId
     state: bytes
-    places: Sequence[int]
+    offsets: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ class OutputEvent(NamedTuple):
 
     index            of the sequence within the request: sequence i of prompt p is p * n + i
     num_tokens       output tokens that the event carries
-    place            of our engines: output ids of the sequence that were read when the event was made, plus one once it has ended
+    offset           of our engines: output ids of the sequence that were read when the event was made, plus one once it has ended
     logprobs         of its tokens in order, in one or more parts, none of them empty; none where not asked for
     prompt_logprobs  pages of prompt positions 1.. in order, over one or more events; `PreparedPrompt.decoded_logprobs` adds the texts
     finish           set exactly once, on the sequence's last event
@@ -77,7 +77,7 @@ class OutputEvent(NamedTuple):
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
     text: str = ""
     num_tokens: int = 0
-    place: int = 0
+    offset: int = 0
     logprobs: Sequence[DecodedLogprobs] = ()
     prompt_logprobs: Sequence[LogprobColumns] = ()
     finish: FinishReason | None = None
@@ -90,7 +90,7 @@ class OutputEvent(NamedTuple):
 
     @property
     def text_bytes(self) -> int:
-        """Approximate memory of its strings: text, reasoning, tool calls, stop reason, error."""
+        """Approximate memory of the event's strings, in bytes: text, reasoning, tool calls, stop reason, error."""
         text = self.text
         num_bytes = len(text) if text.isascii() else string_bytes(text)  # nearly every event: once per token
         if self.reasoning or self.tool_calls:
@@ -103,7 +103,7 @@ class OutputEvent(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """`text_bytes` and its log-probabilities. The prompt's are charged separately, before anything runs."""
+        """`text_bytes` and the memory of the output's log-probabilities. The prompt's are charged before the request runs."""
         num_bytes = self.text_bytes
         if self.logprobs:
             num_bytes += sum([part.num_bytes for part in self.logprobs])
@@ -124,7 +124,7 @@ class OutputEvent(NamedTuple):
             last.index,
             "".join([event.text for event in events]),
             sum([event.num_tokens for event in events]),
-            last.place,
+            last.offset,
             tuple([part for event in events for part in event.logprobs]),
             tuple([page for event in events for page in event.prompt_logprobs]),
             last.finish,
@@ -243,9 +243,9 @@ class EventStream(ABC):
         """What a later stream needs to go on from here (`EarlierOutput`), also after `cancel`. None: it cannot be continued."""
         return None
 
-    def replay(self, index: int, place: int) -> OutputEvent:
-        """What was new in a sequence between the call before and `place`, made again. For a continued stream, before its first `events`. An
-        event of a request with log-probabilities has none.
+    def replay(self, index: int, offset: int) -> OutputEvent:
+        """The event with what is new in a sequence between the previous call and `offset`. Called on a continued stream, before its first
+        `events`. The event has no log-probabilities.
         """
         raise AssertionError("a stream that keeps no events is never continued")
 

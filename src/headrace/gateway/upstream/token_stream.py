@@ -98,9 +98,9 @@ class TokenStream(EventStream):
         )
         return state_of(call)
 
-    def replay(self, index: int, place: int) -> OutputEvent:
+    def replay(self, index: int, offset: int) -> OutputEvent:
         assert self._earlier is not None, "only a continued stream, before its first new event"
-        event = self._fed(self._earlier.take(index - self._first_index, place))
+        event = self._fed(self._earlier.take(index - self._first_index, offset))
         return OutputEvent(index) if event is None else event
 
     def _go_on(self, earlier: EarlierUpdates) -> list[OutputEvent]:
@@ -142,15 +142,15 @@ class TokenStream(EventStream):
         if self._recomputed:
             update = self._with_logprobs(update)
         delta = assembler.feed(update)
-        place = len(self.attempts.output_ids[update.index])
+        offset = len(self.attempts.output_ids[update.index])
         if assembler.finish is not None:
             self.attempts.end(update.index)
-            place += 1
+            offset += 1
         if (end := delta.engine_finish) is not None:
             self.attempts.finish(update.index, end.keep_tokens, end.reason)
         if delta.is_empty:
             return None
-        return self._parsed(update.index, event_of(self._first_index + update.index, delta, place), delta.token_ids)
+        return self._parsed(update.index, event_of(self._first_index + update.index, delta, offset), delta.token_ids)
 
     def _with_logprobs(self, update: SequenceUpdate) -> SequenceUpdate:
         """The update without tokens that were read before, whose log-probabilities the assembler gets. Raises ReplicaLost."""
@@ -181,8 +181,8 @@ class TokenStream(EventStream):
             return self._fed(
                 SequenceUpdate(request_id=self.call.request.request_id, epoch=self.attempts.epoch, index=index, token_ids=token_ids)
             )
-        place = self.attempts.keep(index, token_ids)
-        return self._parsed(index, OutputEvent(self._first_index + index, text, len(token_ids), place), token_ids)
+        offset = self.attempts.keep(index, token_ids)
+        return self._parsed(index, OutputEvent(self._first_index + index, text, len(token_ids), offset), token_ids)
 
     def _parsed(self, index: int, event: OutputEvent, token_ids: Sequence[int]) -> OutputEvent:
         stage = self._stages[index]
@@ -196,11 +196,11 @@ def _stage(call: Call, tokenizer: Tokenizer, index: int) -> OutputStage | None:
     return OutputStage(call.parsing, tokenizer, skipped, f"{call.request.params.seed}/{call.answer_id or call.request.request_id}/{index}")
 
 
-def event_of(index: int, delta: OutputDelta, place: int) -> OutputEvent:
+def event_of(index: int, delta: OutputDelta, offset: int) -> OutputEvent:
     logprobs = () if delta.logprobs is None else (delta.logprobs,)
     prompt_logprobs = (columns_of(delta.prompt_logprobs),) if delta.prompt_logprobs else ()
     ended = delta.finish, delta.stop_reason, delta.error
-    return OutputEvent(index, delta.text, len(delta.token_ids), place, logprobs, prompt_logprobs, *ended)
+    return OutputEvent(index, delta.text, len(delta.token_ids), offset, logprobs, prompt_logprobs, *ended)
 
 
 class MergedStream(EventStream):
@@ -246,8 +246,8 @@ class MergedStream(EventStream):
     def saved_state(self) -> bytes | None:
         return joined_states([stream.saved_state() for stream in self._streams])
 
-    def replay(self, index: int, place: int) -> OutputEvent:
-        return self._streams[index // self._n].replay(index, place)
+    def replay(self, index: int, offset: int) -> OutputEvent:
+        return self._streams[index // self._n].replay(index, offset)
 
     def cancel(self) -> None:
         for stream in self._streams:

@@ -229,7 +229,7 @@ def _earlier_calls(earlier: EarlierOutput, sampling: Mapping[str, Any]) -> tuple
     if sampling.get("logprobs") is None:
         return calls
     n = len(calls[0].sequences)
-    return tuple(call.up_to(earlier.places[number * n : (number + 1) * n]) for number, call in enumerate(calls))
+    return tuple(call.up_to(earlier.offsets[number * n : (number + 1) * n]) for number, call in enumerate(calls))
 
 
 def _continued(call: Call, earlier: Sequence[EarlierCallOutput], number: int, request: GenerationRequest) -> Call:

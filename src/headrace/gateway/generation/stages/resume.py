@@ -10,7 +10,7 @@ from types import TracebackType
 
 from headrace.core.errors import InvalidRequest, Unavailable
 from headrace.gateway.generation.answer_encoder import AnswerEncoder
-from headrace.gateway.generation.event_log import HEADER, LAST_EVENT_ID, EventLog, places_of
+from headrace.gateway.generation.event_log import HEADER, LAST_EVENT_ID, EventLog, offsets_of
 from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.generation.kept_streams import FORM, ContinuedStream, KeptStream, is_worth_keeping
 from headrace.gateway.generation.progress import RequestProgress
@@ -66,8 +66,8 @@ class ResumableStream:
         has_logprobs = self._generation.client_params.logprobs is not None
         if has_logprobs:  # events that cannot be made from ids alone
             entries = entries[:num_seen]
-        for number, (index, place) in enumerate(places_of(entries, progress.num_sequences), start=1):
-            event = stream.replay(index, place)
+        for number, (index, offset) in enumerate(offsets_of(entries, progress.num_sequences), start=1):
+            event = stream.replay(index, offset)
             progress.record_replayed(event)
             self._generation.record_events((event,))
             made = b"".join(encoder.encode_events((event,)))

@@ -130,18 +130,18 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
         self._tail = tail
         self._after_text = self._choice_end + tail
 
-    def _text_chunk(self, index: int, place: int, text: str) -> bytes:
-        """A chunk with the text of one choice alone, as most chunks are. place: `OutputEvent.place`"""
+    def _text_chunk(self, index: int, offset: int, text: str) -> bytes:
+        """A chunk with the text of one choice alone, as most chunks are. offset: `OutputEvent.offset`"""
         log = self._log
         if log is None:
             return self._before_texts[index] + _encode(text) + self._after_text
         entries = log.entries  # what `EventLog.line` does, without a call: this runs once per token
-        entries.append(place * log.num_sequences + index)
+        entries.append(offset * log.num_sequences + index)
         return b"%b%d\n%b%b%b" % (log.prefix, len(entries), self._before_texts[index], _encode(text), self._after_text)
 
-    def _chunk(self, index: int, place: int, choice: Iterable[bytes]) -> Iterator[bytes]:
+    def _chunk(self, index: int, offset: int, choice: Iterable[bytes]) -> Iterator[bytes]:
         """A chunk of a choice that comes in pieces, each made when it is asked for."""
-        yield b"" if self._log is None else self._log.line(index, place)
+        yield b"" if self._log is None else self._log.line(index, offset)
         yield self._head
         yield from choice
         yield b"]"
