@@ -90,12 +90,12 @@ class Plan:
       slots          sequence slot
       starts         absolute position of the first token computed
       counts         tokens computed, >= 1
-      samples        positions at the row's end whose logits are looked at: 0, 1, or 1 + the row's drafted tokens. One token is
-                     sampled after the first of them, and one after each drafted token that is what was sampled before it; the
-                     first that is not ends the row. So a row gives up to `samples` tokens. It may give none: then it is planned
-                     again, and a row planned meanwhile on its promise gives none either
-                     The tokens come from the slot's ids; position p of a slot is either known since `started` or was sampled by
-                     an earlier plan, so a plan never needs the ids themselves, but for those that are only drafted:
+      samples        positions at the row's end whose logits are used: 0, 1, or 1 + the row's drafted tokens. One token is sampled
+                     after the first of them, and one after each drafted token that equals the token sampled before it. The first
+                     drafted token that differs ends the row. So a row gives at most `samples` tokens. A row that gives none is
+                     planned again, and a later row that was planned to follow it gives none either
+                     A plan names no token ids except drafted ones: the runner knows position p of a slot since `started`, or an
+                     earlier plan sampled it
       drafts         flat, row by row: samples - 1 ids of each row with samples > 1, which stand at its last positions
       adapter_slots  0 = base model
       mask_slots     the row's slot where its sequence has a grammar, whose mask then limits what is sampled; -1 = any token

@@ -1,7 +1,7 @@
 """Steps between submission and commit: the runner's protocol, the queue of uncommitted steps, and the ring of the last plans.
 
-`StepQueue` knows in which order plans went to the runner and for how long the oldest has run. What a result means is the scheduler's
-business (`policy.schedule.scheduler`); what follows a step that raised is `engine.recovery`'s.
+`StepQueue` keeps the order in which plans went to the runner, and when the oldest began. The scheduler commits results
+(`policy.schedule.scheduler`); `engine.recovery` repeats steps that raised.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PLAN_RING = 128
 
 class Ticket(Protocol):
     def result(self) -> Result:
-        """Wait for the step. Raises what the step raised."""
+        """Wait for the step. Raises the step's error."""
         ...
 
 
 class Runner(Protocol):
-    """What computes plans, in the order they are submitted."""
+    """Computes plans in the order in which they are submitted."""
 
     def submit(self, plan: Plan) -> Ticket: ...
 
@@ -36,7 +36,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UncommittedStep:
-    """A plan that the runner has. submitted: when it got it, on the engine's clock."""
+    """A plan that the runner has. submitted: when the runner got the plan, on the engine's clock."""
 
     plan: Plan
     ticket: Ticket
@@ -54,7 +54,7 @@ class RunningStep:
 class StepQueue:
     """Uncommitted steps, oldest first. Changed on the loop's thread alone; `running` may be read from others.
 
-    recent   the last PLAN_RING plans, those left out that only poll for moves
+    recent   the last PLAN_RING plans, without those that only poll for moves
     running  None while no step is uncommitted
     costs    what steps cost lately
     """

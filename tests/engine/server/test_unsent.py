@@ -1,4 +1,4 @@
-"""The bounded, coalescing unsent: whatever the pace of its reader, every sequence's news arrives whole, once and in order."""
+"""Unsent updates are bounded and merged: at any pace of the reader, each sequence's updates arrive whole, once and in order."""
 
 from __future__ import annotations
 

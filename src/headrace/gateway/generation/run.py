@@ -3,9 +3,9 @@
     ParsedRequest -> stages -> Upstream.prepare -> events -> chunks or one answer -> ends
 
 A surface parses the body into a `ParsedRequest`, makes a `Generation` of it, and calls `generate` with what makes the `AnswerEncoder` that
-turns events into its own JSON. This runs in the request's own task, except for `DirectChunkWriter` (both in `answer_encoder`): the task
-which reads from the upstream calls it while the request's task waits. An answer that ends early (`Exchange.end`) cancels its event stream;
-the task then finds it ended and unwinds. The request's ends run once, however it ends.
+turns events into its own JSON. Encoding runs in the request's own task. `DirectChunkWriter` is the exception: the task that reads from the
+upstream calls it while the request's task waits (both in `answer_encoder`). `Exchange.end` ends an answer early: it cancels the event
+stream, and the request's task unwinds. `Generation.ends` runs once, however the request ends.
 
 A chunk is one server-sent event of an answer. A page is up to 64 tokens whose log-probabilities are encoded together. A piece is what an
 encoder yields at a time, a page's JSON at most. A slice is the pieces of one turn of `answer_encoder.EncodingTurns`.
@@ -28,11 +28,11 @@ from headrace.gateway.http.sse import SseStream
 from headrace.gateway.upstream.seam import NO_USAGE, OutputEvent, Prepared, added
 
 DEADLINE_GRACE_S = 0.5
-"""The engine ends a request at its deadline. When it has not done so after this many more seconds, the gateway ends the request."""
+"""The engine ends a request at its deadline. The gateway ends a request that still runs this many seconds later."""
 
 
 async def generate(generation: Generation, encoder_of: Callable[[Prepared], AnswerEncoder]) -> None:
-    """Answer a request. Raises what its stages and `Upstream.prepare` raise, and what ends the answer."""
+    """Answer a request. Raises the errors of its stages and of `Upstream.prepare`, and the error that ends the answer."""
     exchange = generation.exchange
     async with exchange.watching(), generation.ends:
         prepared = await exchange.unless_ended(_prepared(generation, 0))
@@ -47,7 +47,7 @@ async def _prepared(generation: Generation, stage: int) -> Prepared:
 
 
 class _Answer:
-    """The events of a prepared request, as its answer."""
+    """Writes the events of a prepared request as its answer."""
 
     def __init__(self, generation: Generation, encoder: AnswerEncoder, prepared: Prepared) -> None:
         self.generation, self.encoder = generation, encoder

@@ -1,7 +1,8 @@
-"""One gateway's part in the limits: it admits requests, shows each second that it lives, charges what has ended, and what dead ones left.
+"""Limits of one gateway: it reserves for new requests, raises its beat each second, and charges requests that ended.
 
-Requests wait for `take` alone, which carries the charges of what their tenant's earlier ones used (`limits.ended`); the others are made in
-the background. A charge that the store does not take is kept and tried again: the reservation is named until it is charged.
+The gateway also charges what the requests of dead gateways used. A request waits for `take` alone. `take` carries charges of the same
+tenant's earlier requests (`limits.ended`); all other charges are made in the background. A charge that the store does not take is tried
+again, and the gateway names its reservation until then.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ log = logging.getLogger("headrace.gateway")
 T = TypeVar("T")
 
 BEAT_S = 1.0
-"""Seconds between two beats. What a dead gateway's requests used is known to the second."""
+"""Seconds between two beats. The use of a dead gateway's requests is known to the second."""
 
 BUDGET_READ_S = 1.0
 """Seconds between two readings of the deployment's budget for the metrics page."""
@@ -45,11 +46,11 @@ CARRY_S = 0.05
 """Seconds that a charge waits for a `take` that carries it. A gateway that dies meanwhile leaves the request charged by what was saved."""
 
 CLOSE_S = 1.0
-"""Seconds for the last charges at the end. What is left then is charged by another gateway, or by the next one of this machine."""
+"""Seconds for the last charges at shutdown. Another gateway makes the charges that are left, or the next one of this machine."""
 
 MAX_GIVEN_UP = 10_000
-"""Charges that may wait before a request that used nothing is no longer named: while the store fails, each refused request leaves one. The
-book finds by itself what is not named."""
+"""Charges that may wait. Beyond them the gateway no longer names requests that used nothing: while the store fails, each refused request
+leaves one. The book finds such reservations by itself (`UNNAMED_BEATS`)."""
 
 
 class Limiter:

@@ -1,8 +1,8 @@
 """How long a request waits for stores, and when a store that fails is left alone.
 
-Whatever a request asks of a store stands within `StoreGuard.waiting`. Its waits for all stores together take REQUEST_WAIT_S at most. The
-stores of entries have such a guard (`stores.guarded_store`), and so have those of limits and of keys. Work that no request waits for
-(writes, renewals, polls) has other bounds and is not within.
+A request calls a store within `StoreGuard.waiting`, and its waits for all stores together take at most REQUEST_WAIT_S. Each store has a
+guard: those of entries (`stores.guarded_store`), of limits and of keys. Writes, renewals and polls, which no request waits for, have bounds
+of their own.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from headrace.gateway.stores.store import EntryTooLarge, StoreFailed, StoreProgr
 log = logging.getLogger("headrace.gateway")
 
 REQUEST_WAIT_S = 0.24
-"""Seconds that a request waits for all stores together. A quarter of a second is promised: a busy event loop notices the end late.
+"""Seconds that a request waits for all stores together. A quarter of a second is promised, since a busy event loop ends the wait late.
 
-Time by which the event loop is late does not count (`WaitClock`): the answer may have come and not have been seen, and the requests of a
-burst would be refused for a store that works.
+The event loop's delay does not count (`WaitClock`): the store may have answered, and the loop has not read the answer yet. If the delay
+counted, a burst of requests would be refused although the store works.
 """
 
 TICK_S = 0.02
-"""Most seconds between two looks at how late the event loop is, while requests wait for stores."""
+"""Most seconds between two measurements of the event loop's delay, while requests wait for stores."""
 
 MAX_UNANSWERED = 3
-"""After this many calls in a row without an answer in time a store is left alone. One that answers with errors takes no time.
+"""Calls in a row without an answer in time, after which a store is left alone. An error is an answer.
 
-A call counts only if the store has ended no other one while it waited. One that has is alive: it is slow, or this process had no time for
-it, as while it is stopped or the machine is stolen from it. To leave such a store alone would refuse every tenant, and end nothing sooner.
+A call counts only if the store ended no other call meanwhile. A store that did is alive: it is slow, or this process got no CPU time.
+Leaving such a store alone would refuse every tenant, and end no call sooner.
 """
 
 RETRY_S = 1.0
-"""Seconds for which a store is left alone: calls fail at once. The next call after that leaves it alone again if it gets no answer."""
+"""Seconds for which a store is left alone: calls fail at once. If the next call gets no answer, the store is left alone again."""
 
 LOG_EVERY_S = 10.0
 """Least seconds between two warnings about one store: under a storm each request would give one."""
@@ -46,16 +46,16 @@ NO_ANSWER = "it does not answer in time"
 
 
 class WaitClock:
-    """Seconds on one event loop, without the time by which the loop was late, and the waits that end when these have passed.
+    """A clock of one event loop that leaves out the loop's delays, and the waits that end by this clock.
 
-    While requests wait, the loop looks at the clock each TICK_S: what a look comes late is left out, and one timer serves all waits.
+    While requests wait, one timer fires each TICK_S and serves all waits. The time by which the timer is late is left out.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._late_s = 0.0
         self._due = float("inf")
-        """When the next look is due; infinite: there is none."""
+        """When the timer is due; infinite: it is not set."""
         self._waits: set[_Wait] = set()
 
     def now(self) -> float:

@@ -3,9 +3,9 @@
     take -> (save, every second) -> charge          the gateway lives
     take -> (save, every second) -> expire -> (charge, if the gateway was only slow)
 
-A pure state machine over `BookRows`, which the gateway keeps in SQLite; its scripts in Redis do the same. A reservation belongs to its
-gateway. Whether a gateway lives is judged by its beat, a number that `renew` raises, and never by a clock that two machines share:
-`policy.limits.peers`. `now` is an argument.
+A pure state machine over `BookRows`, which the gateway keeps in SQLite; the gateway's Redis scripts do the same. A reservation belongs to
+one gateway. A gateway lives while it raises its beat, a number that `renew` raises; no clock of another machine is trusted
+(`policy.limits.peers`). `now` is an argument.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 from headrace.policy.limits.counters import KEPT_BUCKETS, Amounts, Moment, Unit, Window, bucket_of, used_of
 
 UNNAMED_BEATS = 10
-"""Beats after which a reservation that its gateway does not name is charged as a request without any use: the gateway gave it up before the
-store had made it."""
+"""Beats after which a reservation that its gateway does not name is charged as unused: the gateway gave the request up before the store had
+made the reservation."""
 
 LATE_MS = 3_600_000
 """Milliseconds for which an expired reservation waits for the charge of a gateway that was slow and not dead."""

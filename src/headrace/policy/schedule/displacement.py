@@ -1,8 +1,8 @@
-"""Which waiting requests leave a full queue for one of a tenant that has less than its part of it.
+"""Displacement: waiting requests leave a full queue for a new request whose tenant has less than its part of the queue.
 
-Without this, one tenant that sends more than the queue holds would have all of it, and the order of service (`policy.queues`) would never
-see another tenant's request. Lower classes take no room from higher ones (`WaitingWork`). docs/fairness.md, "How much may wait", has the
-rule. A request that has begun, here or at another engine, never leaves: its client may have read a part of its answer.
+Otherwise one tenant could fill the whole queue, and the queue policy (`policy.queues`) would never see another tenant's request. A class
+displaces no higher one (`WaitingWork`). A request that has begun, at any engine, is never displaced: its client may have read a part of
+the answer. The rule: docs/fairness.md, "How much may wait".
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Family = list[Sequence]
 def displaced(
     request: EngineRequest, request_bytes: int, work: WaitingWork, families: Iterable[Family], config: SchedulerConfig, traits: QueueTraits
 ) -> list[Family]:
-    """The requests that leave so that `request` may wait, each whole. Empty: it may not.
+    """The requests to displace for `request`, each with all its sequences. Empty: `request` may not wait.
 
     request_bytes  `submitted_bytes` of the request
-    families  of every request in the engine, the oldest first; looked at only where a part is larger than its tenant's due
+    families       of every request in the engine, the oldest first; read only where a tenant has more than its part
     """
     num_sequences, num_bytes = work.counted_with(request)
     num_sequences, num_bytes = num_sequences + request.params.n, num_bytes + request_bytes
