@@ -9,7 +9,8 @@ import pytest
 import torch
 from gguf_blocks import BLOCKS, HALVES, slow_values
 
-from headrace.tensor.checkpoint.gguf.blocks import DENSE
+from headrace.tensor.checkpoint.formats.nibbles import nibbles
+from headrace.tensor.checkpoint.gguf.blocks import DENSE, NIBBLES
 from headrace.tensor.checkpoint.gguf.kinds import KINDS
 
 pytestmark = pytest.mark.pure
@@ -48,3 +49,15 @@ def test_blocks_of_zero_scale_are_zeros(kind: str) -> None:
     for at in HALVES[kind]:
         blocks[:, at : at + 2] = 0
     assert int(DENSE[kind](blocks).count_nonzero()) == 0
+
+
+@pytest.mark.parametrize("kind", NIBBLES)
+def test_blocks_in_few_bits_are_the_same_weights(kind: str) -> None:
+    """Up to the rounding of scales and minimums to float16, which is that of the larger ones in a block."""
+    content = torch.frombuffer(bytearray(random_blocks(kind, 24)), dtype=torch.uint8).view(24, -1)
+    wanted = DENSE[kind](content)
+    values, scales, zeros = NIBBLES[kind](content)
+    found = nibbles(values.reshape(24, -1), scales.reshape(24, -1), None if zeros is None else zeros.reshape(24, -1))
+    assert found is not None
+    assert found.group == 32
+    torch.testing.assert_close(found.dense(), wanted, rtol=0, atol=0 if kind == "Q4_0" else 1.5e-3 * float(wanted.abs().max()))
