@@ -39,7 +39,9 @@ _LAYER_NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate_up_proj": "ffn_up",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_inp",
 }
+_EXPERT_NAMES = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
 _TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _GEMMA3_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
@@ -145,8 +147,8 @@ def stored_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor], arc
             _, _, number, inner = stem.split(".", 3)
             if ".experts." in inner:
                 _, _, index, linear = inner.split(".")
-                place = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}[linear]
-                experts.setdefault(f"blk.{number}.{place}.{kind}", {})[int(index)] = tensor
+                place = _EXPERT_NAMES.get(linear) or names[f"mlp.{linear}"]
+                experts.setdefault(f"blk.{number}.{place}_exps.{kind}", {})[int(index)] = tensor
                 continue
             stored = f"blk.{number}.{names[inner]}.{kind}"
         if arch == "llama" and ".attn_q." in stored:
@@ -171,7 +173,9 @@ def model_keys(config: Mapping[str, Any], arch: str) -> dict[str, object]:
         "rope_theta": "rope.freq_base",
         "sliding_window": "attention.sliding_window",
         "num_local_experts": "expert_count",
+        "num_experts": "expert_count",
         "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
     }
     fields = {f"{arch}.{key}": config[name] for name, key in names.items() if config.get(name) is not None}
     return {"general.architecture": arch, **fields}

@@ -71,9 +71,10 @@ class DecoderSpec:
 
     @property
     def longrope(self) -> LongRopeScaling | None:
-        """The scaling whose factors follow from `max_positions`; None in a model without it."""
+        """The scaling whose factors follow from `max_positions`; None in a model without it, as where short and long factors are equal."""
         scalings = (layer.attention.rope.scaling for layer in self.layers)
-        return next((scaling for scaling in scalings if isinstance(scaling, LongRopeScaling)), None)
+        found = next((scaling for scaling in scalings if isinstance(scaling, LongRopeScaling)), None)
+        return None if found is None or found.short_factors == found.long_factors else found
 
     def within(self, max_model_len: int) -> DecoderSpec:
         """The same model for contexts up to max_model_len. A window of at least that length is left out: it never hides a token."""

@@ -19,6 +19,7 @@ from headrace.tensor.checkpoint.config import read_config
 from headrace.tensor.checkpoint.gguf.checkpoint import GgufCheckpoint
 from headrace.tensor.checkpoint.gguf.folder import make_folder
 from headrace.tensor.device import CPU
+from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.rope import rope_table
 from headrace.tensor.layers.weights import WeightReader
 from headrace.tensor.models import ARCHITECTURES
@@ -40,6 +41,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("mixtral", "llama", {}),
     "qwen2": ("qwen2", "qwen2", {"use_sliding_window": False, "sliding_window": None}),
     "qwen3": ("qwen3", "qwen3", {}),
+    "qwen3moe": ("qwen3-moe", "qwen3moe", {"mlp_only_layers": []}),
     "gemma3": ("gemma3", "gemma3", {"query_pre_attn_scalar": 16, "layer_types": None, "tie_word_embeddings": True}),
     "phi3": ("phi3", "phi3", {"sliding_window": None}),
 }
@@ -82,7 +84,9 @@ def write(tmp_path: Path, keys: dict[str, object], tensors: dict[str, Tensor], k
     return path
 
 
-@pytest.mark.parametrize(("name", "kind"), [*((name, "F16") for name in MODELS), ("llama", "F32"), ("llama", "BF16"), ("mixtral", "Q8_0")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "F16") for name in MODELS), ("llama", "F32"), ("llama", "BF16"), ("mixtral", "Q8_0"), ("qwen3moe", "Q8_0")]
+)
 def test_a_file_is_the_model_that_it_was_made_from(tmp_path: Path, name: str, kind: str) -> None:
     config, spec, tensors = tiny_model(tmp_path, name)
     arch = MODELS[name][1]
@@ -102,16 +106,44 @@ def test_a_file_is_the_model_that_it_was_made_from(tmp_path: Path, name: str, ki
     checkpoint.check_all_read()
 
 
-def test_experts_of_older_files_are_tensors_of_their_own(tmp_path: Path) -> None:
-    config, _, tensors = tiny_model(tmp_path, "mixtral")
-    stored = stored_tensors(config, tensors, "llama")
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])
+def test_linears_are_given_in_the_bits_in_which_they_are_stored(tmp_path: Path, name: str, kind: str) -> None:
+    """Rows of whole and of parts of heads, whose order the file changes, and of experts, which it stacks."""
+    config, _, tensors = tiny_model(tmp_path, name)
+    keys = {**model_keys(config, "llama"), **TEXT}
+    checkpoint = GgufCheckpoint(make_folder(write(tmp_path, keys, stored_tensors(config, tensors, "llama"), kind)))
+    matrices = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2 and "gate.weight" not in name}
+    for wanted_name, tensor in matrices.items():
+        rows = slice(tensor.shape[0] // 3, tensor.shape[0] // 2 + 1)
+        found = checkpoint.rounded(wanted_name, tuple(tensor.shape), rows)
+        assert (found is not None) == (kind == "Q4_0")
+        assert checkpoint.precision_of(wanted_name) is {"Q4_0": Precision.INT4, "Q8_0": Precision.INT8, "F16": Precision.NONE}[kind]
+        if found is not None:
+            assert torch.equal(found.dense(), dense(tensor, kind)[rows])
+            assert found.zeros is None
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe"])
+def test_experts_of_older_files_are_tensors_of_their_own(tmp_path: Path, name: str) -> None:
+    config, _, tensors = tiny_model(tmp_path, name)
+    arch = MODELS[name][1]
+    stored = stored_tensors(config, tensors, arch)
     for name in [name for name in stored if "_exps" in name]:
         for index, expert in enumerate(stored.pop(name)):
             stored[name.replace("_exps.", f".{index}.")] = expert
-    checkpoint = GgufCheckpoint(make_folder(write(tmp_path, {**model_keys(config, "llama"), **TEXT}, stored, "Q8_0")))
+    checkpoint = GgufCheckpoint(make_folder(write(tmp_path, {**model_keys(config, arch), **TEXT}, stored, "Q8_0")))
     for name, tensor in tensors.items():
         assert torch.equal(checkpoint.read(name, tuple(tensor.shape)), dense(tensor, "Q8_0"))
     checkpoint.check_all_read()
+
+
+def test_experts_whose_size_a_file_leaves_out_share_the_whole_width(tmp_path: Path) -> None:
+    config, _, tensors = tiny_model(tmp_path, "qwen3moe", intermediate_size=192, moe_intermediate_size=64)
+    keys = {**model_keys(config, "qwen3moe"), **TEXT}
+    del keys["qwen3moe.expert_feed_forward_length"]
+    made = read_config(make_folder(write(tmp_path, keys, stored_tensors(config, tensors, "qwen3moe"), "F16")))
+    assert made.values["moe_intermediate_size"] == 64
 
 
 def test_factors_of_rotation_are_llama3s_scaling(tmp_path: Path) -> None:
@@ -130,6 +162,7 @@ def test_factors_of_rotation_are_llama3s_scaling(tmp_path: Path) -> None:
     tables = [rope_table(each.layers[0].attention.rope, 512, "cpu") for each in (spec, made)]
     torch.testing.assert_close(tables[1], tables[0], rtol=1e-4, atol=1e-4)
     assert made.max_positions == spec.max_positions
+    assert made.longrope is None  # the start's log names no choice
 
 
 @pytest.mark.parametrize(
@@ -189,7 +222,7 @@ ODD: tuple[object, ...] = (0, 1, 3, -1, 2**31, 0.0, float("nan"), 1e30, "", "x",
 """Values that no key should have; a few are right for a few keys."""
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3moe", "gemma3", "phi3"])
 def test_keys_of_any_value_are_read_or_refused(tmp_path: Path, name: str) -> None:
     config, _, tensors = tiny_model(tmp_path, name)
     arch = MODELS[name][1]
@@ -256,5 +289,7 @@ def test_a_folder_elsewhere_names_no_file(tmp_path: Path) -> None:
     elsewhere.mkdir()
     for file in made.iterdir():
         (elsewhere / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(CheckpointError, match=r"Give the path of the .gguf file"):
+    with pytest.raises(CheckpointError, match=r"Give the path of the .gguf file") as caught:
         GgufCheckpoint(elsewhere)
+    assert f"does not lie in {tmp_path / 'cache' / 'gguf'}" in str(caught.value)
+    assert "If HEADRACE_CACHE_DIR was another one when the folder was made" in str(caught.value)

@@ -93,15 +93,18 @@ def test_the_bundled_tokenizer_comes_back_from_its_keys(tmp_path: Path) -> None:
         ("gpt-2", "We'LL see 12345 things!!\n\n ok", ["We", "'", "LL", " see", " 12345", " things", "!!", "\n\n", " ok"]),
         ("llama-bpe", "We'LL see 12345 things!!\n\n ok", ["We", "'LL", " see", " ", "123", "45", " things", "!!\n\n", " ok"]),
         ("qwen2", "We'LL see 12 a!!\n\n ok", ["We", "'LL", " see", " ", "1", "2", " a", "!!\n\n", " ok"]),
+        ("tekken", "don'tStop HTTPServer 123 a//b\n\n ok",
+         ["don", "'t", "Stop", " HTTPServer", " ", "1", "2", "3", " a", "//", "b", "\n\n", " ok"]),
+        ("tekken", "\u0301A", ["\u0301", "A"]),
         ("default", "it's 12345!", ["it", "'", "s", " ", "123", "45", "!"]),
     ],
-)
+)  # fmt: skip
 def test_a_text_is_cut_as_the_rule_of_that_name_cuts(pre: str, text: str, pieces: list[str]) -> None:
     """A vocabulary without merges but for whole pieces cannot show the cuts, so the library's pre-tokenizer is asked."""
     document = make_text_files(ConfigFile("x", {**byte_level_keys(TINY, pre)}), 2560).tokenizer
     library = tokenizers.Tokenizer.from_str(json.dumps(document))
     assert [text[begin:end] for _, (begin, end) in library.pre_tokenizer.pre_tokenize_str(text)] == pieces
-    assert document["model"]["ignore_merges"] == (pre == "llama-bpe")  # type: ignore[index]
+    assert document["model"]["ignore_merges"] == (pre in ("llama-bpe", "tekken"))  # type: ignore[index]
 
 
 def pieces_by_score() -> tuple[list[str], list[float], list[int]]:
@@ -167,7 +170,7 @@ def test_phi3s_control_tokens_take_the_white_space_after_them() -> None:
     ("changes", "named"),
     [
         ({"tokenizer.ggml.model": "t5"}, 'tokenizer.ggml.model = "t5": only gpt2'),
-        ({"tokenizer.ggml.pre": "tekken"}, 'tokenizer.ggml.pre = "tekken": is not supported. Supported: gpt-2, llama-bpe'),
+        ({"tokenizer.ggml.pre": "viking"}, 'tokenizer.ggml.pre = "viking": is not supported. Supported: gpt-2, llama-bpe'),
         ({"tokenizer.ggml.merges": ["a"]}, "merges: .a. is no pair"),
         ({"tokenizer.ggml.merges": ["a zzzzzz"]}, "merges: .a zzzzzz. is no pair"),
         ({"tokenizer.ggml.token_type": [1, 2]}, "token_type: lists 2 types that are numbers, of 2560 tokens"),

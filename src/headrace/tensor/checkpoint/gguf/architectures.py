@@ -46,6 +46,8 @@ _MIXTRAL_EXPERTS = {
     "block_sparse_moe.experts.w2": "ffn_down",
     "block_sparse_moe.experts.w3": "ffn_up",
 }
+_QWEN3_MOE = {**_ATTENTION, **_HEAD_NORMS, "mlp.gate": "ffn_gate_inp"}
+_QWEN3_MOE_EXPERTS = {"mlp.experts.gate_proj": "ffn_gate", "mlp.experts.up_proj": "ffn_up", "mlp.experts.down_proj": "ffn_down"}
 _GEMMA3 = {
     **_LLAMA,
     **_HEAD_NORMS,
@@ -160,6 +162,20 @@ def _qwen3(_keys: _Keys, _model: GgufModel) -> tuple[dict[str, object], NameTabl
     return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, NameTable({**_LLAMA, **_HEAD_NORMS})
 
 
+def _qwen3_moe(keys: _Keys, _model: GgufModel) -> tuple[dict[str, object], NameTable]:
+    """Every layer has experts, and their weights in a token's sum add up to 1: llama.cpp computes nothing else."""
+    used = keys.integer("expert_used_count", low=1)
+    fields: dict[str, object] = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": keys.integer("expert_count", low=1),
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", 0) or keys.integer("feed_forward_length") // used,
+        "norm_topk_prob": True,
+    }
+    return fields, NameTable(_QWEN3_MOE, _QWEN3_MOE_EXPERTS)
+
+
 def _gemma3(keys: _Keys, _model: GgufModel) -> tuple[dict[str, object], NameTable]:
     """The pattern of windows, the local base and the 27B's scale are constants of llama.cpp's; newer files say the first two."""
     layers, heads = keys.integer("block_count"), keys.integer("attention.head_count", low=1)
@@ -189,7 +205,14 @@ def _phi3(keys: _Keys, model: GgufModel) -> tuple[dict[str, object], NameTable]:
 
 
 _Describe = Callable[[_Keys, GgufModel], tuple[dict[str, object], NameTable]]
-ARCHITECTURES: dict[str, _Describe] = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gemma3": _gemma3, "phi3": _phi3}
+ARCHITECTURES: dict[str, _Describe] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+}
 """`general.architecture` -> its own fields of config.json, and its names."""
 
 

@@ -67,13 +67,15 @@ def make_folder(file: Path) -> Path:
 
 def find_source(folder: Path) -> GgufSource:
     """What `make_folder` wrote into a folder. Raises CheckpointError for a folder that it did not make."""
-    home = folder.resolve().parent
+    home, cache = folder.resolve().parent, cache_root(os.environ) / FOLDER
     try:
         is_ours = home.parent == open_private(cache_root(os.environ), (FOLDER,)).resolve()
     except OSError:
         is_ours = False
     if not is_ours:
-        raise CheckpointError(str(folder / "config.json"), "says that the weights are a GGUF file", "Give the path of the .gguf file.")
+        reason = f"says that the weights are a GGUF file, and the folder does not lie in {cache}, where such folders are made"
+        remedy = f"Give the path of the .gguf file. If {ENVIRONMENT} was another one when the folder was made, set that one again."
+        raise CheckpointError(str(folder / "config.json"), reason, remedy)
     note = ConfigFile(str(folder / NOTE), read_json(folder, NOTE))
     return GgufSource(Path(note.text("first")), note.text("digest"))
 

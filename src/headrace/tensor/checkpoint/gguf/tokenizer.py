@@ -29,6 +29,13 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPLIT_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPLIT_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
+_WORD_START, _WORD_END = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPLIT_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_WORD_START}*{_WORD_END}+|[^\r\n\p{{L}}\p{{N}}]?{_WORD_START}+{_WORD_END}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""A word ends before an upper-case letter that follows a lower-case one."""
+
 
 @dataclass(frozen=True, slots=True)
 class CutRule:
@@ -50,6 +57,7 @@ CUT_RULES = {
     "gpt-2": CutRule((_SPLIT_GPT2,)),
     "llama-bpe": CutRule((_SPLIT_LLAMA3,), whole=True, has_bos=True),
     "qwen2": CutRule((_SPLIT_LLAMA3.replace("{1,3}", ""),), is_nfc=True),
+    "tekken": CutRule((_SPLIT_TEKKEN,), whole=True, has_bos=True),
     "default": CutRule((r"[\p{P}\$\+<=>\^~\|]+", _SPLIT_GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "headrace": CutRule((r"'(?:s|t|re|ve|m|ll|d)|[ _]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",)),
 }
