@@ -880,7 +880,7 @@ def test_a_damaged_answer_is_an_answer_or_a_broken_stream(noise: bytes, place: i
         ({"url": "http://ho st/v1"}, "url"),
         ({"url": "http://[::1/v1"}, "url"),
         ({"url": "http://host/v1", "api_key_file": "a", "api_key_env": "B"}, "api_key_file"),
-        ({"url": "http://host/v1", "connect_s": 0}, "connect_s"),
+        ({"url": "http://host/v1", "first_token_s": 0}, "first_token_s"),
         ({"url": "http://host/v1", "first_token_s": -1}, "first_token_s"),
         ({"url": "http://host/v1", "inter_chunk_s": 1e9}, "inter_chunk_s"),
         ({"url": "http://host/v1", "order": -1}, "order"),

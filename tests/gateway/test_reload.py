@@ -33,7 +33,7 @@ from local_workers import LocalWorker, LocalWorkers
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.gateway.access.open_requests import Draining
-from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
+from headrace.gateway.cache.config import CacheConfig
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.reload import CHANGEABLE, check_change
 from headrace.gateway.control.site_models import SERIES_KEPT_S
@@ -51,8 +51,7 @@ pytestmark = pytest.mark.loop
 
 FIXED = (
     *("host", "port", "workers", "salt_key", "store", "state", "sessions", "vllm_metrics"),
-    *("cache.max_bytes", "cache.max_entry_bytes", "idempotency.max_bytes", "idempotency.max_entry_bytes"),
-    *("limits.max_text_queue", "timeouts.stream_resume_s"),
+    *("cache.max_bytes", "limits.max_text_queue", "timeouts.stream_resume_s"),
 )
 """Options of the gateway that take a restart."""
 
@@ -517,7 +516,7 @@ async def test_prices_and_the_bounds_of_queues_hold_for_later_requests(bench: Te
 
 @pytest.mark.pure
 def test_every_option_changes_or_takes_a_restart() -> None:
-    nested: dict[str, type] = {"limits": Limits, "timeouts": Timeouts, "cache": CacheConfig, "idempotency": IdempotencyConfig}
+    nested: dict[str, type] = {"limits": Limits, "timeouts": Timeouts, "cache": CacheConfig}
     every = [name for name in option_names(GatewayConfig) if name not in nested]
     every += [f"{part}.{name}" for part, kind in nested.items() for name in option_names(kind)]
     assert sorted(every) == sorted([*CHANGEABLE, *FIXED])
@@ -536,14 +535,11 @@ def option_names(kind: type) -> list[str]:
         {"salt_key": "ab" * 16},
         {"limits": {"max_text_queue": 7}},
         {"timeouts": {"stream_resume_s": 5}},
-        {"store": {"max_bytes": 1 << 22}},
+        {"store": {"path": "/elsewhere"}},
         {"state": "/elsewhere"},
         {"sessions": {"ttl_s": 60.0}},
         {"vllm_metrics": False},
         {"cache": {"max_bytes": 1 << 24}},
-        {"cache": {"max_entry_bytes": 1 << 10}},
-        {"idempotency": {"max_bytes": 1 << 24}},
-        {"idempotency": {"max_entry_bytes": 1 << 10}},
     ],
 )
 async def test_what_takes_a_restart_is_refused_by_name_and_nothing_is_changed(bench: TestBench, changes: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.grammar import CANNOT_CONTINUE
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
+from headrace.gateway.control import models as control_models
 from headrace.gateway.control.models import Sources
 from headrace.policy.routing.ejection import REPLICA_LIMITS
 from headrace.text.folder import TextModel
@@ -83,9 +84,10 @@ async def test_a_replica_that_fails_its_requests_is_left_out_until_a_probe_is_an
         assert len(good.requests) > 70
 
 
-async def test_a_flapping_replica_is_left_out(text: TextModel) -> None:
+async def test_a_flapping_replica_is_left_out(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says hello, loses what it is sent, and says hello again."""
-    async with open_bench(text, models=some_replicas(2), sources=drawing(), routing={"slow_start_s": 0}) as bench:
+    monkeypatch.setattr(control_models, "SLOW_START_S", 0.0)
+    async with open_bench(text, models=some_replicas(2), sources=drawing()) as bench:
         flapping, _ = bench.replicas.values()
         flapping.on_submit = flaps(flapping)
         statuses = await ask(bench, 60)
@@ -168,7 +170,6 @@ async def test_a_replica_that_has_just_connected_gets_a_growing_share(text: Text
     assert 0.01 < await share_of_the_new(text, connected_s=0.0) < 0.12
     assert 0.15 < await share_of_the_new(text, connected_s=5.0) < 0.36
     assert 0.4 < await share_of_the_new(text, connected_s=10.0) < 0.6
-    assert 0.4 < await share_of_the_new(text, connected_s=0.0, routing={"slow_start_s": 0}) < 0.6
 
 
 async def test_a_new_replica_takes_what_the_others_cannot(text: TextModel) -> None:

@@ -103,7 +103,7 @@ async def open_gateway(
         loaded = LoadedTexts(config.models, config.limits, texts, text_pool, load, make_workers)
         models = SiteModels(ModelOpener(text_pool, connect, sources), metrics)
         stack.push_async_callback(models.close)
-        await models.open(config.models, config.replica_times, loaded.texts)
+        await models.open(config.models, config.timeouts.failover_s, loaded.texts)
         service = await _open_service(stack, config, models, text_pool, metrics, sources)
         app = Gateway(config, service, request_log)
         stack.callback(lambda: app.request_log.close())
@@ -128,7 +128,7 @@ async def _open_service(
     open_requests = OpenRequests(config.limits.max_requests, share)
     stores = Stores(config.store, config.state, share, sources.unix_time)
     answers = GuardedStore(open_answer_store(config.cache, stores), "cached answers", sources.clock)
-    replayed = GuardedStore(open_replay_store(config.idempotency, stores), "answers under an Idempotency-Key", sources.clock)
+    replayed = GuardedStore(open_replay_store(stores), "answers under an Idempotency-Key", sources.clock)
     for store in (answers, replayed):
         stack.push_async_callback(store.close)
     return Service(
@@ -144,9 +144,7 @@ async def _open_service(
         kept_streams=_kept_streams(stack, config, stores, metrics, sources),
         sessions=_sessions(stack, config, stores, metrics, sources),
         limiter=await _limiter(stack, config, metrics, sources),
-        answer_cache=AnswerCache(
-            answers, AnswerCacheMetrics(metrics.registry), sources.unix_time
-        ),
+        answer_cache=AnswerCache(answers, AnswerCacheMetrics(metrics.registry), sources.unix_time),
         replays=Replays(replayed, ReplayMetrics(metrics.registry), limits=replay_limits(stores)),
         metrics=metrics,
         ledger=await _ledger(stack, config, metrics, sources),
@@ -219,7 +217,7 @@ def _followed(reloader: Reloader, service: Service) -> Reloader:
 
 
 def _sessions(stack: AsyncExitStack, config: GatewayConfig, stores: Stores, metrics: Metrics, sources: Sources) -> Sessions:
-    store = GuardedStore(open_session_store(config.sessions, stores), "sessions", sources.clock) if config.sessions.ttl_s else None
+    store = GuardedStore(open_session_store(stores), "sessions", sources.clock) if config.sessions.ttl_s else None
     sessions = Sessions(store, config.sessions, metrics=SessionMetrics(metrics.registry), unix_time=sources.unix_time)
     stack.push_async_callback(sessions.close)
     return sessions

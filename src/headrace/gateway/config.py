@@ -22,7 +22,6 @@ from headrace.gateway.http.config import FAIL_CLOSED, FAIL_OPEN, HttpTls, Limits
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
-from headrace.gateway.upstream.config import ReplicaTimes, Routing
 from headrace.gateway.upstream.model_config import ModelConfig, check_models
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.limits.price import Price, check_money
@@ -32,7 +31,7 @@ LOG_TARGETS = ("on", "off", "stderr")
 LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "stdout"}
 """Words that are meant as a switch and never as the name of a request log's file, in lower case."""
 
-MAY_BE_ZERO = ("failover_s", "slow_start_s", "stream_resume_s", "ttl_s")
+MAY_BE_ZERO = ("failover_s", "stream_resume_s", "ttl_s")
 """Times whose 0 turns something off. Any other limit or time that is not positive is refused."""
 
 MAX_WORKERS = 64
@@ -58,7 +57,7 @@ class GatewayConfig:
     tls            certificate and key of this port, which is https then; None: http
     trusted_proxies  networks whose X-Forwarded-For and Forwarded are believed; of any other peer the address itself is the client's
     store          where streams are kept that their clients may continue
-    sessions       how long conversations are kept, and how much they may hold
+    sessions       how long conversations are kept
     cache          the response cache;  idempotency  answers to requests with an Idempotency-Key
     state          folder of all embedded stores; empty: they are in memory, and end with this process
     tiers          by name: what tenants may use. A built-in one holds where no other has its name
@@ -81,7 +80,6 @@ class GatewayConfig:
     salt_key: str = field(default="", repr=False)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
-    routing: Routing = field(default_factory=Routing)
     admission: AdmissionRules = field(default_factory=AdmissionRules)
     tls: HttpTls | None = None
     trusted_proxies: tuple[str, ...] = ()
@@ -109,7 +107,7 @@ class GatewayConfig:
         self._check_metrics()
         check_names(self.allowed_hosts, self.allowed_origins)
         check_networks("trusted_proxies", self.trusted_proxies)
-        for part in ("limits", "timeouts", "routing", "admission", "sessions"):
+        for part in ("limits", "timeouts", "admission", "sessions"):
             value = getattr(self, part)
             for item in fields(value):
                 given = getattr(value, item.name)
@@ -183,10 +181,6 @@ class GatewayConfig:
             idempotency=self.idempotency,
             metrics=metrics,
         )
-
-    @property
-    def replica_times(self) -> ReplicaTimes:
-        return ReplicaTimes(failover_s=self.timeouts.failover_s, slow_start_s=self.routing.slow_start_s)
 
     @property
     def request_log_target(self) -> str:

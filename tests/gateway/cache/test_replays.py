@@ -14,6 +14,7 @@ from gateway_kit import TestBench, chat_body, dial, events_of, eventually, metri
 from scripted_store import script_replays
 
 from headrace.core.errors import Unavailable
+from headrace.gateway.cache import replays
 from headrace.gateway.cache.replays import LEASE_S
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.text.folder import TextModel
@@ -178,8 +179,9 @@ async def test_a_gateway_that_died_keeps_its_keys_for_a_lease(text: TextModel, t
         assert (await ask(second, "a")).json()["choices"] == taken.json()["choices"], "the late answer does not take the place"
 
 
-async def test_an_answer_that_is_too_large_is_not_computed_again(text: TextModel) -> None:
-    async with open_bench(text, idempotency={"max_entry_bytes": 300}) as bench:
+async def test_an_answer_that_is_too_large_is_not_computed_again(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "MAX_REPLAY_BYTES", 300)
+    async with open_bench(text) as bench:
         assert (await ask(bench, "a", max_tokens=100, ignore_eos=True)).status_code == 200
         await eventually(lambda: not bench.gateway.service.replays.claims)
         again = await ask(bench, "a", max_tokens=100, ignore_eos=True)

@@ -15,6 +15,7 @@ from virtual_time import VirtualTimeLoop
 
 from headrace.core.errors import Unavailable
 from headrace.gateway.access.principal import ANONYMOUS, KeyLimits, Principal
+from headrace.gateway.cache import answer_cache
 from headrace.gateway.stores.guard import MAX_UNANSWERED, REQUEST_WAIT_S, RETRY_S
 from headrace.observe.request_log import RequestLogRecord
 from headrace.text.folder import TextModel
@@ -277,8 +278,9 @@ async def test_what_is_cut_or_refused_is_not_kept(cached: TestBench) -> None:
     assert result(await cached.chat(**GREEDY)) == "miss"
 
 
-async def test_an_answer_that_is_too_large_is_not_kept(text: TextModel) -> None:
-    async with open_bench(text, cache={"enabled": True, "max_entry_bytes": 300}) as bench:
+async def test_an_answer_that_is_too_large_is_not_kept(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_cache, "MAX_ANSWER_BYTES", 300)
+    async with open_bench(text, cache={"enabled": True}) as bench:
         assert [result(await bench.chat(temperature=0, max_tokens=200, ignore_eos=True)) for _ in range(2)] == ["miss", "miss"]
         assert metric(bench.gateway, "headrace_cache_answers_total", outcome="too_large") == 2
         assert result(await bench.chat(**{**GREEDY, "max_tokens": 1})) == "miss"

@@ -12,6 +12,8 @@ from scripted_store import script_sessions
 from session_kit import CHAT, assistant, benches, history, idle, prompt_of, text_of, turn, user
 
 from headrace.core.finish import FinishReason
+from headrace.gateway.generation.stages import session as stage
+from headrace.gateway.sessions import sessions
 from headrace.gateway.sessions.sessions import CLAIM_CHECK_S, CLAIM_WAIT_S, LEASE_S
 from headrace.gateway.stores.guard import MAX_UNANSWERED, REQUEST_WAIT_S, RETRY_S
 from headrace.text.folder import TextModel
@@ -247,12 +249,14 @@ async def test_a_session_is_over_after_its_time(text: TextModel) -> None:
         assert "one" not in prompt_of(bench)
 
 
-async def test_a_session_that_is_too_long_is_refused_before_it_is_answered(text: TextModel) -> None:
-    async with open_bench(text, sessions={"max_session_bytes": 400}) as bench:
+async def test_a_session_that_is_too_long_is_refused_before_it_is_answered(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sessions, stage):
+        monkeypatch.setattr(module, "MAX_SESSION_BYTES", 400)
+    async with open_bench(text) as bench:
         assert (await turn(bench, "s", "x" * 200, max_tokens=2)).status_code == 200
         refused = await turn(bench, "s", "y" * 200, max_tokens=2)
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
-        assert "sessions.max_session_bytes" in refused.json()["error"]["message"]
+        assert "a session of at most 400 bytes" in refused.json()["error"]["message"]
         assert len(bench.replica.requests) == 1
     async with open_bench(text, limits={"max_messages": 3}) as bench:
         assert (await turn(bench, "s", "one", max_tokens=1)).status_code == 200

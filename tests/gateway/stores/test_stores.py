@@ -273,8 +273,6 @@ async def test_a_cancelled_call_is_not_done(tmp_path: Path, clock: ManualClock) 
         ({"url": "http://h"}, "store.url"),
         ({"url": "redis://:secret@h"}, "store.url"),
         ({"password_file": "/f"}, "store.password_file"),
-        ({"max_bytes": 0}, "store.max_bytes"),
-        ({"max_entry_bytes": -1}, "store.max_entry_bytes"),
         ({"file": "/a"}, "store.file"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The response cache: whole answers by everything they depend on, and one `Computation` at a time of each.
+"""The response cache: whole answers, keyed by everything that they depend on, and at most one `Computation` of each at a time.
 
 Which requests use it: `generation.stages.response_cache`. A store that fails costs only the cache: equal requests still wait for one
 another.
@@ -30,10 +30,13 @@ class Computation:
 ANSWERS = "answers"
 """Name of their part of the stores."""
 
+MAX_ANSWER_BYTES = 1 << 20
+"""Bytes of one answer: a larger one is not cached."""
+
 
 def open_answer_store(config: CacheConfig, stores: Stores) -> Store:
     """Raises ConfigError."""
-    return stores.open(ANSWERS, stores.limits(entry=config.max_entry_bytes, total=config.max_bytes))
+    return stores.open(ANSWERS, stores.limits(entry=MAX_ANSWER_BYTES, total=config.max_bytes))
 
 
 EQUAL_WAIT_S = 30.0
@@ -41,9 +44,9 @@ EQUAL_WAIT_S = 30.0
 
 
 class AnswerCache:
-    def __init__(self, store: GuardedStore, metrics: AnswerCacheMetrics, unix_time: Clock, *, max_entry_bytes: int) -> None:
+    def __init__(self, store: GuardedStore, metrics: AnswerCacheMetrics, unix_time: Clock) -> None:
         """store: closed by `close`"""
-        self.max_entry_bytes = max_entry_bytes
+        self.max_entry_bytes = MAX_ANSWER_BYTES
         self._store = store
         self.metrics = metrics
         self._unix_time = unix_time

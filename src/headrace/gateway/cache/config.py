@@ -1,15 +1,10 @@
-"""How long, and in how many bytes, whole answers are kept."""
+"""How long whole answers are kept."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
-
-
-def _check_bytes(where: str, max_entry_bytes: int, max_bytes: int) -> None:
-    if not 0 < max_entry_bytes <= max_bytes:
-        raise ConfigError(f"{where}.max_entry_bytes", f"{max_entry_bytes} is outside 1..max_bytes ({max_bytes})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,20 +14,20 @@ class CacheConfig:
     enabled          for tenants without an option `cache` of their own
     models           names of the models whose answers are cached; empty: all
     ttl_s            seconds that an answer is kept
-    max_bytes        of all entries;  max_entry_bytes  of one
+    max_bytes        of all answers
     """
 
     enabled: bool = False
     models: tuple[str, ...] = ()
     ttl_s: float = 3600.0
     max_bytes: int = 64 << 20
-    max_entry_bytes: int = 1 << 20
 
     def checked(self) -> CacheConfig:
         """This value if its rules hold. Raises ConfigError."""
         if not self.ttl_s > 0:
             raise ConfigError("cache.ttl_s", f"{self.ttl_s} is not positive", "Write enabled: false for no cache.")
-        _check_bytes("cache", self.max_entry_bytes, self.max_bytes)
+        if self.max_bytes <= 0:
+            raise ConfigError("cache.max_bytes", f"{self.max_bytes} is not positive")
         return self
 
 
@@ -41,16 +36,12 @@ class IdempotencyConfig:
     """Answers to requests with an Idempotency-Key.
 
     ttl_s            seconds that an answer is kept for retries; 0: the header has no effect
-    max_bytes        of all entries;  max_entry_bytes  of one
     """
 
     ttl_s: float = 86400.0
-    max_bytes: int = 64 << 20
-    max_entry_bytes: int = 1 << 20
 
     def checked(self) -> IdempotencyConfig:
         """This value if its rules hold. Raises ConfigError."""
         if self.ttl_s < 0:
             raise ConfigError("idempotency.ttl_s", f"{self.ttl_s} is negative", "Write 0 for no effect of the header.")
-        _check_bytes("idempotency", self.max_entry_bytes, self.max_bytes)
         return self

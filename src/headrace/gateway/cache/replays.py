@@ -48,13 +48,20 @@ REPLAYS = "replays"
 """Name of the part of the stores with answers under an Idempotency-Key."""
 
 
-def replay_limits(config: IdempotencyConfig, stores: Stores) -> StoreLimits:
-    return stores.limits(entry=config.max_entry_bytes, total=config.max_bytes)
+MAX_REPLAYS_BYTES = 64 << 20
+"""Bytes of all kept answers, with what the store takes beside each; the oldest ones go first."""
+
+MAX_REPLAY_BYTES = 1 << 20
+"""Bytes of one: a retry of a request with a larger answer gets 409."""
 
 
-def open_replay_store(config: IdempotencyConfig, stores: Stores) -> Store:
+def replay_limits(stores: Stores) -> StoreLimits:
+    return stores.limits(entry=MAX_REPLAY_BYTES, total=MAX_REPLAYS_BYTES)
+
+
+def open_replay_store(stores: Stores) -> Store:
     """Raises ConfigError."""
-    return stores.open(REPLAYS, replay_limits(config, stores))
+    return stores.open(REPLAYS, replay_limits(stores))
 
 
 class ReplayEntry(StoredEntry, frozen=True):
@@ -182,7 +189,7 @@ class Replays:
             del self._claims[claim.key]
 
     def _of_claim(self, claim: KeyClaim, body: bytes) -> WholeAnswer:
-        """The answer of a claim of this gateway that has ended and is being written. Raises what `find` raises."""
+        """The answer of a claim of this gateway that has ended and is being written. Raises the errors of `find`."""
         if claim.body != body:
             raise self._mismatch()
         if claim.answer is None:

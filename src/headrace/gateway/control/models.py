@@ -18,7 +18,6 @@ from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError
 from headrace.gateway.control.texts import FailedText, LoadedText
 from headrace.gateway.text_workers.pool import TextPool
-from headrace.gateway.upstream.config import ReplicaTimes
 from headrace.gateway.upstream.fallback import FallbackUpstream
 from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig
 from headrace.gateway.upstream.model_text import ModelText
@@ -28,6 +27,7 @@ from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ServedModel, UnreadableModel
 from headrace.gateway.upstream.tokens import TokenUpstream
 from headrace.policy.routing.choice import Random, ReplicaId
+from headrace.policy.routing.slow_start import SLOW_START_S
 from headrace.text.folder import TextModel
 from headrace.text.output.model_formats import ModelFormats
 from headrace.wire.client import ReplicaClient
@@ -105,7 +105,7 @@ class ModelOpener:
         self.on_closed: Callable[[str, ReplicaId], None] = lambda _model, _replica: None
 
     async def open(
-        self, config: ModelConfig, text: LoadedText | FailedText | None, times: ReplicaTimes, before: OpenModel | None = None
+        self, config: ModelConfig, text: LoadedText | FailedText | None, failover_s: float, before: OpenModel | None = None
     ) -> OpenModel:
         """A model, connected to its replicas or trying to. Raises ConfigError.
 
@@ -129,8 +129,8 @@ class ModelOpener:
                 list(replicas.values()),
                 random=self._sources.random,
                 clock=self._sources.clock,
-                failover_s=times.failover_s,
-                slow_start_s=times.slow_start_s,
+                failover_s=failover_s,
+                slow_start_s=SLOW_START_S,
                 on_closed=partial(self.on_closed, config.name),
             )
             pool.unavailable = config.unavailable

@@ -1,6 +1,6 @@
-"""Removes what stores keep of one tenant, whether a server runs on them or not: `headrace cache purge` and `DELETE /cache/TENANT`.
+"""Removes one tenant's entries from the stores: `headrace cache purge` and `DELETE /cache/TENANT`. No server need run.
 
-Not a lock: what runs meanwhile is kept when it ends. Whoever removes a tenant revokes its keys first.
+A request that runs meanwhile still writes its entry when it ends. So revoke the keys of a tenant before removing it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ async def purge(config: StoreSections, tenant: str, admin: Administration, unix_
     names = await admin.tenant_keys(tenant)
     answers: list[Callable[[], Store]] = [
         partial(open_answer_store, config.cache, stores),
-        partial(open_replay_store, config.idempotency, stores),
+        partial(open_replay_store, stores),
     ]
-    conversations: list[Callable[[], Store]] = [partial(open_session_store, config.sessions, stores), stores.open_streams]
+    conversations: list[Callable[[], Store]] = [partial(open_session_store, stores), stores.open_streams]
     for open_part in answers + (conversations if is_all else []):
         store = open_part()
         try:

@@ -59,7 +59,6 @@ CHANGEABLE = (
     "timeouts.request_s",
     "timeouts.drain_s",
     "timeouts.failover_s",
-    "routing",
     "admission",
     "tiers",
     "prices",
@@ -67,7 +66,7 @@ CHANGEABLE = (
     "cache.enabled",
     "cache.models",
     "cache.ttl_s",
-    "idempotency.ttl_s",
+    "idempotency",
 )
 """Paths that may change, each with all below it. Whatever is not here takes a restart; a new option does until what runs follows it."""
 
@@ -135,7 +134,7 @@ class Reloader:
                 undo.push_async_callback(asyncio.to_thread, request_log.close)
             texts = await self._texts.prepare(config.models, config.limits, self._models.texts_in_use)
             undo.push_async_callback(texts.close)
-            apply_models = await self._models.prepare(config.models, config.replica_times, texts.texts)
+            apply_models = await self._models.prepare(config.models, config.timeouts.failover_s, texts.texts)
             undo.pop_all()
         former_log, self._app.request_log = self._app.request_log, request_log
         apply_models(self._app.active.choosing)

@@ -1,7 +1,7 @@
-"""The models that a gateway serves now, and those that have left while requests of them still run.
+"""The models that a gateway serves, and removed models whose requests still run.
 
-A model or a set of replicas is closed when no request can use it any more: neither one that asked for it, nor one that began under an
-earlier configuration and has not asked for its model yet. Its series stay on the metrics page for `SERIES_KEPT_S` more.
+A model or a set of replicas is closed when no request can use it any more. Requests that began under an earlier configuration may still
+ask for a removed model. The series of a closed model stay on the metrics page for `SERIES_KEPT_S` more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from headrace.core.errors import CheckpointError
 from headrace.gateway.access.open_requests import UseCount
 from headrace.gateway.control.models import ModelOpener, OpenModel
 from headrace.gateway.control.texts import FailedText, LoadedText, ModelTexts
-from headrace.gateway.upstream.config import ReplicaTimes
 from headrace.gateway.upstream.model_config import ModelConfig
 from headrace.gateway.upstream.replicas import RETIRED
 from headrace.gateway.upstream.seam import ReplicaHealth
@@ -50,10 +49,10 @@ class SiteModels:
     def __post_init__(self) -> None:
         self.opener.on_closed = self.replica_closed
 
-    async def open(self, models: Sequence[ModelConfig], times: ReplicaTimes, texts: ModelTexts) -> None:
+    async def open(self, models: Sequence[ModelConfig], failover_s: float, texts: ModelTexts) -> None:
         """Open the models of the first configuration. Raises ConfigError; call `close` then, too."""
         for model in models:
-            self.models[model.name] = await self.opener.open(model, texts.get(model.name), times)
+            self.models[model.name] = await self.opener.open(model, texts.get(model.name), failover_s)
             self._keep_series(self.models[model.name])
 
     async def close(self) -> None:
@@ -111,7 +110,7 @@ class SiteModels:
 
     # -- changing them -------------------------------------------------------------------------------------------------------------
 
-    async def prepare(self, models: Sequence[ModelConfig], times: ReplicaTimes, texts: ModelTexts) -> Callable[[UseCount], None]:
+    async def prepare(self, models: Sequence[ModelConfig], failover_s: float, texts: ModelTexts) -> Callable[[UseCount], None]:
         """Open those of `models` that are new; what this returns serves `models`. Raises ConfigError.
 
         It is called with the requests of the present configuration that have not asked for a model yet.
@@ -124,15 +123,15 @@ class SiteModels:
                 if known is not None and not isinstance(text, FailedText) and (change := self.opener.change(known, model)) is not None:
                     changed[model.name] = change
                     continue
-                opened[model.name] = await self.opener.open(model, text, times, known)
+                opened[model.name] = await self.opener.open(model, text, failover_s, known)
                 undo.push_async_callback(opened[model.name].stack.aclose)
             undo.pop_all()
-        return partial(self._apply, [model.name for model in models], times, opened, changed)
+        return partial(self._apply, [model.name for model in models], failover_s, opened, changed)
 
     def _apply(
         self,
         names: Sequence[str],
-        times: ReplicaTimes,
+        failover_s: float,
         opened: Mapping[str, OpenModel],
         changed: Mapping[str, Callable[[], None]],
         choosing: UseCount,
@@ -145,7 +144,7 @@ class SiteModels:
         self.models = {name: known[name] for name in names}
         for model in self.models.values():
             if model.pool is not None:
-                model.pool.follow(failover_s=times.failover_s, slow_start_s=times.slow_start_s)
+                model.pool.follow(failover_s)
             self._keep_series(model)
         self._earlier = [count for count in (*self._earlier, choosing) if count.num_users]
         for model in left:

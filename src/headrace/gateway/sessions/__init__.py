@@ -1,4 +1,4 @@
 """Conversations that the gateway keeps, and conversations made to fit their model's context. The rules stand in docs/sessions.md.
 
-`history` is what is kept and chooses what stays, `sessions` where; `fitting` asks the model with what stays.
+`history` has the stored form and chooses the turns that stay, `sessions` reads and writes the store, `fitting` shortens or summarises.
 """

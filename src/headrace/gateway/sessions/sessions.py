@@ -1,8 +1,7 @@
-"""The sessions of one gateway, read from and written to their store. What one request does with one of
-them: `generation.stages.session`.
+"""Reads and writes the sessions of one gateway. A request's use of its session: `generation.stages.session`.
 
-`stores.guard` bounds what a request waits for. A store that fails or is slow means 503: an answer without the history would answer another
-question.
+`stores.guard` bounds the time that a request waits. A store that fails or is slow means 503: an answer without the history would answer
+another question.
 """
 
 from __future__ import annotations
@@ -47,6 +46,12 @@ LEASE_S = 15.0
 
 INLINE_BYTES = 32 << 10
 """Histories up to this size are packed and unpacked on the event loop, in half a millisecond; larger ones in a thread."""
+
+MAX_SESSION_BYTES = 1 << 20
+"""Bytes of the messages of one session, as JSON. One more turn is refused."""
+
+MAX_SESSIONS_BYTES = 256 << 20
+"""Bytes of all sessions, compressed; one tenant may fill `limits.max_tenant_share` of it."""
 
 _DOWN = "The store of sessions does not answer; send the request again."
 _BUSY = "Another request of this session is being answered; send this one again after it."
@@ -143,7 +148,7 @@ class Sessions:
         self.store.write(freed, 0, lambda _: None, within_s=LEASE_S)
 
     def too_large(self) -> RequestTooLarge:
-        limit = f"a session of at most {self.config.max_session_bytes} bytes (sessions.max_session_bytes)"
+        limit = f"a session of at most {MAX_SESSION_BYTES} bytes"
         return RequestTooLarge("messages", limit, None, "Begin another session, or set context_fitting, which drops the oldest turns.")
 
     # -- what the paths below /v1/sessions do -------------------------------------------------------------------------------------
@@ -199,6 +204,6 @@ ENTRY_MARGIN = 2
 """An entry may have N times the bytes of a session's messages: the answer of its last turn is not counted before it is given."""
 
 
-def open_session_store(config: SessionConfig, stores: Stores) -> Store:
+def open_session_store(stores: Stores) -> Store:
     """Raises ConfigError."""
-    return stores.open(NAME, stores.limits(entry=ENTRY_MARGIN * config.max_session_bytes, total=config.max_bytes))
+    return stores.open(NAME, stores.limits(entry=ENTRY_MARGIN * MAX_SESSION_BYTES, total=MAX_SESSIONS_BYTES))

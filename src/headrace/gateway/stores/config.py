@@ -27,16 +27,12 @@ class StoreConfig:
     url              Redis or Valkey, which gateways on several machines share; without its password, since it may be shown
     password_file    file with that password, closed to other users
     allow_insecure   a server on another machine without TLS, or without a password
-    max_bytes        of all entries
-    max_entry_bytes  of one entry: eight bytes per token of an answer
     """
 
     path: str = ""
     url: str = ""
     password_file: str = ""
     allow_insecure: bool = False
-    max_bytes: int = 256 << 20
-    max_entry_bytes: int = 1 << 20
 
     def checked(self) -> StoreConfig:
         """This value if its rules hold. Raises ConfigError."""
@@ -49,9 +45,6 @@ class StoreConfig:
         if self.password_file and not self.url:
             raise ConfigError("store.password_file", "is given without store.url")
         self._check_is_safe()
-        for name in ("max_bytes", "max_entry_bytes"):
-            if (value := getattr(self, name)) <= 0:
-                raise ConfigError(f"store.{name}", f"{value} is not positive")
         return self
 
     def password(self) -> str | None:

@@ -13,6 +13,12 @@ from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import Store, StoreLimits
 
+MAX_STREAMS_BYTES = 256 << 20
+"""Bytes of all kept streams, with what the store takes beside each; the oldest ones go first."""
+
+MAX_STREAM_BYTES = 1 << 20
+"""Bytes of one kept stream, eight per token: a longer answer cannot be continued."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stores:
@@ -38,5 +44,5 @@ class Stores:
 
     def open_streams(self) -> Store:
         """The store of streams, which is in `store.path` where that is given. Raises ConfigError."""
-        limits = self.limits(entry=self.config.max_entry_bytes, total=self.config.max_bytes)
+        limits = self.limits(entry=MAX_STREAM_BYTES, total=MAX_STREAMS_BYTES)
         return SqliteStore(self.config.path, limits, self.unix_time) if self.config.path else self.open("", limits)

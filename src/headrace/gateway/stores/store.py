@@ -1,7 +1,7 @@
-"""The seam between gateways and what keeps bytes for them: entries under keys, each of a tenant, each for a time.
+"""The protocol of a store: bytes under keys, each entry with a tenant and a lifetime.
 
-An entry is there for its time at most: where there is no room, the entries that were written first are removed. So a store holds what is
-good to have, never what must not be lost. `stores.sqlite` is the embedded implementation, `stores.redis` the one that several machines
+An entry may go before its time: where room is missing, the oldest entries are removed. So a store holds caches, never data that must not be
+lost. `stores.sqlite` is the embedded implementation, `stores.redis` the one that several machines
 share.
 """
 
@@ -77,10 +77,7 @@ class StoreLimits:
         """Raises EntryTooLarge. num_bytes: of the value; stored_bytes: with what the store takes beside it"""
         most = min(self.tenant, self.total)
         if num_bytes > self.entry or stored_bytes > most:
-            limits = "store.max_entry_bytes, store.max_bytes"
-            raise EntryTooLarge(
-                f"An entry has {num_bytes} bytes, {stored_bytes} as stored; at most {self.entry} and {most} are kept ({limits})."
-            )
+            raise EntryTooLarge(f"An entry has {num_bytes} bytes, {stored_bytes} as stored; at most {self.entry} and {most} are kept.")
 
 
 class Store(Protocol):

@@ -31,6 +31,9 @@ MAX_FACTS_BYTES = 2 << 20
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError)
 """What is raised where no connection could be made: a server that is down, and a name without an address or that is none."""
 
+CONNECT_S = 5.0
+"""Seconds to look up the address, connect and shake hands."""
+
 FACTS_S = 5.0
 """Seconds in which a server has to send a list of models or a metrics page."""
 
@@ -55,7 +58,7 @@ class ForeignSession:
         return await self._session.post(f"{self._url}/{path}", data=body, headers=headers, allow_redirects=False)
 
     async def get(self, url: str) -> tuple[int, bytes]:
-        """Status and body, which is empty where it is longer than MAX_FACTS_BYTES. Raises what aiohttp raises, and TimeoutError."""
+        """Status and body, which is empty where it is longer than MAX_FACTS_BYTES. Raises aiohttp's errors, and TimeoutError."""
         async with (
             asyncio.timeout(FACTS_S),
             self._session.get(url, headers=self._headers, allow_redirects=False) as response,
@@ -77,7 +80,7 @@ async def open_session(model: str, name: str, config: ForeignConfig) -> AsyncIte
     api_key = read_key(config)
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, socket_factory=None if config.allow_link_local else partial(_guarded_socket, model, name)),
-        timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_s),
+        timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         trust_env=False,

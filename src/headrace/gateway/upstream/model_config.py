@@ -27,7 +27,7 @@ MAX_FOREIGN_SERVERS = 16
 
 MAX_SECONDS = 86400
 MAX_ORDER = 100
-_TIMEOUTS = ("connect_s", "first_token_s", "inter_chunk_s")
+_TIMEOUTS = ("first_token_s", "inter_chunk_s")
 _LINK_LOCAL = "Cloud machines hand out credentials at such addresses. If a model server is really there, set allow_link_local."
 
 
@@ -64,7 +64,6 @@ class ForeignConfig:
     cache_salt        each tenant's salt is sent, so that tenants share no cached prefix there (vLLM and Headrace know the field). Off for a
                       server that refuses unknown fields: then all tenants share its cache
     allow_link_local  connect although the address is link-local or a cloud's metadata service
-    connect_s         seconds to look up the address, connect and shake hands
     first_token_s     seconds from sending a request to the first token of its answer
     inter_chunk_s     seconds between two pieces of an answer
     """
@@ -77,7 +76,6 @@ class ForeignConfig:
     api_key_env: str = ""
     cache_salt: bool = True
     allow_link_local: bool = False
-    connect_s: float = 5.0
     first_token_s: float = 120.0
     inter_chunk_s: float = 60.0
 

@@ -122,9 +122,9 @@ class ReplicaPool:
         for replica in (*self.replicas, *self.retired):
             await replica.connection.close()
 
-    def follow(self, *, failover_s: float, slow_start_s: float) -> None:
-        """Other values for later losses and connections. A wait that has begun ends when it was to end."""
-        self.failover_s, self._slow_start_s = failover_s, slow_start_s
+    def follow(self, failover_s: float) -> None:
+        """Another value for later losses. A wait that has begun ends when it was to end."""
+        self.failover_s = failover_s
         self._start_watch()
 
     def _start_watch(self) -> None:

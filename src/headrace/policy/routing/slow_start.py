@@ -1,6 +1,6 @@
-"""A replica that has just become ready gets a part of its share, which grows until `slow_start_s` have passed.
+"""A replica that has just become ready gets a part of its share, which grows until SLOW_START_S have passed.
 
-Its prefix cache is empty and its speed not known yet, and if it fails what it is sent, few requests have to move. Shares are relative: when
+The prefix cache of such a replica is empty, its speed is unknown, and if it fails its requests, few have to move. Shares are relative: when
 all replicas have just started, none waits for another, and a replica alone gets everything at once.
 """
 
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.policy.routing.choice import RESOLUTION, Choice, Random
+
+SLOW_START_S = 10.0
+"""Seconds over which the share of a replica grows that has just connected while others serve."""
 
 FIRST_SHARE = 0.1
 """Part of its share that a replica gets in its first moment: enough to find out its speed."""

@@ -20,7 +20,7 @@ from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json, prompt_messages
 from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
 from headrace.gateway.sessions.names import METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
-from headrace.gateway.sessions.sessions import ReadSession, Sessions
+from headrace.gateway.sessions.sessions import MAX_SESSION_BYTES, ReadSession, Sessions
 from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, ToolCall
 
@@ -144,7 +144,7 @@ class SessionTurn:
     def check_size(self, history: History) -> int:
         """Bytes of a history as JSON. Raises RequestTooLarge for more than a session may have."""
         num_bytes = len(messages_json(history.messages))
-        if num_bytes > self._sessions.config.max_session_bytes:
+        if num_bytes > MAX_SESSION_BYTES:
             raise self._sessions.too_large()
         return num_bytes
 
