@@ -1,4 +1,4 @@
-"""What this process's cgroups let it use, of version 2 or 1: memory and CPU time. The tightest limit on the way up binds.
+"""The memory and CPU time that this process's cgroups (version 2 or 1) allow. The tightest limit on the way up binds.
 
 Reads /proc and /sys below a given root, so that tests can write their own.
 """

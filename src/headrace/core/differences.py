@@ -1,4 +1,4 @@
-"""What differs between two configurations, path by path, in a form for people: no secret is shown.
+"""The differences between two configurations, path by path, as text for people. No secret is shown.
 
 Works on dataclasses, mappings and sequences. Items of a sequence that all have a name are compared by name. A field with `repr=False`, and
 a key of a mapping in SECRET_KEYS, is a secret: that it differs is shown, and nothing of its value. Not a patch: it cannot be applied.

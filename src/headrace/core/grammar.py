@@ -1,4 +1,4 @@
-"""What an output must match, as a value: a JSON schema, a regular expression or a Lark grammar, and where it begins to bind.
+"""A grammar that an output must match, as a value: a JSON schema, a regular expression or a Lark grammar, and where it begins to bind.
 
 No grammar is compiled here; engine.grammar does that. The design is in docs/structured.md.
 """

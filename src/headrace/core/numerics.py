@@ -1,8 +1,8 @@
-"""What equal results depend on, by name, and whether a stream that began at one replica may go on at another.
+"""Numerics: the named facts on which equal results depend. A stream may go on at another replica only where they agree.
 
 A replica's facts stand in its hello (`ModelInfo.numerics`); the digest over them is equal only where every fact is. "weights" is a digest
 of all weight bytes and config.json: hashing them takes seconds per gigabyte and happens while the engine already answers, so it is empty
-until it is known. Until then nothing may be resumed there: what is not known to be equal is not taken for equal.
+until it is known. Until then no stream may be resumed there.
 """
 
 from __future__ import annotations

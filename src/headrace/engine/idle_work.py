@@ -1,7 +1,7 @@
-"""Work of an engine that can wait: done in pieces, on a thread of its own, while no request is there.
+"""Work of an engine that can wait, done in pieces on a thread of its own while the engine has no request.
 
-What takes the processors or the memory's bandwidth for seconds would make the first answers slow (packed weights, `tensor.packed.store`).
-An engine that always has a request does none of it.
+Packing weights (`tensor.packed.store`) takes CPUs and memory bandwidth for seconds, and would make the first answers slow. An engine that
+always has a request does no idle work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Messages from other threads to the loop, in order, and how much submitted work is in them that the loop has not taken yet.
+"""Messages from other threads to the loop, in order, and a count of the submitted work that the loop has not taken yet.
 
-Only Submits are counted, not cancels, finishes or preparers' answers: gateways read how much work waits. A step can take seconds, and the
-loop takes nothing meanwhile; what is submitted during a step is bounded by bytes, as the waiting queue is.
+Only Submits are counted, not cancels, finishes or preparers' answers: gateways read the count as waiting work. A step can take seconds, and
+the loop takes no message meanwhile, so the Submits are bounded by bytes, as the waiting queue is.
 """
 
 from __future__ import annotations

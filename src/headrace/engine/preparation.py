@@ -64,7 +64,7 @@ class Preparations:
         self._num_begun = 0
 
     def begin(self, request: EngineRequest) -> tuple[PreparationId, Mapping[str, float]]:
-        """Raises what the preparer raises, and ValueError for a prerequisite whose name is the scheduler's own."""
+        """Raises the preparer's errors, and ValueError for a prerequisite whose name is the scheduler's own."""
         self._num_begun += 1
         preparation_id = PreparationId(self._num_begun)
         prerequisites = self._preparer.begin(request, preparation_id)

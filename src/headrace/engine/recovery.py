@@ -17,7 +17,7 @@ from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.sequence import Sequence
 
 Compute = Callable[[Plan], None]
-"""Run one plan and commit it. Raises what the step raised; then nothing of it was committed."""
+"""Run one plan and commit it. Raises the step's error; then nothing of the step was committed."""
 
 
 class Recovery:

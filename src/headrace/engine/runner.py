@@ -112,7 +112,7 @@ class ModelRunner:
     def execute(self, plan: Plan) -> Result:
         """Apply the plan's changes, compute its rows, remember the sampled tokens.
 
-        Raises: whatever the computation raised; EngineFatal if the device itself failed, after which no result of it can be trusted.
+        Raises: the computation's error; EngineFatal if the device itself failed, after which no result of it can be trusted.
         """
         try:
             with torch.inference_mode():

@@ -1,7 +1,7 @@
-"""From an engine's configuration to a runner that is ready, with every choice made on the way in words, for the log of the start.
+"""Builds a runner from an engine's configuration, and logs every choice in words.
 
-The stages: choose (dtype, kernels, threads), load the weights, size the KV cache, warm up. What one stage decides is in `tensor.host` and
-`engine.kv_sizing`; the engine around the runner is made in `engine.build`.
+The order: choose dtype, kernels and threads (`tensor.host`), load the weights, size the KV cache (`engine.kv_sizing`), warm up. The engine
+around the runner is made in `engine.build`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling parameters of slots whose tokens are chosen on the device: into a step's matrix of rows, and to the device where they lie there.
+"""Brings the sampling parameters of slots to the device, where tokens are chosen: into a step's matrix of rows, or into the slot's memory.
 
 The counterpart of `tensor.sampling.sampler.Sampler`, which chooses on the host. Tokens are counted on the device as they are chosen
 (`SlotTensors.seen`). The host writes a slot's counts anew, from the ids it knows, when the sequence starts, and when a step was rolled

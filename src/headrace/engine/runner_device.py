@@ -7,8 +7,8 @@ size has room for them; the choice of all tokens, replayed. A row whose token is
 The host waits for the steps in flight before it enqueues what needs their tokens: a row of several tokens, a slot whose counts it writes
 anew, a grammar's mask, for which the forward pass is enqueued first. It waits for its own step to compute log-probabilities of prompts.
 
-A slot may be given to another sequence while a step of the last one is in flight: a generation per slot keeps a late token out of it. What
-holds of a step that raised, and of plans after it, is said in `runner`; a step may raise as it is launched or as it is finished.
+A slot may be given to another sequence while a step of the last one is in flight: a generation per slot keeps a late token out of it.
+`runner` says what holds after a step that raised; a step may raise as it is launched or as it is finished.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DeviceRunner:
         self._flight: deque[LaunchedStep] = deque()
 
     def capture(self) -> None:
-        """Capture what steps replay, once, before the first step. Raises what the device raises."""
+        """Capture what steps replay, once, before the first step. Raises the device's errors."""
         self._steps.capture()
 
     def submit(self, plan: Plan) -> LaunchedStep | CompletedStep:

@@ -1,6 +1,6 @@
-"""The tensors of a device's steps, at addresses that captured graphs know, and what is enqueued over them.
+"""The tensors of a device's steps, at addresses that captured graphs know, and the kernels that are enqueued over them.
 
-What a step's rows are, and when they may be computed, is `runner_device`'s. Every method enqueues and returns at once.
+`runner_device` decides the rows of a step, and when they are computed. Every method enqueues and returns at once.
 """
 
 from __future__ import annotations

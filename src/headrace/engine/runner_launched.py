@@ -1,4 +1,4 @@
-"""A step of a device's runner between its launch and its end, and how its rows were laid out."""
+"""A launched step of a device's runner, until its end, and the layout of its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammar masks: what the runner needs of the grammars of its slots.
+"""Grammar masks of a runner's slots: the tokens that each row's grammar allows.
 
 The masks of a step are begun before its forward pass and waited for before sampling, so that they are filled on another thread while the
 model computes. How a mask acts on logits is `tensor.sampling`'s; where masks come from is in docs/structured.md.
@@ -42,7 +42,7 @@ class MaskSource(SlotPart, Protocol):
         ...
 
     def wait(self) -> StepMasks:
-        """The masks that `begin` started, once. Their memory is valid until the next `begin`. Raises what filling them raised."""
+        """The masks that `begin` started, once. Their memory is valid until the next `begin`. Raises the error of filling them."""
         ...
 
     def close(self) -> None:

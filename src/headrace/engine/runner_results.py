@@ -1,4 +1,4 @@
-"""From what a step computed to its `Result`: sampled tokens, log-probabilities of prompts, rows that failed."""
+"""Makes the `Result` of a computed step: sampled tokens, log-probabilities of prompts, rows that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that a runner remembers between steps, and what a plan changes of it. The parts are `runner_slots.SlotPart`s.
+"""A runner's state between steps, and the changes that a plan makes to it. The parts are `runner_slots.SlotPart`s.
 
 A step that raised may have applied its changes or not; the loop sends them again. So applying, and rewinding, may be repeated.
 """

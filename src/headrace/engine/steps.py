@@ -90,7 +90,7 @@ class StepQueue:
             return failed
 
     def compute(self, plan: Plan) -> Result:
-        """Submit a plan and wait for it, while no other step is uncommitted. Raises what the step raised."""
+        """Submit a plan and wait for it, while no other step is uncommitted. Raises the step's error."""
         self.recent.append(plan)
         return self.runner.submit(plan).result()
 

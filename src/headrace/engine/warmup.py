@@ -38,7 +38,7 @@ def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_
 
     most_tokens  run prompts of 4, 8, .. up to this many tokens as well
 
-    No slot is left in use. Raises whatever a step raises: an engine whose warm-up fails cannot serve.
+    No slot is left in use. Raises a step's error: an engine whose warm-up fails cannot serve.
     """
     longest = max_model_len - 2
     length = min(config.max_num_batched_tokens, longest, _PROMPT_TOKENS)

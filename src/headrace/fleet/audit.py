@@ -1,6 +1,6 @@
 """Audit records of the commands that change a running deployment: reload, rollout, scale, drain.
 
-A command that was refused has changed nothing and leaves none. What keeps the records is the caller's (`cli.serve` gives the store of keys
+A command that was refused changed nothing and leaves no record. The caller gives the store of the records (`cli.serve`: the store of keys
 and tenants, whose changes are recorded there too).
 """
 

@@ -1,6 +1,6 @@
-"""What of a deployment's configuration may change while it runs. Pure; `fleet.reconciler` follows the change.
+"""Refuses changes of a running deployment's configuration that take a restart. Pure.
 
-What gateways refuse by themselves is in `gateway.control.reload`.
+`fleet.reconciler` applies the change. Gateways refuse others by themselves (`gateway.control.reload`).
 """
 
 from __future__ import annotations

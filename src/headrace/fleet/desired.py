@@ -1,4 +1,4 @@
-"""What a deployment should be: its configuration, and the options that each revision of a model's engines runs with."""
+"""The desired state of a deployment: its configuration, and the engine options of each revision of a model."""
 
 from __future__ import annotations
 

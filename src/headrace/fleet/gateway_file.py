@@ -1,4 +1,4 @@
-"""The file that all gateways of a deployment read, changed while they run: all of them follow it, or it stays as it was."""
+"""Changes the file that all gateways of a deployment read: all running gateways follow the change, or the file is restored."""
 
 from __future__ import annotations
 

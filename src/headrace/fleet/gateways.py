@@ -1,4 +1,4 @@
-"""The gateway processes of a deployment as one: have all of them read their file again, and ask what all of them see.
+"""The gateway processes of a deployment as one: all of them reload their file, or report the replicas that they see.
 
 Each answers on its leash (`wire.leash`). A gateway that is being started again reads the newest file anyway, and has no requests.
 """

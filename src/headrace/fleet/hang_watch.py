@@ -1,7 +1,7 @@
 """Ends the processes that hang, so that their keepers start others: gateways that answer nothing, and engines that no gateway can use.
 
-A process that ends is its keeper's matter (`fleet.keeper`), one that does not get ready too; moving streams off an engine that hangs is the
-gateways' (docs/failover.md), and much faster. What is here is for a process that stays for good what it is. docs/fleet.md has the limits.
+`fleet.keeper` handles a process that ends or never gets ready. Gateways move streams off an engine that hangs, and much faster
+(docs/failover.md). This module ends processes that would hang for good. docs/fleet.md has the limits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Starts one process on this machine, in a session of its own, on the supervisor's leash, its output labelled.
 
-A child says through the leash that it is ready or why it refuses (`wire.leash`). What it logs and prints is logged here under its label
-(`observe.logs.relay`), or goes straight through where it is not forwarded.
+A child says through the leash that it is ready or why it refuses (`wire.leash`). Its output is logged here under its label
+(`observe.logs.relay`), or is not forwarded and goes straight through.
 """
 
 from __future__ import annotations

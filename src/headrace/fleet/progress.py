@@ -1,4 +1,4 @@
-"""What is done to a deployment, in lines for people: each is about one model, goes to the log, and to the commands for that model."""
+"""Progress of changes to a deployment, as lines for people. Each is about one model, and goes to the log and to that model's commands."""
 
 from __future__ import annotations
 

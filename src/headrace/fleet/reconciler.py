@@ -1,6 +1,6 @@
-"""Makes the processes of this machine what they should be: engines are started and ended, and gateways read what has changed.
+"""Reconciles this machine's processes with the desired state: starts and ends engines, and has gateways read their changed file.
 
-`policy.deployment` decides, this does it and reports what became of it. One round: ask the gateways what they see, have the deployment
+`policy.deployment` decides; this module acts and reports the result. One round: ask the gateways what they see, have the deployment
 plan, write the gateways' file and have every gateway read it, and only then start and end processes. docs/control.md has the rules.
 """
 
@@ -90,7 +90,7 @@ class Reconciler:
     async def change(self, command: Callable[[Deployment], Iterable[ModelProgress]]) -> None:
         """Give the deployment a command and begin what follows from it; the lines that it returns are said then.
 
-        Raises what the command raises, and ReloadRefused and ConfigError where gateways cannot follow; nothing was changed then.
+        Raises the command's errors, and ReloadRefused and ConfigError where gateways cannot follow; nothing was changed then.
         """
 
         def apply() -> list[ModelProgress]:

@@ -1,6 +1,6 @@
 """The process behind one replica: kept running, tried again where it could not be started, and ended once its requests have left.
 
-`keeper` restarts a process that has served. What is here is the time around that: before a first success, and the way out.
+`keeper` restarts a process that has served. This module handles the time before the first success, and the end.
 """
 
 from __future__ import annotations

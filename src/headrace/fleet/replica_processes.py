@@ -1,6 +1,6 @@
-"""The engine processes of one deployment, by the names of their replicas: made from the configuration, started, forgotten and closed.
+"""The engine processes of one deployment by replica name: made from the configuration, started, forgotten and closed.
 
-When each of that happens is `fleet.reconciler`'s; what one process does until it has ended is `fleet.replica_process`.
+`fleet.reconciler` decides when; `fleet.replica_process` is one of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The supervisor: gateway processes and one engine process per replica, kept running, changed while they run, and taken down in order.
 
-Engines are the reconciler's (`fleet.reconciler`), which follows the configuration and the operator's commands (`fleet.control`).
+`fleet.reconciler` starts and ends engines by the configuration and the operator's commands (`fleet.control`).
 
 SIGTERM or SIGINT drains: first the gateways, which take no new work and let running streams finish, then the engines. A second signal
 has the gateways end their streams with an error, and then ends everything. When the supervisor itself is killed, its leashes break and the

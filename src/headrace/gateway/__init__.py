@@ -1,1 +1,1 @@
-"""The gateway: surfaces, auth, admission, streaming, usage. Sends token ids, turns token ids back into text."""
+"""The gateway: surfaces, authentication, admission, streaming, usage. It sends replicas token ids, and turns token ids back into text."""

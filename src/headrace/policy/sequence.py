@@ -1,10 +1,10 @@
-"""A sequence as the policy floor sees it: counts, blocks and where it stands.
+"""A sequence as the scheduler sees it: its counts, blocks and state.
 
     len(tokens)                     ids whose value is known here: prompt and committed outputs
     num_planned   >= num_computed   positions handed to a plan / whose plan is committed
     num_expected  >= len(tokens)    length once every step in flight is committed: the runner has, or will have, ids unknown here
 
-`num_expected - num_planned` is what could be computed next (`num_uncomputed`), for prefill, decode and resume alike.
+`num_expected - num_planned` is the number of tokens that could be computed next (`num_uncomputed`), for prefill, decode and resume alike.
 """
 
 from __future__ import annotations

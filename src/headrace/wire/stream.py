@@ -138,7 +138,7 @@ class ReplicaStream:
         return update
 
     async def batch(self) -> list[SequenceUpdate | Rejected]:
-        """Waits, then returns all unread updates; an empty list means the stream has ended. Raises what the iterator raises."""
+        """Waits, then returns all unread updates; an empty list means the stream has ended. Raises the iterator's error."""
         if not await self._wait_for_updates():
             return []
         updates = list(self._updates)

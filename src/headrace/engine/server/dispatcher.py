@@ -1,7 +1,7 @@
-"""Gateways' commands to the engine, and the engine's updates to the stream of their attempt.
+"""Dispatches gateways' commands to the engine, and each of the engine's updates to the stream of its attempt.
 
-A request lives on the stream that submitted it: when the stream ends, all of its requests are cancelled. Which attempt is whose is
-written down in `routes`. Not here: gRPC, hellos, heartbeats and drain (`service`), frames and their bounds (`gateway_stream`, `unsent`).
+A request lives on the stream that submitted it: when the stream ends, all of its requests are cancelled. `routes` has the stream of each
+attempt. Not here: gRPC, hellos, heartbeats and drain (`service`), frames and their bounds (`gateway_stream`, `unsent`).
 """
 
 from __future__ import annotations

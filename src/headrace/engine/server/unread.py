@@ -1,4 +1,4 @@
-"""One sequence's updates that no frame has taken yet: one as it came, more of them merged, and charged by the memory they take.
+"""One sequence's updates that no frame has taken yet. A single update is kept as it came; several are merged and charged by their memory.
 
 An update of one token is a tuple of twelve fields, 230 bytes and more. A gateway that reads slowly would leave one per step, so from the
 second on they are merged: token ids go into an array, log-probabilities into columns. A gateway that keeps up pays for none of that. A

@@ -1,8 +1,8 @@
-"""What one gateway has not been sent yet: bounded, and coalesced while the gateway is slow.
+"""The updates that one gateway has not been sent yet: bounded, and merged while the gateway is slow.
 
 A gateway that keeps up is sent one frame per step, or several for more than FRAME_ENTRIES tokens and log-probabilities. While a frame is
 still being written, the next steps' updates of a sequence are merged (`unread`), so that a slow gateway costs memory per token but frames
-per write. Beyond MAX_UNITS the gateway loses its lease; that is the stream's decision (`gateway_stream`), this module only counts.
+per write. Beyond MAX_UNITS the gateway loses its lease; the stream decides that (`gateway_stream`), this module only counts.
 """
 
 from __future__ import annotations

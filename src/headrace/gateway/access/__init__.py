@@ -1,1 +1,1 @@
-"""Authentication, the admitted requests, and the memory that requests hold."""
+"""Authentication, open requests, and the memory that requests are charged."""

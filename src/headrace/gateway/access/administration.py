@@ -1,7 +1,7 @@
 """Creating, changing and ending keys and tenants: the rules, above either store. Every change leaves an audit record.
 
-`headrace keys`, `headrace tenants` and the admin socket call this. A change is decided on what was read and written only where nothing has
-changed since; else it is decided again.
+`headrace keys`, `headrace tenants` and the admin socket call this. A change is decided on the records that were read.
+It is written only if no record has changed since; otherwise it is decided again.
 """
 
 from __future__ import annotations

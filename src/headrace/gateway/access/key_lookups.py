@@ -1,4 +1,4 @@
-"""Look-ups of keys in their store, few at a time of keys that this gateway has not found before."""
+"""Looks keys up in their store. Of keys that this gateway has not found before, few are looked up at a time."""
 
 from __future__ import annotations
 

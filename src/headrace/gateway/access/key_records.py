@@ -1,6 +1,6 @@
-"""What is kept of keys and tenants.
+"""The records of keys and tenants in a store.
 
-A key itself is kept nowhere: only its SHA-256 digest and first characters.
+No store has a key itself, only its SHA-256 digest and first characters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The seam between what is kept of keys and tenants and those that read and change it: gateways and administration.
+"""The protocol of a store of keys and tenants, which gateways read and administration changes.
 
 A store is a directory of small records (`access.key_records`) with one version. Every change names the version that it was decided on, and
-is refused where the directory has changed since, so that the rules (`access.administration`) stand once, above both stores:
+is refused if the directory has changed since. So the rules are written once (`access.administration`), above both stores:
 `access.sqlite_keys` for one machine, `access.redis_keys` for several.
 """
 

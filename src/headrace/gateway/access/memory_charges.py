@@ -1,4 +1,4 @@
-"""What requests are charged in this process for the memory that they hold: two sums of bytes.
+"""Memory charges: the bytes that requests hold in this process, in two sums.
 
 Each sum has a limit per request, per tenant and in all.
 

@@ -1,6 +1,6 @@
-"""The requests that are open: all generating ones, those of each key, and how many use something that is to be closed after them.
+"""Counts open requests: generating ones, those of each key, and the users of each object that is closed after its last user.
 
-A generating request beyond the cap, or beyond its tenant's part of it, is refused with 429, a request during the drain with 503.
+A generating request beyond the cap, or beyond its tenant's part of the cap, is refused with 429. Any request during the drain gets 503.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class KeyUses:
                 del self._ends[key_id]
 
     async def end_revoked(self, read: Callable[[str], Awaitable[KeyRecord | None]]) -> None:
-        """read: the record of a key. Raises what it raises; then some keys were not checked."""
+        """read: the record of a key. Raises its error; then some keys were not checked."""
         in_use = list(self._ends)
         for first in range(0, len(in_use), MAX_READS):
             for record in await asyncio.gather(*map(read, in_use[first : first + MAX_READS])):

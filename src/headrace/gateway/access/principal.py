@@ -1,6 +1,6 @@
-"""The authenticated caller of a request, what the request inherits from its key, and the keys that the configuration names.
+"""The authenticated caller of a request, and the keys that the configuration names.
 
-A plain key is hashed at once; no repr shows either.
+A plain key is hashed at once. No repr shows a key or its hash.
 """
 
 from __future__ import annotations

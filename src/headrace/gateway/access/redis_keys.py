@@ -1,7 +1,7 @@
 """Keys and tenants in Redis (6.2 or later) or Valkey, for gateways on several machines.
 
-Records last as long as Redis keeps them, so it needs persistence, and a `maxmemory-policy` that evicts no key without an expiry. Where it
-has lost them, gateways go on wanting keys, and refuse all.
+Redis needs persistence, and a `maxmemory-policy` that evicts no key without an expiry. If Redis has lost the records, gateways still
+require keys and refuse all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this gateway knows of stored keys: answers of the store, for as long as the directory does not change.
+"""One gateway's cache of stored keys: each answer of the store holds until the directory changes.
 
 The directory's version is read every POLL_S. After a new version each key is looked up again (`access.key_lookups`), so that a key that
 was revoked, rotated or changed stops on every gateway within two seconds. Where that look-up fails, what was found before the change holds

@@ -1,4 +1,4 @@
-"""What a request says of the response cache, and the key under which its answer is found."""
+"""Reads a request's cache options, and makes the key of its answer in the response cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A whole answer as a value: what an encoder was given, compact, so that another encoder writes the same answer again; and the value as an
-upstream gives an answer.
+"""A recorded answer: the events of a whole answer as one compact value, from which an encoder writes the same answer again.
 
-Events are kept one by one, so that a stream is replayed in the pieces in which it came. Log-probabilities are kept as columns, with the
+Events are kept one by one, so that a stream is replayed in the same pieces. Log-probabilities are kept as columns, with the
 texts of the token ids in them: no tokenizer is needed for a replay. Log-probabilities of prompts are not kept.
 """
 

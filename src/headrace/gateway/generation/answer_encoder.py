@@ -1,4 +1,4 @@
-"""How the events of an answer become bytes: what a surface's encoder and the recorders do, and the writer that needs no task.
+"""Turns the events of an answer into bytes: the protocols of encoders and recorders, and a writer that needs no task of its own.
 
 `generation.run` calls an encoder in the request's own task; `DirectChunkWriter` calls it from the task that reads from the upstream (the
 wire connection's delivery task, or the reader of a foreign server's stream), while the request's task waits.

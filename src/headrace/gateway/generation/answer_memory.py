@@ -1,6 +1,6 @@
-"""Memory of one request's tokens and log-probabilities, charged to the request: what is known beforehand, the rest as it comes.
+"""Charges a request for the memory of its tokens and log-probabilities: what is known beforehand at once, the rest as it comes.
 
-Log-probabilities have limits as well: each takes far more memory than the request that asks for it.
+Log-probabilities have limits of their own: each takes far more memory than the request for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers of one stream's events, which clients send back as `Last-Event-ID`, and where in the output each event was made."""
+"""The numbers of one stream's events, which clients send back as `Last-Event-ID`, and the output offset of each event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One admitted request on its way to an answer: what its surface asked for, and what the stages find out and hand on to one another."""
+"""One generating request: its parsed body, and the values that stages hand on to later stages."""
 
 from __future__ import annotations
 

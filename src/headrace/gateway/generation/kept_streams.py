@@ -1,8 +1,8 @@
-"""Event streams that their clients may continue: what is kept of them, for how long, and the checks before one is continued.
+"""Kept streams: event streams that ended early and that their clients may continue (`Last-Event-ID`).
 
     stream ends --keep--> store --find (checks), claim--> ContinuedStream --> `generation.run` replays its events and goes on
 
-The rules stand in docs/failover.md. What the upstream needs to go on is bytes here. `stores.guard` bounds what a request waits for.
+Rules: docs/failover.md. The upstream's own state is opaque bytes here. `stores.guard` bounds the time that a request waits for the store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a surface makes of a request's body: the same for every surface that generates, with the caps that hold for each of them."""
+"""The parsed body of a generating request, one type for all surfaces, with the caps that hold for all of them."""
 
 from __future__ import annotations
 

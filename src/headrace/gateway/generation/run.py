@@ -160,7 +160,7 @@ class _Answer:
                 await self._before_end()
 
     async def _before_end(self) -> None:
-        """Raises what a hook raises."""
+        """Raises a hook's error."""
         hooks, self.generation.before_end = self.generation.before_end, []
         try:
             for hook in hooks:

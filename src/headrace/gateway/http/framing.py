@@ -1,6 +1,6 @@
-"""What an API fixes beside its bodies: where its clients put the key, how errors and pings look, and what ends a stream.
+"""The framing of an API: where clients put the key, how errors and pings look, and what ends a stream.
 
-OpenAI's is that of most paths.
+Most paths have OpenAI's framing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ledger of a gateway: where a request's usage goes when it has ended, and where it is read again.
+"""The ledger of a gateway: takes the usage record of each ended request, and answers questions about usage.
 
 Opened by `gateway.compose`. Nothing here waits for a disk or a network on the event loop.
 """

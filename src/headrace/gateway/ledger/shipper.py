@@ -1,6 +1,6 @@
-"""Takes segments from the spool to one sink, in a thread of its own, whatever the sink does.
+"""Ships segments from the spool to one sink, in a thread of its own, so that a failing sink stops nothing else.
 
-Of all processes that share a spool one ships for a sink at a time; the other ones wait for its lock, which ends with it.
+One process at a time ships for a sink. The other processes that share the spool wait for its lock, which ends with the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a queue in memory to segments on the disk: the thread that writes usage records, and what it does when it cannot."""
+"""The thread that writes usage records from a queue in memory to segments on the disk, and keeps or drops them while the disk fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that have ended and are not charged yet: which of them wait, and which call of the store carries the charge of each."""
+"""Ended requests that are not charged yet, and the store call that carries the charge of each."""
 
 from __future__ import annotations
 

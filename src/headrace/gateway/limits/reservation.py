@@ -93,7 +93,7 @@ class LimitReservation:
         self._tokens_taken: _LimitsTaken | None = None
 
     async def __aenter__(self) -> None:
-        """Raises what `begin` raises."""
+        """Raises the errors of `begin`."""
         self._limiter.opened(self)
         try:
             await self.begin()

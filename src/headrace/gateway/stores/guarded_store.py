@@ -1,4 +1,4 @@
-"""A `Store` that requests ask within bounds (`stores.guard`), and that is written to in the background."""
+"""A `Store` behind a guard: requests read it within bounds (`stores.guard`), and writes are made in the background."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GuardedStore:
         self._is_closing = False
 
     async def asked(self, work: Callable[[Store], Awaitable[T]]) -> T:
-        """What `work` gets from the store, while a request waits for it. Raises what `StoreGuard.waiting` raises, and EntryTooLarge."""
+        """What `work` gets from the store, while a request waits for it. Raises the errors of `StoreGuard.waiting`, and EntryTooLarge."""
         async with self.guard.waiting():
             return await work(self.store)
 

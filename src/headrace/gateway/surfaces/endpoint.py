@@ -119,7 +119,7 @@ def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str
 
 
 async def parsed_body(service: Service, exchange: Exchange, charges: RequestCharges, parser: BodyParser[T]) -> T:
-    """The request in a body. Fields that change nothing go to `exchange.ignored`. Raises what reading, decoding and `parser.parse` raise.
+    """The request in a body. Fields that change nothing go to `exchange.ignored`. Raises errors of reading, decoding and `parser.parse`.
 
     charges  counts the bytes of the body as they arrive; the parsed request is taken to be as large and not counted again
     parser  of the path's row in `surfaces.routes`: a text worker parses a large body and sends the request back

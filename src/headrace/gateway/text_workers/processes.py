@@ -1,4 +1,4 @@
-"""The workers as the gateway has them: a host process that forks them, and a socket to each. Single-threaded: one event loop."""
+"""The gateway's end of text workers: a host process that forks them, and a socket to each. Used on one event loop."""
 
 from __future__ import annotations
 

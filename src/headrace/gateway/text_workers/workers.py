@@ -1,4 +1,4 @@
-"""What the pool asks of workers, and they of it: `processes` implements it; tests run jobs in their own process, or script them."""
+"""The protocols between the pool and its workers. `processes` implements them; tests run jobs in their own process, or script them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the sequences of one call run: submitted, re-routed after a rejection, and continued elsewhere after a loss.
+"""Submits the sequences of one call to a replica, to another one after a rejection, and continues them elsewhere after a loss.
 
 All n sequences of a call are submitted together. When their replica is lost, each sequence that has not ended is submitted by itself, at a
 replica of equal numerics, with the token ids that were read of it; without such a replica the call waits for one. The reader of the

@@ -1,6 +1,6 @@
-"""What is kept of a call's output when its client has left, and how a later stream of the same request takes it up again.
+"""The output of a call that is kept when its client leaves, and from which a later stream of the same request goes on.
 
-Here are ids, ends and what the random numbers and results depend on. The answer's events, and the checks before a client gets them, are
+Kept are token ids, ends, and the state of the random numbers. The answer's events, and the checks before a client gets them, are
 `generation.kept_streams`'s. The rules stand in docs/failover.md, "A client that comes back".
 """
 

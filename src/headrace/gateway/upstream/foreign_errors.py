@@ -1,4 +1,4 @@
-"""What the errors of foreign servers say. None of their words reaches a client or the log."""
+"""Reads the errors of foreign servers. None of their text reaches a client or the log."""
 
 from __future__ import annotations
 

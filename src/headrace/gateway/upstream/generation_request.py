@@ -1,4 +1,4 @@
-"""What a request asks of an upstream, checked as far as no model is needed for it."""
+"""The request that an upstream gets, checked as far as no model is needed."""
 
 from __future__ import annotations
 

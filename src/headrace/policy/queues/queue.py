@@ -1,4 +1,4 @@
-"""The protocol of a queue policy: order of admission, choice of the sequence to preempt, shares of the step's prefill budget.
+"""The protocol of a queue policy: the order in which sequences start, the sequence to preempt, and shares of the step's prefill budget.
 
 The sequence that a policy would serve last is preempted first. Implementations: `keyed` (first come first served, shortest job
 first), `fair` and `priority`; `QUEUES` names them.

@@ -1,6 +1,6 @@
-"""Which ready replicas of a model are left out because they failed requests: few at a time, and never the last one.
+"""Ejection: ready replicas that failed requests get none for a while. Few are left out at a time, and never the last one.
 
-A replica that fails what it is sent looks idle, so it would be sent more and more. Its circuit (`circuit_breaker`) says when it is left
+A replica that fails its requests looks idle, so it would get more and more of them. Its circuit (`circuit_breaker`) decides when it is left
 out. A cause that all replicas share, such as a request that ends every engine, must not leave out all of them: hence the bounds.
 """
 

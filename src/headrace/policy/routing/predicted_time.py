@@ -1,4 +1,4 @@
-"""How long a replica would take over a request, in seconds: arithmetic on its load, so that replicas of different speed can be compared.
+"""Predicts the seconds that a replica takes for a request, from its load, so that replicas of different speed can be compared.
 
     what the running step still takes
     + prefill: tokens queued ahead of the request, and its own prompt

@@ -1,4 +1,4 @@
-"""A request that has just arrived, as sequences: whether they ever fit, and what each begins with. Where they go: `sequence_table`."""
+"""Makes sequences of a request that has just arrived, and refuses a request that can never fit. `sequence_table` keeps the sequences."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Which waiting sequence is admitted next, what it has to leave to others, and which running sequence makes room for it.
+"""Chooses the waiting sequence that starts next, and the running sequence that makes room for it.
 
-The queue policy gives the order (`policy.queues`). Here are the bounds that depend on what runs: a tenant's share of the KV blocks,
-headroom for premium requests, goals of the running sequences, and room for a sequence that finds no slot or too few blocks. See
-docs/fairness.md.
+The queue policy gives the order (`policy.queues`). This module adds the bounds that depend on running sequences: a tenant's share of the KV
+blocks, headroom for premium requests, goals, and room for a sequence that finds no slot or too few blocks. See docs/fairness.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What steps cost, learned from the steps before: readiness tells a hanging step from a large one by it, and gateways compare replicas."""
+"""Learns the cost of steps from earlier ones. Readiness tells a hanging step from a large one by it, and gateways compare replicas."""
 
 from __future__ import annotations
 

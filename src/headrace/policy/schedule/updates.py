@@ -1,4 +1,4 @@
-"""A step's output: that of one row, the update that it gives its sequence, and the updates of many rows that have one token each."""
+"""Makes updates of a step's output: for one row, and for many rows of one token each."""
 
 from __future__ import annotations
 

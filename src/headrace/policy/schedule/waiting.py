@@ -1,8 +1,8 @@
-"""What waits in one engine, counted: sequences, tokens and bytes, and the bounds of the waiting queue.
+"""Counts the waiting sequences of one engine, with their tokens and bytes, and holds the bounds of the waiting queue.
 
-Every sequence that does not run (new, blocked or preempted) is counted from the moment it begins to wait until it runs or ends. No sequence
-is searched for when a request comes. Which one is served next is the queue policy's business (`policy.queues`), and which request leaves a
-full queue for another tenant's that of `displacement`.
+Every sequence that does not run (new, blocked or preempted) is counted from the moment it begins to wait until it runs or ends. So an
+arriving request costs no search. `policy.queues` decides which sequence is served next, and `displacement` which request leaves a full
+queue.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a request takes and leaves: its line in the log of prompts, memory, the most that it may use of the caller's limits, its record."""
+"""Accounts for a request: its line in the prompt log, its memory charge, its reservation of the caller's limits, its usage record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def reserve_memory(generation: Generation, call_next: CallNext) -> Prepare
 
 
 async def reserve_limits(generation: Generation, call_next: CallNext) -> Prepared:
-    """Take the most that the answer may use, and count at its end what it has used. Raises what `LimitReservation.reserve` raises."""
+    """Take the most that the answer may use, and count at its end what it has used. Raises the errors of `LimitReservation.reserve`."""
     prepared = await call_next()
     reservation = generation.reservation
     await reservation.reserve(generation.price, prepared)

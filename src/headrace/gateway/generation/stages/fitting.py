@@ -1,5 +1,5 @@
-"""The upstream's preparation, behind all stages. A conversation that does not fit its context is shortened, or summarised by the model that
-answers.
+"""Behind all stages the upstream prepares the request. A conversation that does not fit the context is shortened, or the model that answers
+summarises it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.gateway.upstream.seam import EventStream, Prepared, added
 async def prepare(generation: Generation) -> Prepared:
     """What `call_next` of the last stage calls. It is no stage: it asks the upstream for several prompts, where it fits a conversation.
 
-    Raises what `Upstream.prepare` and `ContextFitter.prepared` raise.
+    Raises the errors of `Upstream.prepare` and `ContextFitter.prepared`.
     """
     fitting = generation.parsed.fitting
     if fitting is ContextFitting.REFUSE:
@@ -39,7 +39,7 @@ async def prepare(generation: Generation) -> Prepared:
 
 @asynccontextmanager
 async def _side_stream(generation: Generation, prepared: Prepared) -> AsyncIterator[EventStream]:
-    """The events of a summary, which is reserved and charged with the answer. Raises what `LimitReservation.reserve` raises."""
+    """The events of a summary, which is reserved and charged with the answer. Raises the errors of `LimitReservation.reserve`."""
     reservation = generation.reservation
     await reservation.reserve(generation.price, prepared)
     stream = prepared.stream()

@@ -1,4 +1,4 @@
-"""What the stages share that keep answers: the recorder of an answer, and an answer that is given again. Rules: docs/caches.md."""
+"""Shared by the stages that keep answers: the recorder of an answer, and the replay of a recorded one. Rules: docs/caches.md."""
 
 from __future__ import annotations
 

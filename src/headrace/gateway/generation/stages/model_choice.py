@@ -1,4 +1,4 @@
-"""Admission by load: which model answers while the one that was asked for is busy."""
+"""Admission: serves, queues or refuses a request by its model's load, or gives it to the model's smaller one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The response cache: whether a request takes an answer of it, and whether its own is kept. Rules: docs/caches.md."""
+"""Answers a request from the response cache, or keeps its answer there. Rules: docs/caches.md."""
 
 from __future__ import annotations
 

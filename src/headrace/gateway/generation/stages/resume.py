@@ -23,7 +23,7 @@ REPLAY_STEP = 64
 
 
 async def resume(generation: Generation, call_next: CallNext) -> Prepared:
-    """Raises what `KeptStreams.find` and `KeptStreams.claim` raise, and StreamConflict for a stream that goes on nowhere."""
+    """Raises the errors of `KeptStreams.find` and `KeptStreams.claim`, and StreamConflict for a stream that goes on nowhere."""
     exchange, is_streaming = generation.exchange, generation.parsed.is_streaming
     kept_streams = generation.service.kept_streams
     if (last_event := exchange.header(LAST_EVENT_ID)) is None:
