@@ -8,7 +8,9 @@ from typing import Any, get_type_hints
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.cli.vllm_flags import translated
 from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.vllm_options import WITHOUT_EFFECT
 from headrace.engine.config import EngineConfig, options
 from headrace.llm import api
 from headrace.llm.options import ENGINE_FIELDS, ONLY, engine_config
@@ -183,6 +185,21 @@ def test_values_that_ask_for_what_happens_anyway_are_accepted(built: list[Engine
         for value in accepted:
             with pytest.raises(ConfigError, match="enough"):
                 LLM(model_folder, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_a_keyword_without_effect_gives_the_notice_of_the_flag(
+    name: str, built: list[EngineConfig], model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`LLM(enforce_eager=True)` said nothing where `--enforce-eager` said that it changes nothing."""
+    value = 7 if name != "disable_log_stats" else "yes"
+    for given in (None, False, value):
+        with pytest.raises(ConfigError, match="enough"):
+            LLM(model_folder, **{name: given})  # type: ignore[arg-type]
+    notices = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert notices == [f"{name}={value!r} has no effect: {WITHOUT_EFFECT[name]}."]
+    [flag_notice] = translated([f"--{name.replace('_', '-')}", "7"])[1]
+    assert f"has no effect: {WITHOUT_EFFECT[name]}" in flag_notice
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:

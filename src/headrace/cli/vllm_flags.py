@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from headrace.cli.exits import UsageRefused
 from headrace.cli.values_of_flags import dashed, is_flag
-from headrace.core.vllm_options import REMEDIES
+from headrace.core.vllm_options import REMEDIES, WITHOUT_EFFECT
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ class TranslatedFlag:
 _QUANTIZED = "Use --kv-cache-dtype int8: its scales are computed as tokens come."
 _PARALLEL = "A replica runs in one process for now; use --replicas N to use more of the machine."
 _GENERATION = "Serve a copy of the model's folder without generation_config.json, or with another one."
-_GRAPHS = "no graphs are captured and nothing is compiled ahead"
 _PROMPTS = "prompts are never logged; --request-log off leaves out the line per request too"
 
 TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
@@ -73,17 +72,17 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--disable-log-requests": IgnoredFlag(_PROMPTS),
     "--max-log-len": IgnoredFlag(_PROMPTS, takes_value=True),
     "--enable-log-requests": IgnoredFlag("every request is a line of the request log, without its prompt"),
-    "--disable-log-stats": IgnoredFlag("no statistics are logged; /metrics has them"),
+    "--disable-log-stats": IgnoredFlag(f"{WITHOUT_EFFECT['disable_log_stats']}; /metrics has them"),
     "--uvicorn-log-level": IgnoredFlag("there is one log level; --request-log says where the line per request goes", takes_value=True),
-    "--swap-space": IgnoredFlag("preempted sequences are recomputed, nothing is swapped", takes_value=True, accepted=("0",)),
-    "--preemption-mode": IgnoredFlag("preempted sequences are recomputed, nothing is swapped", takes_value=True, accepted=("recompute",)),
-    "--enforce-eager": IgnoredFlag(_GRAPHS),
-    "--max-seq-len-to-capture": IgnoredFlag(_GRAPHS, takes_value=True),
-    "--compilation-config": IgnoredFlag(_GRAPHS, takes_value=True),
-    "--disable-custom-all-reduce": IgnoredFlag("a replica is one process"),
-    "--max-parallel-loading-workers": IgnoredFlag("weights are read by one process", takes_value=True),
+    "--swap-space": IgnoredFlag(WITHOUT_EFFECT["swap_space"], takes_value=True, accepted=("0",)),
+    "--preemption-mode": IgnoredFlag(WITHOUT_EFFECT["preemption_mode"], takes_value=True, accepted=("recompute",)),
+    "--enforce-eager": IgnoredFlag(WITHOUT_EFFECT["enforce_eager"]),
+    "--max-seq-len-to-capture": IgnoredFlag(WITHOUT_EFFECT["max_seq_len_to_capture"], takes_value=True),
+    "--compilation-config": IgnoredFlag(WITHOUT_EFFECT["compilation_config"], takes_value=True),
+    "--disable-custom-all-reduce": IgnoredFlag(WITHOUT_EFFECT["disable_custom_all_reduce"]),
+    "--max-parallel-loading-workers": IgnoredFlag(WITHOUT_EFFECT["max_parallel_loading_workers"], takes_value=True),
     "--disable-frontend-multiprocessing": IgnoredFlag("gateway and engine are always processes of their own"),
-    "--use-v2-block-manager": IgnoredFlag("there is one block manager"),
+    "--use-v2-block-manager": IgnoredFlag(WITHOUT_EFFECT["use_v2_block_manager"]),
     "--enable-auto-tool-choice": IgnoredFlag("a model may call functions wherever a request has tools"),
     "--exclude-tools-when-tool-choice-none": IgnoredFlag('with tool_choice "none" functions are always left out of the prompt'),
     "--enable-reasoning": IgnoredFlag("reasoning is separated where the chat template shows its form, or --reasoning-parser names it"),

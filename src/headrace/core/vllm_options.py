@@ -1,4 +1,6 @@
-"""Options of vLLM that Headrace does not have: what to do instead, in one place for `LLM`'s keywords and the command line's flags.
+"""Options of vLLM that Headrace does not have: why one changes nothing, or what to do instead.
+
+One place for `LLM`'s keywords and the command line's flags.
 
 Which values of them ask for what happens anyway is said where they are read: `llm.options`, `cli.vllm_flags`.
 """
@@ -12,6 +14,22 @@ _TOKENIZER = "The tokenizer of the model's folder is used."
 _LORA = "Adapters are not served yet; merge the adapter into the base weights."
 _MEDIA = "Only text models are served."
 _TEXT_GENERATION = "Only text generation is served."
+
+_SWAP = "preempted sequences are recomputed, nothing is swapped"
+_GRAPHS = "no graphs are captured and nothing is compiled ahead"
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "disable_log_stats": "no statistics are logged",
+    "swap_space": _SWAP,
+    "preemption_mode": _SWAP,
+    "enforce_eager": _GRAPHS,
+    "max_seq_len_to_capture": _GRAPHS,
+    "compilation_config": _GRAPHS,
+    "disable_custom_all_reduce": "a replica is one process",
+    "max_parallel_loading_workers": "weights are read by one process",
+    "use_v2_block_manager": "there is one block manager",
+}
+"""vLLM's name of an option that changes nothing here -> the end of the notice "NAME has no effect: ..."."""
 
 REMEDIES: Mapping[str, str] = {
     "trust_remote_code": _NO_CODE,

@@ -1,15 +1,19 @@
-"""The keywords of `LLM`: the engine's options under vLLM's names. Every other keyword is refused by name."""
+"""The keywords of `LLM`: the engine's options under vLLM's names. Another keyword of vLLM's that changes nothing here is logged; every
+other one is refused by name."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode
-from headrace.core.vllm_options import REMEDIES
+from headrace.core.vllm_options import REMEDIES, WITHOUT_EFFECT
 from headrace.engine.config import EngineConfig, options, try_gpus
+
+log = logging.getLogger("headrace.llm")
 
 _PARALLEL = "A model runs in one process for now."
 _QUANTIZED = "Weights are rounded at load by quantization='int8', 'int4' or, on a GPU, 'fp8'; a checkpoint's own format is read as it is."
@@ -34,10 +38,6 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "config_format": (("auto", "hf"), "The Hugging Face layout is read."),
     "generation_config": (("auto",), "Defaults come from the model's generation_config.json."),
     "override_generation_config": ((None, {}), "Give SamplingParams."),
-    "enforce_eager": ((False, True), ""),
-    "disable_log_stats": ((False, True), ""),
-    "disable_custom_all_reduce": ((False, True), ""),
-    "swap_space": ((0, 0.0), "Preempted sequences are recomputed, not swapped."),
     "cpu_offload_gb": ((0, 0.0), REMEDIES["cpu_offload_gb"]),
     "enable_lora": ((False,), REMEDIES["enable_lora"]),
     "max_loras": ((None,), REMEDIES["max_loras"]),
@@ -49,9 +49,11 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "task": (("auto", "generate"), REMEDIES["task"]),
     "runner": (("auto", "generate"), REMEDIES["runner"]),
     "convert": (("auto", "none"), REMEDIES["convert"]),
-    "compilation_config": ((None,), "There is nothing to compile ahead: kernels are chosen with `kernels`."),
 }
 """vLLM's keywords that are no options here -> (values that ask for what happens anyway, what to do instead of the other values)."""
+
+SILENT: Mapping[str, tuple[object, ...]] = {"disable_log_stats": (True,), "swap_space": (0, 0.0), "preemption_mode": ("recompute",)}
+"""Keyword of WITHOUT_EFFECT -> values beside None and False that ask for what happens anyway, and are logged with no notice."""
 
 VLLM_NAMES = {
     "memory_fraction": "gpu_memory_utilization",
@@ -89,10 +91,15 @@ def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
 
 
 def refuse_unsupported(given: Mapping[str, object], known: frozenset[str]) -> None:
-    """Raise ConfigError for the first keyword of `given` that is unknown, or that ONLY does not accept with its value."""
+    """Raise ConfigError for the first keyword of `given` that is unknown, or that ONLY does not accept with its value. A keyword without
+    effect is logged."""
     for name, value in given.items():
+        if name in WITHOUT_EFFECT:
+            if not (value is None or value is False or value in SILENT.get(name, ())):
+                log.warning("%s=%r has no effect: %s.", name, value, WITHOUT_EFFECT[name])
+            continue
         if name not in ONLY:
-            close = get_close_matches(name, [*known, *ONLY], n=1, cutoff=0.6)
+            close = get_close_matches(name, [*known, *ONLY, *WITHOUT_EFFECT], n=1, cutoff=0.6)
             if close and close[0] in ONLY:
                 _check_only(close[0], value)  # the suggested keyword would be refused, too: refuse it at once
             raise ConfigError(
