@@ -75,3 +75,11 @@ def test_what_a_configuration_says_is_read_again_as_it_is() -> None:
     for device in ("cpu", "cuda"):
         config = EngineConfig(model="m", device=device, max_num_seqs=7)
         assert decode(EngineConfig, plain(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("bitsandbytes", "Use the model's 16-bit weights and --quantization int8"), ("rtn", "Use int8")]
+)
+def test_a_quantization_of_vllms_that_is_not_here_names_what_to_do_instead(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' is not supported.*{remedy}"):
+        EngineConfig(model="m", quantization=name).checked()

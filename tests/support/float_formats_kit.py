@@ -45,6 +45,14 @@ def pack_rows(rows: Sequence[Sequence[int]], bits: int) -> Tensor:
     return torch.tensor(packed, dtype=torch.int32)
 
 
+def pack_padded(rows: Sequence[Sequence[int]], bits: int) -> Tensor:
+    """Each row in int32 words that hold whole integers alone, the first in the lowest bits."""
+    per_word = 32 // bits
+    return torch.cat(
+        [pack_rows([row[first : first + per_word] for row in rows], bits) for first in range(0, len(rows[0]), per_word)], dim=1
+    )
+
+
 def float8(bytes_: Tensor) -> Tensor:
     return bytes_.view(torch.float8_e4m3fn)
 
@@ -167,7 +175,7 @@ def random_e2m1(shape: tuple[int, int], generator: torch.Generator) -> tuple[Ten
 
 @dataclass
 class Compressed:
-    """compressed-tensors. layout: `format`. blocks: of one scale. is_ordered: inputs of a group lie anywhere"""
+    """compressed-tensors. layout: `format`. blocks: of one scale. is_ordered: inputs of a group lie anywhere. is_padded: in whole words"""
 
     layout: str = "pack-quantized"
     bits: int = 4
@@ -175,9 +183,10 @@ class Compressed:
     symmetric: bool = True
     is_ordered: bool = False
     dtype: torch.dtype = torch.bfloat16
+    is_padded: bool = False
 
     def __str__(self) -> str:
-        marks = ("" if self.symmetric else "-asym") + ("-order" if self.is_ordered else "")
+        marks = ("" if self.symmetric else "-asym") + ("-order" if self.is_ordered else "") + ("-padded" if self.is_padded else "")
         return f"{self.layout}-{self.bits}-{self.blocks[0]}x{self.blocks[1]}{marks}"
 
     @property
@@ -213,16 +222,17 @@ class Compressed:
         scales = random_scales(places, 1.7 / half * shape[1] ** -0.5, generator, self.dtype)
         zeros = torch.randint(-half, half, places, generator=generator) // 2
         order = torch.arange(shape[1])[torch.randperm(shape[1], generator=generator)] // self.blocks[1] if self.is_ordered else None
+        pack = pack_padded if self.is_padded else pack_rows
         parts = {"weight_scale": scales.flatten() if self.blocks == (0, 0) else scales}
         if order is not None:
             parts["weight_g_idx"] = order.int()
         if self.layout == "int-quantized":
             parts["weight"] = values.to(torch.int8)
         else:
-            parts |= {"weight_packed": pack_rows((values + half).tolist(), self.bits), "weight_shape": torch.tensor(shape)}
+            parts |= {"weight_packed": pack((values + half).tolist(), self.bits), "weight_shape": torch.tensor(shape)}
         if not self.symmetric:
             is_packed = self.layout == "pack-quantized" and self.blocks[0] == 1
-            packed = pack_rows((zeros + half).t().tolist(), self.bits).t() if is_packed else zeros.to(torch.int8)
+            packed = pack((zeros + half).t().tolist(), self.bits).t() if is_packed else zeros.to(torch.int8)
             parts["weight_zero_point"] = packed.contiguous()
         taken = None if self.symmetric else zeros.tolist()
         columns = None if order is None else order.tolist()

@@ -17,7 +17,7 @@ from headrace.core.gpus import find_gpus
 from headrace.core.model_info import LOAD_FORMATS
 from headrace.policy.queues import QUEUES
 from headrace.tensor.backends import BACKENDS, find_working_gpus
-from headrace.tensor.checkpoint.formats.names import METHODS
+from headrace.tensor.checkpoint.formats.names import INSTEAD, METHODS
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +163,8 @@ class EngineConfig:
 
     def checked(self) -> EngineConfig:
         """This value if its rules hold. Raises ConfigError naming the option, the value and the remedy."""
+        if self.quantization in INSTEAD:
+            raise ConfigError("quantization", f"{self.quantization!r} is not supported", INSTEAD[self.quantization])
         for name, described in options():
             if (name, self.dtype) != ("dtype", "float16"):
                 described.check(name, getattr(self, name))

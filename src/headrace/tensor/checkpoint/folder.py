@@ -22,6 +22,7 @@ from headrace.core.errors import CheckpointError, shorten
 from headrace.core.folders import inside
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.files import read_json
+from headrace.tensor.checkpoint.formats.names import SEPARATE
 from headrace.tensor.checkpoint.header import DAMAGED, Header, read_header
 from headrace.tensor.checkpoint.values import Sample, num_not_finite
 from headrace.tensor.host.pages import read_bytes
@@ -135,7 +136,7 @@ class Checkpoint:
         return name.endswith(".bias") and stored.dtype in READABLE_DTYPES and not bool(self._values(name, stored.shape, ()).any())
 
     def digest(self) -> str:
-        """Hex digest of config.json, every header, and both ends (4 KiB) of every tensor's bytes.
+        """Hex digest of config.json, the files of SEPARATE beside it, every header, and both ends (4 KiB) of every tensor's bytes.
 
         It is a sample, because reading gigabytes twice would double the start-up time. It tells apart models whose tensors differ at an
         end, as fine-tunes of one base do. It does not protect against a forger.
@@ -144,6 +145,9 @@ class Checkpoint:
         """
         sample = Sample()
         state = blake2b((self.folder / "config.json").read_bytes(), digest_size=16, person=b"headrace-model")
+        for name in SEPARATE:
+            if (self.folder / name).is_file():
+                state.update((self.folder / name).read_bytes())
         for file, header in sorted(self._headers.items()):
             state.update(header.digest)
             with (self.folder / file).open("rb") as stream:

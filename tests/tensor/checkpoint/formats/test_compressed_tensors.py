@@ -11,6 +11,7 @@ import pytest
 import torch
 from float_formats_kit import Compressed, pack_rows
 from quantized_kit import ARCHITECTURES, LINEAR, Pair, load, logits, save_pair
+from safetensors.torch import save_file
 
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.config import ConfigFile
@@ -30,6 +31,7 @@ BYTES = Compressed("int-quantized", 8, (1, 0))
 FLOATS = Compressed("float-quantized", 8, (1, 0))
 STORED = [
     *(Compressed(bits=bits, symmetric=bits % 2 == 0) for bits in (2, 3, 5, 6, 7, 8)),
+    *(Compressed(bits=bits, symmetric=bits % 2 == 0, is_padded=True) for bits in (3, 5, 6, 7)),
     Compressed(bits=3, blocks=(1, 0), symmetric=False),
     Compressed(blocks=(0, 0), symmetric=False, dtype=torch.float32),
     Compressed(is_ordered=True, symmetric=False),
@@ -339,3 +341,19 @@ def test_a_field_of_the_weights_that_is_refused(stored: Compressed, field: str, 
     pair = save_pair(tmp_path, "Llama", stored)
     group(pair)["weights"][field] = value
     assert reason in refusal(pair)
+
+
+@pytest.mark.parametrize(("bits", "count"), [(3, 11), (5, 7), (6, 11), (7, 5)])
+def test_words_that_may_be_packed_in_two_ways_are_refused(bits: int, count: int, tmp_path: Path) -> None:
+    """Of sizes that are no multiple of 32 alone."""
+    stored = Compressed(bits=bits, blocks=(1, 0), is_padded=True)
+    parts, _ = stored.store((32, count), torch.Generator().manual_seed(0))
+    save_file({f"a.{name}": part for name, part in parts.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{count} integers of {bits} bits fill \d words in either of two ways of packing"):
+        read_format(ConfigFile("config.json", stored.section)).open(Checkpoint(tmp_path), "a", (32, count))
+
+
+def test_no_size_that_is_a_multiple_of_32_may_be_packed_in_two_ways() -> None:
+    for bits in (3, 5, 6, 7):
+        for count in range(32, 65536, 32):
+            assert -(-count // (32 // bits)) != count * bits // 32

@@ -140,11 +140,3 @@ def test_groups_of_another_size_are_refused(tmp_path: Path) -> None:
     pair = save_pair(tmp_path, "Llama", ModelOpt(is_nested=True))
     pair.section["quantization"]["group_size"] = 32
     assert "quantization_config.quantization.group_size = 32: NVFP4 has groups of 16" in refusal(pair)
-
-
-def test_a_quantization_that_config_json_does_not_name_is_refused(tmp_path: Path) -> None:
-    pair = save_pair(tmp_path, "Llama", NVFP4)
-    del pair.config["quantization_config"]
-    (pair.folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    text = refusal(pair)
-    assert "config.json: quantization_config: is missing, though hf_quant_config.json says that weights are quantized" in text

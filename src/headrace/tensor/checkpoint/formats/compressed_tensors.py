@@ -14,6 +14,9 @@
 | | `weight_global_scale` | float32 [1] | divides |
 | mxfp4-pack-quantized | `weight_packed` | uint8 [N, K / 2] | E2M1; `weight_scale` is E8M0 [N, K / 32] |
 
+Up to version 0.17 a word of packed integers held 32 // bits of them, and the rest of it was empty: with 3, 5, 6 and 7 bits there are more
+words, by which such files are known.
+
 weight[n, k] = (value - zero point) * scale / global scale. Other scales are floats: [1] per tensor, [N, 1] per channel, [N, G] in groups,
 [ceil(N / rows), ceil(K / columns)] in blocks. naive-quantized is int-quantized or float-quantized, by its `type`.
 
@@ -152,8 +155,24 @@ def _read_packed_integers(parts: StoredParts, stem: str, shape: tuple[int, int],
     stated = read_any(parts, name := f"{stem}.weight_shape", [(2,)], ("I64", "I32")).tolist()
     if stated != list(shape):
         raise CheckpointError(name, f"says {stated}, config.json makes it {list(shape)}")
-    words = parts.read_part(f"{stem}.weight_packed", (outputs, -(-inputs * bits // 32)), ("I32",))
-    return _with_integer_scales(parts, stem, shape, scheme, words, partial(_signed, bits=bits, count=inputs))
+    width, is_padded = _packing(parts, packed := f"{stem}.weight_packed", 1, inputs, bits)
+    words = parts.read_part(packed, (outputs, width), ("I32",))
+    return _with_integer_scales(parts, stem, shape, scheme, words, partial(_signed, bits=bits, count=inputs, is_padded=is_padded))
+
+
+def _packing(parts: StoredParts, name: str, dim: int, count: int, bits: int) -> tuple[int, bool]:
+    """Words that hold `count` integers along a dimension of a packed part, and whether each word is padded.
+
+    Raises CheckpointError where the part's shape is that of either way of packing.
+    """
+    per_word = 32 // bits
+    stream, padded = -(-count * bits // 32), -(-count // per_word)
+    if 32 % bits and stream == padded > 1:
+        reason = f"{count} integers of {bits} bits fill {stream} words in either of two ways of packing"
+        raise CheckpointError(name, reason, "Save the model again as int-quantized.")
+    if parts.stored_shape(name)[dim : dim + 1] == (padded,):
+        return padded, stream != padded
+    return stream, False
 
 
 def _read_integers(parts: StoredParts, stem: str, shape: tuple[int, int], scheme: Scheme) -> ScaledWeight:
@@ -175,8 +194,9 @@ def _zeros(parts: StoredParts, stem: str, shapes: list[tuple[int, ...]], bits: i
     name, (rows, columns) = f"{stem}.weight_zero_point", shapes[0]
     if parts.stored_dtype(name) != "I32":
         return read_any(parts, name, shapes, ("I8",)).float()
-    words = parts.read_part(name, (-(-rows * bits // 32), columns), ("I32",))
-    return _signed(words.t().contiguous(), bits, rows).t().contiguous()
+    height, is_padded = _packing(parts, name, 0, rows, bits)
+    words = parts.read_part(name, (height, columns), ("I32",))
+    return _signed(words.t().contiguous(), bits, rows, is_padded=is_padded).t().contiguous()
 
 
 def _order(parts: StoredParts, name: str, inputs: int, is_needed: bool, count: int) -> Tensor | None:
@@ -192,9 +212,10 @@ def _order(parts: StoredParts, name: str, inputs: int, is_needed: bool, count: i
     return groups
 
 
-def _signed(words: Tensor, bits: int, count: int) -> Tensor:
-    """int32 [R, W] -> the first `count` integers of each row, float32 [R, count]"""
-    return unpack(words, bits)[:, :count].float() - (1 << (bits - 1))
+def _signed(words: Tensor, bits: int, count: int, *, is_padded: bool) -> Tensor:
+    """int32 [R, W] -> the first `count` integers of each row, float32 [R, count]. is_padded: each word holds whole integers alone."""
+    rows = words.reshape(-1, 1) if is_padded else words
+    return unpack(rows, bits).reshape(len(words), -1)[:, :count].float() - (1 << (bits - 1))
 
 
 def _read_float8(parts: StoredParts, stem: str, shape: tuple[int, int], scheme: Scheme) -> ScaledWeight:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -37,8 +36,6 @@ from headrace.tensor.kernels.rounding import Precision
 
 ALGORITHMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 NVFP4_GROUP = 16
-SEPARATE = "hf_quant_config.json"
-"""Where older exports say how they are quantized, and config.json says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ class ModelOptFormat:
 
 
 def read_format(section: ConfigFile) -> ModelOptFormat:
-    """The format that `quantization_config` describes; older exports have its fields in `quantization`. Raises CheckpointError."""
+    """The format that `quantization_config` describes; hf_quant_config.json has its fields in `quantization`. Raises CheckpointError."""
     fields = section.section("quantization") if section.has("quantization") else section
     algorithm = fields.text("quant_algo").upper()
     if algorithm not in ALGORITHMS:
@@ -83,10 +80,3 @@ def read_format(section: ConfigFile) -> ModelOptFormat:
     if algorithm == "NVFP4" and fields.integer("group_size", 1, 1 << 20, default=NVFP4_GROUP) != NVFP4_GROUP:
         fields.refuse("group_size", f"NVFP4 has groups of {NVFP4_GROUP}")
     return ModelOptFormat(algorithm)
-
-
-def refuse_separate(config: ConfigFile) -> None:
-    """Raise CheckpointError if the folder is quantized though its config.json does not say so."""
-    if Path(config.file).with_name(SEPARATE).exists():
-        remedy = "Export the model with a newer ModelOpt, which writes it there."
-        config.refuse("quantization_config", f"is missing, though {SEPARATE} says that weights are quantized", remedy)

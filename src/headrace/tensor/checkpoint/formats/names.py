@@ -1,4 +1,4 @@
-"""What `--quantization` may say beside a rounding of our own, without torch: names of formats, as vLLM has them."""
+"""Names of quantized formats, as vLLM has them, without torch: what `--quantization` may say, and the files beside config.json."""
 
 from __future__ import annotations
 
@@ -14,3 +14,20 @@ METHODS = {
     "gguf": "gguf",
 }
 """Name -> the `quant_method` that the checkpoint's config.json must say. Marlin is a kernel of vLLM's; the stored format is the same."""
+
+_READ = "Leave the option out: the format is read from the checkpoint."
+INSTEAD = {
+    "mxfp4": "It is of gpt-oss, which is not supported either; compressed-tensors has mxfp4 of other architectures.",
+    "bitsandbytes": "Use the model's 16-bit weights and --quantization int8 or int4: bitsandbytes makes its files from these.",
+    "experts_int8": "Use int8: it rounds the experts and the other linears.",
+    "tpu_int8": "Use int8.",
+    "deepspeedfp": "Use fp8.",
+    "ptpc_fp8": "Use fp8.",
+    "rtn": "Use int8 or int4.",
+    "cpu_awq": _READ,
+    "moe_wna16": _READ,
+}
+"""`quant_method` of a checkpoint, or a name that vLLM's option has, and is refused here -> what to do instead."""
+
+SEPARATE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""File beside a config.json that names no quantization -> the format of its writer, AutoGPTQ, AutoAWQ or ModelOpt. The first counts."""

@@ -17,7 +17,8 @@ from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.folder import PART_DTYPES, Checkpoint
 from headrace.tensor.checkpoint.formats import awq, compressed_tensors, fp8, gptq, modelopt
 from headrace.tensor.checkpoint.formats.format import QuantizedWeight, StoredParts, WeightFormat
-from headrace.tensor.checkpoint.formats.names import METHODS
+from headrace.tensor.checkpoint.formats.names import INSTEAD, METHODS
+from headrace.tensor.checkpoint.formats.separate import read_separate
 from headrace.tensor.checkpoint.gguf.checkpoint import GgufFormat
 from headrace.tensor.checkpoint.gguf.checkpoint import read_format as read_gguf_format
 from headrace.tensor.checkpoint.header import DAMAGED
@@ -33,12 +34,6 @@ FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
     "modelopt_fp4": modelopt.read_format,
 }
 """`quant_method` -> the format that a section of config.json describes. Raises CheckpointError for what it does not support."""
-
-INSTEAD = {
-    "mxfp4": "It is of gpt-oss, which is not supported either; compressed-tensors has mxfp4 of other architectures.",
-    "bitsandbytes": "Use the model's 16-bit weights and --quantization int8 or int4: bitsandbytes makes its files from these.",
-}
-"""What to do about a `quant_method` that is refused."""
 
 UNUSED = (
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale", "output_zero_point"),
@@ -60,10 +55,9 @@ SLAB_ELEMENTS = 1 << 22
 def read_format(config: ConfigFile) -> WeightFormat | GgufFormat | None:
     """The format of the checkpoint's linears; None for plain weights. Raises CheckpointError for one that is not supported."""
     name = next((name for name in ("quantization_config", "compression_config") if config.has(name)), None)
-    if name is None:
-        modelopt.refuse_separate(config)
+    section = read_separate(config) if name is None else config.section(name)
+    if section is None:
         return None
-    section = config.section(name)
     method = section.text("quant_method", "compressed-tensors" if name == "compression_config" else None)
     if method == GgufFormat.method:
         return read_gguf_format(section)
@@ -83,7 +77,7 @@ def resolve_precision(quantization: str, stored: WeightFormat | GgufFormat | Non
         return Precision.NONE if is_own else Precision(quantization)
     if stored is None or stored.method != METHODS[quantization]:
         held = "holds plain weights" if stored is None else f"is stored as {stored.title}"
-        remedy = "Leave the option out: the format is read from config.json."
+        remedy = "Leave the option out: the format is read from the checkpoint."
         raise ConfigError("quantization", f"{quantization!r}, but the checkpoint {held}", remedy)
     return Precision.NONE
 
