@@ -19,7 +19,10 @@ pytestmark = pytest.mark.pure
 MAX_LINES = 60
 """Lines of one function, its signature and docstring included."""
 
-PRIVATE_NAMES = re.compile(r"\b(Lane|NOBODY|Repeated|turn_keys|(calm|run)_until|num_prompt_told|_?(tell|told)_\w+|_untold)\b")
+PRIVATE_NAMES = re.compile(
+    r"\b(Lane|NOBODY|Repeated|turn_keys|(calm|run)_until|num_prompt_told|_?(tell|told)_\w+|_untold"
+    r"|Admission(Id|Step)|Joining(Requests)?|HeldLimits|RequestHeld|DoorCertificate|_AdminDoor|door_tls|held_memory|ladder)\b"
+)
 PRIVATE_WORDS = re.compile(
     r"\b(limbo|news|settle[sd]?|settling|somebody|nobody|everybody|anybody|who|whom|told|those behind|so many|one part in so many)\b",
     re.IGNORECASE,

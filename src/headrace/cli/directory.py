@@ -1,4 +1,4 @@
-"""Where commands find keys and tenants: in the state folder, or in the Redis of a configuration, whether a server runs or not."""
+"""Opens the keys and tenants for commands: in the state folder, or in the Redis of a configuration. No server need run."""
 
 from __future__ import annotations
 

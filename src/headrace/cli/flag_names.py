@@ -1,4 +1,4 @@
-"""Which flag, as it was written, set which value of the configuration: errors name what the user wrote."""
+"""Maps values of the configuration to the flags that set them, so that errors name what the user wrote."""
 
 from __future__ import annotations
 

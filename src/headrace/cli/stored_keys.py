@@ -1,4 +1,4 @@
-"""Whether a server's store has keys: what decides that it may listen beyond loopback. Asked at a start and at a reload."""
+"""Asks at a start and at a reload whether a server's store has keys: keys let it listen beyond loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files belong to a model's folder. A downloaded folder may hold links to anywhere; what is read must lie in the folder."""
+"""Checks that a file lies in its model's folder: a downloaded folder may hold links to anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which host names mean this machine alone, and which addresses belong to the link or the cloud's own services."""
+"""Recognizes host names that mean this machine alone, and addresses of the link or of a cloud's own services."""
 
 from __future__ import annotations
 

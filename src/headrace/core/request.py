@@ -1,4 +1,4 @@
-"""What an engine is asked to do: token ids in, no text, no credentials, no HTTP."""
+"""The request that an engine gets: token ids, no text, no credentials, no HTTP."""
 
 from __future__ import annotations
 

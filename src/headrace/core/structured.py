@@ -1,4 +1,4 @@
-"""What an output must match, under the names of vLLM's `StructuredOutputsParams`, for programs that use `LLM`.
+"""`StructuredOutputsParams` with vLLM's names, for programs that use `LLM`: the form that an output must match.
 
 `grammar` makes the one value out of it that everything below knows (`core.grammar`). An engine never sees these parameters.
 """

@@ -1,4 +1,4 @@
-"""What a model may call, as values: functions with the schema of their arguments, and how far a request binds the model to call them.
+"""Tools as values: functions with the schema of their arguments, and how far a request binds the model to call them.
 
 How a call looks in a model's text is the business of text.output; the request's fields are parsed in `gateway.surfaces`.
 """

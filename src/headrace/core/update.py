@@ -1,4 +1,4 @@
-"""What the engine emits after a commit: updates of sequences and refusals of requests, the same for the wire and the offline API."""
+"""The engine's output after a commit: updates of sequences and refusals of requests, alike for the wire and the offline API."""
 
 from __future__ import annotations
 

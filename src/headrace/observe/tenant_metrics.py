@@ -1,4 +1,4 @@
-"""What tiers and the largest tenants use, on the metrics page.
+"""The use of tiers and of the largest tenants, on the metrics page.
 
 Labels are bounded: tiers come from the configuration, and at most MAX_TENANTS tenants have series of their own; the rest is `other`. Users
 and keys are no labels; `headrace usage` has them. Where there are several tenants, a tenant's key reads its own series alone

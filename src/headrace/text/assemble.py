@@ -1,4 +1,4 @@
-"""From the engine's updates to a sequence's text, log-probabilities and finish reason. The gateway and `LLM` both use this.
+"""Assembles a sequence's text, log-probabilities and finish reason from the engine's updates. The gateway and `LLM` both use this.
 
 One assembler per sequence. It leaves out an end token's text, finds stop strings, and says when the engine must finish a sequence that
 it still runs (`OutputDelta.engine_finish`). Tokens are emitted together with their text: where text is held back, because it may begin a

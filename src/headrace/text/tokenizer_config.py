@@ -1,4 +1,4 @@
-"""What tokenizer_config.json says beside tokenizer.json: names of special tokens, and more tokens.
+"""Reads tokenizer_config.json, which adds names of special tokens, and more tokens, to tokenizer.json.
 
 Read as transformers reads it, older folders' special_tokens_map.json and added_tokens.json included. Not read are `tokenizer_class`,
 `add_bos_token` and `add_eos_token`, since tokenizer.json says how texts are cut and what opens them, and `model_max_length`, which is no

@@ -1,4 +1,4 @@
-"""How a gateway reaches an engine: the gRPC channel to it and, where a connection fails, the reason that gRPC does not give.
+"""Connects a gateway to an engine: the gRPC channel and, where a connection fails, the reason that gRPC does not give.
 
 gRPC says that a socket closed, whatever is wrong with a certificate. So the handshake is repeated here with OpenSSL, which says what is
 wrong, or gets the alert in which the engine does.

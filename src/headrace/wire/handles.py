@@ -1,4 +1,4 @@
-"""How one attempt of one request is named on one stream, and the error of a frame that breaks the format."""
+"""The handle of one attempt of a request on one stream, and the error of a frame that breaks the format."""
 
 from __future__ import annotations
 

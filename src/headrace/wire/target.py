@@ -1,4 +1,4 @@
-"""Where an engine may listen: a Unix socket in a private directory, TCP with a token, and beyond loopback only with certificates too."""
+"""Addresses at which an engine may listen: a Unix socket in a private directory, TCP with a token, beyond loopback with certificates."""
 
 from __future__ import annotations
 

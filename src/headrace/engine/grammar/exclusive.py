@@ -1,4 +1,4 @@
-"""Whether the branches of a `oneOf` exclude each other, so that it says the same as `anyOf`.
+"""Decides whether the branches of a `oneOf` exclude each other, so that it means the same as `anyOf`.
 
 A schema is judged by its conjuncts: the simplified keywords of itself and of what its `allOf` and `$ref` name, all of which a value has to
 satisfy. What is not proved within MAX_COMPARISONS is not exclusive.

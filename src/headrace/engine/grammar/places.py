@@ -1,4 +1,4 @@
-"""Where in a JSON schema a keyword stands, and refusals that name it."""
+"""The place of a keyword in a JSON schema, and refusals that name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the references of a JSON schema point to. Nothing is fetched: they stay within the document.
+"""Resolves the references of a JSON schema. Nothing is fetched: references stay within the document.
 
 A document may be several resources, each begun by an `$id`; `$anchor` and `$dynamicAnchor` name places within one.
 """

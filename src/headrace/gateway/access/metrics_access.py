@@ -1,4 +1,4 @@
-"""Which series of /metrics a reader sees."""
+"""Filters the series of /metrics by their reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a configuration may change while a gateway runs, and applies it to a running one: all of it at once, or nothing.
+"""Applies a changed configuration to a running gateway, all of it or nothing, and refuses changes that take a restart.
 
 What can fail comes first and changes nothing: reading and checking the file, and opening what is new. Then the change is made between two
 rounds of the event loop: a request sees the configuration before or the one after, never a mixture, and keeps what it began with.

@@ -1,4 +1,4 @@
-"""What answering requests needs. Made once by `gateway.compose`."""
+"""The objects that answering requests needs. Made once by `gateway.compose`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many connections this process can hold, from the descriptors that it may open: computed at start, before clients are lost for it."""
+"""Computes at start how many connections this process can hold, from the descriptors that it may open."""
 
 from __future__ import annotations
 

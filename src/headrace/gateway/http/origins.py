@@ -1,4 +1,4 @@
-"""Which Host a request may name, and which pages of other origins may send one.
+"""Checks the Host that a request names, and the Origin of the page that sends it.
 
 The Host header: a page in a visitor's browser must not reach a server on loopback through a rebound DNS name. Bound to loopback, the server
 answers to loopback names and to the names that the operator lists; bound elsewhere, to every name, or to the listed names alone. Probes are

@@ -1,4 +1,4 @@
-"""What was used, by tenant, user, key, model or day, as SQL of the store that is asked: sums over usage records, or other `Figures` of
+"""Usage by tenant, user, key, model or day, as SQL of the store that is asked: sums over usage records, or other `Figures` of
 them: LATENCY, what there is to watch of a model, or of what a tenant gets.
 
 `usage_statement` writes the statement for a dialect. `usage_rows` asks usage.db, and reads whole days from its sums of days;

@@ -1,4 +1,4 @@
-"""What tenants, users, keys and the deployment have used of their limits, for operators. Read from the book, whether servers run or not."""
+"""Reports to operators how much of their limits tenants, users, keys and the deployment have used. No server need run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How clients name a session, and its keys in the store."""
+"""The names that clients give sessions, and a session's keys in the store."""
 
 from __future__ import annotations
 

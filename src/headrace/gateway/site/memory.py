@@ -1,4 +1,4 @@
-"""How many bytes requests may hold (`access.memory_charges`), of the configuration and the machine."""
+"""The limits of memory charges (`access.memory_charges`), from the configuration and the machine."""
 
 from __future__ import annotations
 

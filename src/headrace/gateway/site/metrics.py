@@ -1,4 +1,4 @@
-"""What one gateway shows for all workers of its port: the metrics page, and how many requests run.
+"""The metrics page and the count of running requests, summed over all gateway workers of a port.
 
 The only gateway of a port shows itself. One of several asks the other workers each time that it is asked.
 """

@@ -1,1 +1,1 @@
-"""Where gateways keep what must outlive a request: one seam (`store`), an embedded implementation and one for several machines."""
+"""Stores for data that outlives a request: one protocol (`store`), an embedded implementation and one for several machines."""

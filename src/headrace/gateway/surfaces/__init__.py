@@ -1,1 +1,1 @@
-"""What clients call: one file per surface and one row each in the table of routes."""
+"""The HTTP API: one file per surface and one row each in the table of routes."""

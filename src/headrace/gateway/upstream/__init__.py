@@ -1,1 +1,1 @@
-"""Where answers come from: the seam, our own engines over the wire, and the models that are served."""
+"""Upstreams, which answer requests: their protocol (`seam`), our engines over the wire, foreign servers, and the served models."""

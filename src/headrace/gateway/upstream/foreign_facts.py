@@ -1,4 +1,4 @@
-"""What a foreign server says of itself: its list of models, with their limits, and its load on a metrics page.
+"""Reads a foreign server's list of models, with their limits, and its load from its metrics page.
 
 Nothing is kept but numbers, each within bounds; what is not understood is not known.
 """

@@ -1,4 +1,4 @@
-"""How long a foreign server asks to wait, in the headers of its answers."""
+"""Reads from a foreign server's response headers how long to wait."""
 
 from __future__ import annotations
 

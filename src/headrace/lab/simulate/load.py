@@ -1,4 +1,4 @@
-"""What arrives: drawn from a seed, or read from a trace line by line, so that a file of any size takes no more memory than its requests."""
+"""Arrivals: drawn from a seed, or read from a trace line by line, so that a file of any size takes no more memory than its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan's step takes, from a `StepLatency`: the planner's roofline, or a fit to steps that were measured on this machine."""
+"""Times of simulated steps, from a `StepLatency`: the planner's roofline, or a fit to steps that were measured on this machine."""
 
 from __future__ import annotations
 

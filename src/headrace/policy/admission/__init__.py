@@ -1,1 +1,1 @@
-"""Whether a request may join a busy model's queue. Pure: loads in, verdict out."""
+"""Admission: decides by load what becomes of a request to a busy model. Pure."""

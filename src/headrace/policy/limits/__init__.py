@@ -1,1 +1,1 @@
-"""What tenants may use: tiers, prices. Pure values and decisions; where counts are kept is `gateway`'s (docs/tenancy.md)."""
+"""Tiers, prices and the book of limits, as pure values and decisions. `gateway` keeps the counts (docs/tenancy.md)."""

@@ -1,4 +1,4 @@
-"""Which gateways have died: those whose beat has stood still for a time, measured on the watching gateway's own clock.
+"""Finds dead gateways: their beat has stood still for a time, measured on the watching gateway's own clock.
 
 No two clocks are compared, so neither a jump of one nor a difference between two declares a living gateway dead.
 """

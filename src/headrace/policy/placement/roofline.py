@@ -1,4 +1,4 @@
-"""How long a step takes: the larger of what it reads over the bandwidth and what it computes over the FLOP/s, plus collectives and gaps.
+"""Predicts a step's time: the larger of bytes read / bandwidth and FLOPs / (FLOP/s), plus collectives and gaps.
 
 `StepLatency` is what the planner and the simulator ask; `Roofline` is the model of it that needs no measurement.
 """

@@ -1,4 +1,4 @@
-"""How a step's token budget is shared between prefilling sequences: one answer of every queue policy (`queue.Queue.shares`).
+"""Shares a step's token budget between prefilling sequences, alike for every queue policy (`queue.Queue.shares`).
 
 The planner asks (`policy.schedule.planner`); which sequence comes first is the queue's own order.
 """

@@ -1,1 +1,1 @@
-"""Which replica gets a request."""
+"""Routing: the choice of a replica for a request."""

@@ -1,4 +1,4 @@
-"""Which replica gets a request: two random choices, then the one that is expected to be done first.
+"""Chooses the replica of a request: draws two at random, and takes the one that is expected to be done first.
 
 A pure decision: no socket, no clock, no state, and the random numbers are the caller's. A replica's load is its last snapshot plus what
 this gateway sent since that snapshot was made; without the second part a burst would all go to the replica that looked idle a moment

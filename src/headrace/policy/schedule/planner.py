@@ -1,4 +1,4 @@
-"""Which rows a step has: the decisions behind `Scheduler.plan`.
+"""Decides the rows of a step, for `Scheduler.plan`.
 
 A step has one token budget. Prefill and decode both compute "tokens expected minus tokens planned", so chunked prefill, prefix hits and
 resumed sequences need no loop of their own. Decoding rows come first: one token each, or 1 + k with k drafts. Prefills share what remains

@@ -1,4 +1,4 @@
-"""What a parser gives: pieces of content, of reasoning and of tool calls, in the order of the text."""
+"""The output of a parser: pieces of content, of reasoning and of tool calls, in the order of the text."""
 
 from __future__ import annotations
 

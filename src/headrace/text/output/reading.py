@@ -1,4 +1,4 @@
-"""What the readers of calls share: how far one has come, and the record of the calls it found."""
+"""Shared by the readers of calls: a reader's position, and the record of the calls that it found."""
 
 from __future__ import annotations
 

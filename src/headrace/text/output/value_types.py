@@ -1,4 +1,4 @@
-"""Which JSON types a function's parameters may have, by its schema. Formats that write values without quotes need it to tell 5 from "5"."""
+"""The JSON types of a function's parameters, by its schema. Formats that write values without quotes need them to tell 5 from "5"."""
 
 from __future__ import annotations
 
