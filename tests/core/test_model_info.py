@@ -1,4 +1,4 @@
-"""What names a loaded model for all who keep its answers."""
+"""The version of a loaded model, under which its answers are kept."""
 
 from __future__ import annotations
 

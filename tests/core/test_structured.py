@@ -1,4 +1,4 @@
-"""What programs write under vLLM's names, and the grammar it becomes."""
+"""vLLM's `StructuredOutputsParams` as programs write them become grammars."""
 
 from __future__ import annotations
 

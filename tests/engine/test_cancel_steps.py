@@ -1,4 +1,4 @@
-"""How soon what a client leaves is free again, on virtual time. That real processes give it back: tests/e2e/test_disconnects.py."""
+"""The memory of a cancelled request is free within a step, on virtual time. Real processes: tests/e2e/test_disconnects.py."""
 
 from __future__ import annotations
 

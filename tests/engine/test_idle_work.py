@@ -1,4 +1,4 @@
-"""What an engine does while it is idle: nothing of it beside a request, and all of it in the end."""
+"""Idle work of an engine: none of it runs beside a request, and all of it is done in the end."""
 
 from __future__ import annotations
 

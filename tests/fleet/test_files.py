@@ -1,4 +1,4 @@
-"""What the supervisor writes for its children, and where."""
+"""The files that the supervisor writes for its children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an address can be listened on, asked of the real system."""
+"""Reserving an address to listen on, asked of the real system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model's name to a folder, and nowhere else."""
+"""Turning a model's name into a folder, without looking anywhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many connections fit the open files; too few is refused before anybody is lost."""
+"""The number of connections fits the open files; too few files are refused at start."""
 
 from __future__ import annotations
 

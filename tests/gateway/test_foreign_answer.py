@@ -1,4 +1,4 @@
-"""What pieces of a foreign server's answer become: calls, text and reasoning, ends, and what is malformed beside them."""
+"""Pieces of a foreign server's answer become calls, text, reasoning and ends; malformed fields beside them are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What foreign servers say of themselves, as numbers: forms that are known, and bytes that mean nothing."""
+"""Reading the limits and load of foreign servers: forms that are known, and bytes that mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a gateway begins and ends, without a process: a start that is refused, with the reason for the supervisor, and the drain."""
+"""Start and end of a gateway, without a process: a refused start with the reason for the supervisor, and the drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests hold is counted while they run, refused by name where there is no room, and given back whatever becomes of them."""
+"""Requests are charged for memory while they run, refused by name where it is full, and every charge is given back."""
 
 from __future__ import annotations
 

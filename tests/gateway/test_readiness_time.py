@@ -1,4 +1,4 @@
-"""How soon /ready tells the truth, on virtual time. That it does so of real processes, in order: tests/e2e/test_ready.py."""
+"""/ready follows the truth in time, on virtual time. Real processes, in order: tests/e2e/test_ready.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the request log says of a request: how it ended, why it was refused, and nothing that a client said."""
+"""The request log: how a request ended, why it was refused, and nothing that the client wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an upstream says of a request before anything runs, and what it keeps so that another engine can go on."""
+"""The facts that an upstream gives of a request before it runs, and the state it keeps so that another engine can go on."""
 
 from __future__ import annotations
 

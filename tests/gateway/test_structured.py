@@ -1,4 +1,4 @@
-"""What an answer must match: every dialect's field reaches the engine as one grammar, and a refusal names the client's own field."""
+"""Every dialect's field for structured output reaches the engine as one grammar, and a refusal names the client's own field."""
 
 from __future__ import annotations
 

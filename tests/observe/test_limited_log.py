@@ -1,4 +1,4 @@
-"""What every request may log is one line an interval, and no event goes uncounted."""
+"""A log line that every request may cause is written once an interval, and no event goes uncounted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a deployment starts and retires: the story of each command, and a machine of random commands and faults that must end as desired."""
+"""Replicas that a deployment starts and retires: each command, and random commands and faults that must end as desired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tests are near a change."""
+"""Choosing the tests that are near a change."""
 
 from __future__ import annotations
 

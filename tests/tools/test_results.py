@@ -1,4 +1,4 @@
-"""Where the measuring tests write their figures."""
+"""The folders in which measuring tests write their figures."""
 
 from __future__ import annotations
 

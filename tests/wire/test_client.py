@@ -1,4 +1,4 @@
-"""What a gateway's connection survives: exceptions that are gRPC's own, and ours; and what it says about them."""
+"""A gateway's connection survives exceptions of gRPC and of ours, and reports them."""
 
 from __future__ import annotations
 

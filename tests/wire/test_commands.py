@@ -1,4 +1,4 @@
-"""What a gateway writes, and in which order: cancels before submits, frames bounded, deadlines as they are when they leave."""
+"""The order of a gateway's commands: cancels before submits, frames bounded, deadlines as they are when they leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SIGHUP does: reload where there is something to read again, else drain, and nothing where it was ignored from the start."""
+"""SIGHUP reloads where there is a file to read again, else drains, and does nothing where it was ignored from the start."""
 
 from __future__ import annotations
 

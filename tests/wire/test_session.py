@@ -1,4 +1,4 @@
-"""What a connection knows of its own submits: a load may be older than they are."""
+"""A connection counts its own submits: a load may be older than they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an engine may listen, and who may call it."""
+"""The addresses at which an engine may listen, and the gateways that may call it."""
 
 from __future__ import annotations
 

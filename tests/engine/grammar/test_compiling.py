@@ -1,4 +1,4 @@
-"""Which texts a compiled grammar takes, what its masks allow, and how a grammar that cannot be compiled is refused."""
+"""Compiled grammars: the texts that they take, the tokens that their masks allow, and the refusal of one that cannot be compiled."""
 
 from __future__ import annotations
 

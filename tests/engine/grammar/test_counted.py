@@ -1,4 +1,4 @@
-"""What counts further than a lexer has states is refused by name where the grammar arrives, and nothing else is taken for a count."""
+"""A grammar that counts further than a lexer has states is refused by name on arrival. Nothing else is taken for a count."""
 
 from __future__ import annotations
 

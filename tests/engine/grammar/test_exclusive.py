@@ -1,4 +1,4 @@
-"""Which oneOf says the same as anyOf: that whose branches exclude each other, references resolved."""
+"""A oneOf means the same as anyOf where its branches exclude each other, references resolved."""
 
 from __future__ import annotations
 

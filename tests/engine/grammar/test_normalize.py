@@ -1,4 +1,4 @@
-"""What becomes of a JSON schema before the grammar library reads it, rule by rule."""
+"""Normalizing a JSON schema before the grammar library reads it, rule by rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the references of a schema point to, and which of them are refused."""
+"""References of a schema: their targets, and those that are refused."""
 
 from __future__ import annotations
 

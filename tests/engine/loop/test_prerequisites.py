@@ -1,4 +1,4 @@
-"""What a request waits for is the engine's business: a preparer names it, says what became of it, and gives back what that took."""
+"""Prerequisites: a preparer names them, answers for them, and releases what it prepared once the request is over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is chosen on each family of CPUs, on whichever one this is: dtypes, the path of linears, whether decode steps are recorded."""
+"""Choices per family of CPUs, on any machine: dtypes, the path of linears, whether decode steps are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine says its results depend on: equal for equal starts, different for whatever changes a bit, known at a warm start."""
+"""An engine's numerics: equal for equal starts, different for whatever changes a bit, known at a warm start."""
 
 from __future__ import annotations
 

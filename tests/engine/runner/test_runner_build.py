@@ -1,4 +1,4 @@
-"""From a folder and a configuration to a runner that answers, with every decision said aloud."""
+"""Building a runner from a folder and a configuration, with every decision logged."""
 
 from __future__ import annotations
 

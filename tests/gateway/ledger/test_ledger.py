@@ -1,4 +1,4 @@
-"""What requests used is in usage.db, however they ended. How soon it is there: `test_shipper`."""
+"""The usage of every request is in usage.db, however the request ended. How soon: `test_shipper`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests have a usage record, and which of their tokens count."""
+"""The requests that have a usage record, and the tokens that count in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one gateway charges what has ended: with the next take of the tenant, once, and before that takes anything."""
+"""A gateway charges ended requests with the next take of the tenant, once, and before that take counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays of a conversation that has outgrown its window: the head, whole turns, the last one."""
+"""The part of a conversation that stays when it has outgrown its window: the head, whole turns, the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a request waits for all stores together, and that a store which does not answer is left alone, and a call to it given up."""
+"""A request's waits for all stores are bounded together; a store that does not answer is left alone, and a call to it is given up."""
 
 from __future__ import annotations
 

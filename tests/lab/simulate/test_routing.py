@@ -1,4 +1,4 @@
-"""What replicas of different speed and memory get by predicted time, on virtual time; `docs/experiments.md` has an earlier comparison."""
+"""Shares of replicas of different speed and memory by predicted time, on virtual time; docs/experiments.md has an earlier comparison."""
 
 from __future__ import annotations
 

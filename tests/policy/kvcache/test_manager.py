@@ -1,4 +1,4 @@
-"""What makes two sequences share blocks, and a model that has no KV at all."""
+"""Sequences that share blocks, and a model that has no KV at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replicas are left out after failures, and how a new one's share grows."""
+"""Replicas that are left out after failures, and the growing share of a new one."""
 
 from __future__ import annotations
 

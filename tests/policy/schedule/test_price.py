@@ -1,4 +1,4 @@
-"""What chunks cost: a chunk that is granted fits its budget, the next larger one does not, no step gets longer than one at the start."""
+"""The price of chunks: a granted chunk fits its budget, the next larger one does not, and no step gets longer than one at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a sequence's time goes: every moment from arrival to end is in one stage."""
+"""Every moment of a sequence, from arrival to end, is in one stage."""
 
 from __future__ import annotations
 
