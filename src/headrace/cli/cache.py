@@ -1,4 +1,4 @@
-"""`headrace cache`: what is kept of whole answers, in the state folder or the Redis of a server, whether it runs or not."""
+"""`headrace cache`: commands for stored answers, in the state folder or the Redis of a server. The server need not run."""
 
 from __future__ import annotations
 

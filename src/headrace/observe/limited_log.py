@@ -1,4 +1,4 @@
-"""A logger for what every request may cause: one line an interval, which says how many were left out since the line before."""
+"""A logger for lines that every request may cause: it writes one line an interval, with the number left out since the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders chat templates: Jinja in an immutable sandbox, with what templates on the hub are written for.
+"""Renders chat templates: Jinja in an immutable sandbox, with the functions and options that templates on the hub expect.
 
 Filters, globals, tags and fields of messages are those of transformers' `apply_chat_template`; tests/text/test_chat_renderer.py compares
 the two. It is not used itself, since importing it takes half a second of processor time and 40 MB, at each start of a process that reads

@@ -1,4 +1,4 @@
-"""SIGHUP: read the configuration again. From a terminal that was closed it means what it always did, the end of the program.
+"""SIGHUP: reads the configuration again. From a closed terminal it ends the program, as usual.
 
 A process that was started with SIGHUP ignored (nohup) goes on ignoring it.
 """

@@ -1,4 +1,4 @@
-"""One foreign server: what is known of its state, and one attempt of a request at it.
+"""One foreign server: its known state, and one attempt of a request at it.
 
 An attempt ends in exactly one `AttemptResult`, which moves the server's circuit breaker and is counted. What the server sends is never
 shown as it is: a failed attempt carries an error of ours. Which server is tried, and what follows, is decided in `foreign_stream`.
