@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from gguf_files import byte_level_keys, entry, gguf_bytes, model_keys
 
-from headrace.cli.models import adapter_names, model_folders, models
+from headrace.bundled import FOLDER
+from headrace.cli.models import adapter_names, describe_folder, model_folders, models
 from headrace.core.errors import ConfigError
 from tests.house.stand_in import TINY
 
@@ -50,6 +53,24 @@ def test_adapters_are_found_inside_and_beside_their_base(tmp_path: Path) -> None
     (tmp_path / "adapters" / "broken").mkdir()
     (tmp_path / "adapters" / "broken" / "adapter_config.json").write_text("{")
     assert adapter_names(base) == ("domain", "style")
+
+
+def test_a_gguf_file_is_a_model_of_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
+    keys = {**model_keys(TINY, "llama"), **byte_level_keys(FOLDER / "headrace-tiny", "headrace")}
+    table = entry(torch.zeros(2560, int(str(TINY["hidden_size"]))), "F16")
+    (tmp_path / "all").mkdir()
+    file, damaged = tmp_path / "all" / "some-Q4_K_M.gguf", tmp_path / "all" / "odd-00001-of-00002.gguf"
+    file.write_bytes(gguf_bytes(keys, {"token_embd.weight": table}))
+    for path in (damaged, damaged.with_name("odd-00002-of-00002.gguf")):
+        path.write_bytes(b"GGUF")
+    assert model_folders(tmp_path / "all") == [damaged, file]
+    assert model_folders(file) == [file]
+    row = describe_folder(file)
+    assert (row.name, row.architecture, row.problem) == ("some-Q4_K_M", "LlamaForCausalLM", "")
+    odd = describe_folder(damaged)
+    assert odd.name == "odd"
+    assert odd.problem.startswith(str(damaged))
 
 
 def test_one_folder_or_a_folder_of_folders(tmp_path: Path) -> None:

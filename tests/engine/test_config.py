@@ -1,4 +1,4 @@
-"""What a replica's options may be, whoever gives them."""
+"""The options that a replica may have, from a file, flags or the supervisor."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def test_what_a_configuration_says_is_read_again_as_it_is() -> None:
         assert decode(EngineConfig, plain(config)) == config
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"), [("bitsandbytes", "Use the model's 16-bit weights and --quantization int8"), ("rtn", "Use int8")]
-)
+@pytest.mark.parametrize(("name", "remedy"), [("bitsandbytes", "Use the model's 16-bit weights"), ("rtn", "Use int8")])
 def test_a_quantization_of_vllms_that_is_not_here_names_what_to_do_instead(name: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' is not supported.*{remedy}"):
         EngineConfig(model="m", quantization=name).checked()

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from headrace.core.errors import CheckpointError, ConfigError
+from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, model_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class ModelRow:
 
 def models(
     folder: Annotated[
-        Path | None, typer.Argument(help="A model folder, or a folder of model folders; default: the bundled models.")
+        Path | None, typer.Argument(help="A model folder, a .gguf file, or a folder of these; default: the bundled models.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
@@ -53,26 +54,31 @@ def models(
 
 
 def model_folders(folder: Path) -> list[Path]:
-    """The folder itself, or its children that hold a config.json. Raises ConfigError when there is none."""
-    if (folder / "config.json").is_file():
+    """The folder or GGUF file itself, or its children that hold a config.json or are GGUF files. Raises ConfigError when there is none."""
+    if (folder / "config.json").is_file() or (is_gguf(folder) and folder.is_file()):
         return [folder]
     found = sorted(path.parent for path in folder.glob("*/config.json")) if folder.is_dir() else []
+    found += sorted(path for path in folder.glob(f"*{SUFFIX}") if is_first(path)) if folder.is_dir() else []
     if not found:
-        raise ConfigError(str(folder), "no model folder", "A model folder holds config.json, tokenizer.json and *.safetensors.")
+        remedy = "A model is a .gguf file, or a folder that holds config.json, tokenizer.json and *.safetensors."
+        raise ConfigError(str(folder), "no model folder", remedy)
     return found
 
 
 def describe_folder(folder: Path) -> ModelRow:
-    """The row of one folder; if the folder cannot be served, the row says why."""
+    """The row of one folder or GGUF file; if it cannot be served, the row says why."""
+    from headrace.tensor.checkpoint.gguf.folder import make_folder
     from headrace.tensor.models import describe
 
+    is_file = is_gguf(folder) and folder.is_file()
+    name, has_weights = (model_name(folder), True) if is_file else (folder.name, any(folder.glob("*.safetensors")))
     adapters = adapter_names(folder)
     try:
-        found = describe(folder)
+        found = describe(make_folder(folder) if is_file else folder)
     except (CheckpointError, ConfigError) as error:
-        return ModelRow(name=folder.name, folder=str(folder), adapters=adapters, problem=str(error))
+        return ModelRow(name=name, folder=str(folder), adapters=adapters, problem=str(error))
     return ModelRow(
-        name=folder.name,
+        name=name,
         folder=str(folder),
         architecture=found.architecture,
         num_parameters=found.num_parameters,
@@ -80,7 +86,7 @@ def describe_folder(folder: Path) -> ModelRow:
         dtype=found.dtype_name,
         weight_bytes=found.resident_bytes,
         adapters=adapters,
-        problem="" if any(folder.glob("*.safetensors")) else "no safetensors file; --load-format dummy serves random weights",
+        problem="" if has_weights else "no safetensors file; --load-format dummy serves random weights",
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.exits import CommandExitCode, UsageRefused
+from headrace.tensor.checkpoint.gguf.paths import is_gguf
 
 if TYPE_CHECKING:
     from headrace.lab.plan.catalogue import Catalogue
@@ -39,7 +40,8 @@ GOAL_LIMITS_S = (1e-6, 1e6)
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="A folder with config.json, a bundled model, or a name of the catalogue.", show_default=False)
+        str,
+        typer.Argument(help="A folder with config.json, a .gguf file, a bundled model or a catalogue's name.", show_default=False),
     ],
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="As h100, or several: h100,a100,l40s,rtx4090; default: all with a price, compared.")
@@ -73,7 +75,7 @@ def plan(
 
     known = read_catalogue(catalogue, prices)
     _check(dtype, kv_dtype, memory_fraction, plot)
-    shape, weights_dtype = find_model(model, known.models, dtype)
+    shape, weights_dtype = find_model(_folder_of(model), known.models, dtype)
     traffic, notes = _traffic(shape, context, users, tokens_per_user, requests_per_second)
     goals = _goals(slo, shape)
     needs = [
@@ -95,6 +97,13 @@ def plan(
     _print(plans, explain, as_json)
     if not plans[0].is_met:
         raise typer.Exit(CommandExitCode.FAILED)
+
+
+def _folder_of(model: str) -> str:
+    """The folder that is made for a GGUF file; any other name as it is. Raises CheckpointError, ConfigError."""
+    from headrace.tensor.checkpoint.gguf.folder import make_folder
+
+    return str(make_folder(Path(model))) if is_gguf(model) and Path(model).is_file() else model
 
 
 def _draw(file: Path, plans: list[CapacityPlan]) -> None:

@@ -60,6 +60,9 @@ NOT_READ = {"interleave_moe_layer_step": 1, "decoder_sparse_step": 1, "moe_layer
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", **{name: name for name in WEIGHT_BYTES}}
 
+GGUF_DTYPES = {"Q4": "int4", "Q8": "int8", "F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+"""How a GGUF file's mixture of types begins -> the dtype."""
+
 MAX_WIDTH = 2**20
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
@@ -129,7 +132,7 @@ def find_model(name: str, catalogue: Mapping[str, Mapping[str, object]], dtype: 
     known = sorted({*catalogue, *bundled_names()})
     near = get_close_matches(name.lower(), known, n=1) or [each for each in known if name.lower() in each]
     remedy = f"Did you mean {near[0]}? " if near else ""
-    reason = f"{name!r} is no folder with a config.json, no bundled model and no entry of the catalogue"
+    reason = f"{name!r} is no folder with a config.json, no .gguf file, no bundled model and no entry of the catalogue"
     raise ConfigError("MODEL", reason, f"{remedy}Known: {', '.join(known)}.")
 
 
@@ -229,6 +232,11 @@ def _kept_dtype(outer: ConfigFile, config: ConfigFile) -> str:
 
 def _quantized(section: ConfigFile) -> str:
     method = section.text("quant_method")
+    if method == "gguf":
+        stored = section.text("stored", "")
+        if (found := next((kept for kind, kept in GGUF_DTYPES.items() if stored.startswith(kind)), None)) is None:
+            section.refuse("stored", "weights of these bits are not planned for", "Give --dtype int4 or int8, whichever is nearer.")
+        return found
     if method in ("gptq", "awq"):
         bits = section.integer("bits", 2, 8, default=4)
         if bits not in (4, 8):

@@ -14,6 +14,12 @@ def is_gguf(name: str | Path) -> bool:
     return str(name).lower().endswith(SUFFIX)
 
 
+def is_first(path: Path) -> bool:
+    """Whether a file is a model's only one or the first of its shards, by its name."""
+    found = SHARD.fullmatch(path.stem)
+    return found is None or int(found[2]) == 1
+
+
 def model_name(path: Path) -> str:
     """The name under which a file is served: its own, without the suffix and the number of the shard."""
     found = SHARD.fullmatch(path.stem)
