@@ -1,4 +1,4 @@
-"""The thread that writes usage records from a queue in memory to segments on the disk, and keeps or drops them while the disk fails."""
+"""The thread that writes usage records from a queue in memory to segments on the disk, and counts the records that it must drop."""
 
 from __future__ import annotations
 
