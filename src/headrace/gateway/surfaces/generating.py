@@ -67,10 +67,10 @@ class GeneratingSurface(Generic[RequestT]):
 
     async def __call__(self, service: Service, exchange: Exchange) -> None:
         tenant = exchange.principal.tenant
-        with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as held:
-            request = await parsed_body(service, exchange, held, self.parser)
+        with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as charges:
+            request = await parsed_body(service, exchange, charges, self.parser)
             try:
-                generation = Generation(service, exchange, held, self.common(request, exchange.principal))
+                generation = Generation(service, exchange, charges, self.common(request, exchange.principal))
                 await generate(generation, lambda prepared: self.encoder(request, prepared, generation))
             except InvalidRequest as error:
                 if (renamed := error_as_written(error, self.names(request))) is None:
