@@ -135,6 +135,11 @@ class Checkpoint:
         stored = self._headers[self._file(name)].tensors[name]
         return name.endswith(".bias") and stored.dtype in READABLE_DTYPES and not bool(self._values(name, stored.shape, ()).any())
 
+    @property
+    def config_files(self) -> list[Path]:
+        """config.json, and the files of SEPARATE beside it."""
+        return [self.folder / "config.json", *(path for name in SEPARATE if (path := self.folder / name).is_file())]
+
     def digest(self) -> str:
         """Hex digest of config.json, the files of SEPARATE beside it, every header, and both ends (4 KiB) of every tensor's bytes.
 
@@ -144,10 +149,9 @@ class Checkpoint:
         Raises: CheckpointError if the sampled values cannot have the dtype that the header says (`checkpoint.values`).
         """
         sample = Sample()
-        state = blake2b((self.folder / "config.json").read_bytes(), digest_size=16, person=b"headrace-model")
-        for name in SEPARATE:
-            if (self.folder / name).is_file():
-                state.update((self.folder / name).read_bytes())
+        state = blake2b(digest_size=16, person=b"headrace-model")
+        for path in self.config_files:
+            state.update(path.read_bytes())
         for file, header in sorted(self._headers.items()):
             state.update(header.digest)
             with (self.folder / file).open("rb") as stream:

@@ -275,20 +275,24 @@ def _open_checkpoint(
 ) -> _Weights:
     """dtype: None: that of the stored embedding; float32 where it stores integers."""
     dtype = dtype or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight")) or torch.float32
-    content = WeightsDigest([Path(config.file), *checkpoint.files], None if packed is None else packed.directory)
+    content = WeightsDigest([*checkpoint.config_files, *checkpoint.files], None if packed is None else packed.directory)
     return _Weights(checkpoint, dtype, checkpoint.digest(), content)
 
 
 def describe(
-    folder: Path, *, dtype: torch.dtype | None = None, max_model_len: int | None = None, quantization: str = "none"
+    folder: Path, *, dtype: torch.dtype | None = None, max_model_len: int | None = None, quantization: str = "none", device: str = "cpu"
 ) -> ModelDescription:
-    """Sizes from config.json alone: no weight is opened, no memory used. Raises as `load_model` does."""
+    """Sizes from config.json alone: no weight is opened, no memory used. Raises as `load_model` does.
+
+    device  torch's word: only a GPU holds linears that are stored in FP8 as they are
+    """
     config = read_config(folder)
     architecture, spec = _read_spec(config)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
     stored = read_format(config)
     dtype, precision = dtype or _named_dtype(config) or torch.float32, resolve_precision(quantization, stored)
-    shapes = WeightShapes(dtype, stored.precision if stored is not None else Precision.NONE)
+    held = Precision.NONE if stored is None or (stored.precision is Precision.FP8 and device == "cpu") else stored.precision
+    shapes = WeightShapes(dtype, held)
     # No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds).
     few_bits = shapes if precision is Precision.NONE else None
     reader = WeightReader(shapes, load_backend("reference"), dtype, META, precision=precision, stored=few_bits)

@@ -63,6 +63,11 @@ class GgufCheckpoint:
         self._read: set[str] = set(FACTORS)
 
     @property
+    def config_files(self) -> list[Path]:
+        """The files that describe the model beside the weight files."""
+        return [self.folder / "config.json"]
+
+    @property
     def files(self) -> list[Path]:
         """The weight files."""
         return [header.path for header in self._model.headers]
