@@ -135,12 +135,6 @@ def test_values_that_break_a_rule_are_refused_by_name(built: list[EngineConfig],
     assert built == []
 
 
-def test_what_no_cpu_computes_is_refused_before_weights_are_read(built: list[EngineConfig], model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^dtype: float16 is not computed on CPUs. Use float32"):
-        LLM(model_folder, dtype="half")
-    assert built == []
-
-
 def test_help_of_the_class_has_every_option_of_the_engine() -> None:
     for keyword in api._KEYWORDS:
         assert f"\n    {keyword} " in (LLM.__doc__ or ""), keyword

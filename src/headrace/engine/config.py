@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-DTYPES = ("auto", "float32", "bfloat16")
-"""Everywhere; float16 is computed by CUDA alone."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""CPUs compute float16 in float32, which holds every value of it."""
 ROUNDINGS = ("int8", "int4", "fp8")
 """How linears may be rounded at load."""
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8", "fp8")
@@ -166,10 +166,7 @@ class EngineConfig:
         if self.quantization in INSTEAD:
             raise ConfigError("quantization", f"{self.quantization!r} is not supported", INSTEAD[self.quantization])
         for name, described in options():
-            if (name, self.dtype) != ("dtype", "float16"):
-                described.check(name, getattr(self, name))
-        if self.dtype == "float16" and self.device == "cpu":  # `resolve_dtype` says the same, once weights are read
-            raise ConfigError("dtype", "float16 is not computed on CPUs", "Use float32 (exact for float16 weights), bfloat16 or auto.")
+            described.check(name, getattr(self, name))
         if self.max_waiting_per_tenant is not None and self.max_waiting_per_tenant > self.max_waiting:
             raise ConfigError(
                 "max_waiting_per_tenant",

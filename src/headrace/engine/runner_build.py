@@ -153,7 +153,7 @@ class _Choices:
 
 def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
     """Choose dtype, kernels and threads, and set the threads. Raises ConfigError, also if the weights do not fit the free memory."""
-    device, is_rounded = DEVICES[config.device], found.precision is not Precision.NONE
+    device, is_rounded = DEVICES[config.device], found.held in (Precision.INT8, Precision.INT4)
     for name, wanted in (("quantization", found.precision.value), ("kv_cache_dtype", config.kv_cache_dtype)):
         if wanted == "fp8" and not device.has_fp8:
             raise ConfigError(name, f"{device.title} does not compute fp8", "Use int8.")
@@ -201,7 +201,7 @@ def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_d
     backend = choices.backend
     return {
         WEIGHTS: loaded.model_digest if loaded.weights is None else loaded.weights.known,
-        "quantization": loaded.precision.value,
+        "quantization": loaded.held if loaded.stored_as else loaded.precision.value,
         "dtype": _name(loaded.dtype),
         "KV dtype": kv_dtype,
         "kernels": " ".join(filter(None, (backend.name, backend.numerics))),

@@ -97,12 +97,10 @@ class Cpu(TensorDevice):
 
         requested         "auto" | "float32" | "bfloat16" | "float16"
         checkpoint_dtype  dtype of most stored weights
-        is_rounded        whether linears are rounded to small integers at load
-
-        Raises: ConfigError for float16: no kernel computes in it.
+        is_rounded        whether linears are multiplied as small integers
         """
         if requested == "float16":
-            raise ConfigError("dtype", "float16 is not computed on CPUs", "Use float32 (exact for float16 weights), bfloat16 or auto.")
+            return torch.float32, "CPUs compute float16 in float32, which holds every value of it"
         if requested != "auto":
             return DTYPES[requested], "as configured"
         if checkpoint_dtype == "float32":

@@ -107,12 +107,6 @@ def test_a_gpu_has_defaults_of_its_own_where_the_file_names_none() -> None:
     assert limits(max_num_batched_tokens=128) == (128, 128, 0.9)
 
 
-def test_a_gpu_computes_float16_as_well() -> None:
-    assert on_device(EngineConfig(model="m", dtype="float16"), ("dtype",), "h100").dtype == "float16"
-    with pytest.raises(ConfigError, match="float16 is not computed on CPUs"):
-        on_device(EngineConfig(model="m", dtype="float16"), ("dtype",), "cpu")
-
-
 def test_a_replica_is_the_one_that_the_planner_prefers() -> None:
     shape, dtype = find_model("llama-70b", KNOWN.models)
     config = on_device(EngineConfig(model="llama-70b"), (), "h100")

@@ -107,6 +107,7 @@ class ModelDescription:
     weight_bytes    read by one decode step of one sequence
     resident_bytes  of all weights, without overhead of packing
     precision       to which linears are rounded at load
+    held            in how many bits most linears are held, rounded at load or as stored
     """
 
     architecture: str
@@ -119,6 +120,7 @@ class ModelDescription:
     weight_bytes: int
     resident_bytes: int
     precision: Precision
+    held: Precision
 
 
 def load_model(
@@ -291,7 +293,9 @@ def describe(
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
     stored = read_format(config)
     dtype, precision = dtype or _named_dtype(config) or torch.float32, resolve_precision(quantization, stored)
-    held = Precision.NONE if stored is None or (stored.precision is Precision.FP8 and device == "cpu") else stored.precision
+    held = precision
+    if precision is Precision.NONE and stored is not None and not (stored.precision is Precision.FP8 and device == "cpu"):
+        held = stored.precision
     shapes = WeightShapes(dtype, held)
     # No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds).
     few_bits = shapes if precision is Precision.NONE else None
@@ -308,6 +312,7 @@ def describe(
         weight_bytes=model.weight_bytes,
         resident_bytes=model.resident_bytes,
         precision=precision,
+        held=held,
     )
 
 

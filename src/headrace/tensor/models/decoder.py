@@ -7,6 +7,8 @@ deferred or recorded: `models.steps`. Shape letters: `tensor.batch`, E hidden si
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +27,11 @@ from headrace.tensor.layers.rope import RopeSpec, rope_table
 from headrace.tensor.layers.weights import Part, WeightReader, no_reduce
 from headrace.tensor.models.spec import DecoderSpec, LayerSpec
 from headrace.tensor.models.steps import RecordedSteps
+
+log = logging.getLogger(__name__)
+
+PROGRESS_S = 5.0
+"""Between two lines of the log while layers are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +124,7 @@ class DecoderModel:
         self.embedding = reader.table(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(reader.dtype))  # rounded to the model's dtype, as in training
         tables: dict[RopeSpec, Tensor] = {}
+        said = time.monotonic()
         self.blocks: list[Block] = []
         for index, layer in enumerate(spec.layers):
             rope = layer.attention.rope
@@ -124,6 +132,9 @@ class DecoderModel:
                 tables[rope] = rope_table(rope, spec.max_positions, reader.device.name)
             self.blocks.append(Block(reader, spec, layer, index, tables[rope]))
             return_freed_memory()
+            if time.monotonic() - said >= PROGRESS_S:
+                said = time.monotonic()
+                log.info("loaded %d of %d layers", index + 1, len(spec.layers))
         final = reader.norm(f"{names.final_norm}.weight", spec.hidden_size, plus=spec.norm_plus)
         self.final_norm = Norm(reader.kernels, final, spec.norm_eps)
         head = f"{names.head}.weight"

@@ -18,6 +18,7 @@ from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.formats.nibbles import from_minimum, nibbles
 from headrace.tensor.checkpoint.formats.table import FORMATS, QuantizedSource
 from headrace.tensor.kernels.rounding import Precision
+from headrace.tensor.models import decoder, describe
 
 pytestmark = pytest.mark.pure
 
@@ -148,3 +149,28 @@ def test_a_minimum_becomes_a_zero_point(scale: float, least: float) -> None:
     assert found is not None
     wanted = codes.view(1, 32) * scale + least
     torch.testing.assert_close(found.dense(), wanted.float(), rtol=0, atol=2e-3 * max(abs(least), 1e-9) + 1e-3 * abs(scale))
+
+
+def test_the_log_says_how_far_loading_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    pair = save_pair(tmp_path, "Llama", Gptq(4, 32))
+    with caplog.at_level("INFO"):
+        load(pair.folder)
+        assert "layers" not in caplog.text
+        monkeypatch.setattr(decoder, "PROGRESS_S", 0.0)
+        load(pair.folder)
+    assert "loaded 1 of 1 layers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stored", "held"), [(Gptq(4, 32), Precision.INT4), (Gptq(8, 32), Precision.INT8), (Fp8(), Precision.NONE)], ids=str
+)
+def test_a_description_counts_the_bits_that_are_held(stored: Stored, held: Precision, tmp_path: Path) -> None:
+    """Before a weight is read: what does not fit the free memory is refused by it."""
+    pair = save_pair(tmp_path, "Llama", stored)
+    found, plain = describe(pair.folder), describe(pair.plain)
+    assert found.held is held
+    assert found.num_parameters == plain.num_parameters
+    assert (found.resident_bytes < plain.resident_bytes) == (held is not Precision.NONE)
+    loaded = load(pair.folder, backend=load_backend("numba", features=AVX2))
+    assert found.resident_bytes <= 1.1 * loaded.resident_bytes
+    assert describe(pair.folder, device="cuda").held is (Precision.FP8 if held is Precision.NONE else held)
