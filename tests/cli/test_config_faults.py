@@ -40,14 +40,14 @@ gateway:
   api_keys:
     - {key: short}
     - {key: long-enough-key, priority: top}
-  timeouts: {drain: 5, body_s: -1}
+  timeouts: {drain: 5, failover_s: -1}
 drain_timeout_s: -4
 """
 FOUND = [
     (3, "models[0].replicas", "expected int"),
     (5, "models[0].engine.model", "neither a folder"),
     (6, "models[0].engine.max_num_seq", "Did you mean max_num_seqs?"),
-    (7, "models[0].engine.dtype", "'float17' is not one of auto, float32, bfloat16."),
+    (7, "models[0].engine.dtype", "'float17' is not one of auto, float32, bfloat16, float16."),
     (8, "models[0].engine.seed", "expected int"),
     (9, "models[1].name", "served twice"),
     (10, "models[1].engine.max_num_seqs", "0 is outside"),
@@ -58,7 +58,7 @@ FOUND = [
     (19, "gateway.api_keys[0].key", "is shorter than"),
     (20, "gateway.api_keys[1].priority", "'top' is not one of"),
     (21, "gateway.timeouts.drain", "Set drain_timeout_s at the top level."),
-    (21, "gateway.timeouts.body_s", "is not positive"),
+    (21, "gateway.timeouts.failover_s", "is not positive"),
     (22, "drain_timeout_s", "outside 0..86400"),
 ]
 

@@ -89,13 +89,12 @@ ENGINE: dict[str, object] = {"dtype": "float32", "kernels": ROOMY["kernels"], "n
 
 @pytest.fixture(scope="session")
 def server(random_folder: Path) -> Iterator[Server]:
-    """`headrace serve` of the random model as "random" (and "alias"): one replica, a key, KV memory for 752 tokens, little patience."""
+    """`headrace serve` of the random model as "random" (and "alias"): one replica, a key, KV memory for 752 tokens."""
     config = {
         "models": [{"name": "random", "aliases": ["alias"], "engine": {**ENGINE, "model": str(random_folder), "num_kv_blocks": 48}}],
         "gateway": {
             "api_keys": [{"key": KEY}],
             "request_log": "{folder}/requests.jsonl",
-            "timeouts": {"header_s": 3.0, "body_s": 3.0, "write_s": 3.0},
         },
     }
     with serving(config) as server:

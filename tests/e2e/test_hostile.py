@@ -150,12 +150,6 @@ async def trickled_headers(server: Server) -> None:
     assert status_of(await everything_said(server, *pieces, pause_s=0.1)) == 408
 
 
-async def slow_body(server: Server) -> None:
-    said = await everything_said(server, HEAD + b"content-length: 100\r\n\r\n", b'{"model":')
-    assert status_of(said) == 408
-    assert b"read_timeout" in said
-
-
 async def silence(server: Server) -> None:
     assert await everything_said(server) == b""
 
@@ -303,7 +297,6 @@ async def upgrade_requests(server: Server) -> None:
 ATTACKS: tuple[Attack, ...] = (
     slow_headers,
     trickled_headers,
-    slow_body,
     silence,
     half_closed_before_the_body,
     half_closed_after_the_request,

@@ -40,7 +40,7 @@ TWO_MODELS = FleetConfig(
         ModelSpec(name="org-big-model", folder=Path("/m/big"), aliases=("big",), replicas=2, engine={"max_num_seqs": 8}),
         ModelSpec(name="small", folder=Path("/m/small")),
     ),
-    gateway={"port": 0, "timeouts": {"body_s": 5}},
+    gateway={"port": 0, "timeouts": {"failover_s": 5}},
     drain_timeout_s=7,
 )
 
@@ -70,7 +70,7 @@ def test_each_replica_gets_a_file_of_its_own_and_the_gateway_knows_them_all(tmp_
     assert first["address"] == f"unix:{tmp_path}/e0.sock"
     assert stat.S_IMODE(replicas[0].config.stat().st_mode) == 0o600
     gateway = json.loads(write_gateway_file(gateway_content(TWO_MODELS, replicas), tmp_path).read_text())
-    assert gateway["timeouts"] == {"body_s": 5, "drain_s": 7}
+    assert gateway["timeouts"] == {"failover_s": 5, "drain_s": 7}
     assert [[replica["name"] for replica in model["replicas"]] for model in gateway["models"]] == [
         ["org-big-model-0", "org-big-model-1"],
         ["small-0"],

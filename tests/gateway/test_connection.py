@@ -21,6 +21,7 @@ from headrace.gateway.http import connection as protocol
 from headrace.gateway.http.client_transport import ClientTransport
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import PAUSE_S, Server
+from headrace.gateway.surfaces import endpoint
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -30,8 +31,9 @@ pytestmark = pytest.mark.loop
 async def port(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
     monkeypatch.setattr(protocol, "MAX_HEADER_BYTES", 4096)
     monkeypatch.setattr(protocol, "MAX_HEADERS", 20)
-    timeouts = {"header_s": 0.3, "body_s": 0.3, "keep_alive_s": 1}
-    async with open_bench(text, timeouts=timeouts) as bench:
+    monkeypatch.setattr(protocol, "HEADER_S", 0.3)
+    monkeypatch.setattr(endpoint, "BODY_S", 0.3)
+    async with open_bench(text, timeouts={"keep_alive_s": 1}) as bench:
         async with serving(bench.gateway) as port:
             yield port
         assert bench.replica.requests == [] or all(request.prompt_ids for request in bench.replica.requests)
@@ -200,13 +202,14 @@ async def test_idle_connection_is_closed_after_keep_alive(port: int) -> None:
     assert took_s == pytest.approx(1.0)
 
 
-async def test_stray_line_ends_do_not_keep_an_idle_connection(text: TextModel) -> None:
+async def test_stray_line_ends_do_not_keep_an_idle_connection(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsers skip them; the connection still goes, and still serves a request that comes in time."""
+    monkeypatch.setattr(protocol, "HEADER_S", 0.5)
     kept = GET.replace(b"connection: close\r\n", b"")
-    async with open_bench(text, timeouts={"header_s": 0.5, "keep_alive_s": 60}) as bench, serving(bench.gateway) as port:
+    async with open_bench(text, timeouts={"keep_alive_s": 60}) as bench, serving(bench.gateway) as port:
         answer, took_s = await timed_talk(port, kept, b"\r\n", kept, b"\r\n", b"\r\n", b"\r\n", pause_s=0.4)
     assert answer.count(b"HTTP/1.1 200") == 2
-    assert took_s == pytest.approx(1.2 + 0.5), "`header_s` after the first line end behind the second answer"
+    assert took_s == pytest.approx(1.2 + 0.5), "HEADER_S after the first line end behind the second answer"
 
 
 async def test_announced_large_body_is_refused_before_it_is_sent(port: int) -> None:
@@ -260,13 +263,14 @@ async def test_unwanted_body_is_thrown_away_for_a_moment_only(port: int, connect
         assert virtual_loop().time() - refused_at == pytest.approx(protocol.LINGER_S, abs=3 * SEND_EVERY_S)
 
 
-async def test_client_that_does_not_take_the_end_of_the_last_answer_is_cut_off(text: TextModel) -> None:
+async def test_client_that_does_not_take_the_end_of_the_last_answer_is_cut_off(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is written and closed, and less waits than makes a writer wait: nothing else would end this connection."""
+    monkeypatch.setattr(protocol, "WRITE_S", 3.0)
     loop = virtual_loop()
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     theirs.setblocking(False)
-    async with open_bench(text, timeouts={"write_s": 3.0}) as bench:
+    async with open_bench(text) as bench:
         config = bench.gateway.config
         server = Server(bench.gateway, config.server, bench.gateway.refused, ConnectionLimit(config.limits.max_connections, 8))
         server.config.load()
@@ -358,7 +362,8 @@ async def test_what_is_refused_behind_running_requests_is_refused_behind_their_a
     refused, code = REFUSED[name]
     due = post("/v1/chat/completions", chat_body(max_tokens=2, stream=is_stream)) * num_due
     monkeypatch.setattr(protocol, "MAX_HEADER_BYTES", 4096)
-    async with open_bench(text, timeouts={"header_s": 0.3, "body_s": 9}) as bench, serving(bench.gateway) as port:
+    monkeypatch.setattr(protocol, "HEADER_S", 0.3)
+    async with open_bench(text) as bench, serving(bench.gateway) as port:
         bench.replica.go.clear()
         async with asyncio.timeout(60), dial(port) as (reader, writer):
             for piece in [due + refused] if is_at_once else [due, refused]:
@@ -387,7 +392,7 @@ async def test_bytes_behind_a_refusal_that_waits_are_bounded(bench: TestBench, m
 async def test_a_body_that_arrives_while_an_earlier_request_is_answered_has_its_own_time(text: TextModel) -> None:
     """It was taken for what is left of the earlier body, and its connection was closed after two seconds."""
     request = post("/v1/chat/completions", chat_body(max_tokens=2))
-    async with open_bench(text, timeouts={"body_s": 9}) as bench, serving(bench.gateway) as port:
+    async with open_bench(text) as bench, serving(bench.gateway) as port:
         answer = await talk(port, request + request[:-1], request[-1:], GET, pause_s=3.0)
     assert [int(part.split(b" ", 1)[0]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200]
 

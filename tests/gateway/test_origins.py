@@ -175,7 +175,7 @@ REFUSED_HEADS = {
 
 @pytest.mark.parametrize("head", REFUSED_HEADS.values(), ids=REFUSED_HEADS)
 async def test_what_is_refused_before_it_is_a_request_may_be_read_too(text: TextModel, head: str) -> None:
-    async with open_bench(text, allowed_origins=[PAGE], timeouts={"header_s": 20}) as bench, serving(bench.gateway) as port:
+    async with open_bench(text, allowed_origins=[PAGE]) as bench, serving(bench.gateway) as port:
         for origin, is_listed in ((PAGE, True), ("https://evil.example", False)):
             async with dial(port) as (reader, writer):
                 writer.write(head.format(origin=origin).encode())

@@ -424,15 +424,17 @@ async def test_what_requests_hold_may_be_more_than_a_lower_limit(bench: TestBenc
     assert memory.answers.left == 10 << 20
 
 
-async def test_bounds_of_connections_follow(bench: TestBench) -> None:
-    """Also those of a connection that is open."""
+async def test_who_may_read_what_a_connection_answers_follows(bench: TestBench) -> None:
+    """Also on a connection that is open, for what is refused before it is a request."""
     async with serving(bench.gateway, bench.reloader) as port, dial(port) as (reader, writer):
         ask_live = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
         writer.write(ask_live)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        await apply(bench, model(MODEL, "r0"), timeouts={"header_s": 0.3})
-        writer.write(ask_live[:-2])
-        assert b"HTTP/1.1 408" in await reader.read()
+        await apply(bench, model(MODEL, "r0"), allowed_origins=["https://app.example"])
+        writer.write(ask_live[:-2] + b"origin: https://app.example\r\naccept: */*\r\nno colon\r\n\r\n")
+        answer = await reader.read()
+    assert b"HTTP/1.1 400" in answer
+    assert b"access-control-allow-origin: https://app.example" in answer
 
 
 async def test_a_request_log_that_was_moved_away_is_opened_again(text: TextModel, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from headrace.core.errors import Overloaded, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
-from headrace.gateway.http import sse
+from headrace.gateway.http import connection, sse
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.server import DRAIN_GRACE_S
 from headrace.gateway.http.sse import TICK_S
@@ -149,7 +149,8 @@ async def test_logprobs_of_a_long_prompt_reach_a_client_that_reads_slowly_but_st
 
 async def test_client_that_does_not_catch_up_in_time_is_cut_off(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "MAX_PENDING_BYTES", 1 << 30)
-    async with open_bench(text, timeouts={"write_s": 20}) as bench, serving(bench.gateway) as port:
+    monkeypatch.setattr(connection, "WRITE_S", 20.0)
+    async with open_bench(text) as bench, serving(bench.gateway) as port:
         bench.replica.go.clear()
         bench.replica.on_submit = flood
         async with dial(port, limit=1024) as (_, writer):
@@ -163,10 +164,11 @@ LARGE = chat_body(logprobs=True, top_logprobs=20, n=3, max_tokens=400, ignore_eo
 """More than a megabyte, not streamed."""
 
 
-async def test_large_answer_reaches_a_client_that_reads_slowly_but_steadily(text: TextModel) -> None:
-    """`write_s` is for the next 64 KiB, not for the whole body."""
+async def test_large_answer_reaches_a_client_that_reads_slowly_but_steadily(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WRITE_S is for the next 64 KiB, not for the whole body."""
     write_s, bytes_per_s = 1.0, 100e3
-    async with open_bench(text, timeouts={"write_s": write_s}) as bench, serving(bench.gateway) as port:
+    monkeypatch.setattr(connection, "WRITE_S", write_s)
+    async with open_bench(text) as bench, serving(bench.gateway) as port:
         began = now()
         body = await read_steadily(port, bytes_per_s)
         assert body.endswith(LAST_CHUNK)
@@ -200,10 +202,13 @@ def dechunked(body: bytes) -> bytes:
     return b"".join(parts)
 
 
-async def test_client_that_does_not_read_a_large_answer_is_cut_off_and_counted(text: TextModel, tmp_path: Path) -> None:
+async def test_client_that_does_not_read_a_large_answer_is_cut_off_and_counted(
+    text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until then it is one of the requests that are open: what waits for it is bounded by their number."""
     log = tmp_path / "log"
-    async with open_bench(text, timeouts={"write_s": 20}, request_log=str(log)) as bench, serving(bench.gateway) as port:
+    monkeypatch.setattr(connection, "WRITE_S", 20.0)
+    async with open_bench(text, request_log=str(log)) as bench, serving(bench.gateway) as port:
         open_requests = bench.gateway.service.open_requests
         async with dial(port, limit=1024) as (reader, writer):
             began = now()

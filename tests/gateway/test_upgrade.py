@@ -22,6 +22,7 @@ from virtual_time import virtual_loop
 from headrace.gateway.http import connection as protocol
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
+from headrace.gateway.surfaces import endpoint
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -237,8 +238,9 @@ async def test_a_chat_that_offers_http2_is_answered_and_keeps_its_connection(ben
 async def test_an_offer_takes_no_bound_away(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "MAX_HEADER_BYTES", 4096)
     monkeypatch.setattr(protocol, "MAX_HEADERS", 10)
-    timeouts = {"header_s": 0.3, "body_s": 0.3, "keep_alive_s": 1}
-    async with open_bench(text, limits={"max_body_bytes": 1000}, timeouts=timeouts) as bench, serving(bench.gateway) as port:
+    monkeypatch.setattr(protocol, "HEADER_S", 0.3)
+    monkeypatch.setattr(endpoint, "BODY_S", 0.3)
+    async with open_bench(text, limits={"max_body_bytes": 1000}, timeouts={"keep_alive_s": 1}) as bench, serving(bench.gateway) as port:
         many = [f"x{number}: a" for number in range(5)]
         for lines, code in ((many, 431), (["x: " + "a" * 4000], 431), ([], 200)):
             assert status(await answers(port, [post("/v1/chat/completions", chat_body(max_tokens=1), *OFFER, *lines)])) == code

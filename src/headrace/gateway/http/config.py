@@ -80,22 +80,16 @@ class Limits:
 class Timeouts:
     """Seconds.
 
-    header_s      connection made (or previous answer read) to the last header byte
-    body_s        headers to the last body byte
     keep_alive_s  idle connection between requests
     sse_ping_s    a stream without a chunk for this long gets a comment line
-    write_s       a client that does not catch up within this while more than 64 KiB wait for it is cut off
     request_s     deadline of every request, counted from its arrival; None = none
     drain_s       after SIGTERM: what running requests may take to end
     failover_s    a running request whose engine was lost waits at most this long for one that can continue it; 0: it ends at once
     stream_resume_s  how long after its end a stream can be continued by its client; 0: never, and events have no ids
     """
 
-    header_s: float = 10.0
-    body_s: float = 30.0
     keep_alive_s: float = 75.0
     sse_ping_s: float = 10.0
-    write_s: float = 30.0
     request_s: float | None = None
     drain_s: float = 30.0
     failover_s: float = 60.0

@@ -40,6 +40,12 @@ MAX_HEADER_BYTES = 32 << 10
 MAX_HEADERS = 100
 """Headers of a request."""
 
+HEADER_S = 10.0
+"""Seconds from the connection, or from the first byte behind an earlier answer, to the last header byte."""
+
+WRITE_S = 30.0
+"""Seconds in which a client takes the next SEND_BUFFER_BYTES of what waits for it. One that does not is cut off."""
+
 LINGER_S = 2.0
 """Seconds for which the rest of an unwanted body is discarded, so that its sender can read the refusal."""
 
@@ -101,15 +107,14 @@ class _Refusal(NamedTuple):
 class BoundedProtocol(HttpToolsProtocol):
     """Use a subclass from `protocol_for`."""
 
-    bounds: ServerConfig
     origins: Origins
     tls_notice: TlsNotice
     _client: ClientTransport
 
     @classmethod
     def follow(cls, config: ServerConfig) -> None:
-        """Bound every connection of this class by `config` from now on."""
-        cls.bounds, cls.origins = config, Origins(config.allowed_origins)
+        """Let the pages that `config` lists read what every connection of this class answers from now on."""
+        cls.origins = Origins(config.allowed_origins)
 
     def log_refusal(self, request_id: str, status: int, message: str) -> None:
         """Called after each answer that is given here."""
@@ -134,9 +139,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._client = ClientTransport(transport, self._hang_up)
         super().connection_made(cast(asyncio.Transport, self._client))
-        # One mark for both: with a lower one to resume at, a reader would have to take more than this within `write_s`.
+        # One mark for both: with a lower one to resume at, a reader would have to take more than this within WRITE_S.
         transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES, low=SEND_BUFFER_BYTES)
-        self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
+        self._head_timer = self._after(HEADER_S, self._head_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers("_head_timer", "_linger_timer", "_write_timer")
@@ -178,11 +183,11 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._wire_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, f"Headers must be at most {MAX_HEADER_BYTES} bytes.")
             elif self._head_timer is None:
-                self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
+                self._head_timer = self._after(HEADER_S, self._head_late)
         elif self._is_idle:
             # These bytes begin no request (parsers skip a stray CRLF), but they stopped uvicorn's timer. More of them do not stop this one.
             if self._head_timer is None:
-                self._head_timer = self._after(self.bounds.timeouts.header_s, self._close)
+                self._head_timer = self._after(HEADER_S, self._close)
         elif self._is_in_body and self._wire_bytes > FRAMING_SLACK_BYTES + MAX_FRAMING_FACTOR * self._body_bytes + MAX_HEADER_BYTES:
             self._refuse(400, "The body's chunks carry too little.")
 
@@ -351,7 +356,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_in_head:
             return
         if self._wire_bytes:
-            self._refuse(408, f"Headers must arrive within {self.bounds.timeouts.header_s:g} s.")
+            self._refuse(408, f"Headers must arrive within {HEADER_S:g} s.")
         else:
             self._close()
 
@@ -386,10 +391,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._time_writing()
 
     def _time_writing(self) -> None:
-        """Give the client `write_s` for the next 64 KiB of unsent bytes, or for all of them where they are fewer."""
+        """Give the client WRITE_S for the next 64 KiB of unsent bytes, or for all of them where they are fewer."""
         self._write_goal_bytes = max(0, self.transport.get_write_buffer_size() - SEND_BUFFER_BYTES)
         self._stop_timers("_write_timer")
-        self._write_timer = self._after(self.bounds.timeouts.write_s, self._write_late)
+        self._write_timer = self._after(WRITE_S, self._write_late)
 
     def _write_late(self) -> None:
         if self.transport.get_write_buffer_size() > self._write_goal_bytes:

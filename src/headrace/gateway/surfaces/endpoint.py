@@ -33,6 +33,9 @@ millisecond."""
 MAX_INLINE_GBNF_BYTES = 2 << 10
 """The same for a body that may hold a grammar in GBNF, which is rewritten as Lark: that takes 2 us per byte at worst."""
 
+BODY_S = 30.0
+"""Seconds from the headers to the last byte of the body."""
+
 _GBNF_MARKS = (b"::=", b"\\u003")
 """What every body with a grammar in GBNF has: its sign for a rule, or an escape that one of the sign's characters may be written as."""
 
@@ -125,7 +128,7 @@ async def parsed_body(service: Service, exchange: Exchange, charges: RequestChar
     parser  of the path's row in `surfaces.routes`: a text worker parses a large body and sends the request back
     """
     limits = service.config.limits
-    body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=charges.prompts.add)
+    body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=BODY_S, hold=charges.prompts.add)
     if exchange.header(LAST_EVENT_ID) is not None or exchange.header(IDEMPOTENCY_KEY) is not None:
         sessions = [value for name, value in exchange.headers if name == RAW_HEADER]
         exchange.body_digest = body_digest(exchange.scope["path"], body, sessions)
