@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 
 from headrace.cli.main import app
 from headrace.core.errors import ConfigError, InvalidRequest
-from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.ledger.record import encode_record
 from headrace.gateway.ledger.spool import MAGIC, OPEN, Spool, frame
 from headrace.gateway.ledger.usage_db import FILE, SQL, UsageDb
@@ -84,7 +83,7 @@ def test_the_state_folder_is_found_as_every_command_finds_it(state: Path, tmp_pa
 
 
 def test_what_a_killed_gateway_left_is_counted(state: Path) -> None:
-    spool = Spool(state / "spool", [SQL], UsageConfig().max_spool_bytes)
+    spool = Spool(state / "spool", [SQL])
     (spool.folder / OPEN / "1-1-1.seg").write_bytes(MAGIC + frame(encode_record(usage(10, tenant="initech"))))
     rows = json.loads(run("--json", "--state", str(state)).stdout)
     assert {row["tenant"]: row["requests"] for row in rows} == {"acme": 2, "globex": 1, "initech": 1}
@@ -92,7 +91,7 @@ def test_what_a_killed_gateway_left_is_counted(state: Path) -> None:
 
 
 def test_a_gateway_that_ships_is_left_alone(state: Path) -> None:
-    spool = Spool(state / "spool", [SQL], UsageConfig().max_spool_bytes)
+    spool = Spool(state / "spool", [SQL])
     (spool.folder / OPEN / "1-1-1.seg").write_bytes(MAGIC + frame(encode_record(usage(10, tenant="initech"))))
     with spool.shipping(SQL):
         assert "initech" not in run("--state", str(state)).stdout

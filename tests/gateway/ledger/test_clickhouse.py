@@ -69,7 +69,7 @@ def test_fields_that_the_table_lacks_are_left_out(sink: ClickHouseSink) -> None:
 
 def test_a_server_that_is_killed_gets_everything_once_it_is_back(server: ClickHouseServer, sink: ClickHouseSink, tmp_path: Path) -> None:
     sink.create()
-    spool = Spool(tmp_path / "spool", ["clickhouse"], 1 << 30)
+    spool = Spool(tmp_path / "spool", ["clickhouse"])
     shipper = Shipper(spool, ClickHouseSink(server.config))
     shipper.start()
     thread = SpoolThread(spool, fsync="never", on_segment=shipper.wake)

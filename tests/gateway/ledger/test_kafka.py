@@ -55,7 +55,7 @@ def test_every_record_is_a_message_with_its_requests_id_as_key(cluster: MockBrok
 
 
 def test_brokers_that_go_away_keep_no_record_waiting_and_get_everything_once_they_are_back(cluster: MockBrokers, tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool", ["kafka"], 1 << 30)
+    spool = Spool(tmp_path / "spool", ["kafka"])
     shipper = Shipper(spool, sink_of(cluster))
     shipper.start()
     thread = SpoolThread(spool, fsync="never", on_segment=shipper.wake)

@@ -52,7 +52,7 @@ def running(spool: Spool, *sinks: MemorySink, fsync: str = "never") -> Iterator[
 
 @pytest.fixture
 def spool(tmp_path: Path) -> Spool:
-    return Spool(tmp_path / "spool", ["memory"], 1 << 20)
+    return Spool(tmp_path / "spool", ["memory"])
 
 
 @pytest.mark.parametrize("fsync", ["never", "segment", "write"])
@@ -89,7 +89,7 @@ def test_a_sink_that_is_down_gets_everything_once_it_is_back(spool: Spool) -> No
 
 
 def test_a_sink_that_is_down_keeps_none_from_another(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool", ["good", "bad"], 1 << 20)
+    spool = Spool(tmp_path / "spool", ["good", "bad"])
     good, bad = MemorySink("good"), MemorySink("bad")
     bad.failure = "down"
     with running(spool, good, bad) as (thread, _):
@@ -221,7 +221,7 @@ class Pauses:
 def test_a_record_is_in_its_sink_within_two_seconds(tmp_path: Path, shipped_seconds: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gathers with others, its segment is closed at its age, and the shipper is woken then."""
     now, woken = [100.0], list[float]()
-    spool = Spool(tmp_path / "spool", ["memory"], 1 << 20)
+    spool = Spool(tmp_path / "spool", ["memory"])
     monkeypatch.setattr(SpoolThread, "_run", lambda self: None)
     thread = SpoolThread(spool, fsync="never", on_segment=lambda: woken.append(now[0]), clock=lambda: now[0])
     thread._tend(is_last=False)
@@ -246,7 +246,7 @@ def test_a_spool_waits_for_a_record_no_longer_than_until_a_segment_is_due(
 ) -> None:
     now, waits = [100.0], list[float]()
     monkeypatch.setattr(SpoolThread, "_run", lambda self: None)
-    thread = SpoolThread(Spool(tmp_path / "spool", ["memory"], 1 << 20), fsync="never", on_segment=lambda: None, clock=lambda: now[0])
+    thread = SpoolThread(Spool(tmp_path / "spool", ["memory"]), fsync="never", on_segment=lambda: None, clock=lambda: now[0])
 
     class Empty:
         def get(self, timeout: float) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.pure
 
 @pytest.fixture
 def spool(tmp_path: Path) -> Spool:
-    return Spool(tmp_path / "spool", ["sql", "kafka"], 1 << 20)
+    return Spool(tmp_path / "spool", ["sql", "kafka"])
 
 
 def payloads(spool: Spool, sink: str) -> list[bytes]:
@@ -69,8 +69,9 @@ def test_an_adoption_that_was_cut_off_is_done_again(spool: Spool) -> None:
     assert not os.listdir(spool.folder / OPEN)
 
 
-def test_a_sink_that_is_behind_drops_the_newest_and_the_other_one_gets_all(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool", ["sql", "kafka"], 2 * DISK_BLOCK_BYTES)
+def test_a_sink_that_is_behind_drops_the_newest_and_the_other_one_gets_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool_module, "MAX_BYTES", 2 * DISK_BLOCK_BYTES)
+    spool = Spool(tmp_path / "spool", ["sql", "kafka"])
     dropped: Counter[str] = Counter()
     for number in range(5):
         dropped += write(spool, b"%d" % number, b"and %d" % number, serial=number)
@@ -142,7 +143,7 @@ def test_a_segment_that_another_process_takes_before_it_is_locked_is_begun_again
     spool: Spool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sinks ship it while it is empty: a record that is written to it then is lost."""
-    other, lock, append = Spool(tmp_path / "spool", ["sql", "kafka"], 1 << 20), spool_module._try_lock, OpenSegment.append
+    other, lock, append = Spool(tmp_path / "spool", ["sql", "kafka"]), spool_module._try_lock, OpenSegment.append
     taken: list[str] = []
 
     def late(descriptor: int) -> bool:
@@ -167,7 +168,7 @@ def test_a_segment_that_another_process_takes_before_it_is_locked_is_begun_again
 
 
 def test_many_segments_become_few_without_a_lost_record(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool", ["sql"], 1 << 30)
+    spool = Spool(tmp_path / "spool", ["sql"])
     count = MANY_SEGMENTS + 10
     for number in range(count):
         write(spool, b"%d" % number, serial=number)

@@ -24,7 +24,6 @@ def config(data: dict[str, Any]) -> UsageConfig:
     ("data", "error"),
     [
         ({"retention_days": 0}, "usage.retention_days"),
-        ({"max_spool_bytes": -1}, "usage.max_spool_bytes"),
         ({"fsync": "sometimes"}, "usage.fsync.*never, segment, write"),
         ({"kafka": {"brokers": []}}, "usage.kafka.brokers"),
         ({"kafka": {"brokers": ["localhost"]}}, r"usage.kafka.brokers\[0\].*HOST:PORT"),

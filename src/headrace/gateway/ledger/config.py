@@ -126,23 +126,20 @@ class UsageConfig:
     """How usage records are kept. Nothing is, where there is no `state`.
 
     retention_days   how long usage.db keeps a record
-    max_spool_bytes  of records that wait for one sink, on disk; beyond it the newest are dropped and counted
     fsync            never; "segment": before a record may be shipped, half a second's records at once; "write": each batch, at once
     kafka            topic that gets every record; ClickHouse then gets them from there (`headrace log archive`)
     clickhouse       server that gets every record
     """
 
     retention_days: int = 90
-    max_spool_bytes: int = 1 << 30
     fsync: str = "segment"
     kafka: KafkaConfig | None = None
     clickhouse: ClickHouseConfig | None = None
 
     def checked(self, where: str = "usage") -> UsageConfig:
         """This value if its rules hold. Raises ConfigError about a key below `where`."""
-        for name in ("retention_days", "max_spool_bytes"):
-            if (value := getattr(self, name)) <= 0:
-                raise ConfigError(f"{where}.{name}", f"{value} is not positive")
+        if self.retention_days <= 0:
+            raise ConfigError(f"{where}.retention_days", f"{self.retention_days} is not positive")
         if self.fsync not in FSYNC_POLICIES:
             raise ConfigError(f"{where}.fsync", f"{self.fsync!r} is not one of {', '.join(FSYNC_POLICIES)}")
         if self.kafka is not None:

@@ -62,7 +62,7 @@ class Ledger:
 
         def apply() -> None:
             self._usage_db.retention_days = config.retention_days
-            self._spool.sinks, self._spool.max_bytes = tuple(sinks), config.max_spool_bytes
+            self._spool.sinks = tuple(sinks)
             self._thread.fsync = config.fsync
             self._ship_to(sinks)
             former, self._source = self._source, source
@@ -155,7 +155,7 @@ def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | N
         return None
     folder = Path(state)
     usage_db = UsageDb(str(folder / FILE), retention_days=config.retention_days, unix_time=unix_time)
-    spool = Spool(folder / SPOOL, [usage_db.name], config.max_spool_bytes)
+    spool = Spool(folder / SPOOL, [usage_db.name])
     return Ledger(spool, usage_db, LocalUsage(SqliteThread(open_sqlite(str(folder / FILE), USAGE, where="state"))), config)
 
 
@@ -182,7 +182,7 @@ def ship_orphaned(state: Path) -> None:
     if SQL not in sinks:
         return
     config = UsageConfig()
-    spool = Spool(folder, sinks, config.max_spool_bytes)
+    spool = Spool(folder, sinks)
     with suppress(OSError, SinkFailed), spool.shipping(SQL) as is_ours:
         if is_ours:
             spool.adopt()

@@ -87,19 +87,20 @@ MERGED_BYTES = 4 << 20
 MANY_SEGMENTS = 256
 """Segments of one sink beyond which its oldest are merged."""
 
+MAX_BYTES = 1 << 30
+"""Disk space of the segments that wait for one sink. Beyond it the newest records are dropped and counted."""
+
 
 class Spool:
     """
-    folder     its path
-    sinks      names of the sinks that get every record
-    max_bytes  of the segments that wait for one sink
+    folder  its path
+    sinks   names of the sinks that get every record
     """
 
-    def __init__(self, folder: Path, sinks: Sequence[str], max_bytes: int) -> None:
+    def __init__(self, folder: Path, sinks: Sequence[str]) -> None:
         """Makes the folders, closed to other users. Raises ConfigError."""
         self.folder = folder
         self.sinks = tuple(sinks)
-        self.max_bytes = max_bytes
         self.make_folders(sinks)
 
     def make_folders(self, sinks: Sequence[str]) -> None:
@@ -138,7 +139,7 @@ class Spool:
         """
         num_dropped: Counter[str] = Counter()
         for sink in self.sinks:
-            if self.waiting_bytes(sink) + path.stat().st_size > self.max_bytes:
+            if self.waiting_bytes(sink) + path.stat().st_size > MAX_BYTES:
                 num_dropped[sink] += len(read_segment(path.read_bytes()).payloads)
                 continue
             with suppress(FileExistsError):

@@ -156,7 +156,7 @@ class SpoolThread:
     def _found_no_room(self, by_sink: Counter[str]) -> None:
         for sink, count in by_sink.items():
             self.dropped[f"full:{sink}"] += count
-            self._warn(f"{sink} is behind: {counted(count, 'record')} found no room (usage.max_spool_bytes)")
+            self._warn(f"{sink} is behind: {counted(count, 'record')} found no room in the spool")
 
     def _lost(self, count: int, error: OSError) -> None:
         self.dropped["disk"] += count
