@@ -90,7 +90,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     device = DEVICES[config.device]
     device.check()
     try_kernels(config.kernels, config.device)
-    found = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization, device=config.device)
+    found = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization, has_fp8=device.has_fp8)
     choices = _choose(config, found, packed, features or read_cpu_features())
     with log_compiling(choices.backend.compiler):
         loaded = _load(config, choices, packed)

@@ -32,7 +32,11 @@ FLOAT_BYTES = 4
 
 
 class TensorDevice:
-    """Where a model's tensors lie. name: torch's word for it."""
+    """Where a model's tensors lie. name: torch's word for it. has_fp8: whether it multiplies float8_e4m3fn."""
+
+    @property
+    def has_fp8(self) -> bool:
+        return False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,9 +55,7 @@ class TensorDevice:
 
 
 class Cpu(TensorDevice):
-    """This machine's processors and memory. has_fp8: whether it multiplies float8_e4m3fn."""
-
-    has_fp8 = False
+    """This machine's processors and memory."""
 
     def check(self) -> None:
         """It is always there."""

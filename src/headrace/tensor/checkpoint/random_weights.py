@@ -44,11 +44,11 @@ class RandomWeights:
 class WeightShapes:
     """Tensors on the meta device: counts the parameters a model would read and allocates nothing.
 
-    Implements `tensor.layers.weights.StoredSource` too. precision: of the linears of a quantized checkpoint, but for a head.
+    Implements `tensor.layers.weights.StoredSource` too. precision, head: of the linears of a quantized checkpoint, and of its head.
     """
 
-    def __init__(self, dtype: torch.dtype, precision: Precision = Precision.NONE) -> None:
-        self._dtype, self._precision = dtype, precision
+    def __init__(self, dtype: torch.dtype, precision: Precision = Precision.NONE, head: Precision = Precision.NONE) -> None:
+        self._dtype, self._precision, self._head = dtype, precision, head
         self.num_parameters = 0
 
     def has(self, name: str) -> bool:
@@ -63,8 +63,8 @@ class WeightShapes:
         return part
 
     def precision_of(self, name: str) -> Precision:
-        """The head of most quantized checkpoints is plain."""
-        return Precision.NONE if name.startswith("lm_head") else self._precision
+        """A tied head goes by its table's name."""
+        return self._head if name.startswith(("lm_head", "model.embed_tokens")) else self._precision
 
     def rounded(self, name: str, shape: tuple[int, ...], rows: slice) -> RoundedWeight | None:
         return round_weight(self.read(name, shape, (rows,)), self.precision_of(name))

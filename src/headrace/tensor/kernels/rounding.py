@@ -69,6 +69,11 @@ class RoundedWeight:
             grouped -= self.zeros.float()[:, :, None]
         return (grouped * self.scales.float()[:, :, None]).flatten(1)
 
+    def to(self, device: str) -> RoundedWeight:
+        """The weight on a device, by torch's word for it."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return RoundedWeight(self.values.to(device), self.scales.to(device), self.group, zeros)
+
     def rows(self, rows: slice | Tensor) -> RoundedWeight:
         """These outputs of the weight."""
         return RoundedWeight(self.values[rows], self.scales[rows], self.group, None if self.zeros is None else self.zeros[rows])
@@ -83,8 +88,14 @@ def join_rounded(parts: Sequence[RoundedWeight]) -> RoundedWeight | None:
         return None
     has_zeros = any(part.zeros is not None for part in parts)
     zeros = [torch.zeros_like(part.scales) if part.zeros is None else part.zeros for part in parts]
-    values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
-    return RoundedWeight(values, scales, first.group, torch.cat(zeros) if has_zeros else None)
+    values, scales = _stacked([part.values for part in parts]), _stacked([part.scales for part in parts])
+    return RoundedWeight(values, scales, first.group, _stacked(zeros) if has_zeros else None)
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    if parts[0].is_meta:  # arithmetic on the meta device imports half of torch (seconds)
+        return torch.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=parts[0].dtype, device="meta")
+    return torch.cat(list(parts))
 
 
 def round_weight(weight: Tensor, precision: Precision, *, group: int = DEFAULT_GROUP) -> RoundedWeight:

@@ -220,7 +220,8 @@ class WeightReader:
         """
         if precision is None and self.stored is not None:
             wanted = [self.stored.precision_of(part.name) for part in parts]
-            if Precision.NONE not in wanted and (found := self._as_stored(self.stored, parts, shares, in_features, columns)) is not None:
+            is_held = Precision.NONE not in wanted and (Precision.FP8 not in wanted or self.device.has_fp8)
+            if is_held and (found := self._as_stored(self.stored, parts, shares, in_features, columns)) is not None:
                 return found
             precision = Precision.INT8 if all(part in _INTEGERS for part in wanted) else None
         weight = self._joined([self._region(part, rows, in_features, columns) for part, rows in zip(parts, shares, strict=True)])
@@ -235,9 +236,9 @@ class WeightReader:
         for part, rows in zip(parts, shares, strict=True):
             region = slice(part.first + rows.start, part.first + rows.stop)
             weight = stored.rounded(part.name, self._stored_shape(part, in_features), region) if part.expert is None else None
-            if weight is None or not self.backend.packing.can_pack(weight):
+            if weight is None:
                 return None
-            found.append(weight)
+            found.append(weight.to(self.device.name))
         joined = join_rounded(found)
         return joined if joined is not None and self.backend.packing.can_pack(joined) else None
 

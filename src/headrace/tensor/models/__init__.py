@@ -173,7 +173,7 @@ def load_model(
         max_model_len=spec.max_positions,
         eos_token_ids=end_tokens,
         sampling_defaults=sampling,
-        model_digest=weights.served_digest(precision, spec),
+        model_digest=weights.served_digest(precision, spec, reader),
         weights=weights.content,
         weight_bytes=model.weight_bytes,
         resident_bytes=model.resident_bytes,
@@ -244,9 +244,11 @@ class _Weights:
         if self.store is not None and self.content is not None and (made_from := self.store.made_from) is not None:
             self.content.packed_from(made_from)
 
-    def served_digest(self, precision: Precision, spec: DecoderSpec) -> str:
-        """`digest`, and what else decides the keys and values: how the linears were rounded, and LongRoPE's long factors."""
+    def served_digest(self, precision: Precision, spec: DecoderSpec, reader: WeightReader) -> str:
+        """`digest`, and what else decides the keys and values: how the linears were rounded or are held, and LongRoPE's long factors."""
         choices = [] if precision is Precision.NONE else [precision.value]
+        if reader.stored is not None:
+            choices.append(_held(reader))
         if spec.longrope is not None and spec.longrope.is_long(spec.max_positions):
             choices.append("long factors")
         return blake2b(" ".join([self.digest, *choices]).encode(), digest_size=16).hexdigest() if choices else self.digest
@@ -282,11 +284,11 @@ def _open_checkpoint(
 
 
 def describe(
-    folder: Path, *, dtype: torch.dtype | None = None, max_model_len: int | None = None, quantization: str = "none", device: str = "cpu"
+    folder: Path, *, dtype: torch.dtype | None = None, max_model_len: int | None = None, quantization: str = "none", has_fp8: bool = False
 ) -> ModelDescription:
     """Sizes from config.json alone: no weight is opened, no memory used. Raises as `load_model` does.
 
-    device  torch's word: only a GPU holds linears that are stored in FP8 as they are
+    has_fp8  whether linears that are stored in FP8 are held as they are
     """
     config = read_config(folder)
     architecture, spec = _read_spec(config)
@@ -294,9 +296,10 @@ def describe(
     stored = read_format(config)
     dtype, precision = dtype or _named_dtype(config) or torch.float32, resolve_precision(quantization, stored)
     held = precision
-    if precision is Precision.NONE and stored is not None and not (stored.precision is Precision.FP8 and device == "cpu"):
+    if precision is Precision.NONE and stored is not None and (stored.precision is not Precision.FP8 or has_fp8):
         held = stored.precision
-    shapes = WeightShapes(dtype, held)
+    is_gguf = isinstance(stored, GgufFormat) and held is not Precision.NONE
+    shapes = WeightShapes(dtype, held, Precision.INT8 if is_gguf else Precision.NONE)  # other formats leave most heads plain
     # No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds).
     few_bits = shapes if precision is Precision.NONE else None
     reader = WeightReader(shapes, load_backend("reference"), dtype, META, precision=precision, stored=few_bits)

@@ -138,7 +138,7 @@ def test_what_rounds_activations_keys_and_values_changes_nothing(pair: Pair) -> 
         pair.tensors[f"{ATTENTION}.{part}"] = torch.tensor([7.5])
     pair.write()
     loaded = load(pair.folder)
-    assert loaded.stored_as == "compressed-tensors, pack-quantized, 4 bits in groups of 32, activations not rounded"
+    assert loaded.stored_as == "compressed-tensors, pack-quantized, 4 bits in groups of 32, its rounding of activations unused"
     assert torch.equal(logits(loaded), logits(load(pair.plain)))
 
 

@@ -52,7 +52,7 @@ def test_the_logits_are_those_of_the_same_weights_stored_plainly(architecture: s
     """Blocks are cut off at both ends of a weight."""
     pair = save_pair(tmp_path, architecture, BLOCK)
     loaded = load(pair.folder, quantization="none")
-    assert loaded.stored_as == "fp8, in blocks of 128 x 128, activations not rounded"
+    assert loaded.stored_as == "fp8, in blocks of 128 x 128, its rounding of activations unused"
     assert torch.equal(logits(loaded), logits(load(pair.plain)))
 
 

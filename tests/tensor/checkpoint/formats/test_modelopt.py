@@ -39,7 +39,7 @@ def test_the_logits_are_those_of_the_same_weights_stored_plainly(architecture: s
     pair = save_pair(tmp_path, architecture, stored)
     for name in ("modelopt", "modelopt_fp4", "none"):
         loaded = load(pair.folder, quantization=name)
-        assert loaded.stored_as == f"modelopt, {stored.algorithm}, activations not rounded"
+        assert loaded.stored_as == f"modelopt, {stored.algorithm}, its rounding of activations unused"
     assert torch.equal(logits(loaded), logits(load(pair.plain)))
 
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf_files import dense, entry, gguf_bytes, model_keys, stored_tensors
@@ -122,6 +123,25 @@ def test_linears_are_given_in_the_bits_in_which_they_are_stored(tmp_path: Path, 
         if found is not None:
             assert torch.equal(found.dense(), dense(tensor, kind)[rows])
             assert found.zeros is None
+
+
+def test_zero_points_follow_the_rows_of_heads(tmp_path: Path) -> None:
+    """Blocks with a minimum, of a linear whose rows the file permutes."""
+    config, _, tensors = tiny_model(tmp_path, "llama")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    shape = tuple(tensors[name].shape)
+    stored = {key: entry(tensor, "F16") for key, tensor in stored_tensors(config, tensors, "llama").items()}
+    rng = np.random.default_rng(5)
+    blocks = rng.integers(0, 256, (shape[0] * shape[1] // 32, 20), dtype=np.uint8)
+    blocks[:, :4] = rng.normal(size=(len(blocks), 2)).astype("<f2").view(np.uint8)
+    stored["blk.0.attn_q.weight"] = ("Q4_1", shape, blocks.tobytes())
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes({**model_keys(config, "llama"), **TEXT}, stored))
+    checkpoint = GgufCheckpoint(make_folder(path))
+    for rows in (slice(None), slice(5, 23)):
+        found, wanted = checkpoint.rounded(name, shape, rows), checkpoint.read(name, shape, (rows,))
+        assert found is not None
+        torch.testing.assert_close(found.dense(), wanted, rtol=0, atol=2e-3 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3moe"])

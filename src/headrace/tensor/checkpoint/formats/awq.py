@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
-from headrace.tensor.checkpoint.formats.nibbles import nibbles
+from headrace.tensor.checkpoint.formats.nibbles import decoded, nibbles
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 PER_WORD = 8
@@ -47,7 +47,8 @@ class AwqWeight:
 
     def rounded(self, rows: slice) -> RoundedWeight | None:
         """See `QuantizedWeight.rounded`."""
-        return nibbles(self._values(rows).sub_(8), self.scales[rows], self.zeros[rows] - 8)
+        values = decoded(rows, len(self.words), self._values)
+        return nibbles(values.sub_(8), self.scales[rows], self.zeros[rows] - 8)
 
     def _values(self, rows: slice) -> Tensor:
         """The integers of these outputs, int8 [len(rows), K]."""

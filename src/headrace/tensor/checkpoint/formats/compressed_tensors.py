@@ -22,7 +22,7 @@ weight[n, k] = (value - zero point) * scale / global scale. Other scales are flo
 
 Linears that `ignore` names are stored as plain weights, and are known by that. Groups may ask for rounded activations
 (`input_activations`, `output_activations`), and the whole for rounded keys and values (`kv_cache_scheme`): that changes no weight. Here
-activations, keys and values stay as computed, and the scales of their rounding are not used. Source: compressed-tensors' file format.
+their rounding is the choice of kernel and cache, and the scales of their rounding are not used. Source: compressed-tensors' file format.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Scheme:
     def precision(self) -> Precision:
         """See `WeightFormat.precision_of`."""
         if self.layout not in INTEGERS:
-            return Precision.FP8 if self.layout == "float-quantized" else Precision.NONE
+            return Precision.FP8 if self.layout == "float-quantized" and not self.blocks.columns else Precision.NONE
         return Precision.INT4 if self.bits <= 4 and not self.has_order else Precision.INT8
 
     def read(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> ScaledWeight:
@@ -176,7 +176,11 @@ def _packing(parts: StoredParts, name: str, dim: int, count: int, bits: int) -> 
 
 
 def _read_integers(parts: StoredParts, stem: str, shape: tuple[int, int], scheme: Scheme) -> ScaledWeight:
-    return _with_integer_scales(parts, stem, shape, scheme, parts.read_part(f"{stem}.weight", shape, ("I8",)), to_float)
+    codes = parts.read_part(name := f"{stem}.weight", shape, ("I8",))
+    limit = 1 << (scheme.bits - 1)
+    if scheme.bits < 8 and not -limit <= int(codes.min()) <= int(codes.max()) < limit:
+        raise CheckpointError(name, f"holds integers beyond {scheme.bits} bits, which config.json says they have")
+    return _with_integer_scales(parts, stem, shape, scheme, codes, to_float)
 
 
 def _with_integer_scales(

@@ -7,8 +7,9 @@
 | `weight_scale` or `weight_scale_inv` | float [], [1], [N] or [N, 1] | elsewhere |
 
 weight[n, k] = value * scale, also where the scale is called an inverse. Linears that `modules_to_not_convert` or `ignored_layers` name are
-stored as plain weights, and are known by that. Makers also round activations (`activation_scheme`): here activations stay as computed, and
-the scales of their rounding are not used. Source: DeepSeek-V3's files, and those that AutoFP8, FBGEMM and transformers write.
+stored as plain weights, and are known by that. Makers also round activations (`activation_scheme`): how they are rounded here is the
+kernel's choice, and the scales of their rounding are not used. Source: DeepSeek-V3's files, and those that AutoFP8, FBGEMM and transformers
+write.
 """
 
 from __future__ import annotations

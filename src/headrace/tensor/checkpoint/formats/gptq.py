@@ -31,7 +31,7 @@ from torch import Tensor
 from headrace.core.errors import CheckpointError, shorten
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
-from headrace.tensor.checkpoint.formats.nibbles import nibbles
+from headrace.tensor.checkpoint.formats.nibbles import decoded, nibbles
 from headrace.tensor.checkpoint.formats.unpacking import unpack
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
@@ -59,10 +59,11 @@ class GptqWeight:
 
     def rounded(self, rows: slice) -> RoundedWeight | None:
         """See `QuantizedWeight.rounded`: with more bits, or groups in any order, None."""
-        size = len(self.groups) // self.scales.shape[1]
-        if self.bits > 4 or not torch.equal(self.groups, torch.arange(len(self.groups)) // max(size, 1)):
+        inputs = len(self.groups)
+        size = inputs // self.scales.shape[1]
+        if self.bits > 4 or not torch.equal(self.groups, torch.arange(inputs) // max(size, 1)):
             return None
-        values = unpack(self.words[:, rows].t().contiguous(), self.bits).view(torch.int8)
+        values = decoded(rows, inputs, lambda part: unpack(self.words[:, part].t().contiguous(), self.bits))
         return nibbles(values.sub_(8), self.scales[rows], self.zeros[rows] - 8)
 
 

@@ -10,7 +10,8 @@
 
 weight[n, k] = value * scale, in NVFP4 also times `weight_scale_2`. Linears that `ignore` or `exclude_modules` names are stored as plain
 weights, and are known by that. ModelOpt's checkpoints also ask for rounded activations, keys and values (`kv_cache_quant_algo`,
-`kv_cache_scheme`): here these stay as computed, and the scales of their rounding are not used. Source: ModelOpt's export for Hugging Face.
+`kv_cache_scheme`): how they are rounded here is the choice of kernel and cache, and the scales of their rounding are not used. Source:
+ModelOpt's export for Hugging Face.
 """
 
 from __future__ import annotations

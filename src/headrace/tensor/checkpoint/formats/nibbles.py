@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from headrace.tensor.kernels.rounding import RoundedWeight, group_for
 
+SLAB_ELEMENTS = 1 << 22
+"""Weights that are decoded at a time, which bounds the size of temporary copies."""
 LOST = 2.0**-10
 """What a scale may lose in float16, as a share of its output's largest scale. float16 itself loses half of it at most."""
+
+
+def decoded(rows: slice, inputs: int, decode: Callable[[slice], Tensor]) -> Tensor:
+    """decode(rows) as int8 [len(rows), inputs], a few rows at a time. decode may give any dtype."""
+    values = torch.empty((rows.stop - rows.start, inputs), dtype=torch.int8)
+    step = max(1, SLAB_ELEMENTS // max(inputs, 1))
+    for begin in range(rows.start, rows.stop, step):
+        end = min(begin + step, rows.stop)
+        values[begin - rows.start : end - rows.start] = decode(slice(begin, end))
+    return values
 
 
 def nibbles(values: Tensor, scales: Tensor, zeros: Tensor | None = None) -> RoundedWeight | None:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.formats.format import StoredParts
-from headrace.tensor.checkpoint.formats.nibbles import nibbles
-from headrace.tensor.kernels.rounding import SLAB_ELEMENTS, RoundedWeight
+from headrace.tensor.checkpoint.formats.nibbles import decoded, nibbles
+from headrace.tensor.kernels.rounding import RoundedWeight
 
 FLOATS = ("F32", "BF16", "F16")
 E4M3, E8M0 = "F8_E4M3", ("F8_E8M0", "U8")
@@ -29,8 +29,8 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, 
 """By code."""
 _E2M1_PAIRS = torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), dim=1).view(torch.int64).flatten()
 """By byte, the bits of both float32 values in one word, so that bytes are looked up and not codes."""
-NOT_ROUNDED = "activations not rounded"
-"""In the titles of formats whose makers also round activations as they compute. Here activations stay as computed."""
+NOT_ROUNDED = "its rounding of activations unused"
+"""In the titles of formats whose makers also round activations, as they are computed or by stored scales."""
 
 
 def to_float(codes: Tensor) -> Tensor:
@@ -113,7 +113,9 @@ class ScaledWeight:
         scales = self.scales[scale_rows]
         zeros = None if self.zeros is None else self.zeros[scale_rows]
         if 0 < self.bits <= 4:
-            return nibbles(self._integers(rows), scales, zeros)
+            values = self._integers(rows)
+            is_whole = scales.shape[1] in (1, values.shape[1] / max(self.blocks.columns, 1))  # the last group may be shorter
+            return nibbles(values, scales, zeros) if is_whole else None
         if scales.shape[1] > 1 or (zeros is not None and bool(zeros.any())):
             return None
         if self.codes.dtype == torch.float8_e4m3fn:
@@ -121,9 +123,9 @@ class ScaledWeight:
         return RoundedWeight(self._integers(rows), scales[:, 0].contiguous(), 0) if self.bits == 8 else None
 
     def _integers(self, rows: slice) -> Tensor:
-        """The codes of these outputs as int8 [len(rows), K]. They are decoded a few at a time, for decoding makes floats."""
-        pieces = torch.split(self.codes[rows], max(1, SLAB_ELEMENTS // max(self.codes.shape[1], 1)))
-        return torch.cat([self.decode(piece).to(torch.int8) for piece in pieces])
+        """The codes of these outputs as int8 [len(rows), K]."""
+        inputs = self.decode(self.codes[:1]).shape[1]
+        return decoded(rows, inputs, lambda part: self.decode(self.codes[part]))
 
     def _spread(self, scales: Tensor, inputs: int) -> Tensor:
         """[R, G] -> what is multiplied with [R, K]"""

@@ -22,7 +22,7 @@ from headrace.tensor.checkpoint.formats.separate import read_separate
 from headrace.tensor.checkpoint.gguf.checkpoint import GgufFormat
 from headrace.tensor.checkpoint.gguf.checkpoint import read_format as read_gguf_format
 from headrace.tensor.checkpoint.header import DAMAGED
-from headrace.tensor.kernels.rounding import Precision, RoundedWeight
+from headrace.tensor.kernels.rounding import FP8_LIMIT, Precision, RoundedWeight
 
 FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
     "gptq": gptq.read_format,
@@ -139,13 +139,13 @@ class QuantizedSource:
     def rounded(self, name: str, shape: tuple[int, ...], rows: slice) -> RoundedWeight | None:
         """See `tensor.layers.weights.StoredSource`."""
         self._pass_unused(name)
-        weight = self._open(name, shape, self._checkpoint).rounded(rows)
-        if (
-            weight is not None
-            and weight.values.dtype == torch.float8_e4m3fn
-            and bool(((weight.values.view(torch.uint8) & 127) == 127).any())
-        ):
-            self._checkpoint.refuse(name, f"weight {name} holds values that are NaN", DAMAGED)
+        first, last, _ = rows.indices(shape[0])
+        weight = self._open(name, shape, self._checkpoint).rounded(slice(first, last))
+        if weight is None or weight.values.dtype != torch.float8_e4m3fn:
+            return weight
+        has_nan = bool(((weight.values.view(torch.uint8) & 127) == 127).any())
+        if has_nan or not bool((weight.scales * FP8_LIMIT).isfinite().all()):
+            self._checkpoint.refuse(name, f"weight {name} holds values that are NaN or infinite", DAMAGED)
         return weight
 
     def _open(self, name: str, shape: tuple[int, ...], parts: StoredParts) -> QuantizedWeight:
