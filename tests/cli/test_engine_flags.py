@@ -15,7 +15,7 @@ from headrace.engine.config import EngineConfig, options
 
 pytestmark = pytest.mark.pure
 
-WITHOUT_A_FLAG = {"model", "max_waiting", "max_waiting_bytes", "max_waiting_per_tenant", "max_cached_share_per_tenant", "batching"}
+WITHOUT_A_FLAG = {"model", "max_waiting", "max_waiting_per_tenant", "max_cached_share_per_tenant", "batching"}
 
 
 def given_by(*arguments: str) -> Given:

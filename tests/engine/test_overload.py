@@ -11,6 +11,7 @@ from virtual_engine import VirtualEngine, asked, quantile
 from headrace.core.errors import Overloaded
 from headrace.core.request import EngineRequest, PriorityClass, TierTerms
 from headrace.core.waiting_bytes import submitted_bytes
+from headrace.engine import build
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions
 from headrace.policy.admission.config import AdmissionRules
@@ -136,20 +137,21 @@ HELD_BYTES = NUM_WAITING * submitted_bytes(short("w-00"))
 
 
 @pytest.mark.parametrize(
-    ("bounds", "pause_s", "newcomer", "refused"),
+    ("bounds", "most_bytes", "pause_s", "newcomer", "refused"),
     [
-        ({"max_waiting": NUM_WAITING}, 0.0, "same", "late"),
-        ({"max_waiting_bytes": HELD_BYTES}, 0.0, "same", "late"),
-        ({"max_waiting_bytes": HELD_BYTES}, 0.05, "same", "late"),
-        ({"max_waiting_per_tenant": NUM_WAITING}, 0.0, "same", "late"),
-        ({"max_waiting": NUM_WAITING}, 0.05, "other", "w-63"),
+        ({"max_waiting": NUM_WAITING}, build.MAX_WAITING_BYTES, 0.0, "same", "late"),
+        ({}, HELD_BYTES, 0.0, "same", "late"),
+        ({}, HELD_BYTES, 0.05, "same", "late"),
+        ({"max_waiting_per_tenant": NUM_WAITING}, build.MAX_WAITING_BYTES, 0.0, "same", "late"),
+        ({"max_waiting": NUM_WAITING}, build.MAX_WAITING_BYTES, 0.05, "other", "w-63"),
     ],
     ids=["count", "bytes handed in during a step", "bytes", "a tenant's part", "for another tenant"],
 )
 def test_whoever_a_full_queue_refuses_reads_how_long_the_queue_takes(
-    bounds: dict[str, int], pause_s: float, newcomer: str, refused: str
+    bounds: dict[str, int], most_bytes: int, pause_s: float, newcomer: str, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight slots, each taken for 50 steps of 20 ms: what waits begins within eight seconds, and nobody is asked to come back sooner."""
+    monkeypatch.setattr(build, "MAX_WAITING_BYTES", most_bytes)
     options = FakeOptions(step_seconds=0.02, token_seconds=0.00002, num_blocks=20_000, verify=False)
     engine = VirtualEngine(EngineConfig(model="fake", max_num_seqs=NUM_SLOTS, **bounds), options)  # type: ignore[arg-type]
     engine.run([(0.0, short(f"first-{n}", tenant="same")) for n in range(NUM_SLOTS)])

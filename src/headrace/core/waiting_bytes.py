@@ -51,8 +51,8 @@ def check_bytes(num_waiting: int, num_bytes: int, most: int) -> None:
     Raises: RequestTooLarge for one that may not wait even alone, QueueFull for one that has to come back.
     """
     if num_bytes > most:
-        limit = f"a request that holds at most {most} bytes while it waits (max_waiting_bytes)"
+        limit = f"a request that holds at most {most} bytes while it waits"
         raise RequestTooLarge("prompt", limit, num_bytes, "Shorten the prompt or the grammar, or lower n.")
     if num_waiting + num_bytes > most:
-        held = f"waiting requests hold {num_waiting} bytes of max_waiting_bytes {most}, and this one would add {num_bytes}"
+        held = f"waiting requests hold {num_waiting} of {most} bytes, and this one would add {num_bytes}"
         raise QueueFull(f"the engine's waiting queue is full ({held}); send it again later")

@@ -26,6 +26,9 @@ WRITER = "headrace-pack"
 Pieces = Generator[None, None, None]
 """As `tensor.packed.store` has it, whose import would be that of torch."""
 
+MAX_WAITING_BYTES = 256 << 20
+"""Memory that waiting requests may hold (token ids, grammars, `logit_bias`), see `core.waiting_bytes`."""
+
 JOIN_S = 2.0
 """An engine process that ends waits at most this long for that thread."""
 
@@ -52,7 +55,7 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = ""
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=info.max_model_len,
             max_waiting=config.max_waiting,
-            max_waiting_bytes=config.max_waiting_bytes,
+            max_waiting_bytes=MAX_WAITING_BYTES,
             max_waiting_per_tenant=config.max_waiting_per_tenant,
             eos_token_ids=info.eos_token_ids,
             queue_policy=config.queue_policy,

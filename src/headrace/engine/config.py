@@ -118,9 +118,6 @@ class EngineConfig:
     max_num_seqs: int = by_device(64, 256, "Sequences computed in one step.", low=1, high=4096)
     max_num_batched_tokens: int = by_device(512, 8192, "Tokens computed in one step: prompts fill what decoding leaves.", low=1, high=2**20)
     max_waiting: int = option(1024, "Sequences that may wait; one more is refused with a retry time.", flags=(), low=1, high=10**6)
-    max_waiting_bytes: int = option(
-        256 << 20, "Bytes that waiting requests may hold; one more is refused with a retry time.", flags=(), low=2**16
-    )
     max_waiting_per_tenant: int | None = option(None, "The same, of one tenant. Default: all of them.", flags=(), low=1)
     block_size: int = option(16, "Tokens per KV block.", low=1, high=2**20)
     num_kv_blocks: int | None = option(None, "KV blocks. Default: what the share of memory allows.", low=1)

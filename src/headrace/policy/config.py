@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Names and meaning as in `engine.config.EngineConfig` and `core.model_info.ModelInfo`."""
+    """Names and meaning as in `engine.config.EngineConfig` and `core.model_info.ModelInfo`, but for one.
+
+    max_waiting_bytes  memory that waiting requests may hold
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int

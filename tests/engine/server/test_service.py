@@ -20,6 +20,7 @@ from headrace.core.load import ClassLoad, summed
 from headrace.core.numerics import may_resume, numerics_digest
 from headrace.core.request import PriorityClass
 from headrace.core.update import SequenceUpdate
+from headrace.engine import build
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire import headrace_pb2 as pb
@@ -277,17 +278,18 @@ async def test_the_engine_refuses_by_field_and_its_neighbours_go_on() -> None:
             assert len((await read_all(stream))[0]) == 8
 
 
-async def test_a_queue_full_of_bytes_refuses_the_next_prompt_with_a_time_to_come_back() -> None:
-    config = EngineConfig(model="fake", max_num_seqs=1, max_waiting_bytes=2**16, max_num_batched_tokens=4096)
+async def test_a_queue_full_of_bytes_refuses_the_next_prompt_with_a_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "MAX_WAITING_BYTES", 2**16)
+    config = EngineConfig(model="fake", max_num_seqs=1, max_num_batched_tokens=4096)
     options = FakeOptions(step_seconds=0.02, vocab_size=100, max_model_len=4096)
     async with served(options, config) as engine, connected(engine) as replica:
         neighbour = replica.submit(request("ok", max_tokens=LONG))
         num_first = await num_first_tokens(neighbour)
         waiting = [replica.submit(request(f"w{i}", (7,) * 1000, max_tokens=2)) for i in range(2)]
-        with pytest.raises(Overloaded, match="max_waiting_bytes 65536") as refused:
+        with pytest.raises(Overloaded, match="of 65536 bytes") as refused:
             await read_all(waiting[-1])
         assert refused.value.retry_after_s > 0
-        with pytest.raises(RequestTooLarge, match="max_waiting_bytes"):
+        with pytest.raises(RequestTooLarge, match="at most 65536 bytes while it waits"):
             await read_all(replica.submit(request("big", (7,) * 2000, max_tokens=2)))
         stop_pacing(engine)
         assert len((await read_all(neighbour))[0]) == LONG - num_first

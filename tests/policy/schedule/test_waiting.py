@@ -43,7 +43,7 @@ def test_a_request_beyond_the_bytes_is_refused_by_name_until_others_leave_the_qu
     driven.turn()
     refusal = driven.errors["late"]
     assert isinstance(refusal, Overloaded)
-    assert f"waiting requests hold {3 * one} bytes of max_waiting_bytes {3 * one}, and this one would add {one}" in str(refusal)
+    assert f"waiting requests hold {3 * one} of {3 * one} bytes, and this one would add {one}" in str(refusal)
     assert refusal.retry_after_s > 0
     driven.engine.cancel(RequestId("w1"))
     driven.submit(long("again", max_tokens=4))
@@ -67,7 +67,7 @@ def test_whatever_makes_a_request_too_large_to_wait_is_counted(changes: dict[str
     refusal = driven.errors["big"]
     assert isinstance(refusal, RequestTooLarge)
     assert (refusal.field, refusal.given) == ("prompt", submitted_bytes(big))
-    assert "max_waiting_bytes" in str(refusal)
+    assert f"at most {most} bytes while it waits" in str(refusal)
     assert "Shorten" in refusal.remedy
     assert driven.finish["fits", 0] is FinishReason.LENGTH
 
