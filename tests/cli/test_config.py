@@ -366,8 +366,8 @@ def test_flag_of_one_model_is_refused_when_the_file_declares_several(tmp_path: P
     text = f"models: [{{name: a, engine: {{model: {model_folder}}}}}, {{name: b, engine: {{model: {model_folder}}}}}]"
     assert load_text(tmp_path, text, gateway__port=5).gateway.port == 5
     path = "model.engine.memory_fraction"
-    with pytest.raises(ConfigError, match=r"^--memory-fraction: the file declares 2 models"):
-        load(tmp_path / "headrace.yaml", {}, {path: 0.5}, flag_names={path: "--memory-fraction"})
+    with pytest.raises(ConfigError, match=r"^--gpu-memory-utilization: the file declares 2 models"):
+        load(tmp_path / "headrace.yaml", {}, {path: 0.5}, flag_names={path: "--gpu-memory-utilization"})
 
 
 def test_open_server_beyond_loopback_must_be_said(tmp_path: Path, model_folder: Path) -> None:

@@ -101,9 +101,9 @@ def test_version_is_the_packages(headrace: Headrace) -> None:
         (["serve", "--max-num-seqs", "0"], CommandExitCode.CONFIG, "headrace: --max-num-seqs: 0 is outside"),
         (["serve", "--gpu-memory-utilization", "3"], CommandExitCode.CONFIG, "headrace: --gpu-memory-utilization: 3.0 is outside"),
         (
-            ["serve", "--gpu-memory-utilization", "3", "--memory-fraction=4"],
+            ["serve", "--quantization", "three", "-q", "four"],
             CommandExitCode.CONFIG,
-            "headrace: --memory-fraction: 4.0 is outside",
+            "headrace: -q: 'four' is not one of",
         ),
         (["serve", "--api-key", "short"], CommandExitCode.CONFIG, "headrace: --api-key: is shorter"),
         (

@@ -122,17 +122,13 @@ class EngineConfig:
     block_size: int = option(16, "Tokens per KV block.", low=1, high=2**20)
     num_kv_blocks: int | None = option(None, "KV blocks. Default: what the share of memory allows.", low=1)
     kv_cache_bytes: int | None = option(None, "Memory of the KV cache. Default: what the share of memory allows.", low=1)
-    memory_fraction: float = by_device(
-        0.5, 0.9, "Share of the available memory for weights and KV.", "--gpu-memory-utilization", "--memory-fraction"
-    )
+    memory_fraction: float = by_device(0.5, 0.9, "Share of the available memory for weights and KV.", "--gpu-memory-utilization")
     enable_prefix_caching: bool = option(True, "Reuse the KV of equal prompt beginnings.")
     max_cached_share_per_tenant: float = option(
         0.5, "Share of the KV blocks that one tenant's cached prefixes may fill before they are evicted first.", flags=()
     )
     enable_chunked_prefill: bool = option(True, "Split long prompts over steps.")
-    queue_policy: str = option(
-        "priority", "Which waiting sequence is computed first.", "--queue-policy", "--scheduling-policy", one_of=tuple(QUEUES)
-    )
+    queue_policy: str = option("priority", "Which waiting sequence is computed first.", "--scheduling-policy", one_of=tuple(QUEUES))
     batching: str = option("continuous", "static: a batch runs to its end before the next begins.", flags=(), one_of=BATCHING)
     depth: int = by_device(
         1, 2, "Plan the next step while one is computed.", "--async-scheduling/--no-async-scheduling", low=1, high=2, switch=(1, 2)
