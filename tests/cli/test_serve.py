@@ -60,7 +60,7 @@ def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
         gpu_memory_utilization=0.25,
         enable_chunked_prefill=False,
         enable_prefix_caching=False,
-        queue_policy="sjf",
+        scheduling_policy="sjf",
         async_scheduling=True,
         kernels="reference",
         num_threads=1,

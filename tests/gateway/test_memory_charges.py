@@ -26,8 +26,7 @@ from headrace.gateway.http.asgi import ABORT_EXTENSION
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import StreamWatch
-from headrace.gateway.site import idle_memory
-from headrace.gateway.site.memory import memory_limits
+from headrace.gateway.site import idle_memory, memory
 from headrace.gateway.site.tenant_share import TenantShare
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
 from headrace.gateway.upstream.tokens import TokenPrompt
@@ -120,17 +119,19 @@ async def test_where_there_is_no_room_a_request_is_told_so_and_room_comes_back(t
         assert (await ask(bench, "/v1/completions", {**ECHO, "n": 2})).status_code == 200
 
 
-async def test_one_request_that_is_too_large_alone_is_refused_for_good(text: TextModel) -> None:
-    async with open_bench(text, limits={"max_request_held_bytes": 100_000}) as bench:
+async def test_one_request_that_is_too_large_alone_is_refused_for_good(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MAX_REQUEST_BYTES", 100_000)
+    async with open_bench(text) as bench:
         refused = await ask(bench, "/v1/completions", ECHO)
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
-        assert "limits.max_request_held_bytes" in refused.json()["error"]["message"]
+        assert "at most 100000 bytes here" in refused.json()["error"]["message"]
         assert bench.replica.requests == []
         assert (await bench.chat(max_tokens=1)).status_code == 200
 
 
-async def test_a_whole_answer_that_outgrows_the_room_ends_and_its_engine_is_told(text: TextModel) -> None:
-    async with open_bench(text, limits={"max_request_held_bytes": 40_000}) as bench:
+async def test_a_whole_answer_that_outgrows_the_room_ends_and_its_engine_is_told(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MAX_REQUEST_BYTES", 40_000)
+    async with open_bench(text) as bench:
         refused = await bench.chat(logprobs=True, top_logprobs=20, n=3, max_tokens=400, ignore_eos=True)
         assert refused.status_code == 413
         await eventually(lambda: bench.replica.num_open == 0)
@@ -142,7 +143,7 @@ KEYS = ({"key": "k" * 16, "tenant": "a"}, {"key": "l" * 16, "tenant": "b"})
 
 def budget_of(**limits: Any) -> RequestMemory:
     config = config_from({"models": [{"name": "m", "folder": "f", "replicas": [{"name": "r", "address": "unix:/a"}]}], **limits})
-    return RequestMemory(memory_limits(config.limits, 16 << 30, TenantShare(config.limits.max_tenant_share, config.num_tenants)))
+    return RequestMemory(memory.memory_limits(config.limits, 16 << 30, TenantShare(config.limits.max_tenant_share, config.num_tenants)))
 
 
 def fill(stack: ExitStack, budget: RequestMemory, tenant: str, *, of: str) -> None:
@@ -169,7 +170,7 @@ def test_without_keys_there_is_one_tenant_who_may_take_all() -> None:
     budget = budget_of()
     assert budget.prompts.limits.tenant == budget.prompts.limits.total == 1 << 30
     assert budget.answers.limits.tenant == budget.answers.limits.total == 40 << 20
-    assert memory_limits(Limits(), 1, lambda: 1.0).prompts.total == 40 << 20
+    assert memory.memory_limits(Limits(), 1, lambda: 1.0).prompts.total == 40 << 20
 
 
 @pytest.mark.pure
@@ -200,9 +201,10 @@ def test_requests_that_come_are_refused_before_those_that_run_are_ended() -> Non
         running.answers.add(8 << 20)
 
 
-async def test_unread_answers_of_tokenize_are_bounded(text: TextModel) -> None:
+async def test_unread_answers_of_tokenize_are_bounded(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten of them to prompts of 1 MB took 146 MB that no limit knew of."""
-    async with open_bench(text, limits={"max_answer_bytes": 4_000_000, "max_request_held_bytes": 3_000_000}) as bench:
+    monkeypatch.setattr(memory, "MAX_REQUEST_BYTES", 3_000_000)
+    async with open_bench(text, limits={"max_answer_bytes": 4_000_000}) as bench:
         async with serving(bench.gateway) as port, dial(port, limit=1024) as (_, writer):
             writer.write(post("/tokenize", {"model": MODEL, "prompt": "a b " * 80_000}))
             budget = bench.gateway.service.memory

@@ -24,7 +24,6 @@ OWN_LIMITS = {
     "max_body_bytes",
     "max_messages",
     "max_tenant_share",
-    "max_request_held_bytes",
     "daily_budget",
     "monthly_budget",
     "on_store_failure",

@@ -81,7 +81,7 @@ class MemorySum:
         most = limits.request if limits.request < of_one_tenant else of_one_tenant
         if charge.num_bytes + num_bytes > most:
             self.num_refused += 1
-            rule = f"a request that needs at most {most} bytes here (limits.{self._name_of(most)})"
+            rule = f"a request that needs at most {most} bytes here{self._set_by(most)}"
             raise RequestTooLarge(
                 "body", rule, charge.num_bytes + num_bytes, "Ask for fewer choices or log-probabilities, or send less text."
             )
@@ -95,11 +95,12 @@ class MemorySum:
         self.held += num_bytes
         charge.num_bytes += num_bytes
 
-    def _name_of(self, most: int) -> str:
-        """The option that sets the largest request."""
+    def _set_by(self, most: int) -> str:
+        """The option that sets the largest request, for a message; empty where none does."""
         if most == self.limits.request:
-            return "max_request_held_bytes"
-        return f"max_{self.name.removesuffix('s')}_bytes" if most == self.limits.total else "max_tenant_share"
+            return ""
+        name = f"max_{self.name.removesuffix('s')}_bytes" if most == self.limits.total else "max_tenant_share"
+        return f" (limits.{name})"
 
     def _give_back(self, charge: MemoryCharge) -> None:
         if not charge.num_bytes:

@@ -47,7 +47,6 @@ CHANGEABLE = (
     "limits.max_prompt_bytes",
     "limits.max_answer_bytes",
     "limits.max_tenant_share",
-    "limits.max_request_held_bytes",
     "limits.daily_budget",
     "limits.monthly_budget",
     "limits.on_store_failure",

@@ -31,10 +31,7 @@ MakeWorkers = Callable[[HostConfig, Collection[str]], Workers]
 """Workers that are not started. The second argument: environment variables that they may not inherit."""
 
 
-NOT_OF_WORKERS = (
-    *("max_connections", "max_requests"),
-    *("max_prompt_bytes", "max_answer_bytes", "max_tenant_share", "max_request_held_bytes"),
-)
+NOT_OF_WORKERS = ("max_connections", "max_requests", "max_prompt_bytes", "max_answer_bytes", "max_tenant_share")
 """Limits that the gateway's own process alone holds requests to: a change of them takes no new workers."""
 
 

@@ -52,7 +52,6 @@ class Limits:
     max_answer_bytes      log-probabilities of all requests, and answers until they are written; one more is refused with 429
     max_tenant_share      of either and of each store, for one tenant. None: a quarter where keys name several tenants and from the first
                           stored key on, all where there is one
-    max_request_held_bytes  of either, for one request; more is refused with 413
     daily_budget, monthly_budget  money that all tenants together may use in a UTC day, a UTC month, in the currency of `prices`
     on_store_failure      what a request with limits gets while their store fails: "closed": 503; "open": it is not counted
     """
@@ -66,7 +65,6 @@ class Limits:
     max_prompt_bytes: int | None = None
     max_answer_bytes: int = 40 << 20
     max_tenant_share: float | None = None
-    max_request_held_bytes: int = 32 << 20
     daily_budget: float | None = None
     monthly_budget: float | None = None
     on_store_failure: str = FAIL_CLOSED

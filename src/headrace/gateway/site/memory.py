@@ -10,6 +10,9 @@ from headrace.gateway.http.config import Limits
 MIN_PROMPT_BYTES = 40 << 20
 """Least bytes for prompts where `limits.max_prompt_bytes` is not set."""
 
+MAX_REQUEST_BYTES = 32 << 20
+"""Bytes of prompts, and of answers, that one request may hold; more is refused with 413."""
+
 PROMPT_SHARE = 16
 """Without `limits.max_prompt_bytes`, prompts may take 1/N of the machine's memory."""
 
@@ -21,8 +24,8 @@ def memory_limits(limits: Limits, machine_bytes: int, tenant_share: Callable[[],
     """
     prompts = limits.max_prompt_bytes or default_prompt_bytes(machine_bytes)
     return MemoryLimits(
-        prompts=ChargeLimits(limits.max_request_held_bytes, prompts, tenant_share),
-        answers=ChargeLimits(limits.max_request_held_bytes, limits.max_answer_bytes, tenant_share, keeps_reserve=True),
+        prompts=ChargeLimits(MAX_REQUEST_BYTES, prompts, tenant_share),
+        answers=ChargeLimits(MAX_REQUEST_BYTES, limits.max_answer_bytes, tenant_share, keeps_reserve=True),
     )
 
 
