@@ -18,6 +18,7 @@ from headrace.tensor.checkpoint.folder import PART_DTYPES, Checkpoint
 from headrace.tensor.checkpoint.formats import awq, compressed_tensors, fp8, gptq, modelopt
 from headrace.tensor.checkpoint.formats.format import QuantizedWeight, StoredParts, WeightFormat
 from headrace.tensor.checkpoint.formats.names import INSTEAD, METHODS
+from headrace.tensor.checkpoint.formats.nibbles import SLAB_ELEMENTS
 from headrace.tensor.checkpoint.formats.separate import read_separate
 from headrace.tensor.checkpoint.gguf.checkpoint import GgufFormat
 from headrace.tensor.checkpoint.gguf.checkpoint import read_format as read_gguf_format
@@ -47,9 +48,6 @@ READER_VERSION = 2
 
 FEW = 16
 """Elements of parts that are read even to check a checkpoint, as formats compare their values with the configuration."""
-
-SLAB_ELEMENTS = 1 << 22
-"""Weights that are made dense at a time, which bounds the size of temporary copies."""
 
 
 def read_format(config: ConfigFile) -> WeightFormat | GgufFormat | None:

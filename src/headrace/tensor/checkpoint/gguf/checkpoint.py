@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from headrace.core.errors import CheckpointError, shorten
 from headrace.tensor.checkpoint.config import ConfigFile
-from headrace.tensor.checkpoint.formats.nibbles import nibbles
+from headrace.tensor.checkpoint.formats.nibbles import SLAB_ELEMENTS, nibbles
 from headrace.tensor.checkpoint.gguf.architectures import FACTORS, Place, name_table
 from headrace.tensor.checkpoint.gguf.blocks import DENSE, NIBBLES
 from headrace.tensor.checkpoint.gguf.folder import find_source
@@ -25,8 +25,6 @@ from headrace.tensor.host.pages import read_bytes
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-SLAB_ELEMENTS = 1 << 22
-"""Weights that are made dense at a time, which bounds the size of temporary copies."""
 _SAMPLE_BYTES = 4096
 
 
@@ -42,6 +40,29 @@ class GgufFormat:
         """In how many bits most linears are held, by the file's type."""
         kind = self.title.removeprefix("gguf ")
         return Precision.NONE if kind in PLAIN else Precision.INT4 if kind.startswith("Q4") else Precision.INT8
+
+
+class _Part(NamedTuple):
+    """Which of a tensor's rows are read for some rows of a weight: [begin, end), whole heads where the file permutes rows within heads.
+
+    order  which of these are the weight's, in its order; None: all as they are
+    rows   those that are wanted, counted from `begin`
+    """
+
+    begin: int
+    end: int
+    order: Tensor | None
+    rows: slice
+
+
+def _part(place: Place, outputs: int, rows: slice) -> _Part:
+    first, last, _ = rows.indices(outputs)
+    if place.heads is None:
+        return _Part(first, last, None, slice(None))
+    size = outputs // place.heads
+    begin, end = first // size * size, -(-last // size) * size
+    order = torch.arange(end - begin).view(-1, size // 2, 2).transpose(1, 2).reshape(-1)
+    return _Part(begin, end, order, slice(first - begin, last - begin))
 
 
 def read_format(section: ConfigFile) -> GgufFormat:
@@ -103,16 +124,15 @@ class GgufCheckpoint:
         place, header, tensor = self._find(name)
         width = shape[1] if len(shape) == 2 else 1
         rows, columns = (*region, slice(None), slice(None))[:2]
-        first, last, _ = rows.indices(shape[0])
-        size = 1 if place.heads is None else shape[0] // place.heads
-        begin, end = first // size * size, -(-last // size) * size  # of whole heads
+        part = _part(place, shape[0], rows)
+        begin, end = part.begin, part.end
         offset = 0 if place.expert is None else place.expert * prod(shape)
         values = self._rows(header, tensor, place.name, offset // width + begin, offset // width + end, width)
-        if place.heads is not None:
-            values = values.view(-1, size // 2, 2, width).transpose(1, 2).reshape(-1, width)
+        if part.order is not None:
+            values = values[part.order]
         if self._names.adds_one(place.name):
             values = values.float() - 1
-        values = values[first - begin : last - begin, columns]
+        values = values[part.rows, columns]
         return values if len(shape) == 2 else values[:, 0]
 
     def precision_of(self, name: str) -> Precision:
@@ -126,24 +146,20 @@ class GgufCheckpoint:
         place, header, tensor = self._find(name)
         if tensor.kind.name not in NIBBLES:
             return None
-        first, last, _ = rows.indices(shape[0])
-        size = 1 if place.heads is None else shape[0] // place.heads
-        begin, end = first // size * size, -(-last // size) * size  # of whole heads
+        part = _part(place, shape[0], rows)
+        begin, end = part.begin, part.end
         offset = 0 if place.expert is None else place.expert * shape[0]
         pieces = self._blocks(header, tensor, place.name, offset + begin, offset + end, shape[1])
         found = [NIBBLES[tensor.kind.name](data) for _, data in pieces]
         if not found:
             return None
-        values, scales, zeros = (None if part[0] is None else torch.cat(part).view(end - begin, -1) for part in zip(*found, strict=True))
+        values, scales, zeros = (None if each[0] is None else torch.cat(each).view(end - begin, -1) for each in zip(*found, strict=True))
         assert values is not None
         assert scales is not None
-        if not all(bool(part.isfinite().all()) for part in (scales, zeros) if part is not None):
+        if not all(bool(each.isfinite().all()) for each in (scales, zeros) if each is not None):
             self._refuse(header, f"tensor {place.name} holds scales that are NaN or infinite", DAMAGED)
         weight = nibbles(values, scales, zeros)
-        if weight is None or place.heads is None:
-            return weight
-        order = torch.arange(end - begin).view(-1, size // 2, 2).transpose(1, 2).reshape(-1)
-        return weight.rows(order[first - begin : last - begin])
+        return weight if weight is None or part.order is None else weight.rows(part.order[part.rows])
 
     def check_all_read(self) -> None:
         """Raise CheckpointError if the files hold a tensor that was not read."""
