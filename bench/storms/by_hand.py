@@ -146,7 +146,7 @@ class HandStartedSite:
             "replica": name,
             "address": f"{at.host}:{port}",
             "engine": {"model": str(bundled_path(MODEL)) if fake is None else "fake", **(engine or {})},
-            **self.credentials(f"engine-{at.host}"),
+            "tls_dir": str(self.folder / "site" / f"engine-{at.host}"),
         }
         module = "headrace" if fake is None else "headrace.lab.fake_engine"
         words = ["engine"] if fake is None else []
@@ -185,12 +185,7 @@ class HandStartedSite:
 
     def _remote(self, addresses: dict[str, str]) -> dict[str, Any]:
         replicas = [{"name": replica, "address": address} for replica, address in addresses.items()]
-        return {"model": MODEL, "replicas": replicas, **self.credentials("gateway")}
-
-    def credentials(self, folder: str) -> dict[str, Any]:
-        own = self.folder / "site" / folder
-        files = {"ca": "ca.crt", "certificate": "tls.crt", "key": "tls.key"}
-        return {"token_file": str(own / "token"), "tls": {key: str(own / file) for key, file in files.items()}}
+        return {"model": MODEL, "replicas": replicas, "tls_dir": str(self.folder / "site" / "gateway")}
 
     def _file(self, name: str, content: dict[str, Any]) -> str:
         path = self.folder / name

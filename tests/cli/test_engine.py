@@ -18,7 +18,6 @@ from headrace.cli.main import main
 from headrace.cli.tls import init
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig
-from headrace.wire.tls.files import files_in
 
 pytestmark = pytest.mark.pure
 
@@ -130,7 +129,7 @@ def test_flags_become_the_engines_and_its_process_configuration(
         main()
     [(process, engine)] = started
     assert (process.replica, process.address, process.drain_timeout_s) == ("left", "gpu1:7001", 5.0)
-    assert (process.tls, process.token_file) == (files_in(tmp_path), str(tmp_path / "token"))
+    assert (process.tls_dir, process.token_file) == (str(tmp_path), "")
     assert (engine.model, engine.max_num_seqs) == (str(model_folder), 7)
 
 
@@ -138,14 +137,13 @@ def test_a_yaml_file_holds_what_the_flags_say(model_folder: Path, tmp_path: Path
     started: list[tuple[ProcessConfig, EngineConfig]] = []
     monkeypatch.setattr("headrace.engine.main.run_engine", lambda read: started.append(read()))
     file = tmp_path / "engine.yaml"
-    tls = "{ca: /c/ca.crt, certificate: /c/tls.crt, key: /c/tls.key}"
-    text = f"replica: left\naddress: gpu1:7001\ntoken_file: /c/token\ntls: {tls}\nengine: {{model: {model_folder}, max_num_seqs: 7}}\n"
+    text = f"replica: left\naddress: gpu1:7001\ntoken_file: /t/token\ntls_dir: /c\nengine: {{model: {model_folder}, max_num_seqs: 7}}\n"
     file.write_text(text)
     monkeypatch.setattr(sys, "argv", ["headrace", "engine", "--config", str(file)])
     with pytest.raises(SystemExit):
         main()
     [(process, engine)] = started
-    assert (process.replica, process.tls, process.token_file) == ("left", files_in(Path("/c")), "/c/token")
+    assert (process.replica, process.tls_dir, process.token_file) == ("left", "/c", "/t/token")
     assert engine.max_num_seqs == 7
 
 

@@ -26,7 +26,6 @@ from headrace.gateway.upstream.model_config import ReplicaConfig
 from headrace.observe.logs import ENVIRONMENT
 from headrace.wire.hangup import on_hangup
 from headrace.wire.stop_signals import StopSignals
-from headrace.wire.tls.files import files_in
 
 pytestmark = pytest.mark.pure
 
@@ -64,10 +63,9 @@ def test_flags_name_the_engines_and_this_gateways_certificates(configured: Run, 
     flags = ["--replica", f"one={TCP}", "--replica", "two=unix:/run/e.sock", "--tls-dir", str(tmp_path)]
     config = configured(str(model_folder), *flags, "--port", "0", "--served-model-name", "a", "b", "--drain-timeout", "0")
     [model] = config.models
-    token = str(tmp_path / "token")
     assert model.replicas == (
-        ReplicaConfig(name="one", address=TCP, token_file=token, tls=files_in(tmp_path)),
-        ReplicaConfig(name="two", address="unix:/run/e.sock", token_file=token),
+        ReplicaConfig(name="one", address=TCP, tls_dir=str(tmp_path)),
+        ReplicaConfig(name="two", address="unix:/run/e.sock", token_file=str(tmp_path / "token")),
     )
     assert (model.name, model.aliases, model.folder) == ("a", ("b",), str(model_folder))
     assert (config.port, config.timeouts.drain_s) == (0, 0.1)

@@ -41,7 +41,7 @@ from headrace.gateway.sessions.sessions import open_session_store
 from headrace.gateway.site.tenant_share import TenantShare
 from headrace.gateway.stores.open import Stores
 from headrace.policy.limits.tier import BUILT_IN_TIERS
-from headrace.wire.tls.files import TlsFiles, TlsRole, files_in
+from headrace.wire.tls.files import TlsRole
 
 pytestmark = pytest.mark.socket
 
@@ -59,8 +59,9 @@ def folder_of(parent: Path, name: str, role: TlsRole, made_by: SiteAuthority, to
     return folder
 
 
-def listen_in(folder: Path, tls: TlsFiles | None = None) -> AdminListen:
-    return AdminListen(listen="127.0.0.1:0", token_file=str(folder / "token"), tls=tls)
+def listen_in(folder: Path) -> AdminListen:
+    """Without certificates."""
+    return AdminListen(listen="127.0.0.1:0", token_file=str(folder / "token"))
 
 
 class Site:
@@ -77,7 +78,7 @@ class Site:
     @asynccontextmanager
     async def running(self, requests: Sequence[AdminRequests] = ()) -> AsyncIterator[ScriptedSite]:
         self._caplog.set_level(logging.INFO, "headrace.fleet.admin")
-        async with scripted_site(requests=requests, admin=listen_in(self.server, files_in(self.server))) as site:
+        async with scripted_site(requests=requests, admin=AdminListen(listen="127.0.0.1:0", tls_dir=str(self.server))) as site:
             [self.url] = re.findall(r"answered at (https://\S+)", self._caplog.text)
             yield site
 
@@ -260,11 +261,13 @@ def test_an_address_that_others_reach_wants_certificates(listen: str, words: str
 @pytest.mark.pure
 def test_a_token_is_never_optional_and_never_short(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"admin\.token_file: is empty"):
-        AdminListen(listen="127.0.0.1:0", token_file="").checked()
+        AdminListen(listen="127.0.0.1:0").checked()
     (tmp_path / "token").write_text("short")
     (tmp_path / "token").chmod(0o600)
     with pytest.raises(ConfigError, match="5 characters are too few"):
         listen_in(tmp_path).opened()
+    with pytest.raises(ConfigError, match=rf"admin\.tls_dir: {tmp_path}/none/token cannot be read"):
+        AdminListen(listen="0.0.0.0:0", tls_dir=str(tmp_path / "none")).opened()
 
 
 @pytest.mark.pure

@@ -37,7 +37,7 @@ from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier
 from headrace.tensor.checkpoint.gguf.paths import is_gguf, model_name
 from headrace.text.output.formats import AUTO, reasoning_format, tool_format
-from headrace.wire.tls.files import TlsFiles
+from headrace.wire.tls.files import token_path
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -56,13 +56,13 @@ class RemoteSection:
 
     model       the model's folder on this machine, a bundled model's name, or a hub id: the gateway reads its tokenizer and template
     replicas    where its engines listen
-    tls         this machine's certificates, for TCP addresses; required beyond loopback
-    token_file  file with the token that the engines want; required for TCP addresses
+    tls_dir     folder with this machine's certificates (ca.crt, tls.crt, tls.key), for TCP addresses; required beyond loopback
+    token_file  file with the token that the engines want; empty: the file `token` of tls_dir. One of the two is required for TCP addresses
     """
 
     model: str
     replicas: tuple[RemoteReplica, ...]
-    tls: TlsFiles | None = None
+    tls_dir: str = ""
     token_file: str = ""
 
     def gateway_replicas(self) -> tuple[ReplicaConfig, ...]:
@@ -71,8 +71,8 @@ class RemoteSection:
             ReplicaConfig(
                 name=replica.name,
                 address=replica.address,
-                token_file=self.token_file,
-                tls=None if replica.address.startswith("unix:") else self.tls,
+                token_file=token_path(self.token_file, self.tls_dir) if replica.address.startswith("unix:") else self.token_file,
+                tls_dir="" if replica.address.startswith("unix:") else self.tls_dir,
             )
             for replica in self.replicas
         )

@@ -37,8 +37,7 @@ models:
   #   upstreams: [{{url: "http://127.0.0.1:9000/v1", model: its-name-there, api_key_env: ITS_KEY}}]
   #   # beside `engine`, upstreams answer what no replica takes
   # - name: big                       # a model whose engines run on other machines (headrace engine, headrace tls init)
-  #   remote: {{model: {model}, token_file: /etc/headrace/gateway/token, replicas: [{{name: gpu1, address: "gpu1:7001"}}],
-  #            tls: {{ca: /etc/headrace/gateway/ca.crt, certificate: /etc/headrace/gateway/tls.crt, key: /etc/headrace/gateway/tls.key}}}}
+  #   remote: {{model: {model}, tls_dir: /etc/headrace/gateway, replicas: [{{name: gpu1, address: "gpu1:7001"}}]}}
 
 gateway:
   host: 127.0.0.1                     # beyond loopback wants api_keys

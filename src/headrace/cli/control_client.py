@@ -139,8 +139,7 @@ class RemoteAdminClient(AdminClient):
         import ssl
 
         from headrace.fleet.admin_listen import operator_context
-        from headrace.wire.tls.files import TOKEN_NAME as TOKEN_FILE
-        from headrace.wire.tls.files import files_in
+        from headrace.wire.tls.files import files_in, token_path
 
         self._url = url
         parts = urlsplit(url)
@@ -151,7 +150,7 @@ class RemoteAdminClient(AdminClient):
         self._host, self._port = parts.hostname, parts.port
         self._files = files_in(files)
         self._context: ssl.SSLContext | None = operator_context(self._files) if parts.scheme == "https" else None
-        self._headers = _headers(read_token("--tls-dir", str(files / TOKEN_FILE)))
+        self._headers = _headers(read_token("--tls-dir", token_path("", str(files))))
 
     @property
     def place(self) -> str:

@@ -81,18 +81,6 @@ def set_log_format(log_format: str) -> None:
     os.environ[ENVIRONMENT] = log_format
 
 
-def credentials_of(tls_dir: Path | None, token_file: Path | None) -> dict[str, object]:
-    """The keys `tls` and `token_file` for --tls-dir and --token-file. A folder's own token counts where no other is named."""
-    from dataclasses import asdict
-
-    from headrace.wire.tls.files import TOKEN_NAME, files_in
-
-    if tls_dir is None:
-        return {} if token_file is None else {"token_file": str(token_file)}
-    folder = tls_dir.expanduser().absolute()
-    return {"tls": asdict(files_in(folder)), "token_file": str(token_file or folder / TOKEN_NAME)}
-
-
 def _from_file(path: Path, given: Mapping[str, object], *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
     """Raises ConfigError, or UsageRefused for flags beside the file."""
     from headrace.cli.config_yaml import read_yaml
@@ -118,13 +106,11 @@ def _from_flags(given: Mapping[str, object], engine: Given, *, experimental: boo
         remedy = "`headrace serve` starts an engine and a gateway together."
         raise UsageRefused(f"--listen: the address is missing, HOST:PORT or unix:/PATH. {remedy}")
     folder = resolve_model(str(given.get("MODEL", DEFAULT_MODEL)), experimental=experimental)
-    tls_dir, token_file = given.get("--tls-dir"), given.get("--token-file")
-    assert isinstance(tls_dir, Path | None)
-    assert isinstance(token_file, Path | None)
     data: dict[str, object] = {
         "replica": given.get("--name", folder.name),
         "address": given["--listen"],
-        **credentials_of(tls_dir, token_file),
+        "tls_dir": str(given.get("--tls-dir", "")),
+        "token_file": str(given.get("--token-file", "")),
         **({"drain_timeout_s": given["--drain-timeout"]} if "--drain-timeout" in given else {}),
         "engine": {**engine, "model": str(folder)},
     }

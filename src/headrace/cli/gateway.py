@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.engine import GRPC_LOG, credentials_of
+from headrace.cli.engine import GRPC_LOG
 from headrace.cli.flag_names import flag_names
 from headrace.cli.server_flags import (
     AllowedHosts,
@@ -47,7 +47,7 @@ Flag = typer.Option
 PATHS: dict[str, tuple[str, ...]] = {
     "model": ("model.remote.model",),
     "replica": ("model.remote.replicas",),
-    "tls_dir": ("model.remote.tls", "model.remote.token_file"),
+    "tls_dir": ("model.remote.tls_dir",),
     "token_file": ("model.remote.token_file",),
     "served_model_name": ("model.name", "model.aliases"),
     "tool_call_parser": ("model.tool_call_parser",),
@@ -214,8 +214,7 @@ def flags_of(params: Mapping[str, object]) -> dict[str, object]:
         assert isinstance(replicas, list | tuple)
         flags["model.remote.replicas"] = [_replica(word) for word in replicas]
         flags["model.remote.model"] = params["model"] or DEFAULT_MODEL
-    tls_dir, token_file = (Path(str(params[name])) if params[name] else None for name in ("tls_dir", "token_file"))
-    flags |= {f"model.remote.{name}": value for name, value in credentials_of(tls_dir, token_file).items()}
+    flags |= {f"model.remote.{name}": str(params[name]) for name in ("tls_dir", "token_file") if params[name]}
     return {path: value for path, value in flags.items() if value is not None}
 
 

@@ -7,10 +7,12 @@ clients. Every request carries a token of this API alone. The requests are `flee
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
-from headrace.wire.target import GrpcTarget, target_of
+from headrace.wire.target import check_target, target_of
 from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole, load_certificates
 
 ALPN = "http/1.1"
@@ -20,35 +22,39 @@ ALPN = "http/1.1"
 class AdminListen:
     """
     listen      HOST:PORT; port 0 takes a free one
-    token_file  file with the token that every request must carry
-    tls         this end's certificates; required beyond loopback
+    token_file  file with the token that every request must carry; empty: the file `token` of tls_dir
+    tls_dir     folder with this end's certificates (ca.crt, tls.crt, tls.key); required beyond loopback
     """
 
     listen: str
-    token_file: str
-    tls: TlsFiles | None = None
+    token_file: str = ""
+    tls_dir: str = ""
 
     def checked(self) -> AdminListen:
         """This value if its rules hold; no file is opened. Raises ConfigError."""
         if self.listen.startswith("unix:"):
             raise ConfigError("admin.listen", f"{self.listen!r} is not HOST:PORT", "The Unix socket is always there, in the run directory.")
-        if not self.token_file:
+        if not (self.token_file or self.tls_dir):
             raise ConfigError("admin.token_file", "is empty", "Name a file with a token: `openssl rand -hex 32`, mode 0600.")
-        if self.tls is None:
-            self._target_or_error(token="x" * 16, token_file="")
+        with _named_as_in_the_file():
+            check_target(self.listen, token=None, token_file=self.token_file, tls_dir=self.tls_dir)
         return self
 
     def opened(self) -> AdminAddress:
         """With its files read. Raises ConfigError."""
-        target = self._target_or_error(token=None, token_file=self.token_file)
-        assert target.token is not None
-        return AdminAddress(target.host, target.port, target.token, None if self.tls is None else server_context(self.tls))
+        with _named_as_in_the_file():
+            target = target_of(self.listen, token=None, token_file=self.token_file, tls_dir=self.tls_dir)
+            assert target.token is not None
+            return AdminAddress(target.host, target.port, target.token, None if target.tls is None else server_context(target.tls))
 
-    def _target_or_error(self, *, token: str | None, token_file: str) -> GrpcTarget:
-        try:
-            return target_of(self.listen, token=token, token_file=token_file, tls=self.tls)
-        except ConfigError as error:
-            raise error.at("admin.listen" if error.where == "engine address" else f"admin.{error.where}") from error
+
+@contextmanager
+def _named_as_in_the_file() -> Iterator[None]:
+    """Put the key's path in the place of the wire's word for it, in a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise error.at("admin.listen" if error.where == "engine address" else f"admin.{error.where}") from error
 
 
 @dataclass(frozen=True, slots=True)

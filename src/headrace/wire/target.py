@@ -16,7 +16,7 @@ from typing import Any
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.wire.private_files import read_token
-from headrace.wire.tls.files import TlsFiles
+from headrace.wire.tls.files import TlsFiles, files_in, token_path
 
 TOKEN_METADATA = "headrace-token"
 MAX_UNIX_PATH_BYTES = 107
@@ -68,7 +68,7 @@ def parse_target(address: str, token: str | None = None, tls: TlsFiles | None = 
                 "engine address", f"the socket path has more than {MAX_UNIX_PATH_BYTES} bytes", "Use a shorter run directory."
             )
         if tls is not None:
-            raise ConfigError("tls", f"is given for {address}", "A Unix socket needs none: its directory is the lock.")
+            raise ConfigError("tls_dir", f"is given for {address}", "A Unix socket needs none: its directory is the lock.")
         return GrpcTarget(address, path, token)
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 65535:
@@ -79,7 +79,7 @@ def parse_target(address: str, token: str | None = None, tls: TlsFiles | None = 
         raise ConfigError(
             "engine address",
             f"{host!r} is not a loopback address, and no certificates are given",
-            "Between machines the wire speaks TLS: `headrace tls init` makes certificates; --tls-dir, or tls in the file, names them.",
+            "Between machines the wire speaks TLS: `headrace tls init` makes certificates; --tls-dir or the key tls_dir names them.",
         )
     if token is None:
         remedy = "Name a file that holds it (--token-file, token_file). A Unix socket needs none."
@@ -87,17 +87,26 @@ def parse_target(address: str, token: str | None = None, tls: TlsFiles | None = 
     return GrpcTarget(address, None, token, tls)
 
 
-def target_of(address: str, *, token: str | None, token_file: str, tls: TlsFiles | None) -> GrpcTarget:
-    """`parse_target`, with the token read from its file where one is named. Raises ConfigError."""
-    check_target(address, token=token, token_file=token_file, tls=tls)
-    return parse_target(address, read_token("token_file", token_file) if token_file else token, tls)
+def target_of(address: str, *, token: str | None, token_file: str, tls_dir: str) -> GrpcTarget:
+    """`parse_target` for the keys of a configuration, with the token read from its file (`token_path`) where none is given.
+
+    tls_dir  folder with this end's certificates, and with its token where no other is named; empty: none
+
+    Raises: ConfigError.
+    """
+    check_target(address, token=token, token_file=token_file, tls_dir=tls_dir)
+    if token is None and (path := token_path(token_file, tls_dir)):
+        token = read_token("token_file" if token_file else "tls_dir", path)
+    return parse_target(address, token, files_in(tls_dir) if tls_dir else None)
 
 
-def check_target(address: str, *, token: str | None, token_file: str, tls: TlsFiles | None) -> None:
+def check_target(address: str, *, token: str | None, token_file: str, tls_dir: str) -> None:
     """Raises ConfigError as `target_of` does, but opens no file: they may be on another machine."""
     if token is not None and token_file:
         raise ConfigError("token_file", "is given beside token", "Give one of them.")
-    parse_target(address, "x" * MIN_TOKEN_CHARS if token_file else token, tls)
+    if token is None and (token_file or tls_dir):
+        token = "x" * MIN_TOKEN_CHARS
+    parse_target(address, token, files_in(tls_dir) if tls_dir else None)
 
 
 def check_private(path: Path) -> None:

@@ -12,7 +12,7 @@ from tls_kit import LONG_AGO, authority, write_certificates, write_whole
 
 from headrace.core.errors import ConfigError
 from headrace.wire.private_files import read_token
-from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole, files_in
+from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole, files_in, token_path
 
 pytestmark = pytest.mark.pure
 
@@ -34,23 +34,23 @@ def test_certificates_of_each_role_load(tmp_path: Path, role: TlsRole) -> None:
 def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
     files = gateway_files(tmp_path)
     os.chmod(files.key, mode)
-    with pytest.raises(ConfigError, match=rf"tls.key: .*tls.key is open to other users \(mode {mode:04o}\)\. chmod 600"):
+    with pytest.raises(ConfigError, match=rf"tls_dir: .*tls.key is open to other users \(mode {mode:04o}\)\. chmod 600"):
         Certificates(files, TlsRole.GATEWAY)
 
 
-@pytest.mark.parametrize(("name", "where"), [("ca", "tls.ca"), ("certificate", "tls.certificate"), ("key", "tls.key")])
-def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str, where: str) -> None:
+@pytest.mark.parametrize("name", ["ca", "certificate", "key"])
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
     files = gateway_files(tmp_path)
     os.unlink(getattr(files, name))
-    with pytest.raises(ConfigError, match=rf"{where}: .* cannot be read \(No such file"):
+    with pytest.raises(ConfigError, match=rf"tls_dir: {getattr(files, name)} cannot be read \(No such file"):
         Certificates(files, TlsRole.GATEWAY)
 
 
-@pytest.mark.parametrize(("name", "where"), [("ca", "tls.ca"), ("certificate", "tls.key"), ("key", "tls.key")])
-def test_a_file_that_is_no_pem_is_named(tmp_path: Path, name: str, where: str) -> None:
+@pytest.mark.parametrize("name", ["ca", "certificate", "key"])
+def test_a_file_that_is_no_pem_is_named(tmp_path: Path, name: str) -> None:
     files = gateway_files(tmp_path)
     write_whole(Path(getattr(files, name)), b"not PEM\n")
-    with pytest.raises(ConfigError, match=f"{where}: .*{Path(getattr(files, name)).name}"):
+    with pytest.raises(ConfigError, match=f"tls_dir: .*{Path(getattr(files, name)).name}"):
         Certificates(files, TlsRole.GATEWAY)
 
 
@@ -110,6 +110,11 @@ def test_a_key_with_a_passphrase_is_refused_without_asking_for_it(tmp_path: Path
 
 def test_a_folder_has_the_names_that_cert_manager_writes(tmp_path: Path) -> None:
     assert [Path(path).name for path in files_in(tmp_path).paths] == ["ca.crt", "tls.crt", "tls.key"]
+
+
+@pytest.mark.parametrize(("token_file", "tls_dir", "path"), [("", "", ""), ("/t", "", "/t"), ("", "/c", "/c/token"), ("/t", "/c", "/t")])
+def test_the_token_of_the_folder_counts_where_no_other_is_named(token_file: str, tls_dir: str, path: str) -> None:
+    assert token_path(token_file, tls_dir) == path
 
 
 def test_a_token_is_one_word_of_a_private_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from headrace.core.hashing import check_secret
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
 from headrace.wire.target import GrpcTarget, check_target, target_of
-from headrace.wire.tls.files import TlsFiles, TlsRole, load_certificates
+from headrace.wire.tls.files import TlsRole, load_certificates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +24,10 @@ class ProcessConfig:
     """What an engine process needs beside its engine.
 
     replica          its name in logs, hellos and metrics
-    address          where it listens: "unix:/path", or "host:port" with a token, and beyond loopback with tls
+    address          where it listens: "unix:/path", or "host:port" with a token, and beyond loopback with tls_dir
     token            what gateways must send; None on Unix sockets, whose directory is the lock
     token_file       or a file that holds the token, closed to other users
-    tls              this engine's certificates
+    tls_dir          folder with this engine's certificates, and with the token where none is named
     drain_timeout_s  after SIGTERM: how long running requests may take
     cpus             CPUs this engine keeps to, "0,1"; empty = all it may use
     gpu              the GPU this engine keeps to, as CUDA_VISIBLE_DEVICES names it; empty = the first that torch finds
@@ -39,7 +39,7 @@ class ProcessConfig:
     address: str
     token: str | None = field(default=None, repr=False)
     token_file: str = ""
-    tls: TlsFiles | None = None
+    tls_dir: str = ""
     drain_timeout_s: float = 30.0
     cpus: str = ""
     gpu: str = ""
@@ -48,9 +48,10 @@ class ProcessConfig:
 
     def target(self) -> GrpcTarget:
         """Where it listens, with the token read and the certificates tried. Raises ConfigError."""
-        if self.tls is not None:
-            load_certificates(self.tls, TlsRole.ENGINE)
-        return target_of(self.address, token=self.token, token_file=self.token_file, tls=self.tls)
+        target = target_of(self.address, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
+        if target.tls is not None:
+            load_certificates(target.tls, TlsRole.ENGINE)
+        return target
 
     def keep_to_share(self, engine: EngineConfig) -> EngineConfig:
         """Bind this process to its CPUs and its GPU, and reduce the engine's memory share. Before anything counts CPUs or imports torch."""
@@ -71,7 +72,7 @@ def process_config_from(data: dict[str, object]) -> tuple[ProcessConfig, EngineC
     engine = decode(EngineConfig, section(data, "engine"), "engine").checked()
     process = decode(ProcessConfig, data)
     check_secret("block_key", process.block_key)
-    check_target(process.address, token=process.token, token_file=process.token_file, tls=process.tls)
+    check_target(process.address, token=process.token, token_file=process.token_file, tls_dir=process.tls_dir)
     return process, engine
 
 

@@ -61,11 +61,12 @@ Connect = Callable[[ReplicaConfig, TextModel, Clock], ReplicaClient]
 
 
 def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> ReplicaClient:
+    target = config.target()
     return ReplicaClient(
         config.address,
         name=config.name,
-        token=config.target().token,
-        tls=config.tls,
+        token=target.token,
+        tls=target.tls,
         expect=Expectation(digests=text.digests),
         clock=clock,
     )

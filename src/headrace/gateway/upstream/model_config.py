@@ -18,7 +18,6 @@ from headrace.core.hosts import is_link_local
 from headrace.core.model_names import check_model_names
 from headrace.text.output.formats import AUTO
 from headrace.wire.target import GrpcTarget, check_target, target_of
-from headrace.wire.tls.files import TlsFiles
 
 REPLICA_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -36,20 +35,20 @@ class ReplicaConfig:
     """One engine process.
 
     name        label `replica` of the metrics
-    address     of the engine's wire: unix:/path, or host:port with a token, and beyond loopback with tls
+    address     of the engine's wire: unix:/path, or host:port with a token, and beyond loopback with tls_dir
     token       what the engine wants to see; token_file: or a file that holds it, closed to other users
-    tls         this gateway's certificates
+    tls_dir     folder with this gateway's certificates, and with the token where none is named
     """
 
     name: str
     address: str
     token: str | None = field(default=None, repr=False)
     token_file: str = ""
-    tls: TlsFiles | None = None
+    tls_dir: str = ""
 
     def target(self) -> GrpcTarget:
-        """The address with the token read. Raises ConfigError."""
-        return target_of(self.address, token=self.token, token_file=self.token_file, tls=self.tls)
+        """The address with the token read, and where its certificates are. Raises ConfigError."""
+        return target_of(self.address, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +140,7 @@ def check_models(models: tuple[ModelConfig, ...]) -> None:
                 raise ConfigError(f"{where}.replicas", f"{replica.name!r} is not a replica name")
         for number, replica in enumerate(model.replicas):
             try:
-                check_target(replica.address, token=replica.token, token_file=replica.token_file, tls=replica.tls)
+                check_target(replica.address, token=replica.token, token_file=replica.token_file, tls_dir=replica.tls_dir)
             except ConfigError as error:
                 raise error.at(f"{where}.replicas[{number}].address") from error
     _check_smaller(models)

@@ -51,9 +51,15 @@ class TlsFiles:
         return self.ca, self.certificate, self.key
 
 
-def files_in(folder: Path) -> TlsFiles:
+def files_in(folder: str | Path) -> TlsFiles:
     """The files of a folder as `headrace tls init` makes it."""
-    return TlsFiles(ca=str(folder / CA_NAME), certificate=str(folder / CERTIFICATE_NAME), key=str(folder / KEY_NAME))
+    path = Path(folder).expanduser()
+    return TlsFiles(ca=str(path / CA_NAME), certificate=str(path / CERTIFICATE_NAME), key=str(path / KEY_NAME))
+
+
+def token_path(token_file: str, tls_dir: str) -> str:
+    """The file with the token: the one that is named, else the one in the folder of certificates; empty where neither is given."""
+    return token_file or (str(Path(tls_dir).expanduser() / TOKEN_NAME) if tls_dir else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +100,13 @@ class Certificates:
 
 
 def load_certificates(files: TlsFiles, role: TlsRole) -> LoadedCertificates:
-    """Raises ConfigError for a file that cannot be read, a key that is open or does not fit, a certificate of another authority or role.
+    """Raises ConfigError about `tls_dir` for a file that cannot be read, a key that is open or does not fit, a certificate of another
+    authority or role.
 
     A certificate that is not valid now is logged and loaded: it may be renewed while the process runs.
     """
-    check_private_file("tls.key", files.key)
-    ca, certificate, key = (_read(name, path) for name, path in zip(("ca", "certificate", "key"), files.paths, strict=True))
+    check_private_file("tls_dir", files.key)
+    ca, certificate, key = (_read(path) for path in files.paths)
     context = _context(files, role is TlsRole.ENGINE)
     _require_peer(context, files)
     _check_own(files, role)
@@ -116,7 +123,7 @@ def _context(files: TlsFiles, is_server: bool) -> ssl.SSLContext:
         context.load_cert_chain(files.certificate, files.key, password="")
     except (ssl.SSLError, OSError) as error:
         what = "does not fit" if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH" else "is no PEM file without passphrase beside"
-        raise ConfigError("tls.key", f"{files.key} {what} {files.certificate}") from error
+        raise ConfigError("tls_dir", f"{files.key} {what} {files.certificate}") from error
     return context
 
 
@@ -125,7 +132,7 @@ def _require_peer(context: ssl.SSLContext, files: TlsFiles) -> None:
     try:
         context.load_verify_locations(files.ca)
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError("tls.ca", f"{files.ca} holds no certificate in PEM") from error
+        raise ConfigError("tls_dir", f"{files.ca} holds no certificate in PEM") from error
 
 
 def _check_own(files: TlsFiles, role: TlsRole) -> None:
@@ -139,7 +146,7 @@ def _check_own(files: TlsFiles, role: TlsRole) -> None:
     except ssl.SSLCertVerificationError as error:
         fault = certificate_fault(error, files.ca)
         if error.verify_code not in (EXPIRED, NOT_YET_VALID):
-            raise ConfigError("tls.certificate", f"{files.certificate} {fault}", f"It must be a certificate for the {role}.") from error
+            raise ConfigError("tls_dir", f"{files.certificate} {fault}", f"It must be a certificate for the {role}.") from error
         log.warning("%s %s; other machines refuse it", files.certificate, fault)
 
 
@@ -154,11 +161,11 @@ def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
             waiting.append(end)
 
 
-def _read(name: str, path: str) -> bytes:
+def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"tls.{name}", f"{path} cannot be read ({error.strerror})") from error
+        raise ConfigError("tls_dir", f"{path} cannot be read ({error.strerror})") from error
 
 
 def stamp_of(paths: Iterable[str]) -> tuple[tuple[int, int, int] | None, ...]:
