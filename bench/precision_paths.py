@@ -24,7 +24,7 @@ CPUS = {
     "AVX2 and VNNI": CpuFeatures("x86_64", frozenset({"avx2", "avx_vnni"})),
     "AVX2": CpuFeatures("x86_64", frozenset({"avx2"})),
 }
-"""One CPU of each kind for which the table has rows. Others compute alike where only oneDNN is left to them."""
+"""One CPU of each kind that the table names. Kinds that compute alike share a row."""
 DOTS = {"avx512_vnni", "avx_vnni"}
 PANELS = {True: (12, 8, 4, 2, 1), False: (6, 4, 2, 1)}
 """Rows of x multiplied at once, the largest first; by whether the CPU has AVX-512. Without it 8 rows are left as two panels of 4."""
@@ -72,9 +72,11 @@ def markdown() -> str:
     lines = ["| weights | CPU | arithmetic, path | " + " | ".join(f"{rows} row{'s' * (rows > 1)}" for rows in ROWS) + " |"]
     lines.append("|---" * (3 + len(ROWS)) + "|")
     for weights in ("float32", "bfloat16", "int8", "int4"):
+        cpus: dict[tuple[str, ...], list[str]] = {}
         for cpu, features in CPUS.items():
             cells = integer_row(weights, features) if weights.startswith("int") else float_row(weights, features)
-            lines.append(f"| {weights} | {cpu} | " + " | ".join(cells) + " |")
+            cpus.setdefault(tuple(cells), []).append(cpu)
+        lines += [f"| {weights} | {'; '.join(alike)} | " + " | ".join(cells) + " |" for cells, alike in cpus.items()]
     return "\n".join(lines)
 
 
