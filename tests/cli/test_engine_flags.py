@@ -11,11 +11,12 @@ import typer
 from typer.testing import CliRunner
 
 from headrace.cli.engine_flags import ENGINE_FLAGS, Given, engine_values, whole_number, with_engine_flags
-from headrace.engine.config import EngineConfig, options
+from headrace.core.option import options
+from headrace.engine.config import EngineConfig
 
 pytestmark = pytest.mark.pure
 
-WITHOUT_A_FLAG = {"model", "max_waiting", "max_waiting_per_tenant", "max_cached_share_per_tenant", "batching"}
+WITHOUT_A_FLAG = {"model", "max_waiting", "max_waiting_per_tenant", "max_cached_share_per_tenant"}
 
 
 def given_by(*arguments: str) -> Given:
@@ -34,7 +35,7 @@ def given_by(*arguments: str) -> Given:
 
 
 def test_every_option_is_said_once_and_every_command_takes_it_from_there() -> None:
-    assert [name for name, _ in options()] == [item.name for item in fields(EngineConfig) if item.name != "model"]
+    assert [name for name, _ in options(EngineConfig)] == [item.name for item in fields(EngineConfig)]
     assert {flag.field for flag in ENGINE_FLAGS} == {item.name for item in fields(EngineConfig)} - WITHOUT_A_FLAG
 
 

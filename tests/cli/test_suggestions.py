@@ -16,7 +16,8 @@ from headrace.cli.config_variables import ELSEWHERE, apply_variable, known_varia
 from headrace.cli.main import app
 from headrace.cli.vllm_flags import TABLE, RefusedFlag
 from headrace.core.errors import ConfigError
-from headrace.engine.config import EngineConfig, options
+from headrace.core.option import options
+from headrace.engine.config import EngineConfig
 from tests.house.options import config_options
 
 pytestmark = pytest.mark.pure
@@ -96,7 +97,7 @@ def test_flags_that_are_suggested_are_taken(words: tuple[str, ...], command: Any
                 assert any(entry.remedy in message for entry in TABLE.values() if isinstance(entry, RefusedFlag)), message
 
 
-@pytest.mark.parametrize("name", [name for name, option in options() if option.one_of])
+@pytest.mark.parametrize("name", [name for name, option in options(EngineConfig) if option.one_of])
 def test_values_that_are_suggested_are_accepted(name: str, model_folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(model="m", **{name: "xyzzy"}).checked()  # type: ignore[arg-type]

@@ -10,8 +10,9 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.cli.vllm_flags import translated
 from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.option import options
 from headrace.core.vllm_options import WITHOUT_EFFECT
-from headrace.engine.config import EngineConfig, options
+from headrace.engine.config import EngineConfig
 from headrace.llm import api
 from headrace.llm.options import ENGINE_FIELDS, ONLY, engine_config
 
@@ -82,7 +83,7 @@ def test_vllms_names_reach_the_engines_configuration(built: list[EngineConfig], 
 def test_the_signature_has_every_option_of_the_engine_with_its_type() -> None:
     """It is written out for editors; `EngineConfig` is what it is held against. Options without a flag are for servers alone."""
     hints, signature = get_type_hints(EngineConfig), get_type_hints(LLM.__init__)
-    described = dict(options())
+    described = dict(options(EngineConfig))
     offered = {keyword: hints[field] for keyword, field in ENGINE_FIELDS.items() if described[field].flags != ()}
     assert {*offered, "experimental"} == api._KEYWORDS
     assert [keyword for keyword, hint in offered.items() if signature[keyword] not in (hint, hint | None)] == []

@@ -17,7 +17,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from headrace.engine.config import EngineConfig, Option, options
+from headrace.core.option import Option, options
+from headrace.engine.config import EngineConfig
 
 Given = Mapping[str, object]
 """Field of EngineConfig -> its value; holds the given options only."""
@@ -74,17 +75,17 @@ class EngineFlag:
     def _help(self) -> str:
         *first, last = self.option.one_of or ("",)
         choices = f"{', '.join(first)} or {last}. " if first else ""
-        shown = self.option.shown_default.strip("'")
+        shown = (self.option.shown or self.option.shown_default).strip("'").replace("`", "")
         if self.option.switch is not None:
             shown = shown.replace(str(self.option.switch[1]), "on").replace(str(self.option.switch[0]), "off")
         shown = {"True": "on", "False": "off"}.get(shown, shown)
-        text = self.option.help.rstrip(".")
+        text = self.option.plain_help.rstrip(".")
         return f"{choices}{text}." + ("" if shown == "None" else f" Default {shown}.")
 
 
 def _flags() -> Iterator[EngineFlag]:
     hints = get_type_hints(EngineConfig)
-    for name, option in options():
+    for name, option in options(EngineConfig):
         kind = bool if option.switch else next(kind for kind in (bool, int, float, str) if hints[name] in (kind, kind | None))
         word = name.replace("_", "-")
         made = f"--{word}/--no-{word}" if kind is bool else f"--{word}"

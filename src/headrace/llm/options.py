@@ -9,9 +9,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.option import options
 from headrace.core.strict_decode import decode
 from headrace.core.vllm_options import REMEDIES, WITHOUT_EFFECT
-from headrace.engine.config import EngineConfig, options, try_gpus
+from headrace.engine.config import EngineConfig, try_gpus
 
 log = logging.getLogger("headrace.llm")
 
@@ -63,24 +64,24 @@ VLLM_NAMES = {
 }
 """Field of EngineConfig -> vLLM's name, where it is another one."""
 
-ENGINE_FIELDS = {VLLM_NAMES.get(field, field): field for field, _ in options()}
+ENGINE_FIELDS = {VLLM_NAMES.get(field, field): field for field, _ in options(EngineConfig) if field != "model"}
 """Keyword -> field of EngineConfig."""
 
 
 def described(keywords: Collection[str]) -> str:
     """The engine options among `keywords`, as lines of a docstring."""
-    about = dict(options())
+    about = dict(options(EngineConfig))
     lines = []
     for keyword, field in ENGINE_FIELDS.items():
         if keyword in keywords and keyword != "seed":  # LLM's docstring has it: it seeds more than the engine
             choices = f"{' | '.join(map(repr, about[field].one_of))}. " if about[field].one_of else ""
-            lines.append(f"{keyword:<24}{choices}{about[field].help.rstrip('.')} ({about[field].shown_default})")
+            lines.append(f"{keyword:<24}{choices}{about[field].plain_help.rstrip('.')} ({about[field].shown_default})")
     return "\n    ".join(lines)
 
 
 def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
     """The engine's configuration from LLM's keywords; None leaves EngineConfig's default. Raises ConfigError naming the keyword."""
-    about = dict(options())
+    about = dict(options(EngineConfig))
     values = {ENGINE_FIELDS[name]: value for name, value in given.items() if value is not None}
     values = {field: about[field].other_names.get(value, value) if isinstance(value, str) else value for field, value in values.items()}
     try_gpus()

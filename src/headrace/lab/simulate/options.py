@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from headrace.core.errors import ConfigError
-from headrace.engine.config import ROUNDINGS, EngineConfig, options
+from headrace.core.option import options
+from headrace.engine.config import ROUNDINGS, EngineConfig
 from headrace.policy.placement.device import Device
 from headrace.policy.placement.layout import Need, Traffic
 from headrace.policy.placement.model import ModelShape
@@ -42,7 +43,7 @@ def on_device(config: EngineConfig, named: Collection[str], device: str) -> Engi
     kind = "cpu" if device == "cpu" else "cuda"
     if "device" in named and config.device != kind:
         raise ConfigError("device", f"{config.device} is not what --gpu {device} simulates", f"Write {kind}, or leave it out.")
-    unset = {name: None for name, described in options() if described.on and name not in named}
+    unset = {name: None for name, described in options(EngineConfig) if described.on and name not in named}
     return replace(config, device=kind, **unset).checked()  # type: ignore[arg-type]
 
 

@@ -1,0 +1,194 @@
+"""Options: fields of the configurations with what people and commands must know of them, each said once.
+
+    port: int = option(8000, "Port to listen at; 0 takes a free one.", "--port", low=0, high=65535)
+
+The tables of docs/config.md, the commands' flags, the keywords of `LLM`, the checks of values and the paths that a reload may change are
+made from these fields. A field that is itself a configuration (`section`) hands on to its fields what holds for all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from enum import StrEnum
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from headrace.core.errors import ConfigError
+from headrace.core.strict_decode import inner, joined, key_of
+
+Value = TypeVar("Value")
+
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+
+
+class Reload(StrEnum):
+    """When a changed value holds."""
+
+    LIVE = "live"
+    RESTART = "restart"
+
+
+class Who(StrEnum):
+    """Who has a reason to turn an option."""
+
+    DEVELOPER = "developer"
+    """chooses a model and makes it fit its machine"""
+    OPERATOR = "operator"
+    """runs the deployment: its machines, network, processes and times"""
+    SECURITY = "security"
+    """decides who may connect, and what is shown to whom"""
+    TENANTS = "tenants"
+    """owns tenants: quotas, fairness, prices"""
+    BILLING = "billing"
+    """keeps and ships usage records"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What is known of an option beside its field's type and default.
+
+    help         for people: one sentence or a few words, in Markdown
+    default      value of the field where it is not set; None where `on` has it
+    shown        the default in words, where its value says too little ("the model's"); empty: the value says it
+    flags        of the commands; None: made from the name where a command has the flags of a whole class (`cli.engine_flags`), else none
+    one_of       values that are allowed; other_names: vLLM's names for some of them
+    low, high    what a number may be, both included; above: a bound that is not included; None: no limit
+    switch       (off, on): its flag is --x/--no-x, and these are the values
+    on           default by device, for a field that was not set; empty: one default for all devices
+    reload, who  None: as the section has it, in which the field stands
+    is_shared    the number counts over all requests of a site: each of several gateway workers gets its part
+    """
+
+    help: str
+    default: object = None
+    shown: str = ""
+    flags: tuple[str, ...] | None = None
+    one_of: tuple[str, ...] = ()
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    switch: tuple[int, int] | None = None
+    on: Mapping[str, object] = field(default_factory=dict)
+    reload: Reload | None = None
+    who: Who | None = None
+    is_shared: bool = False
+
+    @property
+    def shown_default(self) -> str:
+        """For help texts, as Python writes it: `64, on a GPU 256` where it depends on the device."""
+        return f"{self.on['cpu']!r}, on a GPU {self.on['cuda']!r}" if self.on else repr(self.default)
+
+    @property
+    def plain_help(self) -> str:
+        """`help` without Markdown, for terminals."""
+        return _LINK.sub(r"\1", self.help).replace("`", "")
+
+    def check(self, name: str, value: object) -> None:
+        """Raises ConfigError when `value` is none of `one_of`, or outside its bounds. None means that the option was not set."""
+        if self.one_of and value not in self.one_of:
+            raise ConfigError(name, f"{value!r} is not one of {', '.join(self.one_of)}")
+        low = self.above if self.low is None else self.low
+        if low is None or value is None:
+            return
+        if type(value) is not int and not (isinstance(low, float) and type(value) is float):
+            raise ConfigError(name, f"{value!r} is not a {'number' if isinstance(low, float) else 'whole number'}")
+        number = cast(float, value)
+        is_high_enough = number > low if self.low is None else number >= low
+        if self.high is not None and not (is_high_enough and number <= self.high):
+            raise ConfigError(name, f"{value} is outside {low:g}..{self.high:g}")
+        if not is_high_enough:
+            raise ConfigError(name, f"{value} {self._too_low}")
+
+    @property
+    def _too_low(self) -> str:
+        if self.above == 0 or self.low == 1:
+            return "is not positive"
+        return "is negative" if self.low == 0 else f"is less than {self.low:g}"
+
+
+def option(default: Value, help: str, *flags: str, repr: bool = True, **about: object) -> Value:
+    """A field with its `Option`. flags, about: as there; repr: False of a secret"""
+    if flags:
+        about["flags"] = flags
+    return field(default=default, repr=repr, metadata={"option": Option(help=help, default=default, **about)})  # type: ignore[arg-type]
+
+
+def required(help: str, *flags: str, **about: object) -> Any:
+    """A field with its `Option`, which has no default."""
+    if flags:
+        about["flags"] = flags
+    return field(metadata={"option": Option(help=help, **about)})  # type: ignore[arg-type]
+
+
+def by_device(cpu: Value, gpu: Value, help: str, *flags: str, **about: object) -> Value:
+    """A field with its `Option`, whose default depends on the device. None until the class that owns it fills it in."""
+    return option(cast(Value, None), help, *flags, on={"cpu": cpu, "cuda": gpu}, **about)  # type: ignore[arg-type]
+
+
+def section(kind: type[Value], help: str, *, reload: Reload | None = None, who: Who | None = None) -> Value:
+    """A field that is a configuration of its own, with its defaults. reload, who: of its fields that say nothing else"""
+    made: Value = field(default_factory=kind, metadata={"option": Option(help=help, reload=reload, who=who)})
+    return made
+
+
+def options(kind: type) -> Iterator[tuple[str, Option]]:
+    """(field, its `Option`) of every option of a class, in order."""
+    for item in fields(kind):
+        if "option" in item.metadata:
+            yield item.name, item.metadata["option"]
+
+
+def check_options(value: object, where: str = "") -> None:
+    """Raises ConfigError for the first field of `value` that its `Option` does not allow. where: path of `value`"""
+    for name, described in options(type(value)):
+        described.check(joined(where, key_of(name)), getattr(value, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A key that can stand in a configuration file.
+
+    path    with [N] for a place in a list and [NAME] for a name that the file chooses
+    hint    type of the value
+    option  with `reload` and `who` filled in from the sections around it; None: the field has none
+    """
+
+    path: str
+    hint: object
+    is_required: bool
+    option: Option
+
+
+def leaves(kind: type, where: str = "", reload: Reload = Reload.RESTART, who: Who | None = None) -> Iterator[Leaf]:
+    """Every key of a file that is decoded as `kind`, in the order of the classes. reload, who: of the section around it"""
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        path, hint = joined(where, key_of(item.name)), inner(hints[item.name])
+        described: Option = item.metadata.get("option", Option(help=""))
+        handed_on = described.reload or reload, described.who or who
+        if is_dataclass(nested := _of_items(hint)) and isinstance(nested, type):
+            yield from leaves(nested, path + _PLACES.get(get_origin(hint), ""), *handed_on)
+        else:
+            is_required = item.default is MISSING and item.default_factory is MISSING
+            yield Leaf(path, hints[item.name], is_required, replace(described, reload=handed_on[0], who=handed_on[1]))
+
+
+_PLACES: Mapping[object, str] = {tuple: "[N]", dict: "[NAME]"}
+
+
+def _of_items(hint: object) -> object:
+    """The type of a list's items or a mapping's values; `hint` itself of everything else."""
+    return get_args(hint)[-1 if get_origin(hint) is dict else 0] if get_origin(hint) in _PLACES else hint
+
+
+def live_paths(kind: type, where: str = "") -> Iterator[str]:
+    """Paths of the fields that say `Reload.LIVE` themselves: each with all below it may change while the process runs."""
+    for name, described in options(kind):
+        path = joined(where, name)
+        nested = inner(get_type_hints(kind)[name])
+        if described.reload is Reload.LIVE:
+            yield path
+        elif isinstance(nested, type) and is_dataclass(nested):
+            yield from live_paths(nested, path)
