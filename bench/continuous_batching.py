@@ -1,4 +1,4 @@
-"""Continuous against static batching: the same kernels and batch size, differing by `batching` only.
+"""Continuous against static batching: the same kernels and batch size, differing by `static` of the table only.
 
 One table has evenly spread lengths, one has skewed ones.
 """
@@ -38,7 +38,8 @@ def _table(base: EngineConfig, suffix: str, lengths: str, measure: Callable[[Mac
         name=f"continuous-batching{suffix}",
         question="What is gained when a finished sequence's place is filled at once instead of when its whole batch is done?",
         workload=f"{NUM_REQUESTS} requests at once, {BATCH} in a batch; {lengths}.",
-        variants={"static": replace(common, batching="static"), "continuous": replace(common, batching="continuous")},
+        variants={"static": common, "continuous": common},
+        static="static",
         measures=(
             Measure("output", "tok/s", "higher"),
             Measure("TTFT p50", "ms", "lower"),

@@ -48,6 +48,7 @@ class Table:
     question   what it answers, in one sentence
     workload   what is run, in one sentence
     variants   baseline first; the configurations differ by the switch in question only
+    static     the variant that runs each batch to its end before the next, if any
     measures   in the order of the columns
     run        (machine, round number) -> measure name -> value; the same requests for every variant of a round
     """
@@ -59,6 +60,7 @@ class Table:
     measures: tuple[Measure, ...]
     run: Callable[[Machine, int], Mapping[str, float]]
     settings: Mapping[str, object] = field(default_factory=dict)
+    static: str | None = None
 
 
 def build(config: EngineConfig) -> Machine:
@@ -66,9 +68,17 @@ def build(config: EngineConfig) -> Machine:
     return Machine(build_engine(config.checked(), collector), collector)
 
 
+def machines_of(table: Table) -> dict[str, Machine]:
+    """By variant."""
+    machines = {name: build(config) for name, config in table.variants.items()}
+    if table.static is not None:
+        machines[table.static].engine.scheduler.batch_statically()
+    return machines
+
+
 def run_table(table: Table, *, rounds: int, say: Callable[[str], None] = print) -> Path:
     """Run all rounds and write bench/results/NAME-TIME.json. The first round of each variant is a warm-up that is not kept."""
-    machines = {name: build(config) for name, config in table.variants.items()}
+    machines = machines_of(table)
     for machine in machines.values():
         table.run(machine, -1)
     began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
@@ -92,6 +102,7 @@ def run_table(table: Table, *, rounds: int, say: Callable[[str], None] = print) 
             "measures": table.measures,
             "variants": table.variants,
             "settings": table.settings,
+            "static": table.static,
             "decided": {name: machine.engine.info.decided for name, machine in machines.items()},
             "rounds": kept,
         },

@@ -85,10 +85,13 @@ class Cell:
     requests: list[LoadRequest]
 
     def run(self, batching: str, times: list[float]) -> LoadReport:
-        config = EngineConfig(model="simulated", batching=batching, max_num_seqs=BATCH, max_waiting=2 * NUM_REQUESTS)
+        config = EngineConfig(model="simulated", max_num_seqs=BATCH, max_waiting=2 * NUM_REQUESTS)
         model = SimulatedModel(config.checked(), self.latency, num_blocks=4097, max_model_len=2048)
         arrivals = [Arrival(at, each.prompt_ids, each.output_tokens) for at, each in zip(times, self.requests, strict=True)]
-        report = summarize(SimulatedSite([model]).run(arrivals))
+        site = SimulatedSite([model])
+        if batching == "static":
+            site.replicas[0].engine.scheduler.batch_statically()
+        report = summarize(site.run(arrivals))
         if report.finished < NUM_REQUESTS:
             raise RuntimeError(f"{NUM_REQUESTS - report.finished} of {NUM_REQUESTS} requests were not answered")
         return report

@@ -28,7 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "chunks of 13": {"max_num_batched_tokens": 13},
     "whole prefills": {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
     "no prefix cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 31},
-    "static batches": {"batching": "static", "max_num_seqs": 3},
+    "static batches": {"static_batching": True, "max_num_seqs": 3},
     "blocks of one token": {"block_size": 1, "num_kv_blocks": 1200},
     "blocks of 16 tokens": {"block_size": 16, "num_kv_blocks": 100},
     "reference kernels": {"kernels": "reference"},

@@ -86,6 +86,7 @@ class DrivenEngine:
         caching: bool = True,
         eos: tuple[int, ...] = (),
         prerequisite_timeout_s: float = 60.0,
+        static_batching: bool = False,
         **config: Any,
     ) -> None:
         self.clock = ManualClock()
@@ -96,6 +97,8 @@ class DrivenEngine:
         settings["eos_token_ids"] = eos
         self.kv = KvManager(groups, counts, block_size, caching=caching)
         self.scheduler = Scheduler(SchedulerConfig(**settings), self.kv)
+        if static_batching:
+            self.scheduler.batch_statically()
         self.runner = OracleRunner(groups, counts, block_size, vocab_size=VOCAB, lazy=depth > 1)
         info = ModelInfo(
             architecture="oracle",

@@ -101,7 +101,10 @@ class RealEngine:
         self.cached: dict[str, int] = {}
         self.errors: dict[str, str] = {}
         self.refused: dict[str, Exception] = {}
+        is_static = config.pop("static_batching", False)
         self.engine = build_engine(EngineConfig(model=str(folder), **{**ROOMY, **config}), self._take)
+        if is_static:
+            self.engine.scheduler.batch_statically()
 
     def __enter__(self) -> Self:
         return self

@@ -60,7 +60,6 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = ""
             eos_token_ids=info.eos_token_ids,
             queue_policy=config.queue_policy,
             enable_chunked_prefill=config.enable_chunked_prefill,
-            static_batching=config.batching == "static",
             depth=config.depth,
             costly_context=info.costly_context,
         ),

@@ -21,7 +21,6 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...] = ()
     queue_policy: str = "priority"
     enable_chunked_prefill: bool = True
-    static_batching: bool = False
     depth: int = 1
     costly_context: int = 0
 

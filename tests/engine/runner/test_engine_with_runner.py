@@ -42,7 +42,15 @@ class Served:
     """What an engine over the tiny Llama said to each sequence, turned by hand until idle."""
 
     def __init__(
-        self, decoder: DecoderModel, requests: list[EngineRequest], make_runner: MakeRunner, *, depth: int, num_blocks: int, **config: Any
+        self,
+        decoder: DecoderModel,
+        requests: list[EngineRequest],
+        make_runner: MakeRunner,
+        *,
+        depth: int,
+        num_blocks: int,
+        static_batching: bool = False,
+        **config: Any,
     ) -> None:
         settings = EngineConfig(model="tiny", depth=depth, block_size=4, **{"max_num_seqs": 8, "max_num_batched_tokens": 16, **config})
         runner = make_runner(decoder, num_blocks=num_blocks)
@@ -52,6 +60,8 @@ class Served:
             block_size=4, num_blocks=(num_blocks,), dtype="float32", weight_bytes=1,
         )  # fmt: skip
         self.engine = assemble(settings.checked(), self.runner, info, self.take)
+        if static_batching:
+            self.engine.scheduler.batch_statically()
         self.tokens: dict[Key, list[int]] = defaultdict(list)
         self.finish: dict[Key, FinishReason] = {}
         for item in requests:
@@ -90,7 +100,7 @@ def prompts(count: int) -> list[list[int]]:
         (18, {"max_num_batched_tokens": 9}),
         (128, {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 30}),
         (40, {"queue_policy": "fair", "max_num_batched_tokens": 8}),
-        (128, {"batching": "static"}),
+        (128, {"static_batching": True}),
     ],
     ids=["roomy", "preempting", "reference implementations", "fair", "static"],
 )

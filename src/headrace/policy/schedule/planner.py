@@ -37,6 +37,8 @@ class Planner:
         self.kv = kv
         self.sequences = sequences
         self.room = Room(config, kv, sequences)
+        self.is_static = False
+        """Whether a batch is filled and run to its end before the next: the baseline of the benchmarks."""
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
         self._charge_at = 0
         """The step from which decoding rows are counted again."""
@@ -271,8 +273,8 @@ class Planner:
         """Admit waiting sequences in the queue's order. Static batching admits only once no sequence of the last batch runs."""
         if not self._may_admit():
             return
-        is_static, num_running_before = self.config.static_batching, len(self.sequences.slots)
-        while self.sequences.slots.has_free and (step.budget > 0 or is_static):
+        num_running_before = len(self.sequences.slots)
+        while self.sequences.slots.has_free and (step.budget > 0 or self.is_static):
             self.charge(step)
             seq, step.first = step.first or self.room.next_to_admit(step.now, step.costs), None
             # A preempted sequence whose sampled token is not committed yet cannot start: its ids are not all known.
@@ -283,7 +285,7 @@ class Planner:
         """Whether a sequence waits and there is a slot for it; with static batching, also only while no sequence runs."""
         if not len(self.sequences.queue) or not self.sequences.slots.has_free:
             return False
-        return not (self.config.static_batching and len(self.sequences.slots))
+        return not (self.is_static and len(self.sequences.slots))
 
     def _admit(self, seq: Sequence, step: StepBuilder, num_running_before: int) -> bool:
         """Start the head of the queue. False: it does not fit yet. No sequence behind it is tried then, or the head could starve.
@@ -294,7 +296,7 @@ class Planner:
             # Of the sequences that wait, only forked siblings (n > 1) hold blocks: those of their shared prompt.
             start = seq.num_planned if any(seq.blocks) else self._num_cached_tokens(seq)
             count = self._chunk_size(seq, len(seq.tokens) - start, step)
-            if count == 0 and not self.config.static_batching:
+            if count == 0 and not self.is_static:
                 return False
             num_left = self.kv.num_left(seq, start, start + count, self._blocks_for_long_chunks(step))
             num_kept = self.room.num_blocks_kept(seq, step.now)

@@ -51,6 +51,10 @@ class Scheduler:
         """When the next plan without rows may ask for moves, on the clock of `now`."""
         self._failures: list[Exception] = []
 
+    def batch_statically(self) -> None:
+        """Fill a batch and run it to its end before the next, from now on: the baseline of the benchmarks, which no option has."""
+        self._planner.is_static = True
+
     # what it knows beside its sequences
 
     @property
