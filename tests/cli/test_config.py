@@ -49,7 +49,7 @@ gateway:
   port: 9000
   limits: {{max_messages: 5}}
   api_keys:
-    - {{key: a-long-enough-key, tenant: acme, priority: premium, weight: 2}}
+    - {{key: a-long-enough-key, tenant: acme, tier: premium}}
 """
     config = load_text(tmp_path, text)
     small, other = config.models
@@ -59,7 +59,7 @@ gateway:
     assert other.served_name == "some-model"
     assert (config.gateway.port, config.gateway.limits.max_messages, config.gateway.limits.max_requests) == (9000, 5, 4096)
     key = config.gateway.api_keys[0]
-    assert (key.tenant, key.priority, key.weight, key.key) == ("acme", "premium", 2.0, "")
+    assert (key.tenant, key.tier, key.key) == ("acme", "premium", "")
     assert key.sha256 == hashlib.sha256(b"a-long-enough-key").hexdigest()
 
 

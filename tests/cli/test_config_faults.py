@@ -39,7 +39,7 @@ gateway:
   port: 70000
   api_keys:
     - {key: short}
-    - {key: long-enough-key, priority: top}
+    - {key: long-enough-key, tier: top}
   timeouts: {drain: 5, failover_s: -1}
 drain_timeout_s: -4
 """
@@ -56,7 +56,7 @@ FOUND = [
     (15, "gatway", "Did you mean gateway?"),
     (17, "gateway.port", "70000 is outside"),
     (19, "gateway.api_keys[0].key", "is shorter than"),
-    (20, "gateway.api_keys[1].priority", "'top' is not one of"),
+    (20, "gateway.api_keys[1].tier", "'top' is not a tier"),
     (21, "gateway.timeouts.drain", "Set drain_timeout_s at the top level."),
     (21, "gateway.timeouts.failover_s", "is not positive"),
     (22, "drain_timeout_s", "outside 0..86400"),
@@ -119,14 +119,14 @@ def test_a_file_without_one_of_its_lines_still_has_an_answer(broken: Path, numbe
         ),
         ("models: [{replicas: 0, aliases: [/]}]", ["models[0]", "models[0].aliases[0]", "models[0].replicas"]),
         (
-            "models: [M]\ngateway: {api_keys: [{key: short, sha256: x, priority: top}, {weight: -1}]}",
+            "models: [M]\ngateway: {api_keys: [{key: short, sha256: x, tier: top}, {tier: -1}]}",
             [
                 "gateway.api_keys[0]",
                 "gateway.api_keys[0].key",
-                "gateway.api_keys[0].priority",
                 "gateway.api_keys[0].sha256",
+                "gateway.api_keys[0].tier",
                 "gateway.api_keys[1]",
-                "gateway.api_keys[1].weight",
+                "gateway.api_keys[1].tier",
             ],
         ),
         ("models: [M]\ngatway: {port: -1}\ngateway: {prot: -1}", ["gateway.prot", "gatway"]),

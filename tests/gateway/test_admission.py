@@ -29,9 +29,9 @@ def two_models(**more: Any) -> list[dict[str, Any]]:
 
 
 KEYS = [
-    {"key": "key-premium-0", "tenant": "first", "priority": "premium"},
+    {"key": "key-premium-0", "tenant": "first", "tier": "premium"},
     {"key": "key-standard", "tenant": "second"},
-    {"key": "key-batch-000", "tenant": "third", "priority": "batch"},
+    {"key": "key-batch-000", "tenant": "third", "tier": "batch"},
 ]
 
 

@@ -227,7 +227,7 @@ async def test_the_caps_of_every_surface_hold_for_it(
     fields: dict[str, Any], refusal: str, text: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parsed_request, "MAX_SEQUENCES", 2)
-    key = {"key": KEY, "tenant": "acme", "priority": "batch"}
+    key = {"key": KEY, "tenant": "acme", "tier": "batch"}
     async with open_bench(text, api_keys=[key], limits={"max_messages": 2}) as bench:
         refused = await bench.client.post(PATH, json=body(**fields), headers={"x-api-key": KEY})
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, refusal)

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.loop
 KEY = "sk-canary-7f3a9c51d2e84b60"
 OTHER = "sk-other-0123456789abcdef"
 KEYS = [
-    {"key": KEY, "tenant": "alice", "priority": "standard", "weight": 2.5},
-    {"sha256": hashlib.sha256(OTHER.encode()).hexdigest(), "tenant": "bob", "priority": "premium"},
+    {"key": KEY, "tenant": "alice"},
+    {"sha256": hashlib.sha256(OTHER.encode()).hexdigest(), "tenant": "bob", "tier": "premium"},
 ]
 PUBLIC = {"/", "/health", "/live", "/ping", "/ready"}
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -153,13 +153,15 @@ async def test_several_authorizations_are_none(keyed: TestBench) -> None:
     assert (await keyed.client.get("/v1/models", headers=headers)).status_code == 401
 
 
-@pytest.mark.parametrize(("key", "tenant", "priority", "weight"), [(KEY, "alice", "STANDARD", 2.5), (OTHER, "bob", "PREMIUM", 1.0)])
-async def test_a_key_brings_its_tenant_class_and_weight(keyed: TestBench, key: str, tenant: str, priority: str, weight: float) -> None:
+@pytest.mark.parametrize(
+    ("key", "tenant", "priority", "tier"),
+    [(KEY, "alice", "STANDARD", TierTerms(name="standard")), (OTHER, "bob", "PREMIUM", TierTerms(name="premium", weight=4.0))],
+)
+async def test_a_key_brings_its_tenant_class_and_tier(keyed: TestBench, key: str, tenant: str, priority: str, tier: TierTerms) -> None:
     response = await keyed.client.post("/v1/chat/completions", json=chat_body(), headers={"authorization": f"Bearer {key}"})
     assert response.status_code == 200
     sent = keyed.replica.requests[0]
-    assert (sent.tenant, sent.priority, sent.weight) == (tenant, PriorityClass[priority], weight)
-    assert sent.tier == TierTerms(name="standard"), "the tier of a key that names none"
+    assert (sent.tenant, sent.priority, sent.tier) == (tenant, PriorityClass[priority], tier)
 
 
 @pytest.mark.parametrize(("asked", "status"), [("premium", 400), (0, 200), ("standard", 200), ("batch", 200), (2, 200), ("root", 400)])
@@ -439,8 +441,8 @@ async def test_a_model_shows_the_limits_that_hold_for_the_key(text: TextModel) -
     ("key", "refusal"),
     [
         ({"tier": "gold"}, r"api_keys\[0\]\.tier: 'gold' is not a tier\. There are: enterprise, premium, standard, free, batch\."),
-        ({"tier": "free", "weight": 2.0}, r"api_keys\[0\]\.tier: is given beside priority or weight"),
-        ({"tier": "free", "priority": "batch"}, r"api_keys\[0\]\.tier: is given beside priority or weight"),
+        ({"weight": 2.0}, r"api_keys\[0\]\.weight: is not a known key\. Known: key, sha256, tenant, user, tier\."),
+        ({"priority": "batch"}, r"api_keys\[0\]\.priority: is not a known key\. Known: key, sha256, tenant, user, tier\."),
     ],
 )
 @pytest.mark.pure

@@ -45,8 +45,7 @@ gateway:
   # api_keys:                         # none: every program on this machine may use it
   #   - sha256: "{digest}"
   #     tenant: acme                  # opaque: fairness, cache separation, log
-  #     priority: standard            # premium | standard | batch
-  #     weight: 1.0                   # share under queue_policy fair
+  #     tier: standard                # {tiers}, or a name of the section tiers
 """
 _EXAMPLE_DIGEST = "<hex digest of the key: printf %s KEY | sha256sum>"
 
@@ -107,9 +106,10 @@ def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: t
 
 def begun_file(model: str, digest: str) -> str:
     """The text that a configuration file begins with. digest: of an API key"""
+    from headrace.policy.limits.tier import BUILT_IN_TIERS
     from headrace.policy.queues import QUEUES
 
-    return TEMPLATE.format(model=model, digest=digest, queue_policies=" | ".join(QUEUES))
+    return TEMPLATE.format(model=model, digest=digest, queue_policies=" | ".join(QUEUES), tiers=" | ".join(BUILT_IN_TIERS))
 
 
 @config_app.command()

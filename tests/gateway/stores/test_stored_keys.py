@@ -231,7 +231,7 @@ async def test_a_tier_that_the_configuration_lost_refuses_and_lets_nothing_pass(
 
 
 async def test_a_tenants_record_holds_for_its_keys_of_the_configuration(text: TextModel, tmp_path: Path, admin: Administration) -> None:
-    configured = {"plain": {}, "fast": {"priority": "premium"}, "own": {"tier": "batch"}}
+    configured = {"plain": {}, "own": {"tier": "premium"}}
     keys = [{"key": f"sk-{name}-0123456789", "tenant": "acme", **more} for name, more in configured.items()]
     async with open_bench(text, state=str(tmp_path), api_keys=keys, prices={MODEL: {"output": 1000.0}}) as bench:
 
@@ -244,17 +244,17 @@ async def test_a_tenants_record_holds_for_its_keys_of_the_configuration(text: Te
 
             await follows(has_it)
 
-        assert (await principal("fast")).priority is PriorityClass.PREMIUM
+        assert [(await principal(name)).tier_name for name in configured] == ["standard", "premium"]
         record = await admin.create_tenant(NewTenant(name="acme", tier="free", budget=1e-6, options={"log_prompts": True}))
         await until("free")
         caller = await principal("plain")
         assert (caller.tenant_key, caller.logs_prompts, caller.tier.monthly_budget) == (record.id, True, 1e-6)
-        assert [(await principal(name)).tier_name for name in ("fast", "own")] == ["free", "batch"]
+        assert [(await principal(name)).tier_name for name in configured] == ["free", "premium"]
         headers = bearer("sk-plain-0123456789")
         assert (await bench.client.post("/v1/chat/completions", json=chat_body(), headers=headers)).status_code == 429
         await admin.set_tenant("acme", TenantChange(tier="standard"))
         await until("standard")
-        assert (await principal("fast")).priority is PriorityClass.PREMIUM
+        assert (await principal("own")).priority is PriorityClass.PREMIUM
         await admin.remove_tenant("acme")
 
         async def is_gone() -> bool:

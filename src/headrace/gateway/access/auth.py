@@ -100,10 +100,7 @@ class Authenticator:
         """tenant: its record, which gives what the key does not name; None: there is none"""
         key_id = f"key-{key.sha256[:12]}"
         name = key.tier or (DEFAULT_TIER if tenant is None else tenant.tier)
-        tier = self._tier(key_id, name)
-        if name == DEFAULT_TIER and not key.tier:
-            tier = replace(tier, class_=key.priority)
-        principal = Principal(tenant=key.tenant, user=key.user, tier_name=name, tier=tier, weight=key.weight, key_id=key_id)
+        principal = Principal(tenant=key.tenant, user=key.user, tier_name=name, tier=self._tier(key_id, name), key_id=key_id)
         return principal if tenant is None else _with_record(principal, tenant)
 
     def _of_stored(self, found: StoredKey) -> Principal:

@@ -38,7 +38,6 @@ class Principal:
     tenant_since  Unix seconds at which it was created: usage from before is that of an earlier tenant of the same name
     tier_name  of the tenant's tier, whose rules `tier` has
     key_id     public name of the key; "" where the server is open
-    weight     share of the tenant among the tenants of its tier
     user       the person or program that the tenant gave the key to; "" where it did not say
     limits     of the key alone
     options    what the tenant chose for itself, JSON values by name; an absent one has its default
@@ -51,7 +50,6 @@ class Principal:
     tier: Tier = field(default_factory=Tier)
     key_id: str = ""
     user: str = ""
-    weight: float = 1.0
     limits: KeyLimits = field(default_factory=KeyLimits)
     options: Mapping[str, object] = field(default_factory=dict)
 
@@ -85,19 +83,15 @@ ANONYMOUS = Principal(tenant="default")
 
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 MIN_KEY_CHARS = 8
-PLAIN_PRIORITY, PLAIN_WEIGHT = "standard", 1.0
-"""Class and weight of a key that names neither these nor a tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
     """An API key and its tenant. Give `key` (plain, hashed at once) or `sha256` (hex of the digest), never both.
 
-    tenant    opaque name: fairness, cache salt and log; defaults to a name made from the digest
-    user      the person or program that uses it; limits and usage may be by user
-    tier      name of the tenant's rules; empty: the default tier's, with the next two
-    priority  class of this key's requests (premium | standard | batch); a body's `priority` may only lower it
-    weight    share of the tenant among the tenants of its tier
+    tenant  opaque name: fairness, cache salt and log; defaults to a name made from the digest
+    user    the person or program that uses it; limits and usage may be by user
+    tier    name of the tenant's rules, class and weight among them; empty: the tier of the tenant's record, or the default one
     """
 
     key: str = field(default="", repr=False)
@@ -105,8 +99,6 @@ class ApiKey:
     tenant: str = ""
     user: str = ""
     tier: str = ""
-    priority: str = PLAIN_PRIORITY
-    weight: float = PLAIN_WEIGHT
 
 
 def digest_of(key: bytes) -> bytes:
@@ -128,9 +120,3 @@ def check_key(where: str, key: ApiKey, tiers: Mapping[str, Tier]) -> None:
         raise ConfigError(f"{where}.sha256", "is not 64 lower-case hex digits")
     if key.tier and key.tier not in tiers:
         raise ConfigError(f"{where}.tier", f"{key.tier!r} is not a tier", f"There are: {', '.join(tiers)}.")
-    if key.tier and (key.priority, key.weight) != (PLAIN_PRIORITY, PLAIN_WEIGHT):
-        raise ConfigError(f"{where}.tier", "is given beside priority or weight", "A tier has its own: leave them out.")
-    if key.priority.upper() not in PriorityClass.__members__:
-        raise ConfigError(f"{where}.priority", f"{key.priority!r} is not one of premium, standard, batch")
-    if not 0 < key.weight <= 1e6:
-        raise ConfigError(f"{where}.weight", f"{key.weight} is outside 0 < weight <= 1e6")

@@ -156,7 +156,6 @@ class Generation:
         salt.update(b"\0" + self.parsed.cache_salt.encode())
         return PrincipalFacts(
             tenant=principal.tenant,
-            weight=principal.weight,
             priority=self.parsed.priority,
             tier=principal.tier.terms(principal.tier_name),
             salt=salt.digest(),

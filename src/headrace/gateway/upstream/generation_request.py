@@ -119,12 +119,11 @@ class EarlierOutput:
 class PrincipalFacts:
     """What a request inherits from its key. `salt` separates prefix caches; it never comes from the client alone.
 
-    weight   share of the tenant among those of its tier;  tier  the tier's own share and goals
+    tier     the tier's share and goals
     ceiling  bounds the context, and the output where the client gives no `max_tokens`
     """
 
     tenant: str = ""
-    weight: float = 1.0
     priority: PriorityClass = PriorityClass.STANDARD
     tier: TierTerms = NO_TIER
     salt: bytes = b""

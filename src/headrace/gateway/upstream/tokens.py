@@ -261,7 +261,6 @@ def _call(
         prompt_ids=prompt_ids,
         params=params,
         tenant=principal.tenant,
-        weight=principal.weight,
         priority=principal.priority,
         tier=principal.tier,
         salt=principal.salt,
