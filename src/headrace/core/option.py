@@ -97,15 +97,24 @@ class Option:
         number = cast(float, value)
         is_high_enough = number > low if self.low is None else number >= low
         if self.high is not None and not (is_high_enough and number <= self.high):
-            raise ConfigError(name, f"{value} is outside {low:g}..{self.high:g}")
+            raise ConfigError(name, f"{value} is outside {_written(low)}..{_written(self.high)}", self._without)
         if not is_high_enough:
-            raise ConfigError(name, f"{value} {self._too_low}")
+            raise ConfigError(name, f"{value} {self._too_low}", self._without)
+
+    @property
+    def _without(self) -> str:
+        """What leaving out an option does that is not set by default."""
+        return f"Leave it out for {self.shown or 'no limit'}." if self.default is None and not self.on else ""
 
     @property
     def _too_low(self) -> str:
         if self.above == 0 or self.low == 1:
             return "is not positive"
         return "is negative" if self.low == 0 else f"is less than {self.low:g}"
+
+
+def _written(number: float) -> str:
+    return f"{number:g}" if isinstance(number, float) else str(number)
 
 
 def option(default: Value, help: str, *flags: str, repr: bool = True, **about: object) -> Value:

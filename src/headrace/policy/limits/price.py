@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from headrace.core.errors import ConfigError
+from headrace.core.option import check_options, option
 
 PICOS_PER_NANO = 1000
 
@@ -28,18 +29,21 @@ MAX_PRICES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Per million tokens, in the operator's currency. cached_input: of prompt tokens found in a cache; None: as `input`"""
+    """Per million tokens, in the operator's currency."""
 
-    input: float = 0.0
-    output: float = 0.0
-    cached_input: float | None = None
+    input: float = option(
+        0.0, "Price of a million prompt tokens of the model NAME; six decimals at most, as the next two.", low=0.0, high=MAX_PRICE
+    )
+    output: float = option(0.0, "Price of a million generated tokens.", low=0.0, high=MAX_PRICE)
+    cached_input: float | None = option(
+        None, "Price of a million prompt tokens that were found in a cache.", shown="as `input`", low=0.0, high=MAX_PRICE
+    )
 
     def checked(self, where: str) -> Price:
         """This value if its rules hold. Raises ConfigError."""
+        check_options(self, where)
         for name in ("input", "output", "cached_input"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_PRICE:
-                raise ConfigError(f"{where}.{name}", f"{value} is outside 0..{MAX_PRICE:g} per million tokens")
             if value is not None and round(value, PRICE_DECIMALS) != value:
                 raise ConfigError(f"{where}.{name}", f"{value} has more than {PRICE_DECIMALS} decimals", "Round it.")
         return self

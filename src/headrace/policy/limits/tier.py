@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from headrace.core.errors import ConfigError
+from headrace.core.option import check_options, option
 from headrace.core.request import PriorityClass, TierTerms
 from headrace.policy.limits.price import check_money
 
 MAX_WEIGHT = 1e6
+
+CLASSES = tuple(member.name.lower() for member in PriorityClass)
+"""Names of priority classes as a file has them."""
 
 
 class DeploymentBudget(NamedTuple):
@@ -25,38 +28,34 @@ NO_BUDGET = DeploymentBudget()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """The rules of one tier. None: without this limit. Limits are each tenant's, all its keys together, unless they say otherwise.
+    """The rules of one tier. None: without this limit. Limits are each tenant's, all its keys together, unless they say otherwise."""
 
-    class_                    priority class of its requests: premium, standard or batch (the file's key is `class`)
-    weight                    share of each step among the tiers of its class that have work, > 0; the tier's tenants share what it gets
-    requests_per_minute       started in any 60 s
-    input_tokens_per_minute   prompt tokens;  output_tokens_per_minute  generated tokens
-    user_requests_per_minute  of each user of a tenant
-    max_concurrent_requests   open at once
-    max_context_tokens        of one request: prompt and output together
-    kv_share                  part of an engine's KV blocks that a tenant's running sequences may hold while other tenants wait, in (0, 1]
-    daily_tokens, monthly_tokens   prompt and generated tokens in a UTC day, a UTC month
-    daily_budget, monthly_budget   money in the same, in the currency of `prices`
-    models                    names that may be used; empty: all
-    ttft_ms, tpot_ms          goals for the first token and for each further one, which the scheduler keeps where it can
-    """
-
-    class_: str = "standard"
-    weight: float = 1.0
-    requests_per_minute: int | None = None
-    input_tokens_per_minute: int | None = None
-    output_tokens_per_minute: int | None = None
-    user_requests_per_minute: int | None = None
-    max_concurrent_requests: int | None = None
-    max_context_tokens: int | None = None
-    kv_share: float | None = None
-    daily_tokens: int | None = None
-    monthly_tokens: int | None = None
-    daily_budget: float | None = None
-    monthly_budget: float | None = None
-    models: tuple[str, ...] = ()
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
+    class_: str = option("standard", "Priority class of its requests: `premium`, `standard` or `batch`.", one_of=CLASSES)
+    weight: float = option(
+        1.0,
+        "Share of each step among the tiers of its class that have work; its tenants share what the tier gets.",
+        above=0.0,
+        high=MAX_WEIGHT,
+    )
+    requests_per_minute: int | None = option(None, "Requests that a tenant may start in any 60 seconds.", low=1)
+    input_tokens_per_minute: int | None = option(None, "Prompt tokens in any 60 seconds.", low=1)
+    output_tokens_per_minute: int | None = option(None, "Generated tokens in any 60 seconds.", low=1)
+    user_requests_per_minute: int | None = option(None, "Requests of each user of a tenant in any 60 seconds.", low=1)
+    max_concurrent_requests: int | None = option(None, "Requests of a tenant at once.", low=1)
+    max_context_tokens: int | None = option(None, "Prompt and output of one request together.", low=1)
+    kv_share: float | None = option(
+        None,
+        "Part of an engine's KV blocks that a tenant's running sequences may hold while other tenants wait.",
+        above=0.0,
+        high=1,
+    )
+    daily_tokens: int | None = option(None, "Prompt and generated tokens in a UTC day.", low=1)
+    monthly_tokens: int | None = option(None, "The same in a UTC month.", low=1)
+    daily_budget: float | None = option(None, "Money in a UTC day, in the currency of `prices`.")
+    monthly_budget: float | None = option(None, "Money in a UTC month.")
+    models: tuple[str, ...] = option((), "Names of the models that may be used.", shown="all")
+    ttft_ms: float | None = option(None, "Goal for the first token, which the scheduler keeps where it can.", above=0.0)
+    tpot_ms: float | None = option(None, "Goal for each further token.", above=0.0)
 
     @property
     def priority(self) -> PriorityClass:
@@ -68,16 +67,7 @@ class Tier:
 
     def checked(self, where: str) -> Tier:
         """This value if its rules hold. Raises ConfigError about a key below `where`."""
-        if self.class_.upper() not in PriorityClass.__members__:
-            raise ConfigError(f"{where}.class", f"{self.class_!r} is not one of premium, standard, batch")
-        if not 0 < self.weight <= MAX_WEIGHT:
-            raise ConfigError(f"{where}.weight", f"{self.weight} is outside 0 < weight <= {MAX_WEIGHT:g}")
-        if self.kv_share is not None and not 0 < self.kv_share <= 1:
-            raise ConfigError(f"{where}.kv_share", f"{self.kv_share} is outside 0 < kv_share <= 1")
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, int | float) and not value > 0:
-                raise ConfigError(f"{where}.{item.name}", f"{value} is not positive", "Leave it out for no limit.")
+        check_options(self, where)
         for name, money in self.budgets.items():
             check_money(f"{where}.{name}", money)
         return self
