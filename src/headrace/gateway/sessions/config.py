@@ -13,6 +13,6 @@ class SessionConfig:
 
     ttl_s: float = option(
         3600.0,
-        "Seconds since its last turn that a session is kept ([sessions.md](sessions.md)); 0: none is kept, and a request with one is refused.",
+        "Seconds since its last turn that a session is kept; 0: none is kept, and a request with one is refused.",
         low=0.0,
     )
