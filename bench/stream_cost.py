@@ -113,7 +113,7 @@ class Round:
         remote = {"model": str(FOLDER / DEFAULT_MODEL), "replicas": [{"name": "r0", "address": f"unix:{self.folder}/e0"}]}
         return {
             "models": [{"name": "paced", "remote": remote}],
-            "gateway": {"port": 0, "request_log": "off", "limits": {"max_text_queue": 2 * self.load.num_streams}},
+            "gateway": {"port": 0, "request_log": "off"},
         }
 
     def spawn(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:

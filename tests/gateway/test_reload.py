@@ -51,7 +51,7 @@ pytestmark = pytest.mark.loop
 
 FIXED = (
     *("host", "port", "workers", "salt_key", "store", "state", "sessions", "vllm_metrics"),
-    *("cache.max_bytes", "limits.max_text_queue", "timeouts.stream_resume_s"),
+    *("cache.max_bytes", "timeouts.stream_resume_s"),
 )
 """Options of the gateway that take a restart."""
 
@@ -412,6 +412,16 @@ async def test_limits_and_timeouts_hold_for_later_requests(bench: TestBench) -> 
     assert (await bench.chat()).status_code == 200
 
 
+async def test_twice_as_many_prompts_as_requests_may_wait_for_a_text_worker(bench: TestBench) -> None:
+    await apply(bench, model(MODEL, "r0"), limits={"max_requests": 1, "max_text_workers": 1})
+    pool = bench.gateway.service.text_pool
+    await eventually(lambda: len(pool._idle) == 1)
+    running, *waiting = [pool.parse_body("/v1/chat/completions", b"{}", tenant="t") for _ in range(3)]
+    with pytest.raises(HeadraceError, match="wait for a text worker"):
+        pool.parse_body("/v1/chat/completions", b"{}", tenant="t")
+    await asyncio.gather(running, *waiting, return_exceptions=True)
+
+
 async def test_what_requests_hold_may_be_more_than_a_lower_limit(bench: TestBench) -> None:
     memory = bench.gateway.service.memory
     with memory.open("one") as held:
@@ -535,7 +545,6 @@ def option_names(kind: type) -> list[str]:
         {"port": 4000},
         {"workers": 2},
         {"salt_key": "ab" * 16},
-        {"limits": {"max_text_queue": 7}},
         {"timeouts": {"stream_resume_s": 5}},
         {"store": {"path": "/elsewhere"}},
         {"state": "/elsewhere"},

@@ -41,7 +41,7 @@ class Seen:
 def big_site(text_folder: Path) -> Iterator[Site]:
     fake = {"vocab_size": 345, "step_seconds": STEP_SECONDS, "num_blocks": 20_000, "verify": False}
     engine = {"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 65_536, "max_waiting": NUM_STREAMS}
-    with socket_dir() as folder, site(folder, text_folder, fake, engine=engine, limits={"max_text_queue": NUM_STREAMS}) as made:
+    with socket_dir() as folder, site(folder, text_folder, fake, engine=engine) as made:
         yield made
 
 

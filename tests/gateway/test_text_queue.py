@@ -90,6 +90,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue: JobQueue[int] = JobQueue(max_jobs=MAX_JOBS, max_bytes=MAX_BYTES)
         self.waiting: list[QueuedJob[int]] = []
         self.number = 0
+        self.max_jobs = MAX_JOBS
+
+    @rule(max_jobs=st.integers(1, MAX_JOBS))
+    def change(self, max_jobs: int) -> None:
+        self.max_jobs = max_jobs
+        self.queue.change(max_jobs)
 
     @rule(tenant=st.sampled_from("abc"), num_bytes=st.integers(1, 60), is_heavy=st.booleans())
     def push(self, tenant: str, num_bytes: int, is_heavy: bool) -> None:
@@ -100,11 +106,12 @@ class QueueMachine(RuleBasedStateMachine):
             shed = self.queue.push(new)
         except Overloaded:
             kind = [one for one in before if one.is_heavy == is_heavy]
-            assert len(kind) == MAX_JOBS or sum(one.num_bytes for one in kind) + num_bytes > MAX_BYTES
+            assert len(kind) >= self.max_jobs or sum(one.num_bytes for one in kind) + num_bytes > MAX_BYTES
             return
         assert len({one.tenant for one in shed}) <= 1
         assert all(one.tenant != tenant and one.is_heavy == is_heavy for one in shed)
         self.waiting = [one for one in before if one not in shed] + [new]
+        assert sum(one.is_heavy == is_heavy for one in self.waiting) <= self.max_jobs
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

@@ -207,6 +207,7 @@ async def _ledger(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics
 def _followed(reloader: Reloader, service: Service) -> Reloader:
     """The reloader, whose changes whatever all requests share follows."""
     reloader.follow(lambda config: partial(service.open_requests.change, config.limits.max_requests))
+    reloader.follow(lambda config: partial(service.text_pool.change, config.limits.max_text_queue))
     reloader.follow(lambda config: partial(service.tenant_share.change, config.limits.max_tenant_share, config.num_tenants))
     reloader.follow(lambda config: partial(service.memory.change, memory_limits(config.limits, machine_bytes(), service.tenant_share)))
     reloader.follow(lambda config: partial(service.watch.change, ping_s=config.timeouts.sse_ping_s))

@@ -47,7 +47,6 @@ class Limits:
     max_messages          of a chat
     max_requests          in the gateway at once; one more is refused with 429
     max_text_workers      processes that render templates and tokenize
-    max_text_queue        waiting jobs of less than 64 KiB, and as many larger ones; beyond it the tenant with most of them gets 429
     max_prompt_bytes      bodies and prompts of all requests; one more is refused with 429. None: a sixteenth of the machine's memory
     max_answer_bytes      log-probabilities of all requests, and answers until they are written; one more is refused with 429
     max_tenant_share      of either and of each store, for one tenant. None: a quarter where keys name several tenants and from the first
@@ -61,13 +60,20 @@ class Limits:
     max_messages: int = 1024
     max_requests: int = 4096
     max_text_workers: int = 2
-    max_text_queue: int = 8192
     max_prompt_bytes: int | None = None
     max_answer_bytes: int = 40 << 20
     max_tenant_share: float | None = None
     daily_budget: float | None = None
     monthly_budget: float | None = None
     on_store_failure: str = FAIL_CLOSED
+
+    @property
+    def max_text_queue(self) -> int:
+        """Waiting jobs of less than 64 KiB, and as many larger ones; beyond it the tenant with most of them gets 429.
+
+        A request has one job at a time. As many again are of requests that are not counted: bodies being parsed, and those that tokenize.
+        """
+        return 2 * self.max_requests
 
     @property
     def budget(self) -> DeploymentBudget:

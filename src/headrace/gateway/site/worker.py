@@ -16,7 +16,6 @@ SHARED_LIMITS = (
     "max_connections",
     "max_requests",
     "max_text_workers",
-    "max_text_queue",
     "max_prompt_bytes",
     "max_answer_bytes",
 )

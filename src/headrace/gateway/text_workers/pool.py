@@ -115,6 +115,10 @@ class TextPool:
         for workers in (*self._closing.values(), self._workers):
             await workers.close()
 
+    def change(self, max_queue: int) -> None:
+        """Hold later jobs to another bound. A lower one takes out none that wait."""
+        self._queue.change(max_queue)
+
     def replace(self, workers: Workers, *, max_workers: int) -> None:
         """Do later jobs on `workers`, which were started. Jobs that wait go there, too; jobs that run end where they are."""
         former, self._workers, self._max_workers = self._workers, workers, max_workers

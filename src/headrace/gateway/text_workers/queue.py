@@ -48,6 +48,10 @@ class JobQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._light) + len(self._heavy)
 
+    def change(self, max_jobs: int) -> None:
+        """Hold later jobs to another number."""
+        self._light.max_jobs = self._heavy.max_jobs = max_jobs
+
     @property
     def num_bytes(self) -> int:
         return self._light.num_bytes + self._heavy.num_bytes
@@ -80,7 +84,7 @@ class RoundRobinQueue(Generic[T]):
     """Jobs of one kind, tenants round robin. num_bytes: of all jobs; `len` is their number."""
 
     def __init__(self, *, max_jobs: int, max_bytes: int) -> None:
-        self._max_jobs = max_jobs
+        self.max_jobs = max_jobs
         self._max_bytes = max_bytes
         self._waiting: dict[str, deque[QueuedJob[T]]] = {}
         self._usage: dict[str, _TenantUsage] = {}
@@ -124,7 +128,7 @@ class RoundRobinQueue(Generic[T]):
         """Every count is the sum of what is there, and nothing empty is kept."""
         jobs = [job for waiting in self._waiting.values() for job in waiting]
         assert all(self._waiting.values()), "an empty turn"
-        assert len(jobs) == self._num_jobs <= self._max_jobs
+        assert len(jobs) == self._num_jobs
         assert sum(job.num_bytes for job in jobs) == self.num_bytes <= self._max_bytes
         by_tenant: dict[str, _TenantUsage] = {}
         for job in jobs:
@@ -146,7 +150,7 @@ class RoundRobinQueue(Generic[T]):
 
     def _to_shed(self, job: QueuedJob[T]) -> list[QueuedJob[T]]:
         """The newest jobs of the tenant with the largest dominant share, as few as needed for `job`. Raises Overloaded; changes nothing."""
-        excess_jobs, excess_bytes = self._num_jobs + 1 - self._max_jobs, self.num_bytes + job.num_bytes - self._max_bytes
+        excess_jobs, excess_bytes = self._num_jobs + 1 - self.max_jobs, self.num_bytes + job.num_bytes - self._max_bytes
         if excess_jobs <= 0 and excess_bytes <= 0:
             return []
         own = self._usage.get(job.tenant, _TenantUsage())
@@ -171,4 +175,4 @@ class RoundRobinQueue(Generic[T]):
 
     def _dominant_share(self, num_jobs: int, num_bytes: int) -> float:
         """The larger of two shares: of the bound on jobs, and of the bound on bytes (dominant resource fairness)."""
-        return max(num_jobs / self._max_jobs, num_bytes / self._max_bytes)
+        return max(num_jobs / self.max_jobs, num_bytes / self._max_bytes)
