@@ -182,7 +182,7 @@ async def test_salts_differ_by_tenant_and_by_cache_salt(keyed: TestBench) -> Non
 
 
 async def test_metrics_may_be_opened(text: TextModel) -> None:
-    async with open_bench(text, api_keys=KEYS, open_metrics=True) as bench:
+    async with open_bench(text, api_keys=KEYS, open_metrics="totals") as bench:
         assert (await bench.client.get("/metrics")).status_code == 200
         assert (await bench.client.get("/v1/models")).status_code == 401
 
@@ -239,19 +239,24 @@ async def test_the_key_of_the_only_tenant_reads_the_whole_page(text: TextModel) 
         assert {"headrace_requests_total", "headrace_generation_tokens_total"} <= await sites_families(bench, KEY)
 
 
-@pytest.mark.parametrize(("shows", "tenants"), [(False, set()), (True, {"alice", "bob"})])
-async def test_open_metrics_show_tenants_only_by_their_own_option(text: TextModel, shows: bool, tenants: set[str]) -> None:
-    async with open_bench(text, api_keys=KEYS, open_metrics=True, open_tenant_metrics=shows) as bench:
-        assert await tenants_on_page(bench, "") == (tenants, shows)
+@pytest.mark.parametrize(("shown", "tenants"), [("totals", set()), ("all", {"alice", "bob"})])
+async def test_open_metrics_show_tenants_only_where_all_is_open(text: TextModel, shown: str, tenants: set[str]) -> None:
+    async with open_bench(text, api_keys=KEYS, open_metrics=shown) as bench:
+        assert await tenants_on_page(bench, "") == (tenants, shown == "all")
 
 
 @pytest.mark.parametrize(
-    ("options", "key"),
-    [({"open_tenant_metrics": True}, "open_tenant_metrics"), ({"open_metrics": True, "metrics_tenants": ["ops"]}, "metrics_tenants")],
+    ("options", "refusal"),
+    [
+        ({"open_metrics": True}, "open_metrics: True is not one of none, totals, all"),
+        ({"open_metrics": "tenants"}, "open_metrics: 'tenants' is not one of none, totals, all"),
+        ({"open_metrics": "totals", "metrics_tenants": ["ops"]}, "metrics_tenants: has no effect beside open_metrics"),
+        ({"open_metrics": "all", "metrics_tenants": ["ops"]}, "metrics_tenants: has no effect beside open_metrics"),
+    ],
 )
 @pytest.mark.pure
-def test_an_option_of_metrics_that_would_change_nothing_is_refused(options: dict[str, object], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}: has no effect"):
+def test_metrics_that_are_opened_to_no_known_degree_or_twice_are_refused(options: dict[str, object], refusal: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{refusal}"):
         config_from({"models": [{"name": "m", "folder": "/m", "replicas": [{"name": "r", "address": "unix:/s"}]}], **options})
 
 

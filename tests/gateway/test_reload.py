@@ -386,7 +386,7 @@ async def test_hosts_origins_and_open_metrics_change(bench: TestBench) -> None:
     foreign = {"host": "h.example", "origin": "https://app.example"}
     assert (await bench.client.get("/v1/models", headers=foreign)).status_code == 403
     changes = {"allowed_hosts": ["h.example"], "allowed_origins": ["https://app.example"]}
-    await apply(bench, model(MODEL, "r0"), open_metrics=True, api_keys=[{"key": "first-key-1"}], **changes)
+    await apply(bench, model(MODEL, "r0"), open_metrics="totals", api_keys=[{"key": "first-key-1"}], **changes)
     allowed = await bench.client.get("/v1/models", headers={**foreign, **bearer("first-key-1")})
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://app.example")
     assert (await bench.client.get("/metrics")).status_code == 200

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
+from headrace.gateway.access.metrics_access import OpenMetrics
 from headrace.gateway.access.open_requests import Draining, KeyRevoked, UseCount
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.service import Service
@@ -63,7 +64,7 @@ class ActiveConfig:
         self.host_check = HostCheck(config.host, config.allowed_hosts)
         self.origins = Origins(config.allowed_origins)
         self.proxies = TrustedProxies(config.trusted_proxies)
-        self.public = frozenset({"/metrics"} if config.open_metrics else ())
+        self.public = frozenset({"/metrics"} if config.open_metrics != OpenMetrics.NONE else ())
         self.choosing = UseCount()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.strict_decode import decode, read_json_object
-from headrace.gateway.access.metrics_access import MetricsAccess
+from headrace.gateway.access.metrics_access import MetricsAccess, OpenMetrics
 from headrace.gateway.access.principal import ApiKey, check_key, with_digest
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.generation.config import RequestConfig
@@ -45,8 +45,8 @@ class GatewayConfig:
     host, port     loopback by default; port 0 takes a free one, which the log names
     workers        gateway processes that listen on it, each with its part of the limits
     api_keys       empty: open, every request is of the tenant "default". Otherwise every path but the probes and / wants one of them
-    open_metrics   /metrics without a key although keys exist, without series of tenants and tiers
-    open_tenant_metrics  with these too, beside `open_metrics`
+    open_metrics   what /metrics shows without a key although keys exist: "none", "totals" (no series of tenants and tiers) or "all". A bool
+                   is decoded for an error that names these
     metrics_tenants  tenants whose keys read the whole of /metrics; where there are several, any other key reads its own tenant's series
     vllm_metrics   /metrics has vLLM's names beside ours
     allowed_hosts  names that a Host header may carry, beside loopback names when bound to loopback. Empty: every name when bound elsewhere
@@ -70,8 +70,7 @@ class GatewayConfig:
     port: int = 8000
     workers: int = 1
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
-    open_metrics: bool = False
-    open_tenant_metrics: bool = False
+    open_metrics: bool | str = OpenMetrics.NONE.value
     metrics_tenants: tuple[str, ...] = ()
     vllm_metrics: bool = True
     allowed_hosts: tuple[str, ...] = ()
@@ -147,10 +146,10 @@ class GatewayConfig:
 
     def _check_metrics(self) -> None:
         """An option that would change nothing is refused. Raises ConfigError."""
-        if self.open_tenant_metrics and not self.open_metrics:
-            raise ConfigError("open_tenant_metrics", "has no effect without open_metrics", "Set open_metrics too, or leave it out.")
-        if self.metrics_tenants and self.open_metrics:
-            remedy = "Leave out one of the two; open_tenant_metrics shows tenants to every reader."
+        if self.open_metrics not in list(OpenMetrics):
+            raise ConfigError("open_metrics", f"{self.open_metrics!r} is not one of {', '.join(OpenMetrics)}")
+        if self.metrics_tenants and self.open_metrics != OpenMetrics.NONE:
+            remedy = "Leave out one of the two; `open_metrics: all` shows tenants to every reader."
             raise ConfigError("metrics_tenants", "has no effect beside open_metrics, where no reader shows a key", remedy)
 
     @property
@@ -171,7 +170,7 @@ class GatewayConfig:
 
     @property
     def requests(self) -> RequestConfig:
-        metrics = MetricsAccess(is_open=self.open_metrics, has_open_tenants=self.open_tenant_metrics, tenants=self.metrics_tenants)
+        metrics = MetricsAccess(open=OpenMetrics(str(self.open_metrics)), tenants=self.metrics_tenants)
         return RequestConfig(
             limits=self.limits,
             timeouts=self.timeouts,

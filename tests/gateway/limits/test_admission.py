@@ -109,7 +109,7 @@ async def test_requests_beyond_the_minute_are_refused_until_there_is_room(opened
 async def test_refusals_are_counted_and_logged_by_limit(opened: Opened, tmp_path: Path) -> None:
     log = tmp_path / "log"
     numbers = {"requests_per_minute": 2, "user_requests_per_minute": 1, "daily_tokens": 300}
-    async with opened(numbers, request_log=str(log), open_metrics=True, open_tenant_metrics=True) as bench:
+    async with opened(numbers, request_log=str(log), open_metrics="all") as bench:
         assert (await ask(bench, max_tokens=400)).status_code == 429
         assert (await ask(bench)).status_code == 429
         assert (await ask(bench)).status_code == 429
@@ -234,7 +234,7 @@ async def test_a_spent_budget_refuses_until_its_window_ends(opened: Opened, cloc
 
 @pytest.mark.parametrize("name", ["daily_budget", "monthly_budget"])
 async def test_the_deployments_budget_is_spent_by_all_tenants_together(opened: Opened, clocks: Clocks, name: str) -> None:
-    async with opened({}, prices={"fox": {"output": 1000}}, limits={name: 0.03}, open_metrics=True, open_tenant_metrics=True) as bench:
+    async with opened({}, prices={"fox": {"output": 1000}}, limits={name: 0.03}, open_metrics="all") as bench:
         statuses = [(await ask(bench, key, max_tokens=9)).status_code for key in (KEY, OTHER, KEY, OTHER)]
         assert statuses == [200, 200, 200, 429]
         refused = await ask(bench, max_tokens=9)

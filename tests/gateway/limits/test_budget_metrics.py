@@ -87,8 +87,8 @@ KEYS = [{"key": f"hr-{tenant}-0123456789", "tenant": tenant} for tenant in ("ali
     [
         ("alice", {"metrics_tenants": ["ops"]}, False),
         ("ops", {"metrics_tenants": ["ops"]}, True),
-        ("", {"open_metrics": True}, False),
-        ("", {"open_metrics": True, "open_tenant_metrics": True}, True),
+        ("", {"open_metrics": "totals"}, False),
+        ("", {"open_metrics": "all"}, True),
     ],
 )
 async def test_readers_of_all_tenants_series_see_it_and_no_other(

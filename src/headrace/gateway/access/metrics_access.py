@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from headrace.gateway.access.principal import Principal
 from headrace.observe.tenant_metrics import EVERY_TENANT, NO_TENANT, ShownTenants
 
 
+class OpenMetrics(StrEnum):
+    """What a reader without a key sees of the page although keys exist."""
+
+    NONE = "none"
+    """no page: a key is wanted"""
+    TOTALS = "totals"
+    """sums over all tenants, without series of tenants and tiers"""
+    ALL = "all"
+    """the whole page"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsAccess:
     """
-    is_open           the page is read without a key
-    has_open_tenants  with the series of tenants and tiers too
-    tenants           whose keys read the whole page
+    open     what every reader sees
+    tenants  whose keys read the whole page
     """
 
-    is_open: bool
-    has_open_tenants: bool
+    open: OpenMetrics
     tenants: tuple[str, ...]
 
     def shown_to(self, reader: Principal, *, has_several: bool) -> ShownTenants:
@@ -25,8 +35,8 @@ class MetricsAccess:
 
         has_several: keys may be of several tenants
         """
-        if self.is_open:
-            return EVERY_TENANT if self.has_open_tenants else NO_TENANT
+        if self.open is not OpenMetrics.NONE:
+            return EVERY_TENANT if self.open is OpenMetrics.ALL else NO_TENANT
         if not reader.key_id or not has_several or reader.tenant in self.tenants:
             return EVERY_TENANT
         return ShownTenants(own=reader.tenant)

@@ -32,7 +32,6 @@ CHANGEABLE = (
     "models",
     "api_keys",
     "open_metrics",
-    "open_tenant_metrics",
     "metrics_tenants",
     "allowed_hosts",
     "allowed_origins",
