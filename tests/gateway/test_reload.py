@@ -50,7 +50,7 @@ from headrace.wire.leash import ReplicaStatus
 pytestmark = pytest.mark.loop
 
 FIXED = (
-    *("host", "port", "workers", "salt_key", "store", "state", "sessions", "vllm_metrics"),
+    *("host", "port", "workers", "salt_key", "store", "state", "sessions"),
     *("cache.max_bytes", "timeouts.stream_resume_s"),
 )
 """Options of the gateway that take a restart."""
@@ -549,7 +549,6 @@ def option_names(kind: type) -> list[str]:
         {"store": {"path": "/elsewhere"}},
         {"state": "/elsewhere"},
         {"sessions": {"ttl_s": 60.0}},
-        {"vllm_metrics": False},
         {"cache": {"max_bytes": 1 << 24}},
     ],
 )

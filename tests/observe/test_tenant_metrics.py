@@ -120,8 +120,8 @@ LOAD = LoadSnapshot(
 )
 
 
-def filled(**options: bool) -> Metrics:
-    metrics = Metrics(**options)
+def filled() -> Metrics:
+    metrics = Metrics()
     metrics.read_engines(lambda: [ReplicaReading("m", "r0", True, LOAD), ReplicaReading("m", "r1", False, None)])
     replica = metrics.replica("m", "r0")
     for seconds in (0.03, 0.3):
@@ -160,10 +160,6 @@ def test_vllms_names_stand_beside_ours_with_the_same_numbers() -> None:
         assert found[f"vllm:{name}_seconds_count"] == 2
         assert found[f"vllm:{name}_seconds_sum"] == pytest.approx(0.33)
     assert found["vllm:time_to_first_token_seconds_bucket/0.04"] == 1
-
-
-def test_vllms_names_can_be_left_out() -> None:
-    assert b"vllm:" not in filled(has_vllm_names=False).page()[0]
 
 
 def test_the_numbers_of_several_workers_have_labels_of_their_own_under_vllms_names_too() -> None:

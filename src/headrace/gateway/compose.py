@@ -94,7 +94,7 @@ async def open_gateway(
     worker   which of several gateway workers this process is; None: it is the only gateway here
     """
     sources = sources or Sources()
-    metrics = Metrics(has_vllm_names=config.vllm_metrics)
+    metrics = Metrics()
     open_log = partial(_open_log, worker=None if worker is None else worker.index)
     request_log = open_log(config.request_log_target)
     async with AsyncExitStack() as stack:

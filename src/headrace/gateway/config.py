@@ -48,7 +48,6 @@ class GatewayConfig:
     open_metrics   what /metrics shows without a key although keys exist: "none", "totals" (no series of tenants and tiers) or "all". A bool
                    is decoded for an error that names these
     metrics_tenants  tenants whose keys read the whole of /metrics; where there are several, any other key reads its own tenant's series
-    vllm_metrics   /metrics has vLLM's names beside ours
     allowed_hosts  names that a Host header may carry, beside loopback names when bound to loopback. Empty: every name when bound elsewhere
     allowed_origins  origins whose pages may use this server, as browsers write them ("https://app.example"); "*": every page. Empty: none
     request_log    target of the request log: on (stdout), off, "stderr" or a file's path. true means on, false means off
@@ -72,7 +71,6 @@ class GatewayConfig:
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     open_metrics: bool | str = OpenMetrics.NONE.value
     metrics_tenants: tuple[str, ...] = ()
-    vllm_metrics: bool = True
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     request_log: bool | str = "on"

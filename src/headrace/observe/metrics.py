@@ -169,12 +169,10 @@ class Metrics:
     reported  what engines and foreign servers say of themselves, the same in every gateway
     """
 
-    def __init__(self, *, has_vllm_names: bool = True) -> None:
-        """has_vllm_names: the page has families under vLLM's names too"""
+    def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they are a second series per counter
         self.registry = registry = CollectorRegistry(auto_describe=False)
         self.reported = CollectorRegistry(auto_describe=False)
-        self._has_vllm_names = has_vllm_names
         self.tenants = TenantMetrics()
         registry.register(self.tenants)
         self._replicas: dict[tuple[str, str], ReplicaMetrics] = {}
@@ -289,8 +287,7 @@ class Metrics:
         encoder, content_type = choose_encoder(accept)
         own = self.registry.collect() if by_worker is None else merge_workers(by_worker)
         families = tenants.shown([*own, *self.reported.collect()])
-        more = vllm_families(families) if self._has_vllm_names else ()
-        return encoder(_Page([*families, *more])), content_type
+        return encoder(_Page([*families, *vllm_families(families)])), content_type
 
 
 @dataclass(frozen=True, slots=True)
