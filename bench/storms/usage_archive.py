@@ -100,7 +100,7 @@ def ids_in_clickhouse(config: ClickHouseConfig) -> list[str]:
     """Of every row, as FINAL shows them."""
     sink = ClickHouseSink(config)
     try:
-        return sink.query(f"SELECT request_id FROM {config.database}.{config.table} FINAL FORMAT TabSeparated").decode().split()
+        return sink.query(f"SELECT request_id FROM {config.full_table} FINAL FORMAT TabSeparated").decode().split()
     finally:
         sink.close()
 

@@ -38,6 +38,23 @@ def test_check_says_what_would_be_served(tmp_path: Path, model_folder: Path, cap
     assert "ok. 1 model (some-model), 1 replica, 127.0.0.1:8000" in capsys.readouterr().out
 
 
+def test_check_reads_kafkas_properties_and_shows_none_of_their_values(tmp_path: Path, model_folder: Path) -> None:
+    file, secrets = write(tmp_path, model_folder), tmp_path / "kafka.properties"
+    file.write_text(file.read_text() + f"usage: {{kafka: {{brokers: ['kafka-1:9093'], properties_file: {secrets}}}}}\n")
+    with pytest.raises(ConfigError, match=r"usage\.kafka\.properties_file: .*cannot be read"):
+        check(file)
+    secrets.write_text(f"sasl.jaas.config={SECRET}\n")
+    secrets.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"line 1 \(sasl\.jaas\.config\)") as refused:
+        check(file)
+    assert SECRET not in str(refused.value)
+    secrets.write_text(f"security.protocol=SASL_SSL\nsasl.mechanism=PLAIN\nsasl.username=ledger\nsasl.password={SECRET}\n")
+    check(file)
+    secrets.write_text("security.protocol=PLAINTEXT\n")
+    with pytest.raises(ConfigError, match=r"usage\.kafka\.brokers\[0\]: is on another machine"):
+        check(file)
+
+
 def test_show_prints_everything_but_secrets(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show(write(tmp_path, model_folder))
     text = capsys.readouterr().out

@@ -23,6 +23,7 @@ FOREIGN = frozenset(
         *("Allow", "Forwarded", "Origin"),  # HTTP
         *("client_max_body_size", "health_check", "least_conn", "maxconn", "worker_connections"),  # nginx, HAProxy
         *("SSL_CERT_FILE",),  # OpenSSL
+        *("default.headrace_usage",),  # a table in ClickHouse
         *("CapabilityBoundingSet", "MemoryDenyWriteExecute"),  # systemd
         *("cpu_gemm_wna16", "int8_asym", "onednn_mm", "raw_logprobs"),  # vLLM, OpenVINO
         *("mark_control_tokens", "modeling_rope_utils", "render_jinja_template"),  # transformers

@@ -291,6 +291,8 @@ def load(
     with named_by_origin(environment, ENV_PREFIX, flag_names or {}):
         config = load_settings(file, environment, flags, flag_names=flag_names, default_model=default_model)
         check_wants_keys(config)
+        if config.usage.kafka is not None:
+            config.usage.kafka.properties()
     return config
 
 
@@ -302,7 +304,7 @@ def load_settings(
     flag_names: Mapping[str, str] | None = None,
     default_model: str = DEFAULT_MODEL,
 ) -> ServeConfig:
-    """As `load`, for a command that serves nothing: whether a key is wanted is not asked."""
+    """As `load`, for a command that serves nothing: whether a key is wanted is not asked, and the secrets of Kafka are not read."""
     names = flag_names or {}
     raw = {} if file is None else read_yaml(file)
     default = None if "models" in raw else default_model

@@ -40,16 +40,22 @@ def _stat(where: str, path: str) -> os.stat_result:
     try:
         return os.stat(path)
     except OSError as error:
-        raise ConfigError(where, f"{path} cannot be read ({error.strerror})") from error
+        remedy = "The user that runs Headrace must be able to read it."
+        raise ConfigError(where, f"{path} cannot be read ({error.strerror})", remedy) from error
+
+
+def read_private_text(where: str, path: str, *, encoding: str = "UTF-8") -> str:
+    """The text of a file that is closed to other users. Raises ConfigError; no message shows any of the text."""
+    check_private_file(where, path)
+    try:
+        return Path(path).read_text(encoding=encoding)
+    except (OSError, UnicodeError):
+        raise ConfigError(where, f"{path} cannot be read as {encoding} text") from None
 
 
 def read_token(where: str, path: str) -> str:
     """The token in a file, without the white space around it. Raises ConfigError; no message shows the token."""
-    check_private_file(where, path)
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(where, f"{path} cannot be read as ASCII text") from error
+    token = read_private_text(where, path, encoding="ASCII").strip()
     if not token.isprintable() or " " in token:
         raise ConfigError(where, f"{path} holds more than one word", "A token is one line without spaces.")
     return token

@@ -193,7 +193,7 @@ def test_statements_are_those_of_a_recent_clickhouse(tmp_path: Path) -> None:
     """chDB is ClickHouse in this process."""
     chdb = pytest.importorskip("chdb.session", reason="chdb is not installed: make test-slow installs it")
     session = chdb.Session(str(tmp_path / "chdb"))
-    config = ClickHouseConfig(url="http://localhost:8123", database="headrace_test")
+    config = ClickHouseConfig(url="http://localhost:8123", table=TABLE)
     session.query("CREATE DATABASE IF NOT EXISTS headrace_test")
     session.query(create_table(config))
     rows = "\n".join(encode_record(usage(number, ttft_ms=1.5)).decode() for number in range(100))

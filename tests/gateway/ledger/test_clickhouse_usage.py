@@ -79,7 +79,7 @@ def rows_of_one_machine(folder: Path, query: UsageQuery) -> list[dict[str, objec
 
 
 def test_both_stores_give_the_same_rows(server: ClickHouseServer, tmp_path: Path) -> None:
-    config = filled(dataclasses.replace(server.config, table="same_rows"))
+    config = filled(dataclasses.replace(server.config, table="headrace_test.same_rows"))
     for query in QUERIES:
         found = clickhouse_rows(config, query, timeout_s=30)
         assert found == rows_of_one_machine(tmp_path, query), query
@@ -87,13 +87,13 @@ def test_both_stores_give_the_same_rows(server: ClickHouseServer, tmp_path: Path
 
 
 def test_before_anything_was_shipped_there_are_no_rows(server: ClickHouseServer) -> None:
-    config = dataclasses.replace(server.config, table="not_made_yet")
+    config = dataclasses.replace(server.config, table="headrace_test.not_made_yet")
     assert clickhouse_rows(config, UsageQuery(by=["tenant"]), timeout_s=30) == []
 
 
 async def test_a_tenant_sees_what_another_machine_recorded(server: ClickHouseServer, text: TextModel, tmp_path: Path) -> None:
     """And its own machine's a moment later."""
-    config = filled(dataclasses.replace(server.config, table="site"))
+    config = filled(dataclasses.replace(server.config, table="headrace_test.site"))
     keys = [{"key": "sk-acme-0123456789", "tenant": "acme"}]
     headers = {"authorization": "Bearer sk-acme-0123456789"}
     async with open_bench(text, state=str(tmp_path), api_keys=keys, usage={"clickhouse": plain(config)}) as bench:
@@ -129,7 +129,7 @@ async def test_where_clickhouse_hangs_the_client_is_told_so_and_nothing_else_wai
 
 
 def test_the_command_reads_clickhouse_or_this_machine(server: ClickHouseServer, tmp_path: Path) -> None:
-    config = filled(dataclasses.replace(server.config, table="command"))
+    config = filled(dataclasses.replace(server.config, table="headrace_test.command"))
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps({"models": MODELS, "state": str(tmp_path), "usage": {"clickhouse": plain(config)}}))
     words = ["usage", "--by", "tenant", "--tenant", "acme", "--json", "--config", str(file)]

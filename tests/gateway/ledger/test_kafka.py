@@ -12,7 +12,6 @@ from ledger_kit import usage
 from patience import until
 
 from bench.storms.usage_kills import ids_in_sql, ids_in_topic, storm
-from headrace.core.errors import ConfigError
 from headrace.gateway.ledger import kafka
 from headrace.gateway.ledger.config import KafkaConfig, UsageConfig
 from headrace.gateway.ledger.kafka import KafkaSink, client_properties, producer_properties
@@ -20,6 +19,7 @@ from headrace.gateway.ledger.record import SinkFailed, encode_record
 from headrace.gateway.ledger.shipper import Shipper
 from headrace.gateway.ledger.spool import Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
+from headrace.gateway.stores.config import InsecureStore
 
 pytest.importorskip("confluent_kafka", reason=NO_PACKAGE)
 
@@ -134,28 +134,24 @@ def test_a_producer_waits_for_all_replicas_and_repeats_without_duplicates() -> N
 
 
 @pytest.mark.pure
-def test_user_and_tls_make_the_protocol(tmp_path: Path) -> None:
-    secret = tmp_path / "password"
-    secret.write_text("open sesame".replace(" ", "-"))
-    secret.chmod(0o600)
-    found = client_properties(
-        KafkaConfig(brokers=("kafka.example:9092",), tls=True, ca_file="/ca", user="ledger", password_file=str(secret)).checked("kafka")
+def test_the_clusters_address_and_the_file_make_a_client(tmp_path: Path) -> None:
+    """librdkafka takes them: it has read the certificates before it connects."""
+    file = tmp_path / "kafka.properties"
+    file.write_text(
+        "security.protocol=sasl_ssl\nssl.endpoint.identification.algorithm=https\nclient.id=ledger-7\n"
+        "sasl.mechanisms=SCRAM-SHA-512\nsasl.username=ledger\nsasl.password=open=sesame\n"
     )
-    wanted = {
-        "security.protocol": "SASL_SSL",
-        "sasl.mechanism": "SCRAM-SHA-512",
-        "sasl.username": "ledger",
-        "sasl.password": "open-sesame",
-        "ssl.ca.location": "/ca",
-    }
-    assert {name: found[name] for name in wanted} == wanted
-    assert client_properties(KafkaConfig(brokers=("localhost:9092",)))["security.protocol"] == "PLAINTEXT"
+    file.chmod(0o600)
+    config = KafkaConfig(brokers=("localhost:1", "127.0.0.1:1"), properties_file=str(file)).checked("usage.kafka")
+    found = client_properties(config)
+    assert found["bootstrap.servers"] == "localhost:1,127.0.0.1:1"
+    assert (found["client.id"], found["security.protocol"], found["sasl.password"]) == ("ledger-7", "SASL_SSL", "open=sesame")
+    KafkaSink(config).close()
+    plain = client_properties(KafkaConfig(brokers=("localhost:9092",)))
+    assert (plain["client.id"], "security.protocol" in plain) == ("headrace", False)
 
 
 @pytest.mark.pure
-def test_a_password_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    secret = tmp_path / "password"
-    secret.write_text("open")
-    secret.chmod(0o644)
-    with pytest.raises(ConfigError, match="open to other users"):
-        client_properties(KafkaConfig(brokers=("localhost:9092",), user="ledger", password_file=str(secret)))
+def test_nothing_is_sent_to_another_machine_in_the_clear_whatever_was_checked_before() -> None:
+    with pytest.raises(InsecureStore):
+        KafkaSink(KafkaConfig(brokers=("kafka.example:9092",)))

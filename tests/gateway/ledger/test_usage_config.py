@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode
-from headrace.gateway.ledger.config import UsageConfig
+from headrace.gateway.ledger.config import KafkaConfig, UsageConfig
 from headrace.gateway.stores.config import InsecureStore, StoreConfig
 
 pytestmark = pytest.mark.pure
@@ -29,14 +30,12 @@ def config(data: dict[str, Any]) -> UsageConfig:
         ({"kafka": {"brokers": ["localhost"]}}, r"usage.kafka.brokers\[0\].*HOST:PORT"),
         ({"kafka": {"brokers": ["http://localhost:9092"]}}, "HOST:PORT"),
         ({"kafka": {"brokers": ["localhost:9092"], "topic": "a b"}}, "usage.kafka.topic"),
-        ({"kafka": {"brokers": ["localhost:9092"], "mechanism": "GSSAPI"}}, "usage.kafka.mechanism"),
-        ({"kafka": {"brokers": ["localhost:9092"], "user": "x"}}, "usage.kafka.user.*without password_file"),
-        ({"kafka": {"brokers": ["localhost:9092"], "tls": True, "key_file": "/k"}}, "usage.kafka.key_file.*without certificate_file"),
-        ({"kafka": {"brokers": ["localhost:9092"], "ca_file": "/ca"}}, "usage.kafka.ca_file.*without tls"),
         ({"clickhouse": {"url": "localhost:8123"}}, "usage.clickhouse.url"),
         ({"clickhouse": {"url": "http://localhost:8123/?x=1"}}, "usage.clickhouse.url"),
         ({"clickhouse": {"url": "http://u:p@localhost:8123"}}, "holds a user or a password"),
         ({"clickhouse": {"url": "http://localhost:8123", "table": "usage; DROP"}}, "usage.clickhouse.table"),
+        ({"clickhouse": {"url": "http://localhost:8123", "table": "a.b.c"}}, "usage.clickhouse.table.*DATABASE.TABLE"),
+        ({"clickhouse": {"url": "http://localhost:8123", "table": ".usage"}}, "usage.clickhouse.table"),
         ({"clickhouse": {"url": "http://localhost:8123", "ca_file": "/ca"}}, "usage.clickhouse.ca_file.*without an https"),
         ({"clickhouse": {"url": "http://localhost:8123", "password_file": "/p"}}, "without user"),
     ],
@@ -50,8 +49,6 @@ def test_a_fault_is_named(data: dict[str, Any], error: str) -> None:
     "section",
     [
         {"kafka": {"brokers": ["10.0.0.7:9092"]}},
-        {"kafka": {"brokers": ["10.0.0.7:9092"], "tls": True}},
-        {"kafka": {"brokers": ["10.0.0.7:9092"], **SECRET}},
         {"kafka": {"brokers": ["localhost:9092", "kafka.example:9092"]}},
         {"clickhouse": {"url": "http://10.0.0.7:8123"}},
         {"clickhouse": {"url": "http://clickhouse.example:8123", **SECRET}},
@@ -69,14 +66,59 @@ def test_a_store_on_another_machine_wants_encryption_and_authentication(section:
     "section",
     [
         {"kafka": {"brokers": ["127.0.0.1:9092", "[::1]:9092", "localhost:9092"]}},
-        {"kafka": {"brokers": ["kafka.example:9092"], "tls": True, **SECRET}},
-        {"kafka": {"brokers": ["kafka.example:9092"], "tls": True, "certificate_file": "/c", "key_file": "/k"}},
         {"clickhouse": {"url": "http://localhost:8123"}},
         {"clickhouse": {"url": "https://clickhouse.example:8443/", **SECRET, "ca_file": "/ca"}},
     ],
 )
 def test_what_is_safe_is_taken(section: dict[str, Any]) -> None:
     config(section)
+
+
+SASL = "sasl.mechanism=PLAIN\nsasl.username=ledger\nsasl.password=open-sesame\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_safe"),
+    [
+        ("security.protocol=PLAINTEXT", False),
+        (f"security.protocol=SASL_PLAINTEXT\n{SASL}", False),
+        ("security.protocol=SSL", False),
+        ("security.protocol=SSL\nssl.certificate.location=/c", False),
+        ("security.protocol=SSL\nssl.certificate.location=/c\nssl.key.location={key}", True),
+        (f"security.protocol=SASL_SSL\n{SASL}", True),
+        (f"security.protocol=sasl_ssl\n{SASL}", True),
+        (f"security.protocol=SASL_SSL\nsecurity.protocol=SASL_PLAINTEXT\n{SASL}", False),
+    ],
+)
+def test_brokers_on_another_machine_want_tls_and_a_user_or_a_certificate_in_the_file(tmp_path: Path, text: str, is_safe: bool) -> None:
+    key, file = tmp_path / "key", tmp_path / "kafka.properties"
+    for path, content in ((key, "a key"), (file, text.replace("{key}", str(key)))):
+        path.write_text(content)
+        path.chmod(0o600)
+    far = {"brokers": ["localhost:9092", "kafka.example:9092"], "properties_file": str(file)}
+    if is_safe:
+        kafka_of(far).properties()
+    else:
+        with pytest.raises(InsecureStore, match=r"usage\.kafka\.brokers\[1\].*SASL_SSL.*allow_insecure"):
+            kafka_of(far).properties()
+    kafka_of({**far, "allow_insecure": True}).properties()
+    kafka_of({**far, "brokers": ["localhost:9092"]}).properties()
+
+
+def kafka_of(data: dict[str, Any]) -> KafkaConfig:
+    found = config({"kafka": data}).kafka
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("table", "full"),
+    [({}, "default.headrace_usage"), ({"table": "usage"}, "default.usage"), ({"table": "ledger.usage"}, "ledger.usage")],
+)
+def test_a_table_without_a_database_is_in_the_one_named_default(table: dict[str, str], full: str) -> None:
+    found = config({"clickhouse": {"url": "http://localhost:8123", **table}}).clickhouse
+    assert found is not None
+    assert found.full_table == full
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class ClickHouseSink:
         self._connection: http.client.HTTPConnection | None = None
 
     def ship(self, payloads: Sequence[bytes]) -> None:
-        statement = f"INSERT INTO {self._config.database}.{self._config.table} FORMAT JSONEachRow"
+        statement = f"INSERT INTO {self._config.full_table} FORMAT JSONEachRow"
         rows = b"\n".join(payloads)
         try:
             self.query(statement, rows)
@@ -71,7 +71,7 @@ class ClickHouseSink:
 
     def create(self) -> None:
         """Make the database and the table where they are not there. Raises SinkFailed."""
-        self.query(f"CREATE DATABASE IF NOT EXISTS {self._config.database}")
+        self.query(f"CREATE DATABASE IF NOT EXISTS {self._config.full_table.partition('.')[0]}")
         self.query(create_table(self._config))
 
     def query(self, statement: str, body: bytes = b"", *, settings: Mapping[str, float] = INSERT_SETTINGS) -> bytes:
@@ -126,7 +126,7 @@ def create_table(config: ClickHouseConfig) -> str:
     columns = ", ".join([*(f"{name} {_type(name)}" for name in UsageRecord.__struct_fields__), _TIME])
     order = "(tenant, time_ms, request_id)"
     engine = f"ENGINE = ReplacingMergeTree PARTITION BY toYYYYMM(time) ORDER BY {order}"
-    return f"CREATE TABLE IF NOT EXISTS {config.database}.{config.table} ({columns}) {engine}"
+    return f"CREATE TABLE IF NOT EXISTS {config.full_table} ({columns}) {engine}"
 
 
 _TIME = "time DateTime MATERIALIZED toDateTime(intDiv(time_ms, 1000))"
@@ -170,7 +170,7 @@ DAY = "toString(toDate(intDiv(time_ms, 86400000)))"
 def clickhouse_dialect(config: ClickHouseConfig) -> SqlDialect:
     """Rows that were shipped twice and are not merged yet are one row by FINAL."""
     return SqlDialect(
-        table=f"{config.database}.{config.table} FINAL",
+        table=f"{config.full_table} FINAL",
         day=DAY,
         value=lambda _, value: _literal(value),
         quantiles=_quantiles,

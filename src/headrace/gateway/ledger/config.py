@@ -8,82 +8,66 @@ from urllib.parse import SplitResult, urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
+from headrace.gateway.ledger.kafka_properties import read_properties
 from headrace.gateway.stores.config import InsecureStore
 
 FSYNC_POLICIES = ("never", "segment", "write")
-SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
-IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+TABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,127}\.)?[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KafkaConfig:
     """A topic that gets every usage record.
 
-    brokers         HOST:PORT of some of the cluster's
-    topic           as it exists there, or as the cluster makes it
-    tls             encrypt and verify the brokers' certificates;  ca_file  by these authorities, instead of the system's
-    certificate_file, key_file  the client's own
-    user            SASL: its name;  password_file  file with its password, closed to other users;  mechanism  how it is proved
-    allow_insecure  brokers on other machines without TLS, or without user and certificate
+    brokers          HOST:PORT of some of the cluster's
+    topic            as it exists there, or as the cluster makes it
+    properties_file  librdkafka's properties for TLS and SASL, closed to other users (`kafka_properties`)
+    allow_insecure   brokers on other machines without TLS, or without user and certificate
     """
 
     brokers: tuple[str, ...]
     topic: str = "headrace-usage"
-    tls: bool = False
-    ca_file: str = ""
-    certificate_file: str = ""
-    key_file: str = ""
-    user: str = ""
-    password_file: str = ""
-    mechanism: str = "SCRAM-SHA-512"
+    properties_file: str = ""
     allow_insecure: bool = False
 
     def checked(self, where: str) -> KafkaConfig:
-        """This value if its rules hold. Raises ConfigError about a key below `where`."""
+        """This value if its rules hold; those of the file are `properties`'. Raises ConfigError about a key below `where`."""
         if not self.brokers:
             raise ConfigError(f"{where}.brokers", "is empty", "Write HOST:PORT of one or more brokers.")
         for index, broker in enumerate(self.brokers):
-            self._check_broker(f"{where}.brokers[{index}]", broker)
+            _check_broker(f"{where}.brokers[{index}]", broker)
         if TOPIC.fullmatch(self.topic) is None:
             raise ConfigError(f"{where}.topic", f"{self.topic!r} is no name of a topic", "Use letters, digits, and . _ - only.")
-        if self.mechanism not in SASL_MECHANISMS:
-            raise ConfigError(f"{where}.mechanism", f"{self.mechanism!r} is not one of {', '.join(SASL_MECHANISMS)}")
-        _check_pair(where, self, "user", "password_file")
-        _check_pair(where, self, "certificate_file", "key_file")
-        if not self.tls and (name := next((name for name in ("ca_file", "certificate_file") if getattr(self, name)), "")):
-            raise ConfigError(f"{where}.{name}", "is given without tls", "Set tls: true beside it.")
+        if not self.properties_file:
+            self.properties(where)
         return self
 
-    def _check_broker(self, where: str, broker: str) -> None:
-        try:
-            parts = urlsplit(f"//{broker}")
-            is_address = bool(parts.hostname and parts.port) and parts.netloc == broker and "@" not in broker
-        except ValueError:
-            is_address = False
-        if not is_address:
-            raise ConfigError(where, f"{broker!r} is not HOST:PORT")
-        if not self.allow_insecure and not is_loopback(parts.hostname or ""):
-            if not self.tls:
-                raise InsecureStore(where, "tls")
-            if not (self.user or self.certificate_file):
-                raise InsecureStore(where, "user (or certificate_file)")
+    def properties(self, where: str = "usage.kafka") -> dict[str, str]:
+        """What the file says now. Raises ConfigError; InsecureStore where that is not enough for a broker."""
+        found = read_properties(f"{where}.properties_file", self.properties_file) if self.properties_file else {}
+        protocol, has_certificate = found.get("security.protocol"), {"ssl.certificate.location", "ssl.key.location"} <= found.keys()
+        if not (self.allow_insecure or protocol == "SASL_SSL" or (protocol == "SSL" and has_certificate)):
+            for index, broker in enumerate(self.brokers):
+                if not is_loopback(urlsplit(f"//{broker}").hostname or ""):
+                    lacks = "properties_file with security.protocol=SASL_SSL (or SSL and the client's certificate and key)"
+                    raise InsecureStore(f"{where}.brokers[{index}]", lacks)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClickHouseConfig:
     """A ClickHouse server (18.16 or later), asked over HTTP.
 
-    url               http://HOST:PORT or https://HOST:PORT
-    database, table   made where they are not there, if the user may
-    user              beside `password_file`: file with its password, closed to other users
-    ca_file           authorities of the server's certificate, instead of the system's
-    allow_insecure    a server on another machine without https, or without a user
+    url             http://HOST:PORT or https://HOST:PORT
+    table           DATABASE.TABLE, both made where they are not there, if the user may; without a database: of the one named default
+    user            beside `password_file`: file with its password, closed to other users
+    ca_file         authorities of the server's certificate, instead of the system's
+    allow_insecure  a server on another machine without https, or without a user
     """
 
     url: str
-    database: str = "default"
-    table: str = "headrace_usage"
+    table: str = "default.headrace_usage"
     user: str = ""
     password_file: str = ""
     ca_file: str = ""
@@ -93,13 +77,19 @@ class ClickHouseConfig:
     def address(self) -> SplitResult:
         return urlsplit(self.url)
 
+    @property
+    def full_table(self) -> str:
+        """DATABASE.TABLE."""
+        return self.table if "." in self.table else f"default.{self.table}"
+
     def checked(self, where: str) -> ClickHouseConfig:
         """This value if its rules hold. Raises ConfigError about a key below `where`."""
         self._check_url(f"{where}.url")
-        for name in ("database", "table"):
-            if IDENTIFIER.fullmatch(getattr(self, name)) is None:
-                raise ConfigError(f"{where}.{name}", f"{getattr(self, name)!r} is not a name of letters, digits and _")
-        _check_pair(where, self, "user", "password_file")
+        if TABLE.fullmatch(self.table) is None:
+            raise ConfigError(f"{where}.table", f"{self.table!r} is not DATABASE.TABLE, names of letters, digits and _")
+        for name, other in (("user", "password_file"), ("password_file", "user")):
+            if getattr(self, name) and not getattr(self, other):
+                raise ConfigError(f"{where}.{name}", f"is given without {other}")
         if self.ca_file and self.address.scheme != "https":
             raise ConfigError(f"{where}.ca_file", "is given without an https:// url")
         if not (self.allow_insecure or is_loopback(self.address.hostname or "")):
@@ -149,8 +139,11 @@ class UsageConfig:
         return self
 
 
-def _check_pair(where: str, value: object, first: str, second: str) -> None:
-    """Raises ConfigError where one of the two is given without the other."""
-    for name, other in ((first, second), (second, first)):
-        if getattr(value, name) and not getattr(value, other):
-            raise ConfigError(f"{where}.{name}", f"is given without {other}")
+def _check_broker(where: str, broker: str) -> None:
+    try:
+        parts = urlsplit(f"//{broker}")
+        is_address = bool(parts.hostname and parts.port) and parts.netloc == broker and "@" not in broker
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ConfigError(where, f"{broker!r} is not HOST:PORT")

@@ -19,7 +19,6 @@ from headrace.core.errors import ConfigError
 from headrace.gateway.ledger.clickhouse import ClickHouseSink
 from headrace.gateway.ledger.config import KafkaConfig, UsageConfig
 from headrace.gateway.ledger.record import FIRST_RETRY_S, LAST_RETRY_S, SinkFailed
-from headrace.wire.private_files import check_private_file, read_token
 
 KAFKA = "kafka"
 DELIVERY_S = 30.0
@@ -124,18 +123,12 @@ def producer_properties(config: KafkaConfig) -> dict[str, Any]:
 
 def client_properties(config: KafkaConfig) -> dict[str, Any]:
     """Where the cluster is and how a client proves itself. Raises ConfigError."""
-    protocol = ("SASL_" if config.user else "") + ("SSL" if config.tls else "PLAINTEXT")
-    found: dict[str, Any] = {"bootstrap.servers": ",".join(config.brokers), "client.id": "headrace", "security.protocol": protocol}
-    found["log_level"] = CRITICAL  # a line for each attempt at each broker otherwise; what fails is logged by `shipper`
-    if config.user:
-        password = read_token("usage.kafka.password_file", config.password_file)
-        found |= {"sasl.mechanism": config.mechanism, "sasl.username": config.user, "sasl.password": password}
-    if config.ca_file:
-        found["ssl.ca.location"] = config.ca_file
-    if config.certificate_file:
-        check_private_file("usage.kafka.key_file", config.key_file)
-        found |= {"ssl.certificate.location": config.certificate_file, "ssl.key.location": config.key_file}
-    return found
+    return {
+        "client.id": "headrace",
+        **config.properties(),
+        "bootstrap.servers": ",".join(config.brokers),
+        "log_level": CRITICAL,  # a line for each attempt at each broker otherwise; what fails is logged by `shipper`
+    }
 
 
 def kafka_package() -> Any:

@@ -1,0 +1,47 @@
+"""A file of librdkafka's properties, as kcat reads it: NAME=VALUE on each line, and lines of comment that begin with `#`.
+
+The names are on a list, because other properties load code (plugin.library.paths, ssl.engine.location, ssl.providers), run a command
+(sasl.kerberos.kinit.cmd) or turn verification off (enable.ssl.certificate.verification). An error shows no value, since it may be a
+secret, and the name alone where it looks like a property's.
+"""
+
+from __future__ import annotations
+
+import re
+
+from headrace.core.errors import ConfigError
+from headrace.wire.private_files import check_private_file, read_private_text
+
+PROPERTIES: dict[str, tuple[str, ...]] = {
+    "security.protocol": ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"),
+    "ssl.endpoint.identification.algorithm": ("HTTPS",),
+    "sasl.mechanism": ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"),
+    **dict.fromkeys(("sasl.username", "sasl.password", "client.id"), ()),
+    **dict.fromkeys(("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.key.password"), ()),
+}
+"""What is read -> the values that it may have, in letters of either size; none: any text."""
+
+
+def read_properties(where: str, path: str) -> dict[str, str]:
+    """What the file sets, with sasl.mechanisms as sasl.mechanism. where: the key that names the file. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(read_private_text(where, path).splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = (part.strip() for part in line.partition("="))
+        name = name.replace("sasl.mechanisms", "sasl.mechanism")
+        if name not in PROPERTIES:
+            shown = f" ({name})" if equals and re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", name) else ""
+            remedy = f"Leave it out. Known: {', '.join(PROPERTIES)}."
+            raise ConfigError(where, f"{path}: line {number}{shown} is no property that is read", remedy)
+        choices = PROPERTIES[name]
+        if not value or (choices and value.upper() not in choices):
+            raise ConfigError(where, f"{path}: {name} is {'not one of ' + ', '.join(choices) if choices else 'empty'}")
+        found[name] = value.upper() if choices else value
+    needed = ["sasl.mechanism", "sasl.username", "sasl.password"] if "SASL" in found.get("security.protocol", "") else []
+    for name in ("security.protocol", *needed):  # a mechanism that is not named is GSSAPI, for which librdkafka runs a command
+        if name not in found:
+            raise ConfigError(where, f"{path}: {name} is missing")
+    if "ssl.key.location" in found:
+        check_private_file(where, found["ssl.key.location"])
+    return found
