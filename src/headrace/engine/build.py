@@ -29,6 +29,10 @@ Pieces = Generator[None, None, None]
 MAX_WAITING_BYTES = 256 << 20
 """Memory that waiting requests may hold (token ids, grammars, `logit_bias`), see `core.waiting_bytes`."""
 
+CACHED_SHARE = 0.5
+"""Part of the KV blocks that a tenant's cached ones may be before they are evicted first. A half: a flood of one tenant's prompts leaves
+the other half to all others, and a tenant alone still has the whole cache."""
+
 JOIN_S = 2.0
 """An engine process that ends waits at most this long for that thread."""
 
@@ -47,7 +51,7 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = ""
         model_digest=info.digests.get("model", "").encode(),
         kv_dtype=info.digests.get("kv_dtype", ""),
         caching=config.enable_prefix_caching,
-        cached_share=config.max_cached_share_per_tenant,
+        cached_share=CACHED_SHARE,
     )
     return Scheduler(
         SchedulerConfig(

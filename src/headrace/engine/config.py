@@ -108,14 +108,6 @@ class EngineConfig:
         high=1,
     )
     enable_prefix_caching: bool = option(True, "Keep the KV of finished prompts, so that equal beginnings are not computed again.")
-    max_cached_share_per_tenant: float = option(
-        0.5,
-        "Part of the KV blocks that one tenant's cached prefixes may fill before they are evicted first; 1: all tenants are alike.",
-        flags=(),
-        above=0.0,
-        high=1,
-        who=Who.TENANTS,
-    )
     enable_chunked_prefill: bool = option(True, "Split long prompts over steps. Off: running streams wait for a whole prompt.")
     queue_policy: str = option(
         "priority",
