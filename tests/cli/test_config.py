@@ -47,7 +47,7 @@ models:
   - engine: {{model: {model_folder}}}
 gateway:
   port: 9000
-  limits: {{max_messages: 5}}
+  limits: {{max_connections: 5}}
   api_keys:
     - {{key: a-long-enough-key, tenant: acme, tier: premium}}
 """
@@ -57,7 +57,7 @@ gateway:
     assert small.engine is not None
     assert (small.engine.max_num_seqs, small.engine.queue_policy) == (8, "fair")
     assert other.served_name == "some-model"
-    assert (config.gateway.port, config.gateway.limits.max_messages, config.gateway.limits.max_requests) == (9000, 5, 4096)
+    assert (config.gateway.port, config.gateway.limits.max_connections, config.gateway.limits.max_requests) == (9000, 5, 4096)
     key = config.gateway.api_keys[0]
     assert (key.tenant, key.tier, key.key) == ("acme", "premium", "")
     assert key.sha256 == hashlib.sha256(b"a-long-enough-key").hexdigest()

@@ -20,7 +20,6 @@ from headrace.cli.tls import init
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.http.config import Limits
 from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.upstream.model_config import ReplicaConfig
 from headrace.observe.logs import ENVIRONMENT
@@ -177,7 +176,7 @@ def test_a_gateway_does_not_start_with_an_engines_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("headrace.gateway.process.set_up_logging", lambda *, process: None)
-    monkeypatch.setattr("headrace.gateway.process.text_workers", lambda config: UnusedTextWorkers(TextContext({}, Limits())))
+    monkeypatch.setattr("headrace.gateway.process.text_workers", lambda config: UnusedTextWorkers(TextContext({})))
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     init(tmp_path / "site", host=["127.0.0.2"])
     arguments = ["--replica", "one=127.0.0.2:7001", "--tls-dir", str(tmp_path / "site" / "engine-127.0.0.2"), "--port", "0"]

@@ -185,7 +185,7 @@ async def deployment(watch: Watch) -> AsyncIterator[Deployment]:
         await service.start()
         model = {"name": gateway_kit.MODEL, "folder": folder, "replicas": [{"name": "r0", "address": address}]}
         settings = gateway_kit.gateway_config(models=[model])
-        workers = LocalWorkers(TextContext({gateway_kit.MODEL: text}, settings.limits))
+        workers = LocalWorkers(TextContext({gateway_kit.MODEL: text}))
         try:
             async with open_gateway(settings, {gateway_kit.MODEL: text}, workers) as opened, gateway_kit.serving(opened.app) as port:
                 await gateway_kit.eventually(lambda: is_ready(opened.app))

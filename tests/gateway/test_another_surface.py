@@ -16,7 +16,6 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation import parsed_request
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import ErrorReply
 from headrace.gateway.http.framing import Framing
 from headrace.gateway.surfaces import openapi, paths
@@ -46,7 +45,7 @@ class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     num_candidates: int = 1
 
 
-def parse_messages(body: dict[str, object], limits: Limits) -> tuple[MessagesRequest, list[str]]:
+def parse_messages(body: dict[str, object]) -> tuple[MessagesRequest, list[str]]:
     return convert(body, MessagesRequest), []
 
 
@@ -226,9 +225,10 @@ async def test_an_unknown_field_is_refused_by_the_parser_of_the_api(text: TextMo
 async def test_the_caps_of_every_surface_hold_for_it(
     fields: dict[str, Any], refusal: str, text: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parsed_request, "MAX_SEQUENCES", 2)
+    for bound in ("MAX_SEQUENCES", "MAX_MESSAGES"):
+        monkeypatch.setattr(parsed_request, bound, 2)
     key = {"key": KEY, "tenant": "acme", "tier": "batch"}
-    async with open_bench(text, api_keys=[key], limits={"max_messages": 2}) as bench:
+    async with open_bench(text, api_keys=[key]) as bench:
         refused = await bench.client.post(PATH, json=body(**fields), headers={"x-api-key": KEY})
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, refusal)
         assert not bench.replica.requests
@@ -237,7 +237,7 @@ async def test_the_caps_of_every_surface_hold_for_it(
 
 @pytest.mark.pure
 def test_its_description_has_its_own_types_and_key() -> None:
-    made = msgspec.json.decode(openapi.document((*ENDPOINTS, MESSAGES.endpoint), Limits()))
+    made = msgspec.json.decode(openapi.document((*ENDPOINTS, MESSAGES.endpoint)))
     described, schemas = made["paths"][PATH]["post"], made["components"]["schemas"]
     assert described["responses"]["400"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/MessagesError"}
     assert set(schemas["MessagesError"]["properties"]) == {"type", "error"}

@@ -17,7 +17,6 @@ from gateway_kit import MODEL, TestBench, model_info, open_bench
 from local_workers import LocalWorker
 from loop_watch import counted_lines, watched_loop
 
-from headrace.gateway.http.config import Limits
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.text.folder import TextModel, load_text
@@ -119,7 +118,7 @@ async def test_all_of_them_at_once_are_answered(text: TextModel) -> None:
 @pytest.mark.timing
 @pytest.mark.usefixtures("frozen_heap")  # or a slice would include the collection of what other tests left
 async def test_no_request_holds_the_event_loop(folder: Path, figure: Figure) -> None:
-    host = HostProcess(frames.HostConfig({MODEL: str(folder)}, Limits()))
+    host = HostProcess(frames.HostConfig({MODEL: str(folder)}))
     async with open_bench(load_text(folder), workers=host) as bench:
         for name, (path, data, status) in CASES.items():
             await post(bench, path, data)

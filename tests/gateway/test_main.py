@@ -19,7 +19,6 @@ from headrace.core.ids import RequestId
 from headrace.gateway import process
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.config import config_from
-from headrace.gateway.http.config import Limits
 from headrace.gateway.main import DRAIN_GRACE_S, drain
 from headrace.gateway.text_host.work import TextContext
 from headrace.wire.leash import Leash
@@ -54,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_folder: Path) -> I
     def run_one(folder: Path = text_folder, **changes: Any) -> tuple[int, str, bool]:
         model = {"name": "fox", "folder": str(folder), "replicas": [{"name": "r0", "address": f"unix:{tmp_path}/none"}]}
         options = {"models": [model], "port": 0, "state": str(tmp_path / "state"), **changes}
-        workers = SpawnedWorkers(TextContext({}, Limits()))
+        workers = SpawnedWorkers(TextContext({}))
         monkeypatch.setattr(process, "text_workers", lambda _: workers)
         status = process.run_gateway(partial(config_from, options))
         assert workers.num_killed == ("prot" not in changes), "they do not outlive a start that failed"

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from gateway_kit import TestBench, open_bench
+from gateway_kit import TestBench
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,18 +17,13 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.tools import MAX_TOOLS
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.parsed_request import MAX_SEQUENCES
-from headrace.gateway.http.config import Limits
 from headrace.gateway.surfaces import chat, completions, openapi
 from headrace.gateway.surfaces.dialect.field_table import BOTH, CHAT, COMPLETIONS
 from headrace.gateway.surfaces.dialect.structured import READERS, VLLM_KINDS
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.policy.limits.tier import Tier
-from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
-
-LIMITS = Limits(max_messages=20)
-"""Not the defaults: the schemas are of this server."""
 
 NAMES = {CHAT: "ChatRequest", COMPLETIONS: "CompletionRequest"}
 BASE: dict[str, dict[str, Any]] = {
@@ -39,7 +34,7 @@ BASE: dict[str, dict[str, Any]] = {
 
 @cache
 def schemas() -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.json.decode(openapi.document(ENDPOINTS, LIMITS))["components"]["schemas"]
+    found: dict[str, Any] = msgspec.json.decode(openapi.document(ENDPOINTS))["components"]["schemas"]
     return found
 
 
@@ -263,10 +258,10 @@ CALLER = Principal(tenant="t", tier=Tier(class_="premium"))
 def take(body: dict[str, Any], surface: str) -> None:
     """Every check that needs no model. Raises InvalidRequest."""
     if surface == CHAT:
-        chatted, _ = chat.parse_chat(body, LIMITS)
+        chatted, _ = chat.parse_chat(body)
         ask = chat.chat_completions.common(chatted, CALLER)
     else:
-        completed, _ = completions.parse_completion(body, LIMITS)
+        completed, _ = completions.parse_completion(body)
         ask = completions.completions.common(completed, CALLER)
     SamplingParams(**ask.sampling).checked()
 
@@ -353,14 +348,8 @@ def good(schema: dict[str, Any]) -> Any:
     return {"string": "x", "integer": 1, "number": 1, "array": [1], "object": {}}[schema["type"]]
 
 
-@pytest.fixture
-async def narrow(text: TextModel) -> Any:
-    async with open_bench(text, limits={"max_messages": LIMITS.max_messages}) as opened:
-        yield opened
-
-
 @pytest.mark.parametrize("surface", BOTH)
-async def test_what_breaks_a_bound_is_refused_by_both(narrow: TestBench, surface: str) -> None:
+async def test_what_breaks_a_bound_is_refused_by_both(bench: TestBench, surface: str) -> None:
     """Every bound of every field, one at a time, at the running gateway."""
     schema = schemas()[NAMES[surface]]
     num_tried = 0
@@ -369,18 +358,18 @@ async def test_what_breaks_a_bound_is_refused_by_both(narrow: TestBench, surface
         assert values, name
         for value in values:
             assert not allows(schema, {**BASE[surface], name: value})
-            response = await narrow.client.post(
+            response = await bench.client.post(
                 surface, json={**BASE[surface], **({"stream": True} if name == "stream_options" else {}), name: value}
             )
             assert response.status_code in (400, 413), (name, value, response.text)
             assert response.json()["error"]["param"].startswith(name), (name, value, response.text)
             num_tried += 1
     assert num_tried > 500
-    assert not narrow.replica.requests
+    assert not bench.replica.requests
 
 
-async def test_the_schema_is_of_this_server(narrow: TestBench) -> None:
-    served = (await narrow.client.get("/openapi.json")).json()["components"]["schemas"]
-    assert served["ChatRequest"]["properties"]["messages"]["maxItems"] == 20
+async def test_the_schema_is_served(bench: TestBench) -> None:
+    served = (await bench.client.get("/openapi.json")).json()["components"]["schemas"]
+    assert served["ChatRequest"]["properties"]["messages"]["maxItems"] == 1024
     assert served["ChatRequest"]["required"] == ["messages"]
     assert served["CompletionRequest"]["required"] == ["prompt"]

@@ -56,7 +56,7 @@ def now() -> float:
 
 
 def host_of(**folders: Path) -> HostProcess:
-    config = frames.HostConfig({name: str(folder) for name, folder in folders.items()}, Limits())
+    config = frames.HostConfig({name: str(folder) for name, folder in folders.items()})
     return HostProcess(config, clock=asyncio.get_running_loop().time)
 
 

@@ -26,7 +26,6 @@ from patience import PATIENCE_S, eventually
 from server_kit import is_alive
 
 from headrace.core.errors import InvalidRequest, Unavailable
-from headrace.gateway.http.config import Limits
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import COMMAND, HostProcess
@@ -119,7 +118,7 @@ def says(content: str) -> list[dict[str, object]]:
 
 
 def host_of(folders: dict[str, Path], **options: Any) -> HostProcess:
-    return HostProcess(frames.HostConfig({name: str(folder) for name, folder in folders.items()}, Limits(), **options))
+    return HostProcess(frames.HostConfig({name: str(folder) for name, folder in folders.items()}, **options))
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +278,7 @@ host.main()
 
 def test_a_fork_that_fails_is_tried_again_and_a_fault_of_a_worker_costs_no_other_worker(folder: Path) -> None:
     """The exception went up into the child's copy of the host's loop, whose end kills every worker it knows: the siblings."""
-    host = HostProcess(frames.HostConfig({"fox": str(folder)}, Limits()), command=(sys.executable, "-c", BROKEN))
+    host = HostProcess(frames.HostConfig({"fox": str(folder)}), command=(sys.executable, "-c", BROKEN))
     with running(host, folder) as pool:
         first = pool.process.pid
         pool.all_idle()
@@ -298,7 +297,7 @@ def test_a_host_whose_gateway_is_gone_leaves_quietly(folder: Path) -> None:
     """A gateway that refused its configuration left a BrokenPipeError's traceback below its one line."""
     ours, theirs = socket.socketpair()
     with theirs, ours:
-        ours.sendall(json.dumps({"config": msgspec.to_builtins(frames.HostConfig({"fox": str(folder)}, Limits()))}).encode() + b"\n")
+        ours.sendall(json.dumps({"config": msgspec.to_builtins(frames.HostConfig({"fox": str(folder)}))}).encode() + b"\n")
         ours.shutdown(socket.SHUT_RD)  # what it says meets a broken pipe
         ended = subprocess.run(COMMAND, stdin=theirs.fileno(), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.pure
 
 OWN_LIMITS = {
     "max_body_bytes",
-    "max_messages",
     "max_tenant_share",
     "daily_budget",
     "monthly_budget",

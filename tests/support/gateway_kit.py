@@ -320,10 +320,10 @@ async def open_bench(
         return replicas[given.name]
 
     def make_workers(host: HostConfig, _withheld: Collection[str]) -> LocalWorkers:
-        return LocalWorkers(TextContext(dict.fromkeys(host.models, text), host.limits))
+        return LocalWorkers(TextContext(dict.fromkeys(host.models, text)))
 
     texts = {model.name: text for model in config.models}
-    workers = workers or make_workers(HostConfig(text_folders(config.models), config.limits), ())
+    workers = workers or make_workers(HostConfig(text_folders(config.models)), ())
     async with open_gateway(
         config, texts, workers, connect=connect, load=load or (lambda _folder: text), make_workers=make_workers, sources=sources
     ) as opened:

@@ -127,7 +127,7 @@ class ScriptedHost:
             except CheckpointError as error:
                 refused = {"model": name, "file": error.file, "reason": error.reason, "remedy": error.remedy}
                 self._control.say({"refused": refused})
-        self._context = TextContext(texts, config.limits)
+        self._context = TextContext(texts)
         self._control.say({"ready": True})
 
     def _fork(self, number: int, fd: int) -> None:

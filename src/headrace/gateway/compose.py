@@ -100,7 +100,7 @@ async def open_gateway(
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
         text_pool = await stack.enter_async_context(_text_pool(config, workers, sources))
-        loaded = LoadedTexts(config.models, config.limits, texts, text_pool, load, make_workers)
+        loaded = LoadedTexts(config.models, texts, text_pool, load, make_workers)
         models = SiteModels(ModelOpener(text_pool, connect, sources), metrics)
         stack.push_async_callback(models.close)
         await models.open(config.models, config.timeouts.failover_s, loaded.texts)

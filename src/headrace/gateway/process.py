@@ -80,7 +80,7 @@ def load_part(path: Path, worker: GatewayWorker) -> GatewayConfig:
 
 def text_workers(config: GatewayConfig) -> HostProcess:
     """The text workers, not yet started. They tokenize for the models that engines serve, and parse large bodies for every model."""
-    return HostProcess(HostConfig(text_folders(config.models), config.limits), key_variables(config.models))
+    return HostProcess(HostConfig(text_folders(config.models)), key_variables(config.models))
 
 
 def _serve(

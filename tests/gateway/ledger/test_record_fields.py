@@ -64,7 +64,7 @@ async def opened(text: TextModel, state: Path, loop: VirtualTimeLoop) -> AsyncIt
     def connect(given: ReplicaConfig, _text: TextModel, _clock: Clock) -> ReplicaClient:
         return engine.client(name=given.name)
 
-    workers = LocalWorkers(TextContext({model.name: text for model in config.models}, config.limits))
+    workers = LocalWorkers(TextContext({model.name: text for model in config.models}))
     texts = {model.name: text for model in config.models}
     running = asyncio.create_task(engine.run())
     sources = Sources(clock=loop.time, unix_time=loop.unix_time)

@@ -258,7 +258,8 @@ async def test_a_session_that_is_too_long_is_refused_before_it_is_answered(text:
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
         assert "a session of at most 400 bytes" in refused.json()["error"]["message"]
         assert len(bench.replica.requests) == 1
-    async with open_bench(text, limits={"max_messages": 3}) as bench:
+    monkeypatch.setattr(stage, "MAX_MESSAGES", 3)
+    async with open_bench(text) as bench:
         assert (await turn(bench, "s", "one", max_tokens=1)).status_code == 200
         refused = await turn(bench, "s", "two", "three", max_tokens=1)
         assert "at most 3 messages with those of the session" in refused.json()["error"]["message"]

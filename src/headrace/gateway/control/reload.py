@@ -40,7 +40,6 @@ CHANGEABLE = (
     "trusted_proxies",
     "limits.max_body_bytes",
     "limits.max_connections",
-    "limits.max_messages",
     "limits.max_requests",
     "limits.max_text_workers",
     "limits.max_prompt_bytes",
@@ -127,7 +126,7 @@ class Reloader:
             request_log = self._request_log(config)
             if request_log is not self._app.request_log:
                 undo.push_async_callback(asyncio.to_thread, request_log.close)
-            texts = await self._texts.prepare(config.models, config.limits, self._models.texts_in_use)
+            texts = await self._texts.prepare(config.models, config.limits.max_text_workers, self._models.texts_in_use)
             undo.push_async_callback(texts.close)
             apply_models = await self._models.prepare(config.models, config.timeouts.failover_s, texts.texts)
             undo.pop_all()

@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headrace.core.errors import CheckpointError
-from headrace.gateway.http.config import Limits
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.workers import Workers
@@ -29,10 +28,6 @@ LoadText = Callable[[str], TextModel]
 
 MakeWorkers = Callable[[HostConfig, Collection[str]], Workers]
 """Workers that are not started. The second argument: environment variables that they may not inherit."""
-
-
-NOT_OF_WORKERS = ("max_connections", "max_requests", "max_prompt_bytes", "max_answer_bytes", "max_tenant_share")
-"""Limits that the gateway's own process alone holds requests to: a change of them takes no new workers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,12 +58,14 @@ class TextChange:
     host      what its text workers have
     withheld  environment variables that they do not
     workers   started; None: the present ones will do
+    max_workers  how many there are to be
     """
 
     texts: ModelTexts
     host: HostConfig
     withheld: frozenset[str]
     workers: Workers | None
+    max_workers: int
 
     async def close(self) -> None:
         """Close what was started for it; it is not applied."""
@@ -82,15 +79,13 @@ class LoadedTexts:
     def __init__(
         self,
         models: Sequence[ModelConfig],
-        limits: Limits,
         texts: Mapping[str, TextModel | CheckpointError],
         pool: TextPool,
         load: LoadText,
         make: MakeWorkers,
     ) -> None:
         """
-        limits  of the text workers
-        texts   of each model that engines serve, by its name; the pool's workers were started
+        texts  of each model that engines serve, by its name; the pool's workers were started
 
         Raises CheckpointError where no model at all can be served.
         """
@@ -98,15 +93,16 @@ class LoadedTexts:
         loaded = {**texts, **pool.failures}
         self.texts: ModelTexts = {name: _text_of(name, folder, loaded[name]) for name, folder in text_folders(models).items()}
         _check_any_served(models, self.texts)
-        self.host = HostConfig({text.name: text.folder for text in _loaded(self.texts)}, limits)
+        self.host = HostConfig({text.name: text.folder for text in _loaded(self.texts)})
         self._withheld = key_variables(models)
         self._num_loaded = 0
         self._load = load
         self._make = make
 
-    async def prepare(self, models: Sequence[ModelConfig], limits: Limits, in_use: Collection[LoadedText]) -> TextChange:
+    async def prepare(self, models: Sequence[ModelConfig], max_workers: int, in_use: Collection[LoadedText]) -> TextChange:
         """Load what `models` need; nothing is changed before `apply`.
 
+        max_workers  of the text workers; another number takes new ones
         in_use  texts of running requests, which the next workers must have as well
 
         Raises CheckpointError for a model that serves now and could not with what its folder holds, and where no model could be served.
@@ -115,10 +111,10 @@ class LoadedTexts:
         needed = {text.name: text.folder for text in (*in_use, *_loaded(texts))}
         withheld = self._withheld | key_variables(models)
         is_loaded = needed.items() <= self.host.models.items() and not needed.keys() & self.pool.failures.keys()
-        if is_loaded and withheld == self._withheld and _of_workers(limits) == _of_workers(self.host.limits):
+        if is_loaded and withheld == self._withheld and max_workers == self.pool.max_workers:
             _check_any_served(models, texts)
-            return TextChange(texts, self.host, withheld, None)
-        workers = self._make(HostConfig(needed, limits), withheld)
+            return TextChange(texts, self.host, withheld, None, max_workers)
+        workers = self._make(HostConfig(needed), withheld)
         try:
             await workers.start()
             texts = {name: self._in_workers(name, text, workers) for name, text in texts.items()}
@@ -126,14 +122,14 @@ class LoadedTexts:
         except BaseException:
             await workers.close()
             raise
-        host = HostConfig({name: folder for name, folder in needed.items() if name not in workers.failures}, limits)
-        return TextChange(texts, host, withheld, workers)
+        host = HostConfig({name: folder for name, folder in needed.items() if name not in workers.failures})
+        return TextChange(texts, host, withheld, workers, max_workers)
 
     def apply(self, change: TextChange) -> None:
         self.texts = dict(change.texts)
         self.host, self._withheld = change.host, change.withheld
         if change.workers is not None:
-            self.pool.replace(change.workers, max_workers=change.host.limits.max_text_workers)
+            self.pool.replace(change.workers, max_workers=change.max_workers)
 
     async def _text(self, model: ModelConfig) -> LoadedText | FailedText:
         """What failed is tried again where there is a replica that needs it. Raises CheckpointError as `prepare`."""
@@ -179,9 +175,3 @@ def _check_any_served(models: Sequence[ModelConfig], texts: ModelTexts) -> None:
 
 def _named(model: str, error: CheckpointError) -> CheckpointError:
     return CheckpointError(f"{model}/{error.file}", error.reason, error.remedy)
-
-
-def _of_workers(limits: Limits) -> Limits:
-    """The limits that text workers read, or that say how many there are; the other ones as they are by default."""
-    default = Limits()
-    return replace(limits, **{name: getattr(default, name) for name in NOT_OF_WORKERS})

@@ -76,7 +76,7 @@ class Generation:
         record.model, record.stream, record.n = self.model.name, parsed.is_streaming, parsed.sampling.get("n")
         record.version = self.model.upstream.fingerprint
         self.client_params = SamplingParams(**parsed.sampling).checked()
-        parsed.check_caps(service.config.limits, exchange.principal.priority)
+        parsed.check_caps(exchange.principal.priority)
         self.memory = AnswerMemory(charges, parsed, self.client_params)
         self.reservation = service.limiter.reservation(exchange.request_id)
         self.answer_id = exchange.request_id

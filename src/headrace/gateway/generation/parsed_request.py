@@ -11,12 +11,14 @@ from headrace.core.counted import counted
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
 from headrace.gateway.cache.control import NO_WISH, CacheControl
-from headrace.gateway.http.config import Limits
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
 
 MAX_SEQUENCES = 128
 """Sequences of one request: prompts times `n`."""
+
+MAX_MESSAGES = 1024
+"""Messages of a chat: a template's loop runs once for each. No conversation of people has as many; long ones are bounded by their bytes."""
 
 
 class ParsedRequest(Struct, frozen=True, kw_only=True):
@@ -53,11 +55,11 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     def with_prompt(self, prompt: Conversation | PlainPrompts) -> ParsedRequest:
         return structs.replace(self, prompt=prompt)
 
-    def check_caps(self, limits: Limits, own: PriorityClass) -> None:
-        """Raises InvalidRequest for more sequences or messages than `limits` allows, and for a priority class above the key's own."""
+    def check_caps(self, own: PriorityClass) -> None:
+        """Raises InvalidRequest for more sequences or messages than there may be, and for a priority class above the key's own."""
         num_prompts = 1
         if isinstance(self.prompt, Conversation):
-            check_num_messages("prompt", len(self.prompt.messages), limits)
+            check_num_messages("prompt", len(self.prompt.messages))
         else:
             num_prompts = len(self.prompt.prompts)
         if (num_sequences := num_prompts * self.sampling.get("n", 1)) > MAX_SEQUENCES:
@@ -68,7 +70,7 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
             raise InvalidRequest("priority", rule, self.priority.name.lower(), "A request may only lower it.")
 
 
-def check_num_messages(field: str, num_messages: int, limits: Limits) -> None:
+def check_num_messages(field: str, num_messages: int) -> None:
     """Raises InvalidRequest for more messages of a conversation, the value of `field`, than there may be."""
-    if num_messages > limits.max_messages:
-        raise InvalidRequest(field, f"at most {limits.max_messages} messages", num_messages, "Drop the oldest ones.")
+    if num_messages > MAX_MESSAGES:
+        raise InvalidRequest(field, f"at most {MAX_MESSAGES} messages", num_messages, "Drop the oldest ones.")

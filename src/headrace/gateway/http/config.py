@@ -44,7 +44,6 @@ class Limits:
 
     max_body_bytes        a whole request body
     max_connections       open sockets, as far as open files allow (ulimit -n); one more is refused with 503
-    max_messages          of a chat
     max_requests          in the gateway at once; one more is refused with 429
     max_text_workers      processes that render templates and tokenize
     max_prompt_bytes      bodies and prompts of all requests; one more is refused with 429. None: a sixteenth of the machine's memory
@@ -57,7 +56,6 @@ class Limits:
 
     max_body_bytes: int = 1 << 20
     max_connections: int = 16_384
-    max_messages: int = 1024
     max_requests: int = 4096
     max_text_workers: int = 2
     max_prompt_bytes: int | None = None

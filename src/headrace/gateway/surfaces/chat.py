@@ -13,7 +13,6 @@ from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.http.config import Limits
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.surfaces.dialect import parse, schemas
 from headrace.gateway.surfaces.dialect.answers import ChoiceOutput, OpenAIAnswer
@@ -101,14 +100,14 @@ class ChatChunk(schemas.AnswerBody):
     usage: schemas.CompletionUsage | UnsetType | None = UNSET
 
 
-def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ParsedChat, list[str]]:
+def parse_chat(body: dict[str, object]) -> tuple[ParsedChat, list[str]]:
     """The request, the grammar of its answer, and the names of the fields that change nothing.
 
     Raises InvalidRequest for the first field that is unknown, refused or of a wrong type.
     """
     ignored: dict[str, None] = {}
     kept = parse.honoured_fields(body, CHAT, ignored)
-    check_conversation(kept, limits, ignored)
+    check_conversation(kept, ignored)
     if (metadata := kept.get("metadata")) is not None:
         parse.check_inert("metadata", metadata)
         if set(metadata) != {"session_id"}:  # type: ignore[call-overload]  # it is checked to be an object

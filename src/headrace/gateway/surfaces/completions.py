@@ -14,7 +14,6 @@ from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.http.config import Limits
 from headrace.gateway.surfaces.dialect import parse, schemas
 from headrace.gateway.surfaces.dialect.answers import ChoiceOutput, OpenAIAnswer
 from headrace.gateway.surfaces.dialect.field_table import COMPLETIONS
@@ -72,7 +71,7 @@ class Completion(schemas.AnswerBody):
 ParsedCompletion = parse.Parsed[CompletionRequest]
 
 
-def parse_completion(body: dict[str, object], limits: Limits) -> tuple[ParsedCompletion, list[str]]:
+def parse_completion(body: dict[str, object]) -> tuple[ParsedCompletion, list[str]]:
     """The request, its prompts as a list; what its answer must match; and the fields that change nothing. Raises InvalidRequest."""
     ignored: dict[str, None] = {}
     request = parse.convert(parse.honoured_fields(body, COMPLETIONS, ignored), CompletionRequest)

@@ -17,7 +17,6 @@ from headrace.gateway.cache.replays import IDEMPOTENCY_KEY
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.kept_streams import body_digest
 from headrace.gateway.generation.service import Service
-from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.gateway.http.json_border import decode_object
@@ -48,7 +47,7 @@ class BodyParser(Generic[T]):
     kind   type of that request, which a text worker sends as JSON
     """
 
-    parse: Callable[[dict[str, object], Limits], tuple[T, list[str]]]
+    parse: Callable[[dict[str, object]], tuple[T, list[str]]]
     kind: Any
 
     def decode(self, sent: bytes | memoryview) -> tuple[T, list[str]]:
@@ -127,13 +126,12 @@ async def parsed_body(service: Service, exchange: Exchange, charges: RequestChar
     charges  counts the bytes of the body as they arrive; the parsed request is taken to be as large and not counted again
     parser  of the path's row in `surfaces.routes`: a text worker parses a large body and sends the request back
     """
-    limits = service.config.limits
-    body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=BODY_S, hold=charges.prompts.add)
+    body = await exchange.json_body(max_bytes=service.config.limits.max_body_bytes, timeout_s=BODY_S, hold=charges.prompts.add)
     if exchange.header(LAST_EVENT_ID) is not None or exchange.header(IDEMPOTENCY_KEY) is not None:
         sessions = [value for name, value in exchange.headers if name == RAW_HEADER]
         exchange.body_digest = body_digest(exchange.scope["path"], body, sessions)
     if len(body) <= MAX_INLINE_GBNF_BYTES or (len(body) <= MAX_INLINE_BYTES and not any(mark in body for mark in _GBNF_MARKS)):
-        made, ignored = parser.parse(decode_object(body), limits)
+        made, ignored = parser.parse(decode_object(body))
         exchange.ignored += ignored
         return made
     async with exchange.watching():

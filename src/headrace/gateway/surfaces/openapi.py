@@ -1,5 +1,5 @@
-"""/openapi.json: OpenAPI 3.1, made from the endpoint table, the field table, the wire types, `core.sampling` and the limits of this server,
-so that it agrees with the code.
+"""/openapi.json: OpenAPI 3.1, made from the endpoint table, the field table, the wire types, `core.sampling` and the bounds of the
+checks, so that it agrees with the code.
 
 Schemas of requests are as strict as the checks of each field alone. They have no rules between fields, none that depend on the model
 (vocabulary, context, template), and not the class of the key. They bound the characters of `stop`, whose bytes the check counts.
@@ -17,7 +17,7 @@ from headrace.core.grammar import MAX_GRAMMAR_BYTES
 from headrace.core.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS, Bound
 from headrace.core.tools import FUNCTION_NAME, MAX_TOOLS
 from headrace.gateway.cache.control import MAX_CACHE_S
-from headrace.gateway.http.config import Limits
+from headrace.gateway.generation.parsed_request import MAX_MESSAGES
 from headrace.gateway.http.errors import TABLE
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.sessions.names import SESSION_ID
@@ -77,8 +77,8 @@ _INSIDE = {
 """Wire type of an object in a body -> the place of its rows in the field table."""
 
 
-def document(endpoints: Sequence[Endpoint[object]], limits: Limits) -> bytes:
-    """The whole document as JSON. limits: this server's, which become bounds in the schemas"""
+def document(endpoints: Sequence[Endpoint[object]]) -> bytes:
+    """The whole document as JSON."""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.shown_path, {})[endpoint.method.lower()] = _operation(endpoint)
@@ -88,7 +88,7 @@ def document(endpoints: Sequence[Endpoint[object]], limits: Limits) -> bytes:
             "info": {"title": "Headrace", "version": headrace.__version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
             "paths": paths,
             "components": {
-                "schemas": _schemas(endpoints, limits),
+                "schemas": _schemas(endpoints),
                 "securitySchemes": {_key(row): row.framing.security_scheme for row in endpoints},
             },
         }
@@ -126,13 +126,13 @@ def _responses(endpoint: Endpoint[object]) -> dict[str, Any]:
     return responses
 
 
-def _schemas(endpoints: Sequence[Endpoint[object]], limits: Limits) -> dict[str, Any]:
+def _schemas(endpoints: Sequence[Endpoint[object]]) -> dict[str, Any]:
     kinds = [kind for row in endpoints for kind in (row.framing.error_type, row.request, row.reply, row.chunk) if kind is not None]
     _, components = msgspec.json.schema_components(list(dict.fromkeys(kinds)), ref_template=_REF)
     places: dict[str, str] = {row.request.__name__: row.path for row in endpoints if row.request is not None and row.path in RULES}
     for name, place in (places | _INSIDE).items():
-        components[name] = _object_schema(components[name], place, limits)
-    components["TokenizeRequest"]["properties"]["messages"] = {"anyOf": [_messages(limits), {"type": "null"}]}
+        components[name] = _object_schema(components[name], place)
+    components["TokenizeRequest"]["properties"]["messages"] = {"anyOf": [_messages(), {"type": "null"}]}
     return dict(components)
 
 
@@ -148,12 +148,12 @@ def _ref(kind: type) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------------------ requests
 
 
-def _object_schema(given: Schema, place: str, limits: Limits) -> Schema:
+def _object_schema(given: Schema, place: str) -> Schema:
     """The schema of an object whose fields are the rows of `place`.
 
     given  the schema of its wire type: types and defaults of the honoured fields
     """
-    bounded = {**({} if isinstance(place, Inside) else _bounds(limits)), **_bounds_at(limits).get(place, {})}
+    bounded = {**({} if isinstance(place, Inside) else _bounds()), **_bounds_at().get(place, {})}
     properties = {
         name: _described(_value_schema(rule, given, bounded), rule, is_required=name in given.get("required", ()))
         for name, rule in RULES[place].items()
@@ -197,7 +197,7 @@ def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [inside, {"type": "null"}], **outside}
 
 
-def _bounds(limits: Limits) -> dict[str, Schema]:
+def _bounds() -> dict[str, Schema]:
     """Schemas of a body's honoured fields that have bounds beyond their types."""
     numbers = {name: _number(bound) for name, bound in BOUNDS.items()}
     return numbers | {
@@ -214,7 +214,7 @@ def _bounds(limits: Limits) -> dict[str, Schema]:
         },
         "priority": {"enum": list(PRIORITIES)},
         "cache_salt": {"type": "string", "maxLength": MAX_CACHE_SALT_CHARS},
-        "messages": _messages(limits),
+        "messages": _messages(),
         "prompt": _prompt(),
         "tools": _list_of("ToolDefinition", MAX_TOOLS),
         "chat_template_kwargs": {"type": "object", "additionalProperties": _SCALAR},
@@ -227,7 +227,7 @@ def _bounds(limits: Limits) -> dict[str, Schema]:
     }
 
 
-def _bounds_at(limits: Limits) -> dict[str, dict[str, Schema]]:
+def _bounds_at() -> dict[str, dict[str, Schema]]:
     """The same for objects in a body, and for what one body bounds otherwise than the rest. Schemas say the size in characters of what an
     answer must match; the check counts the bytes.
     """
@@ -246,8 +246,8 @@ def _bounds_at(limits: Limits) -> dict[str, dict[str, Schema]]:
     }
 
 
-def _messages(limits: Limits) -> Schema:
-    return {"type": "array", "minItems": 1, "maxItems": limits.max_messages, "items": {"$ref": "#/components/schemas/Message"}}
+def _messages() -> Schema:
+    return {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": {"$ref": "#/components/schemas/Message"}}
 
 
 def _list_of(name: str, most: int) -> Schema:

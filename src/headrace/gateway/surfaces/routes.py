@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 
 from headrace.gateway.generation.service import Service
-from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces import chat, completions, models, openapi, pages, probes, sessions, tokenize, usage
 from headrace.gateway.surfaces.endpoint import Endpoint
@@ -18,7 +17,7 @@ Handler = Callable[[Service, Exchange], Awaitable[None]]
 
 
 async def openapi_json(service: Service, exchange: Exchange) -> None:
-    await exchange.reply(200, _document(service.config.limits))
+    await exchange.reply(200, _document())
 
 
 ENDPOINTS: tuple[Endpoint[Handler], ...] = (
@@ -144,5 +143,5 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
 
 
 @cache
-def _document(limits: Limits) -> bytes:
-    return openapi.document(ENDPOINTS, limits)
+def _document() -> bytes:
+    return openapi.document(ENDPOINTS)

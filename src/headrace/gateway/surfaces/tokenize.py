@@ -7,7 +7,6 @@ from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.service import Service
-from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.dialect.conversation import Message, checked_messages, template_messages
 from headrace.gateway.surfaces.dialect.field_table import Inside
@@ -48,13 +47,13 @@ class DetokenizeReply(Struct):
     prompt: str
 
 
-def parse_tokenize(body: dict[str, object], limits: Limits) -> tuple[TokenizeRequest, list[str]]:
+def parse_tokenize(body: dict[str, object]) -> tuple[TokenizeRequest, list[str]]:
     """The request, and the names of fields in its messages that change nothing. Raises InvalidRequest."""
     ignored: dict[str, None] = {}
     if body.get("messages") is not None:
         tools = honoured_inside(body.get("tools"), Inside.TOOL, ignored, "tools")
         check_tools(tools)
-        body = {**body, "messages": checked_messages(body["messages"], limits, ignored), "tools": tools}
+        body = {**body, "messages": checked_messages(body["messages"], ignored), "tools": tools}
     request = convert(body, TokenizeRequest)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("prompt", "exactly one of prompt and messages")
@@ -65,7 +64,7 @@ def parse_tokenize(body: dict[str, object], limits: Limits) -> tuple[TokenizeReq
     return request, list(ignored)
 
 
-def parse_detokenize(body: dict[str, object], limits: Limits) -> tuple[DetokenizeRequest, list[str]]:
+def parse_detokenize(body: dict[str, object]) -> tuple[DetokenizeRequest, list[str]]:
     return convert(body, DetokenizeRequest), []
 
 

@@ -5,7 +5,7 @@ which met its bounds is cheap to replace; and a fork is only safe in a process w
 
 Its standard input is one end of a socket pair; `processes.HostProcess` has the other. Messages are JSON lines.
 
-    from the gateway   {"config": {...}}            once: which models, which limits
+    from the gateway   {"config": {...}}            once: which models
                        {"fork": 7} + a descriptor   worker 7 takes its jobs from that socket
                        {"kill": 7}
     to the gateway     {"loading": "fox"}           before each model, {"ready": true} after the last
@@ -147,7 +147,7 @@ def serve(control: Control) -> None:
     gc.collect()
     gc.freeze()
     control.say({"ready": True})
-    Host(control, TextContext(texts, config.limits)).run()
+    Host(control, TextContext(texts)).run()
 
 
 def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:

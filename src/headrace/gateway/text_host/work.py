@@ -14,7 +14,6 @@ import msgspec
 
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.sampling import check_token_ids
-from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import UnsupportedMediaType
 from headrace.gateway.http.json_border import decode_object
 from headrace.gateway.surfaces.endpoint import BodyParser, Endpoint
@@ -40,10 +39,9 @@ PARSERS = parsers_of(ENDPOINTS)
 
 @dataclass(frozen=True, slots=True)
 class TextContext:
-    """What jobs need: the models' text, by model name, and the limits."""
+    """What jobs need: the models' text, by model name."""
 
     texts: Mapping[str, TextModel]
-    limits: Limits
 
     def answer(self, head: bytes, tail: bytes) -> tuple[frames.AnyAnswer, bytes]:
         """A job's answer and its tail. Never raises for what a client or a model's folder can cause."""
@@ -61,7 +59,7 @@ class TextContext:
     def _do(self, job: frames.AnyJob, tail: bytes) -> tuple[frames.AnyAnswer, bytes]:
         match job:
             case frames.ParseBody():
-                return frames.Json(), msgspec.json.encode(parse_body(job.path, tail, self.limits))
+                return frames.Json(), msgspec.json.encode(parse_body(job.path, tail))
             case frames.EncodeChat():
                 encoded, unread = encode_chat(self.texts[job.model], job)
                 return _ids([encoded], unread)
@@ -84,9 +82,9 @@ class TextContext:
         return frames.Tokens(count=len(ids), num_id_bytes=len(ids_json)), ids_json + strings_json
 
 
-def parse_body(path: str, body: bytes, limits: Limits) -> Any:
+def parse_body(path: str, body: bytes) -> Any:
     """A request's body, parsed by its surface. Raises InvalidRequest or UnsupportedMediaType."""
-    return PARSERS[path].parse(decode_object(body), limits)
+    return PARSERS[path].parse(decode_object(body))
 
 
 def encode_chat(text: TextModel, job: frames.EncodeChat) -> tuple[list[int], tuple[str, ...]]:

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import HeadraceError, InvalidRequest, RequestTooLarge, ShownValue
-from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import ContextLengthExceeded, UnsupportedMediaType
 from headrace.gateway.text_workers.limits import START_CPU_S
 from headrace.text.template_switch import TemplateSwitch
@@ -34,7 +33,6 @@ class HostConfig(msgspec.Struct):
     """
 
     models: dict[str, str]
-    limits: Limits
     start_cpu_s: float = START_CPU_S
 
 

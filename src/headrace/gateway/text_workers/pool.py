@@ -73,6 +73,7 @@ class TextJob:
 class TextPool:
     """`async with` starts and ends the workers.
 
+    max_workers  that it starts, and starts again
     num_refused  jobs for which there was no room
     num_killed   jobs that cost their worker, by reason: cpu, memory, time (over a limit), left (the client left), lost (ended from outside)
     busy_s       seconds that workers had a job
@@ -80,7 +81,7 @@ class TextPool:
 
     def __init__(self, workers: Workers, *, max_workers: int, max_queue: int, clock: Clock = time.monotonic) -> None:
         self._workers = workers
-        self._max_workers = max_workers
+        self.max_workers = max_workers
         self._queue: JobQueue[TextJob] = JobQueue(max_jobs=max_queue, max_bytes=MAX_QUEUE_BYTES)
         self._clock = clock
         self._idle: list[Worker] = []
@@ -99,7 +100,7 @@ class TextPool:
 
     async def __aenter__(self) -> TextPool:
         await self._workers.start()
-        for _ in range(self._max_workers):
+        for _ in range(self.max_workers):
             self._start_worker()
         return self
 
@@ -121,7 +122,7 @@ class TextPool:
 
     def replace(self, workers: Workers, *, max_workers: int) -> None:
         """Do later jobs on `workers`, which were started. Jobs that wait go there, too; jobs that run end where they are."""
-        former, self._workers, self._max_workers = self._workers, workers, max_workers
+        former, self._workers, self.max_workers = self._workers, workers, max_workers
         self._former |= {*self._idle, *self._running, *self._killed}
         for worker in self._idle:
             worker.kill()
@@ -201,7 +202,7 @@ class TextPool:
         assert all(job.worker is worker for worker, job in self._running.items())
         assert not self._killed & {*self._idle, *self._running}
         assert not self._former & {*self._idle, *self._killed}
-        assert self._num_current == self._max_workers
+        assert self._num_current == self.max_workers
 
     # -- workers -----------------------------------------------------------------------------------------------------------------
 
@@ -250,7 +251,7 @@ class TextPool:
     async def _add_worker(self, delay_s: float) -> None:
         while True:
             await asyncio.sleep(delay_s)
-            if self._num_current > self._max_workers:
+            if self._num_current > self.max_workers:
                 self._num_starting -= 1
                 return
             source = self._workers
@@ -263,7 +264,7 @@ class TextPool:
             except OSError as error:
                 self._log_no_worker(str(error.strerror))
                 delay_s = RETRY_S
-                if self._num_starting == self._max_workers:
+                if self._num_starting == self.max_workers:
                     self._refuse_waiting()
         self._is_down = False
         self._logged = ""
@@ -282,7 +283,7 @@ class TextPool:
     def _dispatch(self) -> None:
         while self._idle:
             num_heavy = sum(job.limits.is_heavy for worker, job in self._running.items() if worker not in self._former)
-            queued = self._queue.pop(may_be_heavy=num_heavy < max(1, self._max_workers - 1))
+            queued = self._queue.pop(may_be_heavy=num_heavy < max(1, self.max_workers - 1))
             if queued is None:
                 return
             job = queued.job

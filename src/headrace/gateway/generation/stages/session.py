@@ -16,7 +16,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.gateway.cache.replays import retry_key
 from headrace.gateway.generation.event_log import last_event
 from headrace.gateway.generation.generation import CallNext, Generation
-from headrace.gateway.generation.parsed_request import ParsedRequest
+from headrace.gateway.generation.parsed_request import MAX_MESSAGES, ParsedRequest
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json, prompt_messages
 from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
 from headrace.gateway.sessions.names import METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
@@ -50,7 +50,7 @@ async def take_turn(generation: Generation, call_next: CallNext) -> Prepared:
     turn = SessionTurn(service.sessions, SessionKey(exchange.principal.tenant_key, session_id), key)
     generation.ends.callback(turn.free)
     await turn.claim("" if continued is None else continued.answer_id)
-    history = generation.history = turn.conversation(parsed.prompt.messages, max_messages=service.config.limits.max_messages)
+    history = generation.history = turn.conversation(parsed.prompt.messages)
     generation.charges.prompts.add(turn.check_size(history))
     generation.parsed = parsed.with_prompt(replace(parsed.prompt, messages=prompt_messages(history)))
     generation.preferred_replica = turn.preferred_replica(generation.model.name)
@@ -132,13 +132,13 @@ class SessionTurn:
             self._is_freed = True
             self._sessions.free(self._key, self._owner)
 
-    def conversation(self, new: Sequence[Message], *, max_messages: int) -> History:
+    def conversation(self, new: Sequence[Message]) -> History:
         """The history with the request's messages behind it. Raises RequestTooLarge, or InvalidRequest for too many messages."""
         self.num_new = len(new)
         made = self.history.with_messages(new)
-        if len(made.messages) > max_messages:
+        if len(made.messages) > MAX_MESSAGES:
             remedy = "Begin another session, or delete this one."
-            raise InvalidRequest("messages", f"at most {max_messages} messages with those of the session", len(made.messages), remedy)
+            raise InvalidRequest("messages", f"at most {MAX_MESSAGES} messages with those of the session", len(made.messages), remedy)
         return made
 
     def check_size(self, history: History) -> int:

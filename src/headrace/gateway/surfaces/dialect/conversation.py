@@ -10,7 +10,6 @@ from msgspec import Struct, field
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.parsed_request import check_num_messages
-from headrace.gateway.http.config import Limits
 from headrace.gateway.surfaces.dialect.field_table import Inside
 from headrace.gateway.surfaces.dialect.parse import REQUIRED, ROLES, convert, honoured_fields
 from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields, check_reasoning
@@ -74,9 +73,9 @@ class ConversationFields(ReasoningFields, kw_only=True):
         )
 
 
-def check_conversation(kept: dict[str, object], limits: Limits, ignored: dict[str, None]) -> None:
+def check_conversation(kept: dict[str, object], ignored: dict[str, None]) -> None:
     """The rules of ConversationFields for the honoured fields of a body. Raises InvalidRequest."""
-    kept["messages"] = checked_messages(kept.get("messages"), limits, ignored)
+    kept["messages"] = checked_messages(kept.get("messages"), ignored)
     check_reasoning(kept)
     check_tools(kept.get("tools"))
     if isinstance(choice := kept.get("tool_choice"), str) and choice not in CHOICES:
@@ -85,13 +84,13 @@ def check_conversation(kept: dict[str, object], limits: Limits, ignored: dict[st
         ignored |= dict.fromkeys([name for name in ("tool_choice", "parallel_tool_calls") if name in kept])
 
 
-def checked_messages(messages: object, limits: Limits, ignored: dict[str, None]) -> list[dict[str, object]]:
+def checked_messages(messages: object, ignored: dict[str, None]) -> list[dict[str, object]]:
     """Messages with their honoured fields, each of the right type. Raises InvalidRequest, which names the message's index."""
     if not isinstance(messages, list) or not messages:
         if messages is None:
             raise InvalidRequest("messages", REQUIRED)
         raise InvalidRequest("messages", "a list of at least one message", messages)
-    check_num_messages("messages", len(messages), limits)  # before each of them is read
+    check_num_messages("messages", len(messages))  # before each of them is read
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     num_parts = sum([len(content) for content in contents if isinstance(content, list)])
     if num_parts > MAX_PARTS:
