@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
+from headrace.core.option import option, required
 from headrace.wire.target import check_target, target_of
 from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole, load_certificates
 
@@ -20,15 +21,18 @@ ALPN = "http/1.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminListen:
-    """
-    listen      HOST:PORT; port 0 takes a free one
-    token_file  file with the token that every request must carry; empty: the file `token` of tls_dir
-    tls_dir     folder with this end's certificates (ca.crt, tls.crt, tls.key); required beyond loopback
-    """
+    """What `admin` has: where the operator's commands are answered from other machines too."""
 
-    listen: str
-    token_file: str = ""
-    tls_dir: str = ""
+    listen: str = required(
+        "`HOST:PORT` at which the operator's commands are answered from other machines too ([control.md](control.md#over-tcp)); port 0 "
+        "takes a free one. `headrace gateway` has it with `workers` alone."
+    )
+    token_file: str = option(
+        "",
+        "File with the token that every such request carries, mode 0600, at least 16 characters.",
+        shown="`token` of `tls_dir`",
+    )
+    tls_dir: str = option("", "Folder with this machine's certificates (`ca.crt`, `tls.crt`, `tls.key`); required beyond loopback.")
 
     def checked(self) -> AdminListen:
         """This value if its rules hold; no file is opened. Raises ConfigError."""

@@ -5,22 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
+from headrace.core.option import Reload, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The response cache.
+    """The response cache."""
 
-    enabled          for tenants without an option `cache` of their own
-    models           names of the models whose answers are cached; empty: all
-    ttl_s            seconds that an answer is kept
-    max_bytes        of all answers
-    """
-
-    enabled: bool = False
-    models: tuple[str, ...] = ()
-    ttl_s: float = 3600.0
-    max_bytes: int = 64 << 20
+    enabled: bool = option(False, "Answer equal deterministic requests from the response cache; a tenant's option `cache` counts more.")
+    models: tuple[str, ...] = option((), "Names of the models whose answers are cached.", shown="all")
+    ttl_s: float = option(3600.0, "Seconds that an answer is kept.", above=0.0)
+    max_bytes: int = option(64 << 20, "Bytes of all cached answers; the oldest ones go first.", low=1, reload=Reload.RESTART)
 
     def checked(self) -> CacheConfig:
         """This value if its rules hold. Raises ConfigError."""
@@ -33,12 +28,11 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdempotencyConfig:
-    """Answers to requests with an Idempotency-Key.
+    """Answers to requests with an Idempotency-Key."""
 
-    ttl_s            seconds that an answer is kept for retries; 0: the header has no effect
-    """
-
-    ttl_s: float = 86400.0
+    ttl_s: float = option(
+        86400.0, "Seconds that the answer to a request with an `Idempotency-Key` is kept for retries; 0: the header has no effect.", low=0.0
+    )
 
     def checked(self) -> IdempotencyConfig:
         """This value if its rules hold. Raises ConfigError."""

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
+from headrace.core.option import option
 from headrace.wire.private_files import read_token
 
 URL_SCHEMES = ("redis://", "rediss://", "unix://")
@@ -21,18 +22,17 @@ class InsecureStore(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """Give `path` or `url`; without either, entries are in the state folder, or without one in the memory of this process alone.
+    """Give `path` or `url`; without either, entries are in the state folder, or without one in the memory of this process alone."""
 
-    path             SQLite file of streams, which the processes of one machine share; its folder must exist
-    url              Redis or Valkey, which gateways on several machines share; without its password, since it may be shown
-    password_file    file with that password, closed to other users
-    allow_insecure   a server on another machine without TLS, or without a password
-    """
-
-    path: str = ""
-    url: str = ""
-    password_file: str = ""
-    allow_insecure: bool = False
+    path: str = option("", "SQLite file of streams, which the processes of one machine share; its folder must exist.")
+    url: str = option(
+        "",
+        "Redis or Valkey that gateways on several machines share: `redis://HOST:PORT/0`, `rediss://` with TLS, or `unix:///path`, with a "
+        "user's name where it has one. Its maxmemory-policy is noeviction or volatile-ttl: the others evict the store's index, whose sums "
+        "begin anew then. Needs `pip install 'headrace[redis]'`.",
+    )
+    password_file: str = option("", "File with the password for `url`, closed to other users; a password in `url` is refused.")
+    allow_insecure: bool = option(False, "Allow a server on another machine without TLS (`rediss://`), or without a password.")
 
     def checked(self) -> StoreConfig:
         """This value if its rules hold. Raises ConfigError."""

@@ -16,6 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_link_local
 from headrace.core.model_names import check_model_names
+from headrace.core.option import Who, check_options, option, required
 from headrace.text.output.formats import AUTO
 from headrace.wire.target import GrpcTarget, check_target, target_of
 
@@ -26,7 +27,6 @@ MAX_FOREIGN_SERVERS = 16
 
 MAX_SECONDS = 86400
 MAX_ORDER = 100
-_TIMEOUTS = ("first_token_s", "inter_chunk_s")
 _LINK_LOCAL = "Cloud machines hand out credentials at such addresses. If a model server is really there, set allow_link_local."
 
 
@@ -53,30 +53,43 @@ class ReplicaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignConfig:
-    """An OpenAI-compatible server that answers for a model.
+    """An OpenAI-compatible server that answers for a model."""
 
-    url               of its API, http or https, up to and with /v1
-    name              label `replica` of metrics and logs; default: foreign-N, N its place in the list
-    model             what it calls the model; default: the name here
-    order             servers of the lowest order share the requests; a higher one gets those that no lower one takes
-    api_key_file      a file that holds the key it wants; api_key_env: or the variable of this process's environment that does
-    cache_salt        each tenant's salt is sent, so that tenants share no cached prefix there (vLLM and Headrace know the field). Off for a
-                      server that refuses unknown fields: then all tenants share its cache
-    allow_link_local  connect although the address is link-local or a cloud's metadata service
-    first_token_s     seconds from sending a request to the first token of its answer
-    inter_chunk_s     seconds between two pieces of an answer
-    """
-
-    url: str
-    name: str = ""
-    model: str = ""
-    order: int = 0
-    api_key_file: str = ""
-    api_key_env: str = ""
-    cache_salt: bool = True
-    allow_link_local: bool = False
-    first_token_s: float = 120.0
-    inter_chunk_s: float = 60.0
+    url: str = required("URL of its API, `http` or `https`, up to and with `/v1`. Redirects are not followed.")
+    name: str = option("", "Label `replica` of metrics and logs, and its name in `/ready`.", shown="`foreign-N`, N its place in the list")
+    model: str = option("", "What the server calls the model.", shown="the model's `name`")
+    order: int = option(
+        0,
+        "Servers of the lowest order share the requests; one of a higher order gets those that no lower one takes.",
+        low=0,
+        high=MAX_ORDER,
+    )
+    api_key_file: str = option("", "File with the key to send, read when the gateway starts.", who=Who.SECURITY)
+    api_key_env: str = option(
+        "",
+        "Or environment variable with the key. A variable with a secret of `headrace serve` itself (`HEADRACE_API_KEY`, ...) is refused: "
+        "the gateway does not inherit it.",
+        who=Who.SECURITY,
+    )
+    cache_salt: bool = option(
+        True,
+        "Send each tenant's salt, so that tenants share no cached prefix there (vLLM and Headrace know the field). Off for a server that "
+        "refuses unknown fields: tenants then share its cache.",
+        who=Who.SECURITY,
+    )
+    allow_link_local: bool = option(
+        False,
+        "Connect although the address is link-local or that of a cloud's metadata service, where clouds hand out credentials.",
+        who=Who.SECURITY,
+    )
+    first_token_s: float = option(
+        120.0,
+        "Seconds from sending a request to its first token: shorter falls back sooner, and gives up on long prompts that the server would "
+        "have answered.",
+        above=0.0,
+        high=MAX_SECONDS,
+    )
+    inter_chunk_s: float = option(60.0, "Seconds between two pieces of an answer.", above=0.0, high=MAX_SECONDS)
 
     def checked(self) -> ForeignConfig:
         """This value if its rules hold. Raises ConfigError."""
@@ -87,11 +100,7 @@ class ForeignConfig:
             raise ConfigError("name", f"{self.name!r} is not a replica name")
         if self.api_key_file and self.api_key_env:
             raise ConfigError("api_key_file", "is given beside api_key_env", "Give one of them.")
-        if not 0 <= self.order <= MAX_ORDER:
-            raise ConfigError("order", f"{self.order} is outside 0..{MAX_ORDER}")
-        for name in _TIMEOUTS:
-            if not 0 < getattr(self, name) <= MAX_SECONDS:
-                raise ConfigError(name, f"{getattr(self, name)} is outside 0 < {name} <= {MAX_SECONDS} seconds")
+        check_options(self)
         return self
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.core.option import option
+
 GOAL_SHARE = 0.5
 """Part of a tier's `ttft_ms` that a request may be predicted to wait. The rest is for its own prompt and for what the prediction misses:
 with all of the goal, overload keeps the wait at the goal, and most requests that are served miss it."""
@@ -11,13 +13,16 @@ with all of the goal, overload keeps the wait at the goal, and most requests tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRules:
-    """
-    queue_depth  a model with more waiting sequences than this at every replica is busy: requests below premium go to its smaller model
-    max_wait_s   longest predicted wait in seconds that a request joins; with a longer one it is refused
-    """
+    """What `gateway.admission` has."""
 
-    queue_depth: int = 10
-    max_wait_s: float = 60.0
+    queue_depth: int = option(
+        10,
+        "A model with more waiting sequences than this at every replica is busy: requests below premium go to its smaller model.",
+        low=1,
+    )
+    max_wait_s: float = option(
+        60.0, "Longest predicted wait in seconds that a request joins; with a longer one it is refused with 429.", above=0.0
+    )
 
     def wait_bound_s(self, ttft_goal_s: float | None) -> float:
         """ttft_goal_s: of the tier, for the time to the first token. Classes have no bounds of their own: a lower one waits for more."""
