@@ -183,6 +183,7 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{engine: {model: M}}]\ngateway: {models: []}", "gateway.models", "Declare models at the top level"),
         ("models: [{engine: {model: M}}]\ngateway: {timeouts: {drain_s: 1}}", "gateway.timeouts.drain_s", "Set drain_timeout_s"),
         ("models: [{engine: {model: M}}]\ngateway: {tiers: {free: {daily_tokens: 1}}}", "gateway.tiers", "Declare tiers at the top level"),
+        ("models: [{engine: {model: M}}]\ngateway: {salt_key: 0123456789}", "gateway.salt_key", "Set site_key at the top level"),
         ("models: [{engine: {model: M}}]\ngateway: {prices: {M: {input: 1}}}", "gateway.prices", "Declare prices at the top level"),
         ("models: [{engine: {model: M}}]\ngateway: {usage: {retention_days: 1}}", "gateway.usage", "Set usage at the top level"),
         ("models: [{engine: {model: M}}]\ngateway: {state: /s}", "gateway.state", "Set state at the top level"),

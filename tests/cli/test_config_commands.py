@@ -26,10 +26,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(tmp_path: Path, model_folder: Path) -> Path:
     file = tmp_path / "h.yaml"
-    file.write_text(
-        f"models: [{{engine: {{model: {model_folder}}}}}]\n"
-        f"gateway: {{api_keys: [{{key: {KEY}}}], salt_key: {SECRET}}}\nblock_key: {SECRET}\n"
-    )
+    file.write_text(f"models: [{{engine: {{model: {model_folder}}}}}]\ngateway: {{api_keys: [{{key: {KEY}}}]}}\nsite_key: {SECRET}\n")
     return file
 
 
@@ -61,7 +58,7 @@ def test_show_prints_everything_but_secrets(tmp_path: Path, model_folder: Path, 
     assert KEY not in text
     assert "abcd" not in text
     data = yaml.safe_load(text)
-    assert data["gateway"]["salt_key"] == data["block_key"] == "(hidden)"
+    assert data["site_key"] == "(hidden)"
     assert len(data["gateway"]["api_keys"][0]["sha256"]) == 11
     assert data["models"][0]["engine"]["max_num_seqs"] == 64
 

@@ -17,8 +17,9 @@ import pytest
 from headrace.cli.config import ModelSection, ServeConfig
 from headrace.core.errors import ConfigError
 from headrace.core.gpus import Gpus
+from headrace.core.hashing import BLOCKS, SALTS, site_secret
 from headrace.engine.config import EngineConfig
-from headrace.engine.server.config import ProcessConfig
+from headrace.engine.server.config import ProcessConfig, process_config_from
 from headrace.fleet import files
 from headrace.fleet.config import COMMAND, FleetConfig, ModelSpec
 from headrace.fleet.files import (
@@ -79,26 +80,34 @@ def test_each_replica_gets_a_file_of_its_own_and_the_gateway_knows_them_all(tmp_
 
 
 def test_every_process_of_a_site_is_given_the_same_keys(tmp_path: Path) -> None:
-    config = TWO_MODELS.checked().with_keys()
+    config = TWO_MODELS.checked().with_site_key()
     replicas = write_engine_files(config, tmp_path)
     [key] = {json.loads(replica.config.read_text())["block_key"] for replica in replicas}
     gateways = [json.loads(write_gateway_file(gateway_content(config, replicas), tmp_path).read_text()) for _ in range(2)]
     assert len(bytes.fromhex(key)) == 32
     assert len(bytes.fromhex(gateways[0]["salt_key"])) == 32
     assert gateways[0]["salt_key"] == gateways[1]["salt_key"] != key, "a gateway that is started again is told the same"
-    assert TWO_MODELS.with_keys().block_key != key, "another start draws others"
-    assert key not in repr(config)
-    assert gateways[0]["salt_key"] not in repr(config)
+    assert TWO_MODELS.with_site_key().site_key != config.site_key, "another start draws another one"
+    assert config.site_key not in repr(config)
 
 
-def test_configured_keys_are_kept_and_must_be_hex(tmp_path: Path) -> None:
-    config = replace(TWO_MODELS, block_key="ab" * 16, gateway={"salt_key": "cd" * 16}).checked().with_keys()
-    assert (config.block_key, config.gateway["salt_key"]) == ("ab" * 16, "cd" * 16)
-    replace(TWO_MODELS, block_key="AB" * 32).checked()
+def test_a_configured_key_is_kept_and_must_be_hex(tmp_path: Path) -> None:
+    assert replace(TWO_MODELS, site_key="ab" * 16).checked().with_site_key().site_key == "ab" * 16
+    replace(TWO_MODELS, site_key="AB" * 64).checked()
     for wrong in ("aa", "ab" * 15, "a" * 33, "xy" * 16, "ab" * 65):
-        with pytest.raises(ConfigError, match="block_key: is not an even number of 32 to 128 hex digits") as refused:
-            replace(TWO_MODELS, block_key=wrong).checked()
+        with pytest.raises(ConfigError, match="site_key: is not an even number of 32 to 128 hex digits") as refused:
+            replace(TWO_MODELS, site_key=wrong).checked()
         assert wrong not in str(refused.value)
+
+
+def test_one_key_gives_starts_of_any_kind_the_same_secrets_for_each_purpose(tmp_path: Path) -> None:
+    config = replace(TWO_MODELS, site_key="ab" * 16).checked()
+    started = json.loads(write_engine_files(config, tmp_path)[0].config.read_text())
+    by_hand, _ = process_config_from({"replica": "r", "address": "unix:/r", "site_key": "AB" * 16, "engine": {"model": "m"}})
+    assert started["block_key"] == by_hand.block_key == site_secret("ab" * 16, BLOCKS)
+    assert gateway_content(config)["salt_key"] == site_secret("ab" * 16, SALTS)
+    assert len({site_secret(key, purpose) for key in ("ab" * 16, "cd" * 16) for purpose in (BLOCKS, SALTS)}) == 4
+    assert gateway_content(TWO_MODELS)["salt_key"] == "", "a gateway by hand draws its own"
 
 
 def test_a_model_of_a_foreign_server_has_no_engine(tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ SECRETS = {
     "HEADRACE_API_KEY": "a-secret-key",
     "HEADRACE_GATEWAY__API_KEYS": "[{key: a-secret-key}]",
     "HEADRACE_GATEWAY__API_KEYS__0__KEY": "a-secret-key",
-    "HEADRACE_GATEWAY__SALT_KEY": "ab" * 16,
-    "HEADRACE_BLOCK_KEY": "cd" * 16,
+    "HEADRACE_SITE_KEY": "ab" * 16,
 }
 FAR_KEY = "A_FOREIGN_SERVERS_KEY"
 

@@ -149,7 +149,7 @@ class ServeConfig:
     admin            where the supervisor answers `headrace status`, ... over TCP too; None: on this machine alone
     run_dir          parent of the private directory for sockets; None: XDG_RUNTIME_DIR, else the temporary directory
     allow_open       listen beyond loopback without API keys
-    block_key        secret (hex) that keys block hashes, equal for engines that share blocks; empty: one is drawn at start for all
+    site_key         secret (hex) of all that processes of a site agree on, equal where several starts serve one site; empty: drawn at start
     experimental     allow what has not been run where Headrace is tested (hub ids)
     """
 
@@ -166,7 +166,7 @@ class ServeConfig:
     run_dir: str | None = None
     admin: AdminListen | None = None
     allow_open: bool = False
-    block_key: str = field(default="", repr=False)
+    site_key: str = field(default="", repr=False)
     experimental: bool = False
 
     def checked(self) -> ServeConfig:
@@ -235,7 +235,7 @@ class ServeConfig:
         return FleetConfig(
             models=tuple(models),
             gateway=gateway,
-            block_key=self.block_key,
+            site_key=self.site_key,
             drain_timeout_s=self.drain_timeout_s,
             start_timeout_s=self.start_timeout_s,
             hang_timeout_s=self.hang_timeout_s,

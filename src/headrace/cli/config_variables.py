@@ -22,7 +22,7 @@ TOP_LEVEL = (
     "hang_timeout_s",
     "run_dir",
     "allow_open",
-    "block_key",
+    "site_key",
     "log_format",
     "experimental",
 )
@@ -30,6 +30,7 @@ TOP_LEVEL = (
 
 ELSEWHERE = {
     "gateway.models": "Declare models at the top level.",
+    "gateway.salt_key": "Set site_key at the top level.",
     "gateway.state": "Set state at the top level.",
     "gateway.tiers": "Declare tiers at the top level.",
     "gateway.prices": "Declare prices at the top level.",

@@ -161,7 +161,7 @@ def _changed_gateway(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
     """The gateway of a file that was read again. Raises ConfigError for what this command alone reads and cannot change."""
     from headrace.core.errors import ConfigError
 
-    for name in ("log_format", "block_key", "run_dir"):
+    for name in ("log_format", "site_key", "run_dir"):
         if getattr(config, name) != getattr(before, name):
             raise ConfigError(name, "cannot change while the gateway runs", "Start the gateway again, or write what it was.")
     return gateway_of(config)

@@ -14,7 +14,7 @@ from typing import Any
 from headrace.core.errors import shorten
 
 HIDDEN = "(not shown)"
-SECRET_KEYS = frozenset({"api_key", "block_key", "key", "salt_key", "sha256", "token"})
+SECRET_KEYS = frozenset({"api_key", "block_key", "key", "salt_key", "sha256", "site_key", "token"})
 """Keys of plain data, as a file has it, whose values are secrets wherever they stand."""
 
 

@@ -16,6 +16,9 @@ from typing import NewType
 
 from headrace.core.errors import ConfigError
 
+BLOCKS, SALTS = b"block hashes", b"salts of tenants"
+"""What a site has a secret for."""
+
 BlockHash = NewType("BlockHash", bytes)
 DIGEST_BYTES = 16
 _BLOCK = blake2b(digest_size=DIGEST_BYTES, person=b"headrace-block")
@@ -29,6 +32,11 @@ def check_secret(where: str, key: str) -> None:
     """
     if key and re.fullmatch(r"(?:[0-9a-fA-F]{2}){16,64}", key) is None:
         raise ConfigError(where, "is not an even number of 32 to 128 hex digits", "`openssl rand -hex 32` draws one.")
+
+
+def site_secret(site_key: str, purpose: bytes) -> str:
+    """The site's secret (hex) for one purpose. It tells neither the site's key nor another secret. Empty for an empty key."""
+    return blake2b(purpose, digest_size=32, key=bytes.fromhex(site_key), person=b"headrace-site").hexdigest() if site_key else ""
 
 
 def chain_root(key: bytes, *, model_digest: bytes, kv_dtype: str, salt: bytes = b"", adapter_digest: bytes = b"") -> BlockHash:

@@ -57,7 +57,7 @@ class FleetConfig:
 
     models           at least one
     gateway          keys of the gateway's own file beside `models` (host, port, api_keys, limits, ...); without a port a free one is taken
-    block_key        secret (hex) that keys block hashes, the same in every engine; empty: `with_keys` draws one
+    site_key         secret (hex) of all that processes of the site agree on (`core.hashing.site_secret`); empty: `with_site_key` draws one
     drain_timeout_s  after SIGTERM: how long running requests may take
     start_timeout_s  a process that has not served so long after its start is killed, and counts as failed; 0: never
     hang_timeout_s   an engine that no gateway can use for so long is killed and started again, and a gateway that answers nothing after
@@ -70,7 +70,7 @@ class FleetConfig:
 
     models: tuple[ModelSpec, ...]
     gateway: Mapping[str, object] = field(default_factory=dict, repr=False)
-    block_key: str = field(default="", repr=False)
+    site_key: str = field(default="", repr=False)
     drain_timeout_s: float = 30.0
     start_timeout_s: float = 1800.0
     hang_timeout_s: float = 60.0
@@ -95,7 +95,7 @@ class FleetConfig:
         if 0 < self.hang_timeout_s < MIN_HANG_TIMEOUT_S:
             reason = f"{self.hang_timeout_s:g} is less than {MIN_HANG_TIMEOUT_S:g} seconds: a slow step would end its engine"
             raise ConfigError("hang_timeout_s", reason, "Use at least that, or 0 for never.")
-        check_secret("block_key", self.block_key)
+        check_secret("site_key", self.site_key)
         if self.admin is not None:
             self.admin.checked()
         return self
@@ -116,11 +116,9 @@ class FleetConfig:
         """Gateway processes, which share the address."""
         return int(str(self.gateway.get("workers", 1)))
 
-    def with_keys(self) -> FleetConfig:
-        """This value with the secrets that all processes of a site share, drawn where they were not configured: of block hashes, and of
-        the salts that gateways turn tenants into."""
-        gateway = {**self.gateway, "salt_key": self.gateway.get("salt_key") or secrets.token_hex(KEY_BYTES)}
-        return replace(self, block_key=self.block_key or secrets.token_hex(KEY_BYTES), gateway=gateway)
+    def with_site_key(self) -> FleetConfig:
+        """This value with a key of the site, drawn where none was configured."""
+        return replace(self, site_key=self.site_key or secrets.token_hex(KEY_BYTES))
 
 
 def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig, ModelSpec
 
-FIXED = ("admin", "block_key", "log_format", "run_dir", "engine_command", "gateway_command")
+FIXED = ("admin", "site_key", "log_format", "run_dir", "engine_command", "gateway_command")
 """Fields of the configuration that take a restart."""
 
-FIXED_GATEWAY = ("host", "port", "salt_key", "workers")
+FIXED_GATEWAY = ("host", "port", "workers")
 """Keys of its gateway section that take one, which this process reads itself."""
 
 
@@ -23,10 +23,10 @@ def runs_alike(before: ModelSpec, after: ModelSpec) -> bool:
     return (before.folder, dict(before.engine)) == (after.folder, dict(after.engine))
 
 
-def with_site_keys(before: FleetConfig, after: FleetConfig) -> FleetConfig:
-    """`after` with the secrets and the port that this site has had since its start, where `after` leaves them open."""
-    kept = {name: before.gateway[name] for name in ("salt_key", "port") if not after.gateway.get(name) and name in before.gateway}
-    return replace(after, block_key=after.block_key or before.block_key, gateway={**after.gateway, **kept})
+def with_choices_of_start(before: FleetConfig, after: FleetConfig) -> FleetConfig:
+    """`after` with the key and the port that this site has had since its start, where `after` leaves them open."""
+    kept = {"port": before.gateway["port"]} if not after.gateway.get("port") and "port" in before.gateway else {}
+    return replace(after, site_key=after.site_key or before.site_key, gateway={**after.gateway, **kept})
 
 
 def check_can_become(before: FleetConfig, after: FleetConfig, *, served: Container[str]) -> None:

@@ -15,7 +15,7 @@ from headrace.core.errors import ConfigError
 from headrace.fleet.audit import CommandAudit
 from headrace.fleet.command_slot import CommandSlot
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig
-from headrace.fleet.config_change import check_can_become, with_site_keys
+from headrace.fleet.config_change import check_can_become, with_choices_of_start
 from headrace.fleet.progress import Hear, ModelProgress, no_operator
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, RolloutOptions
@@ -95,7 +95,7 @@ class FleetControl:
             raise ConfigError("reload", "this deployment was started without a file", "Start it with `headrace serve --config FILE`.")
         with self._slot.held("reload") as let_others_in:
             before = self._reconciler.config
-            config = with_site_keys(before, await asyncio.to_thread(source.read))
+            config = with_choices_of_start(before, await asyncio.to_thread(source.read))
             deployment = self._reconciler.deployment
             check_can_become(before, config, served=[model for model in deployment.targets if deployment.listed(model)])
             for line in source.differences():

@@ -17,6 +17,7 @@ from pathlib import Path
 from headrace.core.cpus import allowed_cpus
 from headrace.core.errors import ConfigError
 from headrace.core.gpus import find_gpus
+from headrace.core.hashing import BLOCKS, SALTS, site_secret
 from headrace.core.locked_folders import LockedFolder, is_locked, remove_unlocked
 from headrace.fleet.config import FleetConfig, ModelSpec
 
@@ -110,7 +111,7 @@ def write_engine_file(config: FleetConfig, model: ModelSpec, folder: Path, *, na
         # A given number of threads means that the operator has divided the machine by hand.
         "cpus": "" if model.engine.get("num_threads") is not None else ",".join(map(str, share_of(allowed_cpus(), share))),
         **_memory_share(str(model.engine.get("device", "cpu")), share),
-        "block_key": config.block_key,
+        "block_key": site_secret(config.site_key, BLOCKS),
         "engine": {**model.engine, "model": str(model.folder)},
     }
     _write(replica.config, content)
@@ -154,7 +155,8 @@ def gateway_content(
     unavailable  model that has none of them now -> why, in words that clients may read
     """
     models = [_gateway_model(model, replicas, (unavailable or {}).get(model.name, "")) for model in config.models]
-    return {**config.gateway, "models": models, "timeouts": _with_drain(config)}
+    salt_key = site_secret(config.site_key, SALTS)
+    return {**config.gateway, "models": models, "timeouts": _with_drain(config), "salt_key": salt_key}
 
 
 def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles], unavailable: str) -> dict[str, object]:

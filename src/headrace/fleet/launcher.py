@@ -24,7 +24,7 @@ MAX_LINE_BYTES = 2**16
 MAX_LEASH_LINE_BYTES = 2**20
 """Bytes of one message of a child. A gateway's status has about a hundred per replica."""
 
-SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_GATEWAY__SALT_KEY", "HEADRACE_BLOCK_KEY")
+SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_SITE_KEY")
 """Prefixes of the environment variables that hold secrets of `headrace serve`; children do not inherit them."""
 LAST_WORDS_S = 2.0
 """Seconds for which the output and the leash of a child that ended are still read."""

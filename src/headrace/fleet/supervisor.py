@@ -91,7 +91,7 @@ class Supervisor:
         audit     keeps the audit records of commands
         on_ready  called once, when every gateway has served, and every replica has served, cannot be started or is late
         """
-        self._config = config.checked().with_keys()
+        self._config = config.checked().with_site_key()
         self._launcher = launcher or ProcessLauncher(log_format=config.log_format)
         self._source = source
         self._requests = requests

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.gpus import VISIBLE
-from headrace.core.hashing import check_secret
+from headrace.core.hashing import BLOCKS, check_secret, site_secret
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
 from headrace.wire.target import GrpcTarget, check_target, target_of
@@ -32,7 +32,8 @@ class ProcessConfig:
     cpus             CPUs this engine keeps to, "0,1"; empty = all it may use
     gpu              the GPU this engine keeps to, as CUDA_VISIBLE_DEVICES names it; empty = the first that torch finds
     num_neighbours   other engines on this GPU, or of an engine without one on this machine: each takes an equal part of its memory
-    block_key        secret (hex) that keys block hashes, shared by all engines of a site; empty: drawn by this process
+    site_key         secret (hex) of the site; empty: what is made of it is drawn by this process
+    block_key        secret (hex) that keys block hashes, made of `site_key`; a supervisor gives this one alone
     """
 
     replica: str
@@ -44,6 +45,7 @@ class ProcessConfig:
     cpus: str = ""
     gpu: str = ""
     num_neighbours: int = 0
+    site_key: str = field(default="", repr=False)
     block_key: str = field(default="", repr=False)
 
     def target(self) -> GrpcTarget:
@@ -71,9 +73,10 @@ def process_config_from(data: dict[str, object]) -> tuple[ProcessConfig, EngineC
     """The checked values of plain data. Raises ConfigError naming the key."""
     engine = decode(EngineConfig, section(data, "engine"), "engine").checked()
     process = decode(ProcessConfig, data)
+    check_secret("site_key", process.site_key)
     check_secret("block_key", process.block_key)
     check_target(process.address, token=process.token, token_file=process.token_file, tls_dir=process.tls_dir)
-    return process, engine
+    return replace(process, block_key=process.block_key or site_secret(process.site_key, BLOCKS)), engine
 
 
 def section(data: dict[str, object], key: str) -> Mapping[str, object]:
