@@ -35,7 +35,7 @@ CONFIG = """
 models: [{engine: {model: headrace-tiny}}]
 gateway:
   port: 0
-  cache: {enabled: true, max_bytes: 268435456}
+  cache: {enabled: true}
   api_keys: [{key: key-of-the-first, tenant: first}, {key: key-of-the-other, tenant: other}]
 """
 FIRST, OTHER = "key-of-the-first", "key-of-the-other"

@@ -166,7 +166,7 @@ async def test_what_is_kept_of_a_tenant_is_removed_from_another_machine(
         return Administration(SqliteKeys(str(tmp_path / "keys.db")), tiers=BUILT_IN_TIERS, unix_time=time.time, actor=actor)
 
     stores = Stores(config.store, config.state, TenantShare(config.limits.max_tenant_share, config.num_tenants), time.time)
-    for store in (open_answer_store(config.cache, stores), open_session_store(stores)):
+    for store in (open_answer_store(stores), open_session_store(stores)):
         await store.put("kept", b"", tenant="acme", ttl_s=60.0)
         await store.close()
     async with made.running([KeyRequests(administration, cache_requests(lambda: config, time.time))]):

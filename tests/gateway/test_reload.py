@@ -51,7 +51,7 @@ pytestmark = pytest.mark.loop
 
 FIXED = (
     *("host", "port", "workers", "salt_key", "store", "state", "sessions"),
-    *("cache.max_bytes", "timeouts.stream_resume_s"),
+    "timeouts.stream_resume_s",
 )
 """Options of the gateway that take a restart."""
 
@@ -548,7 +548,6 @@ def option_names(kind: type) -> list[str]:
         {"store": {"path": "/elsewhere"}},
         {"state": "/elsewhere"},
         {"sessions": {"ttl_s": 60.0}},
-        {"cache": {"max_bytes": 1 << 24}},
     ],
 )
 async def test_what_takes_a_restart_is_refused_by_name_and_nothing_is_changed(bench: TestBench, changes: dict[str, Any]) -> None:

@@ -127,7 +127,7 @@ async def _open_service(
     stack.callback(asyncio.create_task(give_back_when_idle(memory), name="memory given back").cancel)
     open_requests = OpenRequests(config.limits.max_requests, share)
     stores = Stores(config.store, config.state, share, sources.unix_time)
-    answers = GuardedStore(open_answer_store(config.cache, stores), "cached answers", sources.clock)
+    answers = GuardedStore(open_answer_store(stores), "cached answers", sources.clock)
     replayed = GuardedStore(open_replay_store(stores), "answers under an Idempotency-Key", sources.clock)
     for store in (answers, replayed):
         stack.push_async_callback(store.close)

@@ -737,17 +737,17 @@ async def num_kept(bench: TestBench, tenant: str) -> list[int]:
 async def test_a_tenant_of_a_stored_key_may_fill_a_part_of_each_store(
     text: TextModel, tmp_path: Path, admin: Administration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for bound in ("stores.open.MAX_STREAMS_BYTES", "sessions.sessions.MAX_SESSIONS_BYTES", "cache.replays.MAX_REPLAYS_BYTES"):
-        monkeypatch.setattr(f"headrace.gateway.{bound}", 1 << 20)
-    cache = {"max_bytes": 1 << 20}
-    async with open_bench(text, state=str(tmp_path), cache=cache) as bench:
+    stores = ("stores.open.MAX_STREAMS", "sessions.sessions.MAX_SESSIONS", "cache.replays.MAX_REPLAYS", "cache.answer_cache.MAX_ANSWERS")
+    for bound in stores:
+        monkeypatch.setattr(f"headrace.gateway.{bound}_BYTES", 1 << 20)
+    async with open_bench(text, state=str(tmp_path)) as bench:
         assert await num_kept(bench, "default") == [8, 8, 8, 8], "the only tenant of an open server may fill all"
         await admin.create_key(NewKey(tenant="acme"))
         await becomes(bench, None, 401)
         assert await num_kept(bench, "acme") == [2, 2, 2, 2]
         await bench.reloader.reload(lambda: bench.reloader.config)
         assert await num_kept(bench, "beta") == [2, 2, 2, 2], "and a reload keeps that"
-    async with open_bench(text, state=str(tmp_path), limits={"max_tenant_share": 0.5}, cache=cache) as bench:
+    async with open_bench(text, state=str(tmp_path), limits={"max_tenant_share": 0.5}) as bench:
         assert await num_kept(bench, "gamma") == [5, 5, 5, 5], "as far as the configuration says nothing else"
 
 

@@ -10,7 +10,6 @@ import asyncio
 from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
-from headrace.gateway.cache.config import CacheConfig
 from headrace.gateway.cache.recorded_answer import WholeAnswer, decode_answer, encode_answer
 from headrace.gateway.stores.guarded_store import GuardedStore
 from headrace.gateway.stores.open import Stores
@@ -33,10 +32,13 @@ ANSWERS = "answers"
 MAX_ANSWER_BYTES = 1 << 20
 """Bytes of one answer: a larger one is not cached."""
 
+MAX_ANSWERS_BYTES = 64 << 20
+"""Bytes of all cached answers, with what the store takes beside each: some 30,000 answers of 2 KiB. The oldest ones go first."""
 
-def open_answer_store(config: CacheConfig, stores: Stores) -> Store:
+
+def open_answer_store(stores: Stores) -> Store:
     """Raises ConfigError."""
-    return stores.open(ANSWERS, stores.limits(entry=MAX_ANSWER_BYTES, total=config.max_bytes))
+    return stores.open(ANSWERS, stores.limits(entry=MAX_ANSWER_BYTES, total=MAX_ANSWERS_BYTES))
 
 
 EQUAL_WAIT_S = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
-from headrace.core.option import Reload, option
+from headrace.core.option import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,14 +15,11 @@ class CacheConfig:
     enabled: bool = option(False, "Answer equal deterministic requests from the response cache; a tenant's option `cache` counts more.")
     models: tuple[str, ...] = option((), "Names of the models whose answers are cached.", shown="all")
     ttl_s: float = option(3600.0, "Seconds that an answer is kept.", above=0.0)
-    max_bytes: int = option(64 << 20, "Bytes of all cached answers; the oldest ones go first.", low=1, reload=Reload.RESTART)
 
     def checked(self) -> CacheConfig:
         """This value if its rules hold. Raises ConfigError."""
         if not self.ttl_s > 0:
             raise ConfigError("cache.ttl_s", f"{self.ttl_s} is not positive", "Write enabled: false for no cache.")
-        if self.max_bytes <= 0:
-            raise ConfigError("cache.max_bytes", f"{self.max_bytes} is not positive")
         return self
 
 

@@ -15,9 +15,7 @@ from headrace.core.strict_decode import decode
 from headrace.gateway.access.admin_requests import AdminCall, Handlers
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.cache.answer_cache import open_answer_store
-from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.cache.replays import open_replay_store
-from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.sessions.sessions import open_session_store
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.open import Stores
@@ -25,18 +23,12 @@ from headrace.gateway.stores.store import Store
 
 
 class StoreSections(Protocol):
-    """The sections of a gateway's configuration that name a store. state: folder of the embedded ones"""
+    """What of a gateway's configuration names a store. state: folder of the embedded ones"""
 
     @property
     def store(self) -> StoreConfig: ...
     @property
     def state(self) -> str: ...
-    @property
-    def cache(self) -> CacheConfig: ...
-    @property
-    def idempotency(self) -> IdempotencyConfig: ...
-    @property
-    def sessions(self) -> SessionConfig: ...
 
 
 async def purge(config: StoreSections, tenant: str, admin: Administration, unix_time: Clock, *, is_all: bool) -> int:
@@ -50,10 +42,7 @@ async def purge(config: StoreSections, tenant: str, admin: Administration, unix_
     stores = Stores(config.store, config.state, lambda: 1.0, unix_time)  # nothing is written, so no share is asked for
     num_removed = 0
     names = await admin.tenant_keys(tenant)
-    answers: list[Callable[[], Store]] = [
-        partial(open_answer_store, config.cache, stores),
-        partial(open_replay_store, stores),
-    ]
+    answers: list[Callable[[], Store]] = [partial(open_answer_store, stores), partial(open_replay_store, stores)]
     conversations: list[Callable[[], Store]] = [partial(open_session_store, stores), stores.open_streams]
     for open_part in answers + (conversations if is_all else []):
         store = open_part()
