@@ -88,7 +88,7 @@ def test_a_foreign_servers_key_is_not_looked_for_where_the_gateway_cannot_see_it
 def test_a_model_may_be_answered_by_a_foreign_server(tmp_path: Path, model_folder: Path) -> None:
     text = f"""
 models:
-  - upstreams: [{{url: "http://127.0.0.1:9000/v1", model: its-name, api_key_env: ITS_KEY, inter_chunk_s: 30}}]
+  - upstreams: [{{url: "http://127.0.0.1:9000/v1", model: its-name, api_key_env: ITS_KEY, first_token_s: 30}}]
     aliases: [far]
   - engine: {{model: {model_folder}}}
 """
@@ -100,7 +100,7 @@ models:
     far, near = config.fleet(lambda model: Path(model)).checked().models
     assert (far.folder, far.replicas, far.aliases) == (None, 0, ("far",))
     (server,) = far.upstreams
-    assert (server["url"], server["api_key_env"], server["inter_chunk_s"]) == ("http://127.0.0.1:9000/v1", "ITS_KEY", 30.0)
+    assert (server["url"], server["api_key_env"], server["first_token_s"]) == ("http://127.0.0.1:9000/v1", "ITS_KEY", 30.0)
     assert (near.folder, near.upstreams) == (model_folder, ())
     assert config_from({"models": [{"name": far.name, "upstreams": [dict(server)]}]})
 

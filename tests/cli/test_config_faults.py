@@ -114,8 +114,8 @@ def test_a_file_without_one_of_its_lines_still_has_an_answer(broken: Path, numbe
             ["gatway", "gatway.port", "modles", "modles[0].enigne", "modles[0].enigne.max_num_seqs", "modles[0].enigne.sede"],
         ),
         (
-            "models: [{engine: {model: headrace-tiny, max_num_seqs: 0}, upstreams: [{url: 'ftp://x', inter_chunk_s: -1}]}]",
-            ["models[0].engine.max_num_seqs", "models[0].upstreams[0].inter_chunk_s", "models[0].upstreams[0].url"],
+            "models: [{engine: {model: headrace-tiny, max_num_seqs: 0}, upstreams: [{url: 'ftp://x', order: -1}]}]",
+            ["models[0].engine.max_num_seqs", "models[0].upstreams[0].order", "models[0].upstreams[0].url"],
         ),
         ("models: [{replicas: 0, aliases: [/]}]", ["models[0]", "models[0].aliases[0]", "models[0].replicas"]),
         (

@@ -30,6 +30,10 @@ PIECE_BYTES = 64 << 10
 
 MAX_ANSWER_BYTES = 64 << 20
 
+EVENT_S = 60.0
+"""Seconds between two events of an answer that has begun. A server that computes sends a token in less, whatever its queue does; what
+`sink` takes is not counted."""
+
 END_OF_STREAM_S = 5.0
 """Seconds a server may take for usage and [DONE] together after every sequence has ended."""
 
@@ -60,14 +64,12 @@ class EventReader:
         sink: EventSink,
         *,
         deadline: asyncio.Timeout,
-        inter_chunk_s: float,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
         """Give `sink` the answer's events as they come.
 
-        deadline       of the first event; moved with each event, to which comments and empty events do not belong
-        inter_chunk_s  seconds between two events, without the time that `sink` takes
-        on_begun       called before the first event is given
+        deadline  of the first event; moved with each event, to which comments and empty events do not belong
+        on_begun  called before the first event is given
 
         Raises BrokenStream for anything that is no complete answer, and what reading raises.
         """
@@ -88,7 +90,7 @@ class EventReader:
                     deadline.reschedule(None)
                     await sink.wait_for_room()
                 if events or not answer.num_running:
-                    deadline.reschedule(now() + inter_chunk_s if answer.num_running else None)
+                    deadline.reschedule(now() + EVENT_S if answer.num_running else None)
                 if is_done:
                     if not response.content.is_eof():  # whatever comes instead of the end, the answer is complete
                         await _read_until(now() + END_OF_BODY_S, response)

@@ -211,7 +211,7 @@ class ForeignServer:
                 if not 200 <= response.status < 300:  # some frameworks answer a POST with 201
                     deadline.reschedule(None)  # the body of an error has a time of its own
                     raise await self._refusal(response, request.request_id)
-                await reader.read(response, sink, deadline=deadline, inter_chunk_s=self.config.inter_chunk_s, on_begun=begin)
+                await reader.read(response, sink, deadline=deadline, on_begun=begin)
             result = AttemptResult.OK
         except AttemptFailed as failure:
             result = failure.result

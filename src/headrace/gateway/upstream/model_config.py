@@ -89,7 +89,6 @@ class ForeignConfig:
         above=0.0,
         high=MAX_SECONDS,
     )
-    inter_chunk_s: float = option(60.0, "Seconds between two pieces of an answer.", above=0.0, high=MAX_SECONDS)
 
     def checked(self) -> ForeignConfig:
         """This value if its rules hold. Raises ConfigError."""
