@@ -12,6 +12,7 @@ from headrace.core.load import ClassLoad, EngineCounters, LoadSnapshot, summed
 from headrace.core.request import PriorityClass
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.admission.decision import (
+    BUSY_DEPTH,
     MAX_RETRY_S,
     MIN_RETRY_S,
     AdmissionOutcome,
@@ -28,7 +29,7 @@ from headrace.policy.routing.predicted_time import RequestSize, SentSince
 
 pytestmark = pytest.mark.pure
 
-RULES = AdmissionRules(queue_depth=10, max_wait_s=8.0)
+RULES = AdmissionRules(max_wait_s=8.0)
 PREMIUM, STANDARD, BATCH = PriorityClass.PREMIUM, PriorityClass.STANDARD, PriorityClass.BATCH
 IDLE, DEEP, LONG = QueueState(0, 0.0), QueueState(11, 1.0), QueueState(3, 100.0)
 
@@ -102,11 +103,11 @@ def test_a_refusal_is_the_last_resort_and_says_when_to_come_back(
         assert queue is not None
         assert queue.wait_s > bound_s
         assert MIN_RETRY_S <= verdict.retry_after_s <= MAX_RETRY_S
-        assert not has_smaller or (smaller is not None and (smaller.depth > RULES.queue_depth or smaller.wait_s > bound_s))
+        assert not has_smaller or (smaller is not None and (smaller.depth > BUSY_DEPTH or smaller.wait_s > bound_s))
     if verdict.outcome is AdmissionOutcome.QUEUED:
         assert queue is not None
         assert queue.wait_s <= bound_s
-        assert queue.depth > RULES.queue_depth
+        assert queue.depth > BUSY_DEPTH
     if verdict.outcome is AdmissionOutcome.SMALLER_MODEL:
         assert has_smaller
 

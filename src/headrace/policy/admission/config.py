@@ -15,11 +15,6 @@ with all of the goal, overload keeps the wait at the goal, and most requests tha
 class AdmissionRules:
     """What `gateway.admission` has."""
 
-    queue_depth: int = option(
-        10,
-        "A model with more waiting sequences than this at every replica is busy: requests below premium go to its smaller model.",
-        low=1,
-    )
     max_wait_s: float = option(
         60.0, "Longest predicted wait in seconds that a request joins; with a longer one it is refused with 429.", above=0.0
     )

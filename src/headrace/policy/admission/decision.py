@@ -20,6 +20,10 @@ from headrace.core.request import PriorityClass
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens, speed_of, wait_s
 
+BUSY_DEPTH = 10
+"""A model whose every replica has more waiting sequences than this is busy, whatever wait is predicted: a replica whose speed is not known
+yet has no predicted wait at all."""
+
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 """Bounds in seconds of the retry time of a refusal."""
@@ -100,11 +104,11 @@ def decide(
     has_smaller     there is a smaller model that the caller may use
     """
     bound_s = rules.wait_bound_s(ttft_goal_s)
-    if not _is_busy(queue, rules, bound_s):
+    if not _is_busy(queue, bound_s):
         return AdmissionVerdict(AdmissionOutcome.SERVED)
     assert queue is not None
     may_wait = queue.wait_s <= bound_s
-    takes_smaller = has_smaller and not _is_busy(smaller, rules, bound_s)
+    takes_smaller = has_smaller and not _is_busy(smaller, bound_s)
     if takes_smaller and (priority is not PriorityClass.PREMIUM or not may_wait):
         return AdmissionVerdict(AdmissionOutcome.SMALLER_MODEL)
     if may_wait:
@@ -148,5 +152,5 @@ def queue_state(load: LoadSnapshot, sent: SentSince, size: RequestSize, *, block
     return QueueState(depth, 0.0 if speed is None else wait_s(load, sent, size, speed, block_size=block_size))
 
 
-def _is_busy(queue: QueueState | None, rules: AdmissionRules, bound_s: float) -> bool:
-    return queue is not None and (queue.depth > rules.queue_depth or queue.wait_s > bound_s)
+def _is_busy(queue: QueueState | None, bound_s: float) -> bool:
+    return queue is not None and (queue.depth > BUSY_DEPTH or queue.wait_s > bound_s)
