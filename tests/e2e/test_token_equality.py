@@ -15,7 +15,7 @@ from real_engine import ROOMY, Key, RealEngine, greedy_request
 
 from headrace import LLM, SamplingParams
 from headrace.core.finish import FinishReason
-from headrace.core.request import EngineRequest, PriorityClass
+from headrace.core.request import EngineRequest, PriorityClass, TierTerms
 
 pytestmark = pytest.mark.pure
 
@@ -60,7 +60,7 @@ def longest_of(checkpoint: Checkpoint) -> int:
 
 
 def requests_of(checkpoint: Checkpoint, **changes: Any) -> list[EngineRequest]:
-    """One greedy request per prompt, of different tenants, weights and classes."""
+    """One greedy request per prompt, of different tenants, tiers and classes."""
     return [
         greedy_request(
             f"r{number}",
@@ -68,7 +68,7 @@ def requests_of(checkpoint: Checkpoint, **changes: Any) -> list[EngineRequest]:
             **{
                 "max_tokens": COUNT,
                 "tenant": f"tenant-{number % 3}",
-                "weight": 1.0 + number % 2,
+                "tier": TierTerms(name=f"tier-{number % 2}", weight=1.0 + number % 2),
                 "priority": PriorityClass(number % 3),
                 **changes,
             },

@@ -17,7 +17,7 @@ from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
 from headrace.core.ids import RequestId
 from headrace.core.plan import UNKNOWN_COSTS, Plan, Result, StepCosts
 from headrace.core.plan_codec import COLUMNS, _params_to_json
-from headrace.core.request import PriorityClass
+from headrace.core.request import NO_TIER, PriorityClass, TierTerms
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.policy.schedule.scheduler import Scheduler
@@ -50,7 +50,7 @@ def record(
     """The digest of the life that `seed` draws.
 
     one_by_one    every row is looked at, none passes in bulk (the reference implementation)
-    queue_policy  takes the place of the drawn one;  priority, tenant  of every request's. None: as drawn
+    queue_policy  takes the place of the drawn one;  priority, tenant (in one tier)  of every request's. None: as drawn
     costs         are given to every plan; None: those of the driven engine's own steps
     """
     life = Life(seed, queue_policy, priority, tenant)
@@ -203,14 +203,14 @@ class Life:
             "deadline_at": draw.choice([None, None, None, self.driven.clock.now + 5]),
             "priority": draw.choice(list(PriorityClass)),
             "tenant": str(family),
-            "weight": draw.choice([1.0, 2.0]),
+            "tier": TierTerms(name=f"tier-{family}", weight=draw.choice([1.0, 2.0])),
             "salt": b"s" * family,
             "prefix_caching": draw.random() < 0.9,
         }
         if self.priority is not None:
             given["priority"] = self.priority
         if self.tenant is not None:
-            given["tenant"] = self.tenant
+            given |= {"tenant": self.tenant, "tier": NO_TIER}
         needs = given.pop("needs")
         self.driven.submit(request(f"r{self.num_requests}", prompt, **given), needs=needs)
         self.num_requests += 1

@@ -95,7 +95,6 @@ requests = st.builds(
     output_ids=st.lists(tokens, max_size=4).map(tuple),
     params=params,
     tenant=text,
-    weight=finite,
     priority=st.sampled_from(PriorityClass),
     tier=st.just(NO_TIER) | tiers,
     salt=st.binary(max_size=8),
@@ -145,6 +144,7 @@ def updates(draw: st.DrawFn) -> SequenceUpdate:
 @given(requests)
 def test_a_request_survives_the_wire(request: EngineRequest) -> None:
     command = encode_submit(request, Handle(7))
+    assert command.submit.weight == 1, "engines of an earlier release refuse 0"
     set_remaining(command.submit, request.deadline_at, 0.0)
     command = pb.Command.FromString(command.SerializeToString())
     assert decode_submit(command.submit, 0.0) == request

@@ -66,7 +66,6 @@ class EngineRequest:
                     penalties, min_tokens and grammars count outputs only
     params          checked; `seed` is never None here
     tenant          opaque key: fairness and cache salt, nothing else
-    weight          share of this tenant among the tenants of its tier that have work, > 0
     priority        class for the priority policy
     tier            shares and goals of the tenant's tier
     salt            separates prefix caches; the gateway derives it from the tenant
@@ -85,7 +84,6 @@ class EngineRequest:
     first_index: int = 0
     output_ids: tuple[int, ...] = ()
     tenant: str = ""
-    weight: float = 1.0
     priority: PriorityClass = PriorityClass.STANDARD
     tier: TierTerms = NO_TIER
     salt: bytes = b""
@@ -124,8 +122,6 @@ class EngineRequest:
             raise InvalidRequest("adapter", "no adapter: this engine serves the base model only", self.adapter)
         if self.grammar is not None:
             self._check_grammar(self.grammar)
-        if not self.weight > 0:
-            raise InvalidRequest("weight", "weight > 0", self.weight)
         self.tier.check()
         room = max_model_len - len(self.prompt_ids)
         if room < 1:

@@ -52,13 +52,12 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     @rule(
         tenant=st.sampled_from("abcdef"),
-        weight=st.sampled_from([1.0, 2.0]),
         tier=st.sampled_from([TierTerms(name="gold", weight=3.0), TierTerms(name="free")]),
         arrival=st.integers(0, 3),
     )
-    def add(self, tenant: str, weight: float, tier: TierTerms, arrival: int) -> None:
+    def add(self, tenant: str, tier: TierTerms, arrival: int) -> None:
         self.num_made += 1
-        self._push(sequence(self.num_made, float(arrival), tenant=tenant, weight=weight, tier=tier))
+        self._push(sequence(self.num_made, float(arrival), tenant=tenant, tier=tier))
 
     def _push(self, seq: Sequence) -> None:
         name, tenant = seq.request.tier.name, seq.request.tenant

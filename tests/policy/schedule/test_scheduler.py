@@ -16,7 +16,7 @@ from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
 from headrace.core.plan import Plan
 from headrace.core.plan_codec import load_plans
-from headrace.core.request import PriorityClass
+from headrace.core.request import PriorityClass, TierTerms
 from headrace.policy.queues import fair, tenants
 from headrace.policy.queues.keyed import FcfsQueue
 from headrace.policy.queues.shares import StepShares
@@ -514,7 +514,7 @@ def test_idling_earns_its_credit_and_no_more(credit: float, idle_turns: int, mon
 def test_weights_share_service_in_proportion() -> None:
     driven = DrivenEngine(queue_policy="fair", max_num_seqs=1)
     for i in range(12):
-        driven.submit(request(f"heavy{i}", [i + 1], tenant="heavy", weight=3.0), request(f"light{i}", [i + 1], tenant="light"))
+        driven.submit(request(f"heavy{i}", [i + 1], tier=TierTerms(name="heavy", weight=3.0)), request(f"light{i}", [i + 1]))
     driven.run()
     first = [name for (name, _) in list(driven.finish)[:8]]
     assert sum(name.startswith("heavy") for name in first) == 6

@@ -14,7 +14,7 @@ from headrace.core.errors import Overloaded, RequestTooLarge
 from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
-from headrace.core.request import EngineRequest, PriorityClass
+from headrace.core.request import EngineRequest, PriorityClass, TierTerms
 from headrace.core.waiting_bytes import request_bytes, submitted_bytes
 from headrace.engine import inbox
 from headrace.policy.schedule import sequence_table
@@ -196,7 +196,7 @@ def test_no_class_gives_way_to_another() -> None:
 
 
 def test_parts_are_by_weight() -> None:
-    driven = full_queue(*flood(6, weight=2.0))
+    driven = full_queue(*flood(6, tier=TierTerms(name="wide", weight=2.0)))
     others = [request(f"o{i}", [2, i], tenant="other", max_tokens=2) for i in range(4)]
     assert refused(driven, *others) == ["f4", "f5", "o2", "o3"]
 

@@ -107,10 +107,10 @@ class FairShareQueue:
         """Tokens were computed for a request."""
         tier = self._tier(request.tier.name)
         tier.served += num_tokens / request.tier.weight
-        tier.charge(request.tenant, num_tokens / request.weight)
+        tier.charge(request.tenant, num_tokens)
 
     def _service(self, seq: Sequence) -> tuple[float, float, float, int]:
-        """Weighted service of its tier and of its tenant, then its place among the tenant's own."""
+        """Weighted service of its tier, service of its tenant, then its place among the tenant's own."""
         tier = self._tier(seq.request.tier.name)
         return tier.served, tier.service_of(seq.request.tenant), seq.key, seq.seq_id
 

@@ -12,16 +12,15 @@ MAX_REMEMBERED_TENANTS = 10_000
 """Service counters kept. Beyond it, half of them are dropped: those of tenants with nothing waiting and the least service."""
 
 IDLE_CREDIT_TOKENS = 1024.0
-"""A tenant or tier that begins to wait may lag this many weighted tokens behind the least served of those that wait. A short burst after a
-pause is then served at once; however often a tenant pauses, it gets no more than this beyond its share."""
+"""A tenant or tier that begins to wait may lag this many tokens (a tier's by weight) behind the least served of those that wait. A short
+burst after a pause is then served at once; however often a tenant pauses, it gets no more than this beyond its share."""
 
 _Entry = tuple[float, float, int, str]
-"""A waiting tenant in the heap: its weighted service, the key of its first sequence, the order in which it began to wait (for ties), its
-name."""
+"""A waiting tenant in the heap: its service, the key of its first sequence, the order in which it began to wait (for ties), its name."""
 
 
 class TenantOrder:
-    """A virtual token counter per tenant (Sheng et al. 2024): the tenant with the least weighted service is served first.
+    """A virtual token counter per tenant (Sheng et al. 2024): the tenant with the least service is served first.
 
     When a tenant begins to wait, its counter is raised to IDLE_CREDIT_TOKENS below the least counter among the waiting tenants, or, when
     none waits, below that of the tenant that waited last: idling earns no more credit.
@@ -79,7 +78,7 @@ class TenantOrder:
         return True
 
     def service_of(self, tenant: str) -> float:
-        """Tokens computed for a tenant, by weight, and what it was raised by when it began to wait."""
+        """Tokens computed for a tenant, and what it was raised by when it began to wait."""
         return self._served.get(tenant, 0.0)
 
     def charge(self, tenant: str, service: float) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from headrace.core.request import EngineRequest
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.queues.queue import QueueTraits
-from headrace.policy.schedule.waiting import QueuePart, QueuePartKey, WaitingWork, weight_of
+from headrace.policy.schedule.waiting import QueuePart, QueuePartKey, WaitingWork
 from headrace.policy.sequence import RUNNING, Sequence
 
 Family = list[Sequence]
@@ -35,7 +35,7 @@ def displaced(
         return []
     parts = {key: replace(part) for key, part in work.parts.items()}
     own = parts.get(QueuePartKey.of(request), QueuePart())
-    wanted = QueuePart(own.num_sequences + request.params.n, own.num_bytes + request_bytes, weight_of(request))
+    wanted = QueuePart(own.num_sequences + request.params.n, own.num_bytes + request_bytes, request.tier.weight)
     due = _share(wanted, config)
     candidates: dict[QueuePartKey, list[Family]] | None = None
     chosen: list[Family] = []
@@ -65,7 +65,7 @@ def _above(
 
 
 def _share(part: QueuePart, config: SchedulerConfig) -> float:
-    """How much of the queue a part takes, by count or by bytes, whichever is more, divided by its weight."""
+    """How much of the queue a part takes, by count or by bytes, whichever is more, divided by its tier's weight."""
     return max(part.num_sequences / config.max_waiting, part.num_bytes / config.max_waiting_bytes) / part.weight
 
 

@@ -144,19 +144,15 @@ class Room:
         does again only after some progress (`Sequence.start`), so that each gets on."""
         queue, running = self.sequences.queue, self.sequences.slots.running
         counts = Counter(seq.request.tenant for seq in running)
-        crowd = CROWD_FACTOR * (counts[head.request.tenant] + num_preempted + 1) / _weight(head)
+        crowd = CROWD_FACTOR * (counts[head.request.tenant] + num_preempted + 1) / head.request.tier.weight
         held = self._num_held() if any(seq.request.tier.kv_share is not None for seq in running) else counts
         found: list[Sequence] = []
         for seq in running:
             tenant, share = seq.request.tenant, seq.request.tier.kv_share
             if len(seq.tokens) < seq.makes_room_from or queue.outranks(seq, head):
                 continue
-            is_crowd = counts[tenant] / _weight(seq) >= crowd
+            is_crowd = counts[tenant] / seq.request.tier.weight >= crowd
             holds_too_much = share is not None and held[tenant] > share * self._num_blocks
             if queue.outranks(head, seq) or (tenant != head.request.tenant and (is_crowd or holds_too_much)):
                 found.append(seq)
         return found
-
-
-def _weight(seq: Sequence) -> float:
-    return seq.request.weight * seq.request.tier.weight

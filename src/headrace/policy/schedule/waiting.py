@@ -34,16 +34,11 @@ class QueuePartKey(NamedTuple):
 
 @dataclass(slots=True)
 class QueuePart:
-    """What waits of one tenant in one class. weight: of its tier times its own, as its last request said"""
+    """What waits of one tenant in one class. weight: of its tier, as its last request said"""
 
     num_sequences: int = 0
     num_bytes: int = 0
     weight: float = field(default=1.0, compare=False)
-
-
-def weight_of(request: EngineRequest) -> float:
-    """Share of its tenant among all tenants of its class."""
-    return request.tier.weight * request.weight
 
 
 class WaitingWork:
@@ -106,7 +101,7 @@ class WaitingWork:
         part = self.parts.setdefault(QueuePartKey.of(seq.request), QueuePart())
         part.num_sequences += 1
         part.num_bytes += seq.num_waiting_bytes
-        part.weight = weight_of(seq.request)
+        part.weight = seq.request.tier.weight
 
     def remove(self, seq: Sequence) -> None:
         """A sequence runs or ends. Removing it twice changes nothing."""

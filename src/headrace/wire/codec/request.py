@@ -24,7 +24,7 @@ MAX_REMAINING_MS = 100 * 365 * 24 * 3600 * 1000
 MAX_NAMED_FIELDS = 16
 _NOT_HONOURED = ("adapter_digest", "kv_ticket", "modality_digests")
 _PARAMS = SameFields(SamplingParams, pb.Params, but=("logit_bias", "logit_bias_ids", "logit_bias_values", "structured_outputs"))
-_OTHERWISE = ("handle", "task", "params", "priority", "grammar", "tier", "deadline_at", "deadline_remaining_ms")
+_OTHERWISE = ("handle", "task", "params", "priority", "grammar", "tier", "weight", "deadline_at", "deadline_remaining_ms")
 """Fields of an EngineRequest or a Submit that are not the same on both sides."""
 _SUBMIT = SameFields(EngineRequest, pb.Submit, but=(*_OTHERWISE, *_NOT_HONOURED))
 _TIER = SameFields(TierTerms, pb.TierTerms)
@@ -49,6 +49,7 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
             priority=PRIORITY[request.priority],
             grammar=None if request.grammar is None else encode_grammar(request.grammar),
             tier=None if request.tier == NO_TIER else _TIER.encode(request.tier),
+            weight=1.0,
         )
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidRequest(
