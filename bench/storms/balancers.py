@@ -440,14 +440,13 @@ def run(names: list[str], count: int) -> dict[str, dict[str, Any]]:
         gateways = {}
         for name in ("gateway1", "gateway2"):
             log = str(site.folder / f"{name}.jsonl")
-            resumes: dict[str, Any] = {"store": {"path": str(site.folder / "streams.db")}, "timeouts": {"stream_resume_s": 60}}
             gateways[name] = site.gateway(
                 name,
                 replicas,
                 aliases=(MODEL_SMALL,),
                 further={MODEL_LARGE: {"large0": large_engine.address}},
                 request_log=log,
-                **resumes,
+                timeouts={"stream_resume_s": 60},
             )
         for gateway in gateways.values():
             gateway.wait_ready()

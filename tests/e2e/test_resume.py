@@ -65,14 +65,14 @@ def engine(folder: Path) -> Iterator[tuple[Child, dict[str, Any]]]:
 def two(request: pytest.FixtureRequest, folder: Path, engine: tuple[Child, dict[str, Any]]) -> Iterator[TwoGateways]:
     process, model = engine
     with ExitStack() as stack:
-        store = {"path": f"{folder}/store.db"}
+        where: dict[str, Any] = {"state": str(folder)}
         if request.param == "redis":
             server = RedisServer(folder)
             stack.callback(server.stop)
             server.start()
-            store = {"url": server.url}
+            where = {"store": {"url": server.url}}
         path = folder / f"{request.param}.json"
-        options = {"port": 0, "request_log": "off", "store": store, "timeouts": {"drain_s": 0.01}}
+        options = {"port": 0, "request_log": "off", **where, "timeouts": {"drain_s": 0.01}}
         path.write_text(json.dumps({"models": [model], **options}))
         gateways = [stack.enter_context(child(GATEWAY, path)) for _ in range(2)]
         for gateway in gateways:

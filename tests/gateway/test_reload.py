@@ -545,7 +545,7 @@ def option_names(kind: type) -> list[str]:
         {"workers": 2},
         {"salt_key": "ab" * 16},
         {"timeouts": {"stream_resume_s": 5}},
-        {"store": {"path": "/elsewhere"}},
+        {"store": {"url": "unix:///elsewhere"}},
         {"state": "/elsewhere"},
         {"sessions": {"ttl_s": 60.0}},
     ],

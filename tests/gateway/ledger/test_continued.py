@@ -49,7 +49,7 @@ async def test_a_stream_that_goes_on_at_another_gateway_is_billed_once(text: Tex
     log-probabilities are not kept), they are not billed again."""
     path, fields = MODES[mode]
     body = streaming_body(path, **fields)
-    async with two_gateways(text, tmp_path, state=str(tmp_path), **BILLED) as (first, second):
+    async with two_gateways(text, tmp_path, **BILLED) as (first, second):
         parts = follow(first, second)
         for bench in (first, second):
             bench.replica.token_delay_s = 0.002

@@ -196,14 +196,14 @@ def test_the_sums_of_days_give_what_the_records_give_for_any_time(tmp_path: Path
 def test_a_file_of_an_earlier_version_gets_its_sums_and_can_be_read_without_them(tmp_path: Path) -> None:
     path = tmp_path / FILE
     old = replace(USAGE, added={})
-    connection = open_sqlite(str(path), old, where="state")
+    connection = open_sqlite(str(path), old)
     sink = UsageDb.__new__(UsageDb)
     sink._connection = connection
     sink.ship(many_records(random.Random(3), 500))
     assert not has_table(connection, DAYS)
     before = summed(connection, NOON - 3 * DAY_MS, None, "acme")
     assert before == summed_from_records(connection, NOON - 3 * DAY_MS, None, "acme")
-    newer = open_sqlite(str(path), USAGE, where="state")
+    newer = open_sqlite(str(path), USAGE)
     assert has_table(newer, DAYS)
     assert summed(newer, NOON - 3 * DAY_MS, None, "acme") == before
     sink.ship([encode_record(usage(1000, time_ms=NOON))])  # the earlier program goes on, and its records are in the sums

@@ -367,7 +367,7 @@ from headrace.gateway.stores.store import StoreFailed
 
 async def main():
     form = SqliteForm(version=1, statements=("CREATE TABLE numbers (number INTEGER)",), synchronous="OFF")
-    thread = SqliteThread(open_sqlite(IN_MEMORY, form, where="state"))
+    thread = SqliteThread(open_sqlite(IN_MEMORY, form))
     guard = StoreGuard("limits", thread.progress)
 
     is_over = asyncio.Event()
@@ -427,7 +427,7 @@ EMPTY = SqliteForm(version=1, statements=("CREATE TABLE numbers (number INTEGER)
 async def test_a_store_whose_thread_is_blocked_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "REQUEST_WAIT_S", 0.05)
     monkeypatch.setattr(guard, "RETRY_S", 600.0)
-    thread, go_on = SqliteThread(open_sqlite(IN_MEMORY, EMPTY, where="state")), threading.Event()
+    thread, go_on = SqliteThread(open_sqlite(IN_MEMORY, EMPTY)), threading.Event()
     one = StoreGuard("limits", thread.progress)
     try:
         blocked = asyncio.create_task(thread.call(lambda: go_on.wait(600)))

@@ -25,7 +25,7 @@ TOO_LARGE = 2**63
 
 @pytest.fixture
 async def thread() -> AsyncIterator[SqliteThread]:
-    opened = SqliteThread(open_sqlite(IN_MEMORY, NUMBERS, where="state"))
+    opened = SqliteThread(open_sqlite(IN_MEMORY, NUMBERS))
     yield opened
     await opened.close()
 
@@ -110,8 +110,8 @@ class held:
 @pytest.mark.process
 def test_another_process_that_closes_a_file_leaves_the_log_to_the_connections_of_this_one(tmp_path: Path) -> None:
     path = tmp_path / "shared.db"
-    first = open_sqlite(str(path), NUMBERS, where="state")
-    second = open_sqlite(str(path), NUMBERS, where="state")
+    first = open_sqlite(str(path), NUMBERS)
+    second = open_sqlite(str(path), NUMBERS)
     log = path.with_name("shared.db-wal")
     node = log.stat().st_ino
     script = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('INSERT INTO numbers VALUES (1)'); c.commit(); c.close()"

@@ -269,7 +269,6 @@ async def test_a_cancelled_call_is_not_done(tmp_path: Path, clock: ManualClock) 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"path": "/a", "url": "redis://h"}, "store.url"),
         ({"url": "http://h"}, "store.url"),
         ({"url": "redis://:secret@h"}, "store.url"),
         ({"password_file": "/f"}, "store.password_file"),
@@ -412,18 +411,15 @@ async def test_concurrent_puts_of_several_gateways_keep_the_bounds(redis_server:
         await store.close()
 
 
-async def test_streams_are_in_the_state_folder_unless_another_place_is_named(tmp_path: Path, clock: ManualClock) -> None:
-    (tmp_path / "state").mkdir()
-    places = {"entries.db": StoreConfig(), "own.db": StoreConfig(path=str(tmp_path / "own.db"))}
-    for config in places.values():
-        store = Stores(config, str(tmp_path / "state"), lambda: 1.0, clock).open_streams()
-        await store.put("a", b"one", tenant="t", ttl_s=500)
-        await store.close()
-        again = Stores(config, str(tmp_path / "state"), lambda: 1.0, clock).open_streams()
-        assert await again.get("a") == b"one", "the next process reads it"
-        await again.close()
-    assert sorted(path.name for path in tmp_path.glob("**/*.db")) == ["entries.db", "own.db"]
+async def test_streams_are_in_the_state_folder(tmp_path: Path, clock: ManualClock) -> None:
+    store = Stores(StoreConfig(), str(tmp_path), lambda: 1.0, clock).open_streams()
+    await store.put("a", b"one", tenant="t", ttl_s=500)
+    await store.close()
+    again = Stores(StoreConfig(), str(tmp_path), lambda: 1.0, clock).open_streams()
+    assert await again.get("a") == b"one", "the next process reads it"
+    await again.close()
+    assert [path.name for path in tmp_path.glob("**/*.db")] == ["entries.db"]
     alone = Stores(StoreConfig(), "", lambda: 1.0, clock).open_streams()
     await alone.put("b", b"two", tenant="t", ttl_s=500)
     await alone.close()
-    assert sorted(path.name for path in tmp_path.glob("**/*.db")) == ["entries.db", "own.db"], "without a folder it is memory"
+    assert [path.name for path in tmp_path.glob("**/*.db")] == ["entries.db"], "without a folder it is memory"

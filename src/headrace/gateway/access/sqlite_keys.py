@@ -38,7 +38,7 @@ class SqliteKeys:
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError."""
-        self._thread = SqliteThread(open_sqlite(path, KEYS, where="state"))
+        self._thread = SqliteThread(open_sqlite(path, KEYS))
         self._connection = self._thread.connection
         self.progress = self._thread.progress
 

@@ -156,7 +156,7 @@ def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | N
     folder = Path(state)
     usage_db = UsageDb(str(folder / FILE), retention_days=config.retention_days, unix_time=unix_time)
     spool = Spool(folder / SPOOL, [usage_db.name])
-    return Ledger(spool, usage_db, LocalUsage(SqliteThread(open_sqlite(str(folder / FILE), USAGE, where="state"))), config)
+    return Ledger(spool, usage_db, LocalUsage(SqliteThread(open_sqlite(str(folder / FILE), USAGE))), config)
 
 
 def far_sinks(config: UsageConfig) -> list[Sink]:

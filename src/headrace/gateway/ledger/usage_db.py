@@ -77,7 +77,7 @@ class UsageDb:
 
     def __init__(self, path: str, *, retention_days: int, unix_time: Clock) -> None:
         """Raises ConfigError."""
-        self._connection = open_sqlite(path, USAGE, where="state")
+        self._connection = open_sqlite(path, USAGE)
         self.retention_days = retention_days
         self._unix_time = unix_time
         self._deleted_at = 0.0

@@ -282,7 +282,7 @@ class SqliteLimits:
     def __init__(self, path: str, *, clock: Clock, unix_time: Clock) -> None:
         """path: as `open_sqlite` takes it; clock: monotonic seconds of the machine. Raises ConfigError."""
         self._clock, self._unix_time = clock, unix_time
-        connection = open_sqlite(path, BOOK, where="state")
+        connection = open_sqlite(path, BOOK)
         self._rows = SqliteRows(connection)
         self._owed = _OwedCharges()
         self._book = LimitBook(self._rows)

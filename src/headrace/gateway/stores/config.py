@@ -22,9 +22,8 @@ class InsecureStore(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """Give `path` or `url`; without either, entries are in the state folder, or without one in the memory of this process alone."""
+    """Without `url` entries are in the state folder, or without one in the memory of this process alone."""
 
-    path: str = option("", "SQLite file of streams, which the processes of one machine share; its folder must exist.")
     url: str = option(
         "",
         "Redis or Valkey that gateways on several machines share: `redis://HOST:PORT/0`, `rediss://` with TLS, or `unix:///path`, with a "
@@ -36,8 +35,6 @@ class StoreConfig:
 
     def checked(self) -> StoreConfig:
         """This value if its rules hold. Raises ConfigError."""
-        if self.path and self.url:
-            raise ConfigError("store.url", "is given beside store.path", "Entries are kept in one of the two.")
         if self.url and not self.url.startswith(URL_SCHEMES):
             raise ConfigError("store.url", "is no address of Redis or Valkey", "Write redis://HOST:PORT/0, rediss:// or unix:///path.")
         if self.url and urlsplit(self.url).password is not None:

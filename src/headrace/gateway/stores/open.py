@@ -43,6 +43,5 @@ class Stores:
         return SqliteStore(str(Path(self.state) / f"{part or 'entries'}.db") if self.state else IN_MEMORY, limits, self.unix_time)
 
     def open_streams(self) -> Store:
-        """The store of streams, which is in `store.path` where that is given. Raises ConfigError."""
-        limits = self.limits(entry=MAX_STREAM_BYTES, total=MAX_STREAMS_BYTES)
-        return SqliteStore(self.config.path, limits, self.unix_time) if self.config.path else self.open("", limits)
+        """Raises ConfigError."""
+        return self.open("", self.limits(entry=MAX_STREAM_BYTES, total=MAX_STREAMS_BYTES))

@@ -42,7 +42,7 @@ class SqliteStore:
         """path: as `open_sqlite` takes it. Raises ConfigError."""
         self._limits = limits
         self._unix_time = unix_time
-        self._thread = SqliteThread(open_sqlite(path, ENTRIES, where="store.path"), begin_write=self._remove_expired)
+        self._thread = SqliteThread(open_sqlite(path, ENTRIES), begin_write=self._remove_expired)
         self._connection = self._thread.connection
         self.progress = self._thread.progress
 

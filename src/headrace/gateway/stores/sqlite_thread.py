@@ -187,11 +187,10 @@ class _Call:
             self.answer.set_result(answer)
 
 
-def open_sqlite(path: str, form: SqliteForm, *, where: str) -> sqlite3.Connection:
+def open_sqlite(path: str, form: SqliteForm) -> sqlite3.Connection:
     """A connection for use in any thread, one at a time.
 
-    path   a file, made where it is not there yet, closed to other users; or IN_MEMORY
-    where  the option that names the file, for errors
+    path  a file of the state folder, made where it is not there yet, closed to other users; or IN_MEMORY
 
     Raises ConfigError.
     """
@@ -200,7 +199,7 @@ def open_sqlite(path: str, form: SqliteForm, *, where: str) -> sqlite3.Connectio
             _make_private(path)
         return _connected(path, form)
     except (OSError, sqlite3.Error) as error:
-        raise ConfigError(where, f"{path} cannot be used as a store: {error}") from None
+        raise ConfigError("state", f"{path} cannot be used as a store: {error}") from None
 
 
 def _make_private(path: str) -> None:
