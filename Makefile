@@ -120,6 +120,8 @@ proto: $(STAMP)
 derived: $(STAMP)
 	$(BIN)/python -m tests.support.api_tables
 	$(BIN)/python tools/folder_tables.py
+	$(BIN)/python -m tools.option_tables
+	$(BIN)/python -m tests.house.options > tests/house/options.txt
 	$(BIN)/python tools/plan_tables.py
 	$(BIN)/python -m bench.precision_paths
 

@@ -16,9 +16,11 @@ from headrace.cli.config_faults import faults
 from headrace.cli.config_yaml import Raw, dump_yaml, parse_yaml
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
+from headrace.core.option import Reload, leaves, options
+from headrace.fleet.config_change import FIXED, FIXED_GATEWAY
 from headrace.fleet.files import ReplicaFiles, gateway_content
 from headrace.fleet.launcher import SECRET_VARIABLES, without_secrets
-from headrace.gateway.config import config_from
+from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.http.config import HttpTls
 
 pytestmark = pytest.mark.pure
@@ -35,6 +37,13 @@ def refusal(tmp_path: Path, text: str, environment: dict[str, str] | None = None
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, text, environment, **flags)
     return caught.value
+
+
+def test_keys_that_take_a_restart_are_those_that_the_supervisor_or_its_gateways_refuse_to_change() -> None:
+    supervisor = {name for name, described in options(ServeConfig) if described.reload is None and name not in ("gateway", "state")}
+    assert supervisor == {name for name in FIXED if name not in ("engine_command", "gateway_command")}
+    restart = {leaf.path for leaf in leaves(GatewayConfig) if leaf.option.reload is Reload.RESTART}
+    assert set(FIXED_GATEWAY) | {"state"} <= restart
 
 
 def test_file_is_decoded_into_every_packages_own_config(tmp_path: Path, model_folder: Path) -> None:

@@ -58,7 +58,7 @@ FOUND = [
     (19, "gateway.api_keys[0].key", "is shorter than"),
     (20, "gateway.api_keys[1].tier", "'top' is not a tier"),
     (21, "gateway.timeouts.drain", "Set drain_timeout_s at the top level."),
-    (21, "gateway.timeouts.failover_s", "is not positive"),
+    (21, "gateway.timeouts.failover_s", "is negative"),
     (22, "drain_timeout_s", "outside 0..86400"),
 ]
 

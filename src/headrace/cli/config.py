@@ -24,6 +24,7 @@ from headrace.cli.state import state_folder
 from headrace.cli.stored_keys import has_stored_keys
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
+from headrace.core.option import Option, Reload, Role, check_options, option, required, section
 from headrace.core.strict_decode import NeedsExactlyOne, decode, plain
 from headrace.engine.config import EngineConfig
 from headrace.fleet.admin_listen import AdminListen
@@ -44,26 +45,35 @@ ENV_PREFIX = "HEADRACE_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteReplica:
-    """One engine that was started by itself (`headrace engine`), here or on another machine. address: HOST:PORT or unix:/path."""
+    """One engine that was started by itself (`headrace engine`), here or on another machine."""
 
-    name: str
-    address: str
+    name: str = required("Label `replica` of metrics and logs, and its name in `/ready`.", "--replica")
+    address: str = required(
+        "Where the engine listens: `HOST:PORT` or `unix:/path`; the flag is `NAME=ADDRESS`, again for more.", "--replica"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSection:
-    """The engines of one model that run elsewhere.
+    """The engines of one model that run elsewhere."""
 
-    model       the model's folder on this machine, a bundled model's name, or a hub id: the gateway reads its tokenizer and template
-    replicas    where its engines listen
-    tls_dir     folder with this machine's certificates (ca.crt, tls.crt, tls.key), for TCP addresses; required beyond loopback
-    token_file  file with the token that the engines want; empty: the file `token` of tls_dir. One of the two is required for TCP addresses
-    """
-
-    model: str
-    replicas: tuple[RemoteReplica, ...]
-    tls_dir: str = ""
-    token_file: str = ""
+    model: str = required(
+        "What the engines serve: a folder on this machine, a bundled model or a hub id. The gateway reads its tokenizer and template.",
+        "MODEL",
+    )
+    replicas: tuple[RemoteReplica, ...] = required("Where its engines listen.")
+    tls_dir: str = option(
+        "",
+        "Folder with this machine's certificates (`ca.crt`, `tls.crt`, `tls.key`), as `headrace tls init` or cert-manager makes it; for "
+        "TCP addresses, required beyond loopback.",
+        "--tls-dir",
+    )
+    token_file: str = option(
+        "",
+        "File with the token that the engines want, closed to other users; required for TCP.",
+        "--token-file",
+        shown="`token` of `tls_dir`",
+    )
 
     def gateway_replicas(self) -> tuple[ReplicaConfig, ...]:
         """The replicas as the gateway reads them. A Unix socket needs no certificates."""
@@ -80,28 +90,36 @@ class RemoteSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """One served model: the engines that serve it, the foreign servers that answer for it, or both.
+    """One served model: the engines that serve it, the foreign servers that answer for it, or both."""
 
-    engine     the options of every replica; `engine.model` is a folder, the name of a bundled model, or a hub id
-    remote     engines that are started by themselves, instead of engines that are started here
-    upstreams  OpenAI-compatible servers instead of engines; beside them, for what no engine takes
-    name       what clients ask for; default: the hub id, the folder's name, or what the first foreign server calls it
-    aliases    further names for it
-    replicas   engine processes, each with its own copy of the weights
-    smaller    name of another model that answers while this one is busy (docs/tenancy.md, "Busy models")
-
-    tool_call_parser, reasoning_parser  how the model writes calls and reasoning: a name of `text.output.formats`, auto or none
-    """
-
-    engine: EngineConfig | None = None
-    remote: RemoteSection | None = None
-    upstreams: tuple[ForeignConfig, ...] = ()
-    name: str = ""
-    aliases: tuple[str, ...] = ()
-    replicas: int = 1
-    smaller: str = ""
-    tool_call_parser: str = AUTO
-    reasoning_parser: str = AUTO
+    engine: EngineConfig | None = option(None, "Options of every replica that is started here.", role=Role.DEVELOPER)
+    remote: RemoteSection | None = option(None, "Engines that are started by themselves.", role=Role.OPERATOR)
+    upstreams: tuple[ForeignConfig, ...] = option((), "OpenAI-compatible servers.", role=Role.OPERATOR)
+    name: str = option(
+        "",
+        "What clients ask for.",
+        "--served-model-name",
+        shown="the hub id, the folder's name, or `model` of the first of `upstreams`",
+    )
+    aliases: tuple[str, ...] = option((), "Further names for it: the flag's from the second on.", "--served-model-name")
+    replicas: int = option(1, "Engine processes, each with its own copy of the weights: more throughput, more memory.", "--replicas")
+    smaller: str = option(
+        "",
+        "Name of another served model that answers, by its own name, while this one is busy ([tenancy.md](tenancy.md#busy-models)).",
+        role=Role.TENANTS,
+    )
+    tool_call_parser: str = option(
+        AUTO,
+        "How the model writes calls: a name that vLLM has for it (`hermes`, `llama3_json`, `mistral`, `pythonic`, ...), or `none`. `auto`: "
+        "what the chat template shows. Without a known form requests with functions are refused.",
+        "--tool-call-parser",
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        "How the model marks its reasoning (`qwen3`, `deepseek_r1`, `mistral`, ...), or `none`: then it is part of the text. `auto`: what "
+        "the chat template shows.",
+        "--reasoning-parser",
+    )
 
     @property
     def parsers(self) -> dict[str, str]:
@@ -135,47 +153,88 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """The whole configuration of `headrace serve`.
+    """The whole configuration of `headrace serve`. `load` puts the user's own folder (`cli.state`) in the place of an empty `state`; of
+    `gateway`, what ELSEWHERE names is made from keys of this class."""
 
-    state            folder of all embedded stores (docs/tenancy.md), made where it is not there; relative to the working directory. `load`
-                     puts the user's own folder (`cli.state`) in the place of an empty one
-    tiers            by name, beside `policy.limits.tier.BUILT_IN_TIERS` or in their place: what tenants may use
-    prices           of tokens, by name of the model
-    usage            how records of what requests used are kept in `state`, and where they are sent (docs/usage.md)
-    gateway          the gateway's section; its `models` is made from `models` here, its `timeouts.drain_s` from `drain_timeout_s`
-    drain_timeout_s  after SIGTERM: how long running requests may take
-    start_timeout_s, hang_timeout_s  see `FleetConfig`
-    log_format       "auto" (text on a terminal, JSON elsewhere), "text" or "json"; a request log that is a file is always JSON
-    admin            where the supervisor answers `headrace status`, ... over TCP too; None: on this machine alone
-    run_dir          parent of the private directory for sockets; None: XDG_RUNTIME_DIR, else the temporary directory
-    allow_open       listen beyond loopback without API keys
-    site_key         secret (hex) of all that processes of a site agree on, equal where several starts serve one site; empty: drawn at start
-    experimental     allow what has not been run where Headrace is tested (hub ids)
-    """
-
-    models: tuple[ModelSection, ...]
-    state: str = ""
-    tiers: dict[str, Tier] = field(default_factory=dict)
-    prices: dict[str, Price] = field(default_factory=dict)
-    usage: UsageConfig = field(default_factory=UsageConfig)
-    gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(models=()))
-    drain_timeout_s: float = 30.0
-    start_timeout_s: float = 1800.0
-    hang_timeout_s: float = 60.0
-    log_format: str = "auto"
-    run_dir: str | None = None
-    admin: AdminListen | None = None
-    allow_open: bool = False
-    site_key: str = field(default="", repr=False)
-    experimental: bool = False
+    models: tuple[ModelSection, ...] = required("Served models.", reload=Reload.LIVE, role=Role.DEVELOPER)
+    state: str = option(
+        "",
+        "Folder of all embedded stores ([tenancy.md](tenancy.md)): keys, limits, usage. Made closed to other users; every command that "
+        "reads or changes them finds it by the same rule. Relative to the working directory.",
+        "--state",
+        shown="`HEADRACE_STATE`, `$XDG_STATE_HOME/headrace`, else `~/.local/state/headrace`",
+        role=Role.OPERATOR,
+    )
+    tiers: dict[str, Tier] = section(dict, "What tenants may use.", reload=Reload.LIVE, role=Role.TENANTS)
+    prices: dict[str, Price] = section(dict, "Prices of tokens, by the model's name.", reload=Reload.LIVE, role=Role.TENANTS)
+    usage: UsageConfig = section(UsageConfig, "How usage records are kept and shipped.", reload=Reload.LIVE, role=Role.BILLING)
+    gateway: GatewayConfig = field(
+        default_factory=lambda: GatewayConfig(models=()), metadata={"option": Option(help="The gateway.", role=Role.OPERATOR)}
+    )
+    drain_timeout_s: float = option(
+        30.0,
+        "Seconds that running streams may take after SIGTERM, when no new work is accepted.",
+        "--drain-timeout",
+        reload=Reload.LIVE,
+        role=Role.OPERATOR,
+    )
+    start_timeout_s: float = option(
+        1800.0,
+        "A gateway or an engine that has not served within these seconds of its start is killed and counts as failed "
+        "([fleet.md](fleet.md#what-happens-when)); 0: never. Longer than the slowest load of weights.",
+        reload=Reload.LIVE,
+        role=Role.OPERATOR,
+    )
+    hang_timeout_s: float = option(
+        60.0,
+        "An engine that has served, and that no gateway can use for these seconds, is killed and started again; a gateway that answers "
+        "nothing, after about 10 s. At least 15; 0: never, for work with a debugger.",
+        reload=Reload.LIVE,
+        role=Role.OPERATOR,
+    )
+    log_format: str = option(
+        "auto",
+        "Format of the whole log: `auto` is text on a terminal and JSON elsewhere. A request log that is a file is always JSON.",
+        "--log-format",
+        one_of=tuple(LogFormat),
+        role=Role.OPERATOR,
+    )
+    run_dir: str | None = option(
+        None,
+        "Directory in which the private directory for sockets is made.",
+        shown="`XDG_RUNTIME_DIR`, else the temporary directory",
+        role=Role.OPERATOR,
+    )
+    admin: AdminListen | None = option(None, "The operator's commands from other machines.", role=Role.OPERATOR)
+    allow_open: bool = option(
+        False,
+        "Listen beyond loopback although there is no API key, neither in the configuration nor in the store ([identity.md](identity.md)).",
+        "--allow-open",
+        reload=Reload.LIVE,
+        role=Role.SECURITY,
+    )
+    site_key: str = option(
+        "",
+        "Hex secret (32 to 128 digits) from which the tenants' cache salts and the hashes of KV blocks are keyed: set it where several "
+        "starts serve one site.",
+        shown="drawn at start",
+        role=Role.SECURITY,
+        repr=False,
+    )
+    experimental: bool = option(
+        False,
+        "Allow what has not been run where Headrace is tested: hub ids.",
+        "--experimental",
+        reload=Reload.LIVE,
+        role=Role.DEVELOPER,
+    )
 
     def checked(self) -> ServeConfig:
         """This value if the rules of every section and of their pairs hold. Raises ConfigError with the path in the file."""
         for index, model in enumerate(self.models):
             self._check_model(f"models[{index}]", model)
         self._check_gateway()
-        if self.log_format not in list(LogFormat):
-            raise ConfigError("log_format", f"{self.log_format!r} is not one of {', '.join(LogFormat)}")
+        check_options(self)
         self.fleet(lambda model: Path(model)).checked()
         return self
 

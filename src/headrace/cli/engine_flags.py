@@ -90,7 +90,7 @@ def _flags() -> Iterator[EngineFlag]:
         word = name.replace("_", "-")
         made = f"--{word}/--no-{word}" if kind is bool else f"--{word}"
         names = (made,) if option.flags is None else option.flags
-        if names:
+        if names and name != "model":  # an argument as well, which each command declares
             yield EngineFlag(name, names, kind, option)
 
 

@@ -160,9 +160,10 @@ def _run_by_hand(context: typer.Context, file: Path | None) -> int:
 def _changed_gateway(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
     """The gateway of a file that was read again. Raises ConfigError for what this command alone reads and cannot change."""
     from headrace.core.errors import ConfigError
+    from headrace.core.option import options
 
-    for name in ("log_format", "site_key", "run_dir"):
-        if getattr(config, name) != getattr(before, name):
+    for name, described in options(type(config)):
+        if described.reload is None and name != "gateway" and getattr(config, name) != getattr(before, name):
             raise ConfigError(name, "cannot change while the gateway runs", "Start the gateway again, or write what it was.")
     return gateway_of(config)
 

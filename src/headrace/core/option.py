@@ -29,15 +29,15 @@ class Reload(StrEnum):
     RESTART = "restart"
 
 
-class Who(StrEnum):
-    """Who has a reason to turn an option."""
+class Role(StrEnum):
+    """Role has a reason to turn an option."""
 
     DEVELOPER = "developer"
     """chooses a model and makes it fit its machine"""
     OPERATOR = "operator"
     """runs the deployment: its machines, network, processes and times"""
     SECURITY = "security"
-    """decides who may connect, and what is shown to whom"""
+    """decides which clients may connect, and what each is shown"""
     TENANTS = "tenants"
     """owns tenants: quotas, fairness, prices"""
     BILLING = "billing"
@@ -56,7 +56,7 @@ class Option:
     low, high    what a number may be, both included; above: a bound that is not included; None: no limit
     switch       (off, on): its flag is --x/--no-x, and these are the values
     on           default by device, for a field that was not set; empty: one default for all devices
-    reload, who  None: as the section has it, in which the field stands
+    reload, role  None: as the section has it, in which the field stands
     is_shared    the number counts over all requests of a site: each of several gateway workers gets its part
     """
 
@@ -72,7 +72,7 @@ class Option:
     switch: tuple[int, int] | None = None
     on: Mapping[str, object] = field(default_factory=dict)
     reload: Reload | None = None
-    who: Who | None = None
+    role: Role | None = None
     is_shared: bool = False
 
     @property
@@ -136,9 +136,9 @@ def by_device(cpu: Value, gpu: Value, help: str, *flags: str, **about: object) -
     return option(cast(Value, None), help, *flags, on={"cpu": cpu, "cuda": gpu}, **about)  # type: ignore[arg-type]
 
 
-def section(kind: type[Value], help: str, *, reload: Reload | None = None, who: Who | None = None) -> Value:
-    """A field that is a configuration of its own, with its defaults. reload, who: of its fields that say nothing else"""
-    made: Value = field(default_factory=kind, metadata={"option": Option(help=help, reload=reload, who=who)})
+def section(kind: type[Value], help: str, *, reload: Reload | None = None, role: Role | None = None) -> Value:
+    """A field that is a configuration of its own, with its defaults. reload, role: of its fields that say nothing else"""
+    made: Value = field(default_factory=kind, metadata={"option": Option(help=help, reload=reload, role=role)})
     return made
 
 
@@ -161,7 +161,7 @@ class Leaf:
 
     path    with [N] for a place in a list and [NAME] for a name that the file chooses
     hint    type of the value
-    option  with `reload` and `who` filled in from the sections around it; None: the field has none
+    option  with `reload` and `role` filled in from the sections around it; None: the field has none
     """
 
     path: str
@@ -170,18 +170,18 @@ class Leaf:
     option: Option
 
 
-def leaves(kind: type, where: str = "", reload: Reload = Reload.RESTART, who: Who | None = None) -> Iterator[Leaf]:
-    """Every key of a file that is decoded as `kind`, in the order of the classes. reload, who: of the section around it"""
+def leaves(kind: type, where: str = "", reload: Reload = Reload.RESTART, role: Role | None = None) -> Iterator[Leaf]:
+    """Every key of a file that is decoded as `kind`, in the order of the classes. reload, role: of the section around it"""
     hints = get_type_hints(kind)
     for item in fields(kind):
         path, hint = joined(where, key_of(item.name)), inner(hints[item.name])
         described: Option = item.metadata.get("option", Option(help=""))
-        handed_on = described.reload or reload, described.who or who
+        handed_on = described.reload or reload, described.role or role
         if is_dataclass(nested := _of_items(hint)) and isinstance(nested, type):
             yield from leaves(nested, path + _PLACES.get(get_origin(hint), ""), *handed_on)
         else:
             is_required = item.default is MISSING and item.default_factory is MISSING
-            yield Leaf(path, hints[item.name], is_required, replace(described, reload=handed_on[0], who=handed_on[1]))
+            yield Leaf(path, hints[item.name], is_required, replace(described, reload=handed_on[0], role=handed_on[1]))
 
 
 _PLACES: Mapping[object, str] = {tuple: "[N]", dict: "[NAME]"}

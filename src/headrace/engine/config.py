@@ -13,7 +13,7 @@ from functools import cache
 from headrace.core.errors import ConfigError
 from headrace.core.gpus import find_gpus
 from headrace.core.model_info import LOAD_FORMATS
-from headrace.core.option import Option, Who, by_device, check_options, option, options, required
+from headrace.core.option import Option, Role, by_device, check_options, option, options, required
 from headrace.policy.queues import QUEUES
 from headrace.tensor.backends import BACKENDS, find_working_gpus
 from headrace.tensor.checkpoint.formats.names import INSTEAD, METHODS
@@ -35,7 +35,8 @@ class EngineConfig:
 
     model: str = required(
         "A folder in the Hugging Face layout, a `.gguf` file, the name of a bundled model, or a hub id.",
-        flags=(),
+        "MODEL",
+        "--model",
     )
     dtype: str = option(
         "auto",
@@ -85,10 +86,10 @@ class EngineConfig:
         flags=(),
         low=1,
         high=10**6,
-        who=Who.OPERATOR,
+        role=Role.OPERATOR,
     )
     max_waiting_per_tenant: int | None = option(
-        None, "The same of one tenant, so that a busy tenant is refused before it fills the queue.", flags=(), low=1, who=Who.TENANTS
+        None, "The same of one tenant, so that a busy tenant is refused before it fills the queue.", flags=(), low=1, role=Role.TENANTS
     )
     block_size: int = option(
         16, "Tokens per KV block: small blocks share more of equal prompts, large ones cost less bookkeeping.", low=1, high=2**20
@@ -112,11 +113,12 @@ class EngineConfig:
     queue_policy: str = option(
         "priority",
         "Which waiting sequence is computed first. `priority`: premium before standard before batch (a lower class gets a part once it has "
-        "waited 10 s), each class shared between tiers and tenants by weight; `fair` shares without classes ([fairness.md](fairness.md)). "
+        "waited 10 s), each class shared between tiers by weight, a tier between its tenants alike; `fair` shares without classes "
+        "([fairness.md](fairness.md)). "
         "`fcfs` (in order of arrival) and `sjf` (short requests first, with aging) ignore classes and tenants.",
         "--scheduling-policy",
         one_of=tuple(QUEUES),
-        who=Who.TENANTS,
+        role=Role.TENANTS,
     )
     depth: int = by_device(
         1, 2, "2: plan the next step while one is computed.", "--async-scheduling/--no-async-scheduling", low=1, high=2, switch=(1, 2)

@@ -8,17 +8,18 @@ these values shows a secret.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
+from headrace.core.option import Reload, Role, check_options, option, required, section
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.gateway.access.metrics_access import MetricsAccess, OpenMetrics
 from headrace.gateway.access.principal import ApiKey, check_key, with_digest
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.generation.config import RequestConfig
-from headrace.gateway.http.config import FAIL_CLOSED, FAIL_OPEN, HttpTls, Limits, ServerConfig, Timeouts, check_names, check_networks
+from headrace.gateway.http.config import HttpTls, Limits, ServerConfig, Timeouts, check_names, check_networks
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
@@ -31,91 +32,111 @@ LOG_TARGETS = ("on", "off", "stderr")
 LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "stdout"}
 """Words that are meant as a switch and never as the name of a request log's file, in lower case."""
 
-MAY_BE_ZERO = ("failover_s", "stream_resume_s", "ttl_s")
-"""Times whose 0 turns something off. Any other limit or time that is not positive is refused."""
-
 MAX_WORKERS = 64
 """Gateway processes on one port. Each has threads, a tokenizer and connections to every engine of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """The whole file.
+    """The whole file."""
 
-    host, port     loopback by default; port 0 takes a free one, which the log names
-    workers        gateway processes that listen on it, each with its part of the limits
-    api_keys       empty: open, every request is of the tenant "default". Otherwise every path but the probes and / wants one of them
-    open_metrics   what /metrics shows without a key although keys exist: "none", "totals" (no series of tenants and tiers) or "all". A bool
-                   is decoded for an error that names these
-    metrics_tenants  tenants whose keys read the whole of /metrics; where there are several, any other key reads its own tenant's series
-    allowed_hosts  names that a Host header may carry, beside loopback names when bound to loopback. Empty: every name when bound elsewhere
-    allowed_origins  origins whose pages may use this server, as browsers write them ("https://app.example"); "*": every page. Empty: none
-    request_log    target of the request log: on (stdout), off, "stderr" or a file's path. true means on, false means off
-    salt_key       secret (hex) that turns tenants into cache salts; empty: drawn by this process, which then shares no cached
-                   prefixes with other gateways; the supervisor draws one for its whole site
-    tls            certificate and key of this port, which is https then; None: http
-    trusted_proxies  networks whose X-Forwarded-For and Forwarded are believed; of any other peer the address itself is the client's
-    store          where streams are kept that their clients may continue
-    sessions       how long conversations are kept
-    cache          the response cache;  idempotency  answers to requests with an Idempotency-Key
-    state          folder of all embedded stores; empty: they are in memory, and end with this process
-    tiers          by name: what tenants may use. A built-in one holds where no other has its name
-    prices         of tokens, by name of the model; one that is not named costs nothing
-    usage          how records of what requests used are kept in `state`, and where they are sent
-    """
-
-    models: tuple[ModelConfig, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
-    workers: int = 1
-    api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
-    open_metrics: bool | str = OpenMetrics.NONE.value
-    metrics_tenants: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    request_log: bool | str = "on"
-    salt_key: str = field(default="", repr=False)
-    limits: Limits = field(default_factory=Limits)
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    admission: AdmissionRules = field(default_factory=AdmissionRules)
-    tls: HttpTls | None = None
-    trusted_proxies: tuple[str, ...] = ()
-    store: StoreConfig = field(default_factory=StoreConfig)
-    sessions: SessionConfig = field(default_factory=SessionConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    idempotency: IdempotencyConfig = field(default_factory=IdempotencyConfig)
-    state: str = ""
-    tiers: dict[str, Tier] = field(default_factory=dict)
-    prices: dict[str, Price] = field(default_factory=dict)
-    usage: UsageConfig = field(default_factory=UsageConfig)
+    models: tuple[ModelConfig, ...] = required("Served models.", reload=Reload.LIVE)
+    host: str = option(
+        "127.0.0.1",
+        "Address to listen at; beyond loopback an API key (here, or by `headrace keys create`) or `allow_open` is required.",
+        "--host",
+        role=Role.DEVELOPER,
+    )
+    port: int = option(8000, "Port to listen at; 0 takes a free one, which is printed.", "--port", low=0, high=65535, role=Role.DEVELOPER)
+    workers: int = option(
+        1,
+        "Gateway processes on the port: more streams than one core carries, for another copy of the tokenizer each.",
+        "--gateway-workers",
+        low=1,
+        high=MAX_WORKERS,
+    )
+    api_keys: tuple[ApiKey, ...] = option(
+        (), "Without one every request is of the tenant `default`.", reload=Reload.LIVE, role=Role.TENANTS, repr=False
+    )
+    open_metrics: bool | str = option(
+        OpenMetrics.NONE.value,
+        "What `/metrics` shows without a key although there are keys: `none`, `totals` (sums over all tenants), or `all` (series of "
+        "tenants and tiers too).",
+        reload=Reload.LIVE,
+        role=Role.SECURITY,
+    )
+    metrics_tenants: tuple[str, ...] = option(
+        (),
+        "Tenants whose keys read the series of all tenants on `/metrics` (give the scraper such a key); where there are several tenants, "
+        "any other key reads its own tenant's alone. Refused beside `open_metrics`.",
+        reload=Reload.LIVE,
+        role=Role.SECURITY,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Names that a `Host` header may carry, without port; again for more. On loopback its own names are always allowed.",
+        "--allowed-hosts",
+        shown="on loopback its own names, elsewhere any",
+        reload=Reload.LIVE,
+        role=Role.SECURITY,
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origins whose pages a browser lets use this server (`https://app.example`), or `*` for every page; again for more. On loopback "
+        "without keys `*` is every page that the user opens.",
+        "--allowed-origins",
+        reload=Reload.LIVE,
+        role=Role.SECURITY,
+    )
+    request_log: bool | str = option(
+        "on",
+        "One line per request, probes and scrapes excepted: `on` (stdout), `off`, `stderr` or a file ([gateway.md](gateway.md#logs)).",
+        "--request-log",
+        reload=Reload.LIVE,
+    )
+    salt_key: str = option(
+        "",
+        "Hex secret (32 to 128 digits) that turns tenants into cache salts.",
+        shown="drawn at start",
+        role=Role.SECURITY,
+        repr=False,
+    )
+    limits: Limits = section(Limits, "What clients may send and hold.", reload=Reload.LIVE)
+    timeouts: Timeouts = section(Timeouts, "Times of connections and requests.")
+    admission: AdmissionRules = section(AdmissionRules, "How long a request may wait for a busy model.", reload=Reload.LIVE)
+    tls: HttpTls | None = option(None, "Certificate and key of the port.", reload=Reload.LIVE, role=Role.SECURITY)
+    trusted_proxies: tuple[str, ...] = option(
+        (),
+        "Networks (`10.0.0.0/8`) whose `Forwarded` and `X-Forwarded-For` name the client in the log. Of any other peer these are ignored.",
+        reload=Reload.LIVE,
+        role=Role.SECURITY,
+    )
+    store: StoreConfig = section(StoreConfig, "Where streams, sessions and answers are kept.")
+    sessions: SessionConfig = section(SessionConfig, "How long conversations are kept.")
+    cache: CacheConfig = section(CacheConfig, "The response cache.", reload=Reload.LIVE)
+    idempotency: IdempotencyConfig = section(IdempotencyConfig, "Answers for retries.", reload=Reload.LIVE)
+    state: str = option("", "Folder of all embedded stores; without one they are in memory, and end with this process.")
+    tiers: dict[str, Tier] = section(dict, "What tenants may use.", reload=Reload.LIVE)
+    prices: dict[str, Price] = section(dict, "Prices of tokens, by the model's name.", reload=Reload.LIVE)
+    usage: UsageConfig = section(UsageConfig, "How usage records are kept and shipped.", reload=Reload.LIVE)
 
     def checked(self) -> GatewayConfig:
         """This value if its rules hold. Raises ConfigError."""
         check_models(self.models)
         for index, key in enumerate(self.api_keys):
             check_key(f"api_keys[{index}]", key, all_tiers(self.tiers))
-        if not 0 <= self.port <= 65535:
-            raise ConfigError("port", f"{self.port} is outside 0..65535")
-        if not 1 <= self.workers <= MAX_WORKERS:
-            raise ConfigError("workers", f"{self.workers} is outside 1..{MAX_WORKERS}")
+        check_options(self)
         if self.request_log_target not in LOG_TARGETS and self.request_log_target.strip().lower() in LOG_WORDS:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)
         self._check_metrics()
         check_names(self.allowed_hosts, self.allowed_origins)
         check_networks("trusted_proxies", self.trusted_proxies)
-        for part in ("limits", "timeouts", "admission", "sessions"):
-            value = getattr(self, part)
-            for item in fields(value):
-                given = getattr(value, item.name)
-                if isinstance(given, int | float) and not (given > 0 or (given == 0 and item.name in MAY_BE_ZERO)):
-                    raise ConfigError(f"{part}.{item.name}", f"{given} is not positive")
-        if self.limits.on_store_failure not in (FAIL_OPEN, FAIL_CLOSED):
-            raise ConfigError("limits.on_store_failure", f"{self.limits.on_store_failure!r} is not one of {FAIL_OPEN}, {FAIL_CLOSED}")
+        for part in ("limits", "timeouts", "admission", "sessions", "cache", "idempotency"):
+            check_options(getattr(self, part), part)
         self._check_money()
         _check_share(self.limits.max_tenant_share, self.num_tenants)
-        for section in (self.store, self.cache, self.idempotency):
-            section.checked()
+        self.store.checked()
         for name, tier in self.tiers.items():
             tier.checked(f"tiers.{name}")
         for name, price in self.prices.items():

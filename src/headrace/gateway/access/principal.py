@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from headrace.core.errors import ConfigError
+from headrace.core.option import Role, option
 from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.policy.limits.tier import DEFAULT_TIER, Tier
@@ -87,18 +88,24 @@ MIN_KEY_CHARS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """An API key and its tenant. Give `key` (plain, hashed at once) or `sha256` (hex of the digest), never both.
+    """An API key and its tenant. Give `key` (plain, hashed at once) or `sha256` (hex of the digest), never both."""
 
-    tenant  opaque name: fairness, cache salt and log; defaults to a name made from the digest
-    user    the person or program that uses it; limits and usage may be by user
-    tier    name of the tenant's rules, class and weight among them; empty: the tier of the tenant's record, or the default one
-    """
-
-    key: str = field(default="", repr=False)
-    sha256: str = field(default="", repr=False)
-    tenant: str = ""
-    user: str = ""
-    tier: str = ""
+    key: str = option(
+        "",
+        "The key itself, at least 8 characters; only its digest is kept. Other users of the machine can see a flag: the variable "
+        "`HEADRACE_API_KEY` or the next row are safer.",
+        "--api-key",
+        repr=False,
+        role=Role.SECURITY,
+    )
+    sha256: str = option("", 'Hex digest of the key instead: `printf %s "$KEY" \\| sha256sum`.', repr=False, role=Role.SECURITY)
+    tenant: str = option("", "Opaque name for fairness, separation of caches, and the log.", shown="from the digest")
+    user: str = option("", "The person or program that uses the key; limits and usage may be by user.")
+    tier: str = option(
+        "",
+        "Name of the tenant's rules, class and weight among them: one of `tiers` or a built-in one.",
+        shown="the tenant's, else `standard`",
+    )
 
 
 def digest_of(key: bytes) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.core.errors import ConfigError
 from headrace.core.option import option
 
 
@@ -16,12 +15,6 @@ class CacheConfig:
     models: tuple[str, ...] = option((), "Names of the models whose answers are cached.", shown="all")
     ttl_s: float = option(3600.0, "Seconds that an answer is kept.", above=0.0)
 
-    def checked(self) -> CacheConfig:
-        """This value if its rules hold. Raises ConfigError."""
-        if not self.ttl_s > 0:
-            raise ConfigError("cache.ttl_s", f"{self.ttl_s} is not positive", "Write enabled: false for no cache.")
-        return self
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdempotencyConfig:
@@ -30,9 +23,3 @@ class IdempotencyConfig:
     ttl_s: float = option(
         86400.0, "Seconds that the answer to a request with an `Idempotency-Key` is kept for retries; 0: the header has no effect.", low=0.0
     )
-
-    def checked(self) -> IdempotencyConfig:
-        """This value if its rules hold. Raises ConfigError."""
-        if self.ttl_s < 0:
-            raise ConfigError("idempotency.ttl_s", f"{self.ttl_s} is negative", "Write 0 for no effect of the header.")
-        return self

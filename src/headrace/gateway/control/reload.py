@@ -17,6 +17,7 @@ from dataclasses import replace
 from headrace.core.counted import counted
 from headrace.core.differences import differences
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.option import live_paths
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.app import ActiveConfig, Gateway
 from headrace.gateway.config import LOG_TARGETS, GatewayConfig
@@ -28,40 +29,7 @@ from headrace.wire.hangup import on_hangup
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ModelStatuses
 from headrace.wire.stop_signals import StopSignals
 
-CHANGEABLE = (
-    "models",
-    "api_keys",
-    "open_metrics",
-    "metrics_tenants",
-    "allowed_hosts",
-    "allowed_origins",
-    "request_log",
-    "tls",
-    "trusted_proxies",
-    "limits.max_body_bytes",
-    "limits.max_connections",
-    "limits.max_requests",
-    "limits.max_text_workers",
-    "limits.max_prompt_bytes",
-    "limits.max_answer_bytes",
-    "limits.max_tenant_share",
-    "limits.daily_budget",
-    "limits.monthly_budget",
-    "limits.on_store_failure",
-    "timeouts.keep_alive_s",
-    "timeouts.sse_ping_s",
-    "timeouts.request_s",
-    "timeouts.drain_s",
-    "timeouts.failover_s",
-    "admission",
-    "tiers",
-    "prices",
-    "usage",
-    "cache.enabled",
-    "cache.models",
-    "cache.ttl_s",
-    "idempotency",
-)
+CHANGEABLE = tuple(live_paths(GatewayConfig))
 """Paths that may change, each with all below it. Whatever is not here takes a restart; a new option does until what runs follows it."""
 
 

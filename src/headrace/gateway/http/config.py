@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ipaddress import ip_network
 
 from headrace.core.errors import ConfigError
+from headrace.core.option import Reload, Role, option, required
 from headrace.policy.limits.tier import DeploymentBudget
 
 _HOST = r"(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])"
@@ -26,44 +27,59 @@ FAIL_OPEN, FAIL_CLOSED = "open", "closed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpTls:
-    """Paths of two PEM files.
+    """Paths of two PEM files."""
 
-    certificate  of this server, intermediate ones after it
-    key          its private key: no passphrase, and closed to other users
-    """
-
-    certificate: str
-    key: str
+    certificate: str = required(
+        "PEM file with the certificate of the port, intermediate ones after it: the port speaks https alone then. Changed files are read "
+        "again for new connections, within a second.",
+        "--ssl-certfile",
+    )
+    key: str = required("PEM file with its private key, without passphrase; refused where other users can read it.", "--ssl-keyfile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Caps at the border. Each is inclusive; what exceeds one is refused with field, limit, value and remedy.
+    """Caps at the border. Each is inclusive; what exceeds one is refused with field, limit, value and remedy."""
 
-    Several gateway workers share those that count over all requests (`worker.SHARED_LIMITS`).
-
-    max_body_bytes        a whole request body
-    max_connections       open sockets, as far as open files allow (ulimit -n); one more is refused with 503
-    max_requests          in the gateway at once; one more is refused with 429
-    max_text_workers      processes that render templates and tokenize
-    max_prompt_bytes      bodies and prompts of all requests; one more is refused with 429. None: a sixteenth of the machine's memory
-    max_answer_bytes      log-probabilities of all requests, and answers until they are written; one more is refused with 429
-    max_tenant_share      of either and of each store, for one tenant. None: a quarter where keys name several tenants and from the first
-                          stored key on, all where there is one
-    daily_budget, monthly_budget  money that all tenants together may use in a UTC day, a UTC month, in the currency of `prices`
-    on_store_failure      what a request with limits gets while their store fails: "closed": 503; "open": it is not counted
-    """
-
-    max_body_bytes: int = 1 << 20
-    max_connections: int = 16_384
-    max_requests: int = 4096
-    max_text_workers: int = 2
-    max_prompt_bytes: int | None = None
-    max_answer_bytes: int = 40 << 20
-    max_tenant_share: float | None = None
-    daily_budget: float | None = None
-    monthly_budget: float | None = None
-    on_store_failure: str = FAIL_CLOSED
+    max_body_bytes: int = option(1 << 20, "A request's body.", low=1)
+    max_connections: int = option(
+        16_384, "Open connections, fewer where open files (`ulimit -n`) do not suffice; one more gets 503.", low=1, is_shared=True
+    )
+    max_requests: int = option(
+        4096, "Requests at once; one more gets 429. A tenant may have `max_tenant_share` of them.", low=1, is_shared=True
+    )
+    max_text_workers: int = option(2, "Processes that render templates and tokenize, at least one a gateway worker.", low=1, is_shared=True)
+    max_prompt_bytes: int | None = option(
+        None,
+        "Bytes of the bodies and prompts of all requests; one more is refused with 429, and one that holds more than 32 MiB with 413.",
+        shown="1/16 of memory, at least 40 MiB",
+        low=1,
+        is_shared=True,
+    )
+    max_answer_bytes: int = option(
+        40 << 20, "Bytes of log-probabilities and unwritten answers of all requests; likewise.", low=1, is_shared=True
+    )
+    max_tenant_share: float | None = option(
+        None,
+        "Part of these and of each store for one tenant. Where keys name several tenants, 1 is refused ([identity.md](identity.md)).",
+        shown="1; 0.25 where keys name several tenants, and from the first stored key on",
+        above=0.0,
+        role=Role.TENANTS,
+    )
+    daily_budget: float | None = option(
+        None,
+        "Money that all tenants together may use in a UTC day, in the currency of `prices`; every model needs a price then "
+        "([limits.md](limits.md)).",
+        above=0.0,
+        role=Role.TENANTS,
+    )
+    monthly_budget: float | None = option(None, "The same in a UTC month.", above=0.0, role=Role.TENANTS)
+    on_store_failure: str = option(
+        FAIL_CLOSED,
+        "What a request with limits gets while their store fails: `closed`: 503; `open`: it is answered, and not counted.",
+        one_of=(FAIL_OPEN, FAIL_CLOSED),
+        role=Role.TENANTS,
+    )
 
     @property
     def max_text_queue(self) -> int:
@@ -80,22 +96,35 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Seconds.
+    """Seconds."""
 
-    keep_alive_s  idle connection between requests
-    sse_ping_s    a stream without a chunk for this long gets a comment line
-    request_s     deadline of every request, counted from its arrival; None = none
-    drain_s       after SIGTERM: what running requests may take to end
-    failover_s    a running request whose engine was lost waits at most this long for one that can continue it; 0: it ends at once
-    stream_resume_s  how long after its end a stream can be continued by its client; 0: never, and events have no ids
-    """
-
-    keep_alive_s: float = 75.0
-    sse_ping_s: float = 10.0
-    request_s: float | None = None
-    drain_s: float = 30.0
-    failover_s: float = 60.0
-    stream_resume_s: float = 60.0
+    keep_alive_s: float = option(
+        75.0,
+        "Seconds that an idle connection stays open between requests: longer than a proxy in front keeps it.",
+        above=0.0,
+        reload=Reload.LIVE,
+    )
+    sse_ping_s: float = option(
+        10.0,
+        "A stream without a chunk for this long gets a comment line, so that nothing on the way gives it up.",
+        above=0.0,
+        reload=Reload.LIVE,
+    )
+    request_s: float | None = option(None, "Deadline of every request, counted from its arrival.", above=0.0, reload=Reload.LIVE)
+    drain_s: float = option(30.0, "Seconds that running requests may take to end after SIGTERM.", above=0.0, reload=Reload.LIVE)
+    failover_s: float = option(
+        60.0,
+        "A running request whose engine was lost waits at most this long for one that can continue it ([failover.md](failover.md)); 0: it "
+        "ends at once.",
+        low=0.0,
+        reload=Reload.LIVE,
+    )
+    stream_resume_s: float = option(
+        60.0,
+        "Seconds after its end for which a stream is kept, so that its client can continue it if it asked for that "
+        "([api.md](api.md#resuming-a-stream)); 0: never. Each kept stream takes some 100 bytes and 8 per token.",
+        low=0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
+from headrace.core.option import Role, check_options, option, required
 from headrace.gateway.ledger.kafka_properties import read_properties
 from headrace.gateway.stores.config import InsecureStore
 
@@ -18,18 +19,16 @@ TABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,127}\.)?[A-Za-z_][A-Za-z0-9_]{0,12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KafkaConfig:
-    """A topic that gets every usage record.
+    """A topic that gets every usage record."""
 
-    brokers          HOST:PORT of some of the cluster's
-    topic            as it exists there, or as the cluster makes it
-    properties_file  librdkafka's properties for TLS and SASL, closed to other users (`kafka_properties`)
-    allow_insecure   brokers on other machines without TLS, or without user and certificate
-    """
-
-    brokers: tuple[str, ...]
-    topic: str = "headrace-usage"
-    properties_file: str = ""
-    allow_insecure: bool = False
+    brokers: tuple[str, ...] = required("`HOST:PORT` of some of the cluster's brokers.")
+    topic: str = option("headrace-usage", "Topic that gets every record, as it exists or as the cluster makes it.")
+    properties_file: str = option(
+        "", "File of librdkafka's properties for TLS and SASL, closed to other users ([usage.md](usage.md)).", role=Role.SECURITY
+    )
+    allow_insecure: bool = option(
+        False, "Allow brokers on other machines without TLS, or without a user or certificate.", role=Role.SECURITY
+    )
 
     def checked(self, where: str) -> KafkaConfig:
         """This value if its rules hold; those of the file are `properties`'. Raises ConfigError about a key below `where`."""
@@ -57,21 +56,14 @@ class KafkaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClickHouseConfig:
-    """A ClickHouse server (18.16 or later), asked over HTTP.
+    """A ClickHouse server (18.16 or later), asked over HTTP."""
 
-    url             http://HOST:PORT or https://HOST:PORT
-    table           DATABASE.TABLE, both made where they are not there, if the user may; without a database: of the one named default
-    user            beside `password_file`: file with its password, closed to other users
-    ca_file         authorities of the server's certificate, instead of the system's
-    allow_insecure  a server on another machine without https, or without a user
-    """
-
-    url: str
-    table: str = "default.headrace_usage"
-    user: str = ""
-    password_file: str = ""
-    ca_file: str = ""
-    allow_insecure: bool = False
+    url: str = required("`http://HOST:8123` or `https://HOST:8443`.")
+    table: str = option("default.headrace_usage", "Database and table, joined by a dot; made where they are not there, if the user may.")
+    user: str = option("", "Beside `password_file`.", role=Role.SECURITY)
+    password_file: str = option("", "File with its password, closed to other users.", role=Role.SECURITY)
+    ca_file: str = option("", "Authorities that sign the server's certificate.", shown="the system's", role=Role.SECURITY)
+    allow_insecure: bool = option(False, "Allow a server on another machine without https, or without a user.", role=Role.SECURITY)
 
     @property
     def address(self) -> SplitResult:
@@ -113,25 +105,20 @@ class ClickHouseConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageConfig:
-    """How usage records are kept. Nothing is, where there is no `state`.
+    """How usage records are kept. Nothing is, where there is no `state`."""
 
-    retention_days   how long usage.db keeps a record
-    fsync            never; "segment": before a record may be shipped, half a second's records at once; "write": each batch, at once
-    kafka            topic that gets every record; ClickHouse then gets them from there (`headrace log archive`)
-    clickhouse       server that gets every record
-    """
-
-    retention_days: int = 90
-    fsync: str = "segment"
-    kafka: KafkaConfig | None = None
-    clickhouse: ClickHouseConfig | None = None
+    retention_days: int = option(90, "Days for which usage.db keeps a record.", low=1)
+    fsync: str = option(
+        "segment",
+        "When records are synced to the disk: `never`, `segment` (half a second at once, before shipping), `write` (each batch).",
+        one_of=FSYNC_POLICIES,
+    )
+    kafka: KafkaConfig | None = option(None, "Topic that gets every record; ClickHouse then gets them from there (`headrace log archive`).")
+    clickhouse: ClickHouseConfig | None = option(None, "Server that gets every record.")
 
     def checked(self, where: str = "usage") -> UsageConfig:
         """This value if its rules hold. Raises ConfigError about a key below `where`."""
-        if self.retention_days <= 0:
-            raise ConfigError(f"{where}.retention_days", f"{self.retention_days} is not positive")
-        if self.fsync not in FSYNC_POLICIES:
-            raise ConfigError(f"{where}.fsync", f"{self.fsync!r} is not one of {', '.join(FSYNC_POLICIES)}")
+        check_options(self, where)
         if self.kafka is not None:
             self.kafka.checked(f"{where}.kafka")
         if self.clickhouse is not None:

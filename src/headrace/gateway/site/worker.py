@@ -9,16 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headrace.core.option import options
 from headrace.gateway.http.config import Limits
 from headrace.gateway.site.memory import default_prompt_bytes
 
-SHARED_LIMITS = (
-    "max_connections",
-    "max_requests",
-    "max_text_workers",
-    "max_prompt_bytes",
-    "max_answer_bytes",
-)
+SHARED_LIMITS = tuple(name for name, described in options(Limits) if described.is_shared)
 """Limits that count over all requests of a site. The other ones bound a request, a connection, an answer, or a share."""
 
 

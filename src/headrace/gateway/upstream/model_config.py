@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_link_local
 from headrace.core.model_names import check_model_names
-from headrace.core.option import Who, check_options, option, required
+from headrace.core.option import Role, check_options, option, required
 from headrace.text.output.formats import AUTO
 from headrace.wire.target import GrpcTarget, check_target, target_of
 
@@ -64,23 +64,23 @@ class ForeignConfig:
         low=0,
         high=MAX_ORDER,
     )
-    api_key_file: str = option("", "File with the key to send, read when the gateway starts.", who=Who.SECURITY)
+    api_key_file: str = option("", "File with the key to send, read when the gateway starts.", role=Role.SECURITY)
     api_key_env: str = option(
         "",
         "Or environment variable with the key. A variable with a secret of `headrace serve` itself (`HEADRACE_API_KEY`, ...) is refused: "
         "the gateway does not inherit it.",
-        who=Who.SECURITY,
+        role=Role.SECURITY,
     )
     cache_salt: bool = option(
         True,
         "Send each tenant's salt, so that tenants share no cached prefix there (vLLM and Headrace know the field). Off for a server that "
         "refuses unknown fields: tenants then share its cache.",
-        who=Who.SECURITY,
+        role=Role.SECURITY,
     )
     allow_link_local: bool = option(
         False,
         "Connect although the address is link-local or that of a cloud's metadata service, where clouds hand out credentials.",
-        who=Who.SECURITY,
+        role=Role.SECURITY,
     )
     first_token_s: float = option(
         120.0,

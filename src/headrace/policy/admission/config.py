@@ -16,7 +16,10 @@ class AdmissionRules:
     """What `gateway.admission` has."""
 
     max_wait_s: float = option(
-        60.0, "Longest predicted wait in seconds that a request joins; with a longer one it is refused with 429.", above=0.0
+        60.0,
+        "Longest predicted wait in seconds that a request joins; with a longer one it is refused with 429. "
+        "Half of a tier's `ttft_ms` counts instead where that is shorter.",
+        above=0.0,
     )
 
     def wait_bound_s(self, ttft_goal_s: float | None) -> float:

@@ -1,0 +1,20 @@
+"""The tables of keys in docs/config.md are made from the options, and every key says what people must know of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.option_tables import PAGE, PLACE, filled, keys
+
+pytestmark = pytest.mark.pure
+
+
+def test_tables_of_keys_are_those_of_the_source() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert PLACE.search(text)
+    assert text == filled(text), "make derived"
+
+
+def test_every_key_says_what_it_is_for_and_whose_it_is() -> None:
+    silent = [leaf.path for leaf in keys() if not (leaf.option.help and leaf.option.role)]
+    assert not silent
