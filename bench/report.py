@@ -19,8 +19,8 @@ HEADER = """# Benchmarks
 Written by `make bench` from the JSON in `bench/results/`; every round is there, bad ones included. Each table compares two configurations
 that differ by one switch, run in turn in one process on one machine. A cell is the median over the rounds, with the smallest and largest
 in brackets; the last row is the geometric mean of the rounds' ratios with its 95 % interval, in bold where the interval excludes 1.
-The table of lengths and costs is simulated.
-Prompts are random token ids, answers greedy with end tokens ignored; tokenizing, text and HTTP are not part of these figures.
+Arrows say which way is better: ^ higher, v lower. The table of lengths and costs is simulated. Prompts are random token ids, answers greedy
+with end tokens ignored; tokenizing, text and HTTP are not part of these figures.
 """
 
 
@@ -33,15 +33,20 @@ def newest_results(folder: Path = RESULTS) -> list[Path]:
 
 
 def write_page(files: list[Path], page: Path = PAGE) -> None:
-    sections = ["\n".join(section(json.loads(file.read_bytes()), file)) for file in files]
+    tables = {file: json.loads(file.read_bytes()) for file in files}
+    sections = ["\n".join(section(data, file)) for file, data in tables.items()]
+    machines: dict[str, list[str]] = {}
+    for data in tables.values():
+        machines.setdefault(_machine(data), []).append(_title(data))
+    where = [f"{', '.join(titles)}: {machine}\n" for machine, titles in machines.items()]
     simulated = static_batching.section(json.loads(static_batching.FILE.read_bytes()))
-    page.write_text("\n".join([HEADER, *sections, *simulated]), encoding="utf-8")
+    page.write_text("\n".join([HEADER, *where, *sections, *simulated]), encoding="utf-8")
 
 
 def section(data: dict[str, Any], file: Path) -> Iterator[str]:
     """One table as Markdown lines."""
     rounds, measures, variants = data["rounds"], data["measures"], list(data["variants"])
-    yield f"## {data['table'].replace('-', ' ').capitalize()}\n"
+    yield f"## {_title(data)}\n"
     yield f"{data['question']}\n"
     yield f"{data['workload']}\n"
     yield "| | " + " | ".join(f"{m['name']}{', ' + m['unit'] if m['unit'] else ''}{_wish(m['better'])}" for m in measures) + " |"
@@ -54,24 +59,32 @@ def section(data: dict[str, Any], file: Path) -> Iterator[str]:
     yield from _circumstances(data, file)
 
 
-def _circumstances(data: dict[str, Any], file: Path) -> Iterator[str]:
+def _title(data: dict[str, Any]) -> str:
+    return str(data["table"]).replace("-", " ").capitalize()
+
+
+def _machine(data: dict[str, Any]) -> str:
+    """What the rounds of a table have in common: the page says it once for all tables that share it."""
     environments = [entry["environment"] for entry in data["rounds"]]
     first = environments[0]
-    loads = [environment["load_average"][0] for environment in environments]
-    bandwidths = [entry["read_bandwidth_bytes_per_s"] for entry in data["rounds"] if entry["read_bandwidth_bytes_per_s"]]
     commits = ", ".join(sorted({environment["commit"] or "unknown" for environment in environments}))
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    yield f"{len(environments)} rounds, {first['time']} to {environments[-1]['time']}, commit {commits}."
-    line = f"{first['cpu']}, {first['num_cpus']} CPUs, load average {min(loads):.2f} to {max(loads):.2f}"
+    return f"{first['cpu']}, {first['num_cpus']} CPUs; commit {commits}; {versions}; `{' '.join(first['command'])}`."
+
+
+def _circumstances(data: dict[str, Any], file: Path) -> Iterator[str]:
+    environments = [entry["environment"] for entry in data["rounds"]]
+    loads = [environment["load_average"][0] for environment in environments]
+    bandwidths = [entry["read_bandwidth_bytes_per_s"] for entry in data["rounds"] if entry["read_bandwidth_bytes_per_s"]]
+    line = f"load average {min(loads):.2f} to {max(loads):.2f}"
     if bandwidths:
         line += f", read bandwidth {min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s"
     model = f"`{Path(next(iter(data['variants'].values()))['model']).name}`" + (f" ({data['model_note']})" if "model_note" in data else "")
-    yield f"{line}. {versions}. Model {model}."
-    yield f"Raw rounds: [{file.name}](../bench/results/{file.name}). Command: `{' '.join(first['command'])}`.\n"
+    yield f"[{len(environments)} rounds](../bench/results/{file.name}) from {environments[0]['time']}, {model}, {line}.\n"
 
 
 def _wish(better: str) -> str:
-    return f" ({better} is better)" if better else ""
+    return {"higher": " ^", "lower": " v"}.get(better, "")
 
 
 def _cell(values: list[float]) -> str:
