@@ -72,7 +72,7 @@ def test_a_server_that_is_killed_gets_everything_once_it_is_back(server: ClickHo
     spool = Spool(tmp_path / "spool", ["clickhouse"])
     shipper = Shipper(spool, ClickHouseSink(server.config))
     shipper.start()
-    thread = SpoolThread(spool, fsync="never", on_segment=shipper.wake)
+    thread = SpoolThread(spool, on_segment=shipper.wake)
     for number in range(50):
         thread.put(usage(number))
     until(lambda: shipper.num_shipped == 50)

@@ -58,7 +58,7 @@ def test_brokers_that_go_away_keep_no_record_waiting_and_get_everything_once_the
     spool = Spool(tmp_path / "spool", ["kafka"])
     shipper = Shipper(spool, sink_of(cluster))
     shipper.start()
-    thread = SpoolThread(spool, fsync="never", on_segment=shipper.wake)
+    thread = SpoolThread(spool, on_segment=shipper.wake)
     thread.put(usage(0))
     until(lambda: shipper.num_shipped == 1)
     cluster.go_down()

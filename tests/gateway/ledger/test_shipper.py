@@ -30,7 +30,7 @@ def ids(*numbers: int) -> Ids:
 
 
 @contextmanager
-def running(spool: Spool, *sinks: MemorySink, fsync: str = "never") -> Iterator[tuple[SpoolThread, list[Shipper]]]:
+def running(spool: Spool, *sinks: MemorySink) -> Iterator[tuple[SpoolThread, list[Shipper]]]:
     shippers = [Shipper(spool, sink) for sink in sinks]
     for shipper in shippers:
         shipper.start()
@@ -39,7 +39,7 @@ def running(spool: Spool, *sinks: MemorySink, fsync: str = "never") -> Iterator[
         for shipper in shippers:
             shipper.wake()
 
-    thread = SpoolThread(spool, fsync=fsync, on_segment=wake)
+    thread = SpoolThread(spool, on_segment=wake)
     try:
         yield thread, shippers
     finally:
@@ -55,10 +55,9 @@ def spool(tmp_path: Path) -> Spool:
     return Spool(tmp_path / "spool", ["memory"])
 
 
-@pytest.mark.parametrize("fsync", ["never", "segment", "write"])
-def test_records_are_shipped_under_every_policy_of_the_disk(spool: Spool, fsync: str) -> None:
+def test_records_are_shipped(spool: Spool) -> None:
     sink = MemorySink()
-    with running(spool, sink, fsync=fsync) as (thread, [shipper]):
+    with running(spool, sink) as (thread, [shipper]):
         for number in range(3):
             thread.put(usage(number))
         until(lambda: sink.shipped == ids(0, 1, 2))
@@ -67,6 +66,15 @@ def test_records_are_shipped_under_every_policy_of_the_disk(spool: Spool, fsync:
         assert not thread.dropped
     assert sink.is_closed
     assert not spool.waiting("memory")
+
+
+def test_a_segment_is_on_the_disk_before_a_sink_can_get_it(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting_at_sync: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: waiting_at_sync.append(len(spool.waiting("memory"))))
+    with running(spool) as (thread, _):
+        thread.put(usage(1))
+        until(lambda: spool.waiting("memory"))
+    assert waiting_at_sync == [0]
 
 
 def test_what_is_queued_at_the_end_is_shipped(spool: Spool) -> None:
@@ -151,7 +159,7 @@ def test_damaged_bytes_are_counted_and_do_not_stop_what_follows(spool: Spool) ->
 def test_a_full_queue_drops_and_counts_and_never_blocks(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spool_thread, "MAX_QUEUED", 10)
     monkeypatch.setattr(spool_thread.SpoolThread, "_run", lambda self: None)
-    thread = SpoolThread(spool, fsync="never", on_segment=lambda: None)
+    thread = SpoolThread(spool, on_segment=lambda: None)
     for number in range(25):
         thread.put(usage(number))
     assert thread.dropped == {"queue": 15}
@@ -160,7 +168,7 @@ def test_a_full_queue_drops_and_counts_and_never_blocks(spool: Spool, monkeypatc
 def test_prompts_that_wait_are_bounded_by_bytes(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spool_thread, "MAX_QUEUED_BYTES", 100)
     monkeypatch.setattr(spool_thread.SpoolThread, "_run", lambda self: None)
-    thread = SpoolThread(spool, fsync="never", on_segment=lambda: None)
+    thread = SpoolThread(spool, on_segment=lambda: None)
     for number in range(5):
         thread.put(usage(number, prompt="x" * 40))
     assert thread.dropped == {"queue": 3}
@@ -178,7 +186,7 @@ def fail_with(number: int) -> Callable[..., int]:
 def test_a_disk_that_fails_costs_records_at_most_and_heals(spool: Spool, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
     """Every call by which the spool changes the disk, with every error that disks give."""
     sink = MemorySink()
-    with running(spool, sink, fsync="segment") as (thread, _):
+    with running(spool, sink) as (thread, _):
         with monkeypatch.context() as broken:
             broken.setattr(os, name, fail_with(number))
             for count in range(20):
@@ -223,7 +231,7 @@ def test_a_record_is_in_its_sink_within_two_seconds(tmp_path: Path, shipped_seco
     now, woken = [100.0], list[float]()
     spool = Spool(tmp_path / "spool", ["memory"])
     monkeypatch.setattr(SpoolThread, "_run", lambda self: None)
-    thread = SpoolThread(spool, fsync="never", on_segment=lambda: woken.append(now[0]), clock=lambda: now[0])
+    thread = SpoolThread(spool, on_segment=lambda: woken.append(now[0]), clock=lambda: now[0])
     thread._tend(is_last=False)
     thread._write([usage(1)])
     now[0] += SEGMENT_S / 2
@@ -246,7 +254,7 @@ def test_a_spool_waits_for_a_record_no_longer_than_until_a_segment_is_due(
 ) -> None:
     now, waits = [100.0], list[float]()
     monkeypatch.setattr(SpoolThread, "_run", lambda self: None)
-    thread = SpoolThread(Spool(tmp_path / "spool", ["memory"]), fsync="never", on_segment=lambda: None, clock=lambda: now[0])
+    thread = SpoolThread(Spool(tmp_path / "spool", ["memory"]), on_segment=lambda: None, clock=lambda: now[0])
 
     class Empty:
         def get(self, timeout: float) -> None:

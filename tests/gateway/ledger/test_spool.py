@@ -159,7 +159,7 @@ def test_a_segment_that_another_process_takes_before_it_is_locked_is_begun_again
 
     monkeypatch.setattr(spool_module, "_try_lock", late)
     monkeypatch.setattr(OpenSegment, "append", append_once_shipped)
-    thread = SpoolThread(spool, fsync="never", on_segment=lambda: None)
+    thread = SpoolThread(spool, on_segment=lambda: None)
     thread.put(usage(1))
     thread.close(60.0)
     assert len(payloads(spool, "sql")) == len(payloads(spool, "kafka")) == 1

@@ -28,7 +28,7 @@ def test_a_record_is_written_after_one_pause_of_ten_milliseconds(tmp_path: Path,
     monkeypatch.setattr(spool_thread, "sleep", sleep)
     monkeypatch.setattr(spool_thread, "SEGMENT_S", PATIENCE_S)
     spool = Spool(tmp_path / "spool", ["memory"])
-    thread = spool_thread.SpoolThread(spool, fsync="write", on_segment=lambda: None)
+    thread = spool_thread.SpoolThread(spool, on_segment=lambda: None)
     thread.put(usage(1))
     assert paused.wait(PATIENCE_S)
     thread.put(usage(2))

@@ -25,7 +25,6 @@ def config(data: dict[str, Any]) -> UsageConfig:
     ("data", "error"),
     [
         ({"retention_days": 0}, "usage.retention_days"),
-        ({"fsync": "sometimes"}, "usage.fsync.*never, segment, write"),
         ({"kafka": {"brokers": []}}, "usage.kafka.brokers"),
         ({"kafka": {"brokers": ["localhost"]}}, r"usage.kafka.brokers\[0\].*HOST:PORT"),
         ({"kafka": {"brokers": ["http://localhost:9092"]}}, "HOST:PORT"),

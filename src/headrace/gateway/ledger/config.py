@@ -12,7 +12,6 @@ from headrace.core.option import Role, check_options, option, required
 from headrace.gateway.ledger.kafka_properties import read_properties
 from headrace.gateway.stores.config import InsecureStore
 
-FSYNC_POLICIES = ("never", "segment", "write")
 TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 TABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,127}\.)?[A-Za-z_][A-Za-z0-9_]{0,127}")
 
@@ -108,11 +107,6 @@ class UsageConfig:
     """How usage records are kept. Nothing is, where there is no `state`."""
 
     retention_days: int = option(90, "Days for which usage.db keeps a record.", low=1)
-    fsync: str = option(
-        "segment",
-        "When records are synced to the disk: `never`, `segment` (half a second at once, before shipping), `write` (each batch).",
-        one_of=FSYNC_POLICIES,
-    )
     kafka: KafkaConfig | None = option(None, "Topic that gets every record; ClickHouse then gets them from there (`headrace log archive`).")
     clickhouse: ClickHouseConfig | None = option(None, "Server that gets every record.")
 

@@ -46,7 +46,7 @@ class Ledger:
         self._asking: set[str] = set()
         self._shippers: dict[str, Shipper] = {}
         start = self.prepare(config)
-        self._thread = SpoolThread(spool, fsync=config.fsync, on_segment=self._wake)
+        self._thread = SpoolThread(spool, on_segment=self._wake)
         start()
 
     def prepare(self, config: UsageConfig) -> Callable[[], None]:
@@ -63,7 +63,6 @@ class Ledger:
         def apply() -> None:
             self._usage_db.retention_days = config.retention_days
             self._spool.sinks = tuple(sinks)
-            self._thread.fsync = config.fsync
             self._ship_to(sinks)
             former, self._source = self._source, source
             _close(former)

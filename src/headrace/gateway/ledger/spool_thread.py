@@ -44,15 +44,11 @@ class SpoolThread:
     dropped       those that were not, by reason: "queue", "disk", or "full:SINK" where too much waits for a sink
     """
 
-    def __init__(self, spool: Spool, *, fsync: str, on_segment: Callable[[], None], clock: Clock = monotonic) -> None:
-        """
-        fsync       a policy of `config.FSYNC_POLICIES`
-        on_segment  called in the thread when a segment waits for the sinks
-        """
+    def __init__(self, spool: Spool, *, on_segment: Callable[[], None], clock: Clock = monotonic) -> None:
+        """on_segment: called in the thread when a segment waits for the sinks"""
         self.num_recorded = 0
         self.dropped: Counter[str] = Counter()
         self._spool = spool
-        self.fsync = fsync
         self._on_segment = on_segment
         self._clock = clock
         self._queue: queue.SimpleQueue[UsageRecord | None] = queue.SimpleQueue()
@@ -113,8 +109,6 @@ class SpoolThread:
             num_written = segment.append(frames)
             if segment.error is not None:
                 raise segment.error
-            if self.fsync == "write":
-                segment.sync()
         except OSError as error:
             self._lost(len(frames) - num_written, error)
         self.num_recorded += num_written
@@ -142,11 +136,10 @@ class SpoolThread:
                 self._found_no_room(self._spool.adopt())
 
     def _close(self, segment: OpenSegment) -> None:
-        if self.fsync != "never":
-            try:
-                segment.sync()
-            except OSError as error:
-                self._lost(0, error)
+        try:
+            segment.sync()  # half a second's records at once, not a hundred syncs a second
+        except OSError as error:
+            self._lost(0, error)
         try:
             self._found_no_room(segment.close())
         except OSError as error:  # it stays open, and is adopted once that can be done
