@@ -39,18 +39,15 @@ remark below their table.
 
 ## How to read the tables
 
-Every kind of machine has a part of its own. A cell is the median over its rounds with the smallest and largest in brackets; bad rounds
-are kept. "/ best peer" is the median over the rounds of Headrace's figure over the best other engine's of the same round, turned so that
-more than 1 means Headrace is better, with the smallest and largest and, after them, the number of rounds; rounds that not every named
-engine took part in are compared with those that did; 0 where Headrace failed. "/ ceiling" is Headrace over the model's matrix products
-alone, asked in turns. `mixed-32` asks llama.cpp through its server, the others in their own process. MBU: bytes of weights and KV that a
-step must read, over its time, over the read bandwidth that `bench/bandwidth.py` gave just before. A cell whose JSON names no
-`read_bandwidth_pattern` was divided by the rate of a plain sum, which kernels that read from several places at once exceed: an MBU near
-or above 1 says that this divisor is too small. Newer cells are divided by the best of several ways to read, and name it.
+A cell is the median over its rounds with the smallest and largest in brackets; bad rounds are kept. "/ best peer" is turned so that more
+than 1 means Headrace is better; the number of rounds stands behind it; rounds that not every named engine took part in are compared with
+those that did; 0 where Headrace failed. "/ ceiling" is Headrace over the model's matrix products alone, asked in turns. `mixed-32` asks
+llama.cpp through its server, the others in their own process. MBU: bytes of weights and KV that a step must read, over its time, over the
+read bandwidth that `bench/bandwidth.py` gave just before. A cell whose JSON names no `read_bandwidth_pattern` was divided by the rate of
+a plain sum: an MBU near or above 1 says that this divisor is too small.
 
-In these tables what falls short of Headrace's own goals is **bold**, with the goal behind it. Goals exist for llama-1.1b alone: the
-tables of other shapes mark nothing. What was tried, and what the limit is, stands in
-[experiments.md](experiments.md#short-of-the-goals-on-a-cpu).
+What falls short of Headrace's own goals, which exist for llama-1.1b alone, is **bold**, with the goal behind it. What was tried, and what
+the limit is: [experiments.md](experiments.md#short-of-the-goals-on-a-cpu).
 """
 GOALS: Mapping[str, Mapping[str, float]] = {
     "bf16": {"peer": 1.0, "ceiling": 0.92, "mbu": 0.85},
