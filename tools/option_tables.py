@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.cli.config import ServeConfig
 from headrace.cli.config_variables import ELSEWHERE
 from headrace.cli.engine_flags import ENGINE_FLAGS
+from headrace.cli.serve_config import ServeConfig
 from headrace.core.option import Leaf, Option, leaves
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"

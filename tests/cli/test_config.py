@@ -11,9 +11,10 @@ from typing import cast
 import pytest
 import yaml
 
-from headrace.cli.config import ServeConfig, is_fetched, load
+from headrace.cli.config import load
 from headrace.cli.config_faults import faults
 from headrace.cli.config_yaml import Raw, dump_yaml, parse_yaml
+from headrace.cli.serve_config import ServeConfig, is_fetched
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.core.option import Reload, leaves, options

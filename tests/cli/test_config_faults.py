@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.config import ServeConfig, load
+from headrace.cli.config import load
 from headrace.cli.config_faults import OTHER_VARIABLES, faults, unread_variables
 from headrace.cli.config_variables import TOP_LEVEL
 from headrace.cli.config_yaml import parse_document
+from headrace.cli.serve_config import ServeConfig
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import inner
 from tests.cli.conftest import Headrace

@@ -9,9 +9,9 @@ import re
 
 import pytest
 
-from headrace.cli.config import ServeConfig
 from headrace.cli.config_variables import ELSEWHERE
 from headrace.cli.config_yaml import parse_yaml
+from headrace.cli.serve_config import ServeConfig
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode
 from headrace.engine.server.config import process_config_from

@@ -22,9 +22,10 @@ from headrace.cli import announcement
 from headrace.cli import serve as serve_module
 from headrace.cli.announcement import announce
 from headrace.cli.child import URL_LINE
-from headrace.cli.config import ServeConfig, load
+from headrace.cli.config import load
 from headrace.cli.engine_flags import engine_values
 from headrace.cli.serve import FLAG_PATHS, OTHER_PATHS, flags_of, serve
+from headrace.cli.serve_config import ServeConfig
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.fleet.supervisor import FleetReady

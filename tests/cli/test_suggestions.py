@@ -11,9 +11,10 @@ import pytest
 from typer._click.exceptions import NoSuchOption
 from typer.main import get_command
 
-from headrace.cli.config import ENV_PREFIX, ServeConfig, from_raw
+from headrace.cli.config import ENV_PREFIX, from_raw
 from headrace.cli.config_variables import ELSEWHERE, apply_variable, known_variables, nearest_variable, set_at, variables
 from headrace.cli.main import app
+from headrace.cli.serve_config import ServeConfig
 from headrace.cli.vllm_flags import TABLE, RefusedFlag
 from headrace.core.errors import ConfigError
 from headrace.core.option import options

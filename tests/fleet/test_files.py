@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.config import ModelSection, ServeConfig
+from headrace.cli.serve_config import ModelSection, ServeConfig
 from headrace.core.errors import ConfigError
 from headrace.core.gpus import Gpus
 from headrace.core.hashing import BLOCKS, SALTS, site_secret

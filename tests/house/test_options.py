@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.gateway import PATHS as gateway_paths
+from headrace.cli.serve import PATHS as serve_paths
 from tests.house.options import config_options, flags, listing
 from tests.house.reader import ROOT
+from tools.option_tables import ENGINE, keys
 
 pytestmark = pytest.mark.pure
 
@@ -29,6 +32,17 @@ def test_options_are_those_written_down() -> None:
 def test_flags_people_know_from_vllm_are_there() -> None:
     serve = dict(flags())["headrace serve"].split()
     assert not set(VLLM_FLAGS.split()) - set(serve)
+
+
+def test_flags_of_options_are_those_of_the_commands() -> None:
+    """Commands that must start at once declare their flags without the options (`cli.server_flags`): each sets the key that says so."""
+    said = {leaf.path.replace("models[N]", "model"): set(leaf.option.flags or ()) for leaf in keys() if not leaf.path.startswith(ENGINE)}
+    taken = {flag for command in ("headrace serve", "headrace gateway") for flag in dict(flags())[command].split()}
+    assert {flag for names in said.values() for flag in names if flag.startswith("--")} <= taken
+    for paths in (serve_paths, gateway_paths):
+        for parameter, (path, *_) in paths.items():
+            if path in said and parameter not in ("model", "workers"):  # an argument, and what serve calls --gateway-workers
+                assert f"--{parameter.replace('_', '-')}" in said[path], path
 
 
 def test_every_key_and_flag_is_documented() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from http.client import HTTPConnection
 
-    from headrace.cli.config import ServeConfig
+    from headrace.cli.serve_config import ServeConfig
     from headrace.fleet.supervisor import FleetReady
 
 log = logging.getLogger(__name__)

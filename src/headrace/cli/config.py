@@ -1,7 +1,6 @@
 """The configuration of `headrace serve`: one YAML file, then the environment, then flags; read here and nowhere else.
 
-`ServeConfig` composes the packages' own frozen configs and checks pairs of them; each package checks its own fields. Every key is in
-docs/config.md. How variables become values: `cli.config_variables`.
+What the values are: `cli.serve_config`. Every key is in docs/config.md. How variables become values: `cli.config_variables`.
 
     file         models: [{name: tiny, replicas: 2, engine: {model: /models/tiny}}]
     environment  HEADRACE_MODELS__0__REPLICAS=3, HEADRACE_GATEWAY__PORT=9000
@@ -11,324 +10,23 @@ docs/config.md. How variables become values: `cli.config_variables`.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.config_origins import flag_steps, named_by_origin
 from headrace.cli.config_variables import ELSEWHERE, apply_environment, set_at
 from headrace.cli.config_yaml import Raw, read_yaml
+from headrace.cli.serve_config import ServeConfig
 from headrace.cli.state import state_folder
 from headrace.cli.stored_keys import has_stored_keys
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
-from headrace.core.option import Option, Reload, Role, check_options, option, required, section
-from headrace.core.strict_decode import NeedsExactlyOne, decode, plain
-from headrace.engine.config import EngineConfig
-from headrace.fleet.admin_listen import AdminListen
-from headrace.fleet.config import FleetConfig, ModelSpec
-from headrace.fleet.weights import HUB_ID
-from headrace.gateway.config import GatewayConfig, config_from
-from headrace.gateway.ledger.config import UsageConfig
-from headrace.gateway.upstream.model_config import ForeignConfig, ModelConfig, ReplicaConfig
-from headrace.observe.logs import LogFormat
-from headrace.policy.limits.price import Price
-from headrace.policy.limits.tier import Tier
-from headrace.tensor.checkpoint.gguf.paths import is_gguf, model_name
-from headrace.text.output.formats import AUTO, reasoning_format, tool_format
-from headrace.wire.tls.files import token_path
+from headrace.core.strict_decode import decode
+from headrace.gateway.config import GatewayConfig
 
 ENV_PREFIX = "HEADRACE_"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteReplica:
-    """One engine that was started by itself (`headrace engine`), here or on another machine."""
-
-    name: str = required("Label `replica` of metrics and logs, and its name in `/ready`.", "--replica")
-    address: str = required(
-        "Where the engine listens: `HOST:PORT` or `unix:/path`; the flag is `NAME=ADDRESS`, again for more.", "--replica"
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteSection:
-    """The engines of one model that run elsewhere."""
-
-    model: str = required(
-        "What the engines serve: a folder on this machine, a bundled model or a hub id. The gateway reads its tokenizer and template.",
-        "MODEL",
-    )
-    replicas: tuple[RemoteReplica, ...] = required("Where its engines listen.")
-    tls_dir: str = option(
-        "",
-        "Folder with this machine's certificates (`ca.crt`, `tls.crt`, `tls.key`), as `headrace tls init` or cert-manager makes it; for "
-        "TCP addresses, required beyond loopback.",
-        "--tls-dir",
-    )
-    token_file: str = option(
-        "",
-        "File with the token that the engines want, closed to other users; required for TCP.",
-        "--token-file",
-        shown="`token` of `tls_dir`",
-    )
-
-    def gateway_replicas(self) -> tuple[ReplicaConfig, ...]:
-        """The replicas as the gateway reads them. A Unix socket needs no certificates."""
-        return tuple(
-            ReplicaConfig(
-                name=replica.name,
-                address=replica.address,
-                token_file=token_path(self.token_file, self.tls_dir) if replica.address.startswith("unix:") else self.token_file,
-                tls_dir="" if replica.address.startswith("unix:") else self.tls_dir,
-            )
-            for replica in self.replicas
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSection:
-    """One served model: the engines that serve it, the foreign servers that answer for it, or both."""
-
-    engine: EngineConfig | None = option(None, "Options of every replica that is started here.", role=Role.DEVELOPER)
-    remote: RemoteSection | None = option(None, "Engines that are started by themselves.", role=Role.OPERATOR)
-    upstreams: tuple[ForeignConfig, ...] = option((), "OpenAI-compatible servers.", role=Role.OPERATOR)
-    name: str = option(
-        "",
-        "What clients ask for.",
-        "--served-model-name",
-        shown="the hub id, the folder's name, or `model` of the first of `upstreams`",
-    )
-    aliases: tuple[str, ...] = option((), "Further names for it: the flag's from the second on.", "--served-model-name")
-    replicas: int = option(1, "Engine processes, each with its own copy of the weights: more throughput, more memory.", "--replicas")
-    smaller: str = option(
-        "",
-        "Name of another served model that answers, by its own name, while this one is busy ([tenancy.md](tenancy.md#busy-models)).",
-        role=Role.TENANTS,
-    )
-    tool_call_parser: str = option(
-        AUTO,
-        "How the model writes calls: a name that vLLM has for it (`hermes`, `llama3_json`, `mistral`, `pythonic`, ...), or `none`. `auto`: "
-        "what the chat template shows. Without a known form requests with functions are refused.",
-        "--tool-call-parser",
-    )
-    reasoning_parser: str = option(
-        AUTO,
-        "How the model marks its reasoning (`qwen3`, `deepseek_r1`, `mistral`, ...), or `none`: then it is part of the text. `auto`: what "
-        "the chat template shows.",
-        "--reasoning-parser",
-    )
-
-    @property
-    def parsers(self) -> dict[str, str]:
-        return {"tool_call_parser": self.tool_call_parser, "reasoning_parser": self.reasoning_parser}
-
-    @property
-    def of_gateway(self) -> dict[str, object]:
-        """The gateway's own options of the model."""
-        smaller = {"smaller": self.smaller} if self.smaller else {}
-        return {**smaller, **(self.parsers if self.engine is not None or self.remote is not None else {})}
-
-    @property
-    def num_engines(self) -> int:
-        return self.replicas if self.engine is not None else 0
-
-    @property
-    def num_replicas(self) -> int:
-        """Engines that the gateway connects to."""
-        return self.num_engines + (len(self.remote.replicas) if self.remote is not None else 0)
-
-    @property
-    def served_name(self) -> str:
-        section = self.engine or self.remote
-        if self.name or section is None:
-            return self.name or (self.upstreams[0].model if self.upstreams else "")
-        model = section.model
-        if is_fetched(model):
-            return model
-        return model_name(Path(model)) if is_gguf(model) else Path(model).expanduser().resolve().name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
-    """The whole configuration of `headrace serve`. `load` puts the user's own folder (`cli.state`) in the place of an empty `state`; of
-    `gateway`, what ELSEWHERE names is made from keys of this class."""
-
-    models: tuple[ModelSection, ...] = required("Served models.", reload=Reload.LIVE, role=Role.DEVELOPER)
-    state: str = option(
-        "",
-        "Folder of all embedded stores ([tenancy.md](tenancy.md)): keys, limits, usage. Made closed to other users; every command that "
-        "reads or changes them finds it by the same rule. Relative to the working directory.",
-        "--state",
-        shown="`HEADRACE_STATE`, `$XDG_STATE_HOME/headrace`, else `~/.local/state/headrace`",
-        role=Role.OPERATOR,
-    )
-    tiers: dict[str, Tier] = section(dict, "What tenants may use.", reload=Reload.LIVE, role=Role.TENANTS)
-    prices: dict[str, Price] = section(dict, "Prices of tokens, by the model's name.", reload=Reload.LIVE, role=Role.TENANTS)
-    usage: UsageConfig = section(UsageConfig, "How usage records are kept and shipped.", reload=Reload.LIVE, role=Role.BILLING)
-    gateway: GatewayConfig = field(
-        default_factory=lambda: GatewayConfig(models=()), metadata={"option": Option(help="The gateway.", role=Role.OPERATOR)}
-    )
-    drain_timeout_s: float = option(
-        30.0,
-        "Seconds that running streams may take after SIGTERM, when no new work is accepted.",
-        "--drain-timeout",
-        reload=Reload.LIVE,
-        role=Role.OPERATOR,
-    )
-    start_timeout_s: float = option(
-        1800.0,
-        "A gateway or an engine that has not served within these seconds of its start is killed and counts as failed "
-        "([fleet.md](fleet.md#what-happens-when)); 0: never. Longer than the slowest load of weights.",
-        reload=Reload.LIVE,
-        role=Role.OPERATOR,
-    )
-    hang_timeout_s: float = option(
-        60.0,
-        "An engine that has served, and that no gateway can use for these seconds, is killed and started again; a gateway that answers "
-        "nothing, after about 10 s. At least 15; 0: never, for work with a debugger.",
-        reload=Reload.LIVE,
-        role=Role.OPERATOR,
-    )
-    log_format: str = option(
-        "auto",
-        "Format of the whole log: `auto` is text on a terminal and JSON elsewhere. A request log that is a file is always JSON.",
-        "--log-format",
-        one_of=tuple(LogFormat),
-        role=Role.OPERATOR,
-    )
-    run_dir: str | None = option(
-        None,
-        "Directory in which the private directory for sockets is made.",
-        shown="`XDG_RUNTIME_DIR`, else the temporary directory",
-        role=Role.OPERATOR,
-    )
-    admin: AdminListen | None = option(None, "The operator's commands from other machines.", role=Role.OPERATOR)
-    allow_open: bool = option(
-        False,
-        "Listen beyond loopback although there is no API key, neither in the configuration nor in the store ([identity.md](identity.md)).",
-        "--allow-open",
-        reload=Reload.LIVE,
-        role=Role.SECURITY,
-    )
-    site_key: str = option(
-        "",
-        "Hex secret (32 to 128 digits) from which the tenants' cache salts and the hashes of KV blocks are keyed: set it where several "
-        "starts serve one site.",
-        shown="drawn at start",
-        role=Role.SECURITY,
-        repr=False,
-    )
-    experimental: bool = option(
-        False,
-        "Allow what has not been run where Headrace is tested: hub ids.",
-        "--experimental",
-        reload=Reload.LIVE,
-        role=Role.DEVELOPER,
-    )
-
-    def checked(self) -> ServeConfig:
-        """This value if the rules of every section and of their pairs hold. Raises ConfigError with the path in the file."""
-        for index, model in enumerate(self.models):
-            self._check_model(f"models[{index}]", model)
-        self._check_gateway()
-        check_options(self)
-        self.fleet(lambda model: Path(model)).checked()
-        return self
-
-    def _check_model(self, where: str, model: ModelSection) -> None:
-        _check_answers(where, model)
-        if model.engine is None and model.replicas != 1:
-            reason = "counts engines that are started here, and this model has none"
-            raise ConfigError(f"{where}.replicas", reason, "Leave it out beside upstreams and remote.")
-        if model.engine is None and model.remote is None:
-            for name, parser in model.parsers.items():
-                if parser != AUTO:
-                    raise ConfigError(f"{where}.{name}", "is for text of our engines", "Leave it out: the other server parses its output.")
-            return
-        tool_format(model.tool_call_parser, (), where=f"{where}.tool_call_parser")
-        reasoning_format(model.reasoning_parser, (), where=f"{where}.reasoning_parser")
-        if model.engine is not None:
-            self._check_engine(where, model.engine)
-        if model.remote is not None:
-            _check_folder(f"{where}.remote.model", model.remote.model)
-
-    def _check_engine(self, where: str, engine: EngineConfig) -> None:
-        try:
-            engine.checked()
-        except ConfigError as error:
-            raise error.at(f"{where}.engine.{error.where}") from error
-        _check_folder(f"{where}.engine.model", engine.model)
-
-    def _check_gateway(self) -> None:
-        models = [_as_gateway_model(model) for model in self.models]
-        try:
-            # Decoded as the gateway will decode it, so that what it would refuse at its start is refused here.
-            config_from(plain(replace(self.whole_gateway(), models=tuple(models))))
-        except ConfigError as error:
-            # Replicas that this file does not name have made-up addresses, which are right.
-            where = re.sub(r"^(models\[\d+\])\.replicas", r"\1.remote.replicas", error.where)
-            raise error.at(where if where.startswith(("models", "state", "tiers", "prices", "usage")) else f"gateway.{where}") from error
-
-    def whole_gateway(self) -> GatewayConfig:
-        """The gateway's section with what stands at the top level."""
-        return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices, usage=self.usage)
-
-    def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
-        """The supervisor's configuration. resolve: a `model` as the file has it -> local folder."""
-        gateway = plain(self.whole_gateway())
-        del gateway["models"], gateway["timeouts"]["drain_s"]
-        models = []
-        for model in self.models:
-            spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines, gateway=model.of_gateway)
-            if model.engine is not None:
-                engine = plain(model.engine)
-                spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine)
-            elif model.remote is not None:
-                remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
-                spec = replace(spec, folder=resolve(model.remote.model), remote=remote)
-            models.append(replace(spec, upstreams=tuple(plain(upstream) for upstream in model.upstreams)))
-        run_dir = None if self.run_dir is None else Path(self.run_dir).expanduser()
-        return FleetConfig(
-            models=tuple(models),
-            gateway=gateway,
-            site_key=self.site_key,
-            drain_timeout_s=self.drain_timeout_s,
-            start_timeout_s=self.start_timeout_s,
-            hang_timeout_s=self.hang_timeout_s,
-            log_format=LogFormat(self.log_format),
-            run_dir=run_dir,
-            admin=self.admin,
-        )
-
-
-def _as_gateway_model(model: ModelSection) -> ModelConfig:
-    """The model as the gateway's own file has it, with a made-up address: where its replicas will listen is not known yet."""
-    answered = ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams, smaller=model.smaller)
-    if model.engine is None and model.remote is None:
-        return answered
-    replicas: tuple[ReplicaConfig, ...] = (ReplicaConfig(name="-", address="unix:/run/replica"),)
-    if model.remote is not None:
-        replicas = model.remote.gateway_replicas()
-    return replace(answered, folder="/", replicas=replicas)
-
-
-def _check_answers(where: str, model: ModelSection) -> None:
-    """Raises NeedsExactlyOne where engines are both here and elsewhere, or nothing answers for the model."""
-    is_here, is_elsewhere = model.engine is not None, model.remote is not None
-    if (is_here and is_elsewhere) or not (is_here or is_elsewhere or model.upstreams):
-        remedy = (
-            "engine runs the model here, remote names engines that run elsewhere, upstreams asks servers for it, alone or beside these."
-        )
-        raise NeedsExactlyOne(where, "engine", "remote" if is_here else "upstreams", remedy)
-
-
-def _check_folder(where: str, name: str) -> None:
-    path = Path(name).expanduser()
-    if not (is_fetched(name) or bundled_path(name) or (path / "config.json").is_file() or (is_gguf(name) and path.is_file())):
-        raise ConfigError(where, f"{name!r} is neither a folder with a config.json nor a .gguf file nor a model's name")
 
 
 def load(
@@ -439,8 +137,3 @@ def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:
     """Plain keys are forgotten as early as possible: from here on only digests travel."""
     hashed = [replace(key, key="", sha256=key.sha256 or hashlib.sha256(key.key.encode()).hexdigest()) for key in gateway.api_keys]
     return replace(gateway, api_keys=tuple(hashed))
-
-
-def is_fetched(model: str) -> bool:
-    """A hub id: looks like one, and no folder, file and bundled model has that name."""
-    return HUB_ID.fullmatch(model) is not None and not is_gguf(model) and bundled_path(model) is None and not Path(model).exists()

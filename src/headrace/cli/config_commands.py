@@ -16,7 +16,7 @@ from headrace.core.counted import counted
 from headrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.cli.config import ServeConfig
+    from headrace.cli.serve_config import ServeConfig
 
 config_app = typer.Typer(help="Check, show or begin a configuration file.", no_args_is_help=True, rich_markup_mode=None)
 

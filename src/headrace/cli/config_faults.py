@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.cli.config import ENV_PREFIX, ServeConfig
+from headrace.cli.config import ENV_PREFIX
 from headrace.cli.config_mending import each_error, parent
 from headrace.cli.config_origins import origin_of
 from headrace.cli.config_variables import apply_variable, nearest_variable, variables
 from headrace.cli.config_yaml import mapping_of, parse_document, read_text
+from headrace.cli.serve_config import ServeConfig
 from headrace.core.errors import ConfigError
 
 OTHER_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_CACHE_DIR", "HEADRACE_KEEP_PACKED", "HEADRACE_STREAM_WATCH")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.cli.config import ServeConfig
+from headrace.cli.serve_config import ServeConfig
 from headrace.core.differences import differences
 from headrace.fleet.config import FleetConfig
 

@@ -18,7 +18,7 @@ import typer
 from headrace.cli.admin_flags import AdminFiles, AdminUrl
 
 if TYPE_CHECKING:
-    from headrace.cli.config import ServeConfig
+    from headrace.cli.serve_config import ServeConfig
     from headrace.gateway.access.administration import Administration
     from headrace.gateway.limits.report import LimitReport
 

@@ -39,7 +39,7 @@ from headrace.cli.server_flags import (
 )
 
 if TYPE_CHECKING:
-    from headrace.cli.config import ServeConfig
+    from headrace.cli.serve_config import ServeConfig
     from headrace.gateway.config import GatewayConfig
 
 Flag = typer.Option

@@ -37,7 +37,7 @@ from headrace.cli.server_flags import (
 )
 
 if TYPE_CHECKING:
-    from headrace.cli.config import ServeConfig
+    from headrace.cli.serve_config import ServeConfig
     from headrace.fleet.admin import AdminRequests
     from headrace.fleet.supervisor import FleetReady
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from headrace import LLM, SamplingParams
 from headrace.bundled import FOLDER
-from headrace.cli.config import from_raw, is_fetched
+from headrace.cli.config import from_raw
+from headrace.cli.serve_config import is_fetched
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner_build import build_runner
