@@ -46,6 +46,7 @@ class RemoteSection:
     model: str = required(
         "What the engines serve: a folder on this machine, a bundled model or a hub id. The gateway reads its tokenizer and template.",
         "MODEL",
+        reload=Reload.RESTART,
     )
     replicas: tuple[RemoteReplica, ...] = required("Where its engines listen.")
     tls_dir: str = option(

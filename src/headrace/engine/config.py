@@ -13,7 +13,7 @@ from functools import cache
 from headrace.core.errors import ConfigError
 from headrace.core.gpus import find_gpus
 from headrace.core.model_info import LOAD_FORMATS
-from headrace.core.option import Option, Role, by_device, check_options, option, options, required
+from headrace.core.option import Option, Reload, Role, by_device, check_options, option, options, required
 from headrace.policy.queues import QUEUES
 from headrace.tensor.backends import BACKENDS, find_working_gpus
 from headrace.tensor.checkpoint.formats.names import INSTEAD, METHODS
@@ -37,6 +37,7 @@ class EngineConfig:
         "A folder in the Hugging Face layout, a `.gguf` file, the name of a bundled model, or a hub id.",
         "MODEL",
         "--model",
+        reload=Reload.RESTART,
     )
     dtype: str = option(
         "auto",
