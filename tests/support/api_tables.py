@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.gateway.surfaces.dialect.field_table import GROUPS, FieldRule, Inside, Treatment
+from collections.abc import Iterable
+
+from headrace.gateway.surfaces.dialect.field_table import BOTH, GROUPS, FieldRule, Inside, Treatment
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from tests.house.reader import ROOT
 
@@ -21,14 +23,22 @@ def paths_table() -> str:
 def fields_tables() -> str:
     lines: list[str] = []
     for group, rules in GROUPS.items():
-        lines += [f"{group}:", "", "| field | in | treatment | rule |", "|---|---|---|---|", *map(_row, rules), ""]
+        lines += [f"{group}:", "", "| field | in | treatment | rule |", "|---|---|---|---|", *_rows(rules), ""]
     return "\n".join(lines)
 
 
-def _row(rule: FieldRule) -> str:
-    note = f"Only {rule.off_words}. {rule.note}" if rule.treatment is Treatment.REFUSED else rule.note
-    places = [place if isinstance(place, Inside) else place.split("/")[2] for place in rule.places]
-    return f"| `{rule.name}` | {', '.join(places)} | {rule.treatment} | {note} |"
+def _rows(rules: Iterable[FieldRule]) -> list[str]:
+    """One line for all fields of the same place, treatment and rule."""
+    alike: dict[str, list[str]] = {}
+    for rule in rules:
+        places = (
+            "both"
+            if rule.places == BOTH
+            else ", ".join(place if isinstance(place, Inside) else place.split("/")[2] for place in rule.places)
+        )
+        treatment = f"only {rule.off_words}" if rule.treatment is Treatment.REFUSED else rule.treatment
+        alike.setdefault(f"{places} | {treatment} | {rule.note}", []).append(f"`{rule.name}`")
+    return [f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()]
 
 
 def shown(marks: tuple[str, str]) -> str:
