@@ -55,9 +55,8 @@ class ConnectionState(StrEnum):
 class ReplicaInfo:
     """A replica's hello.
 
-    instance_id  drawn at each start of the engine process: the same replica name with another instance id is another process, which has
-                 none of the first one's requests. Lists of replicas that were tried are keyed by (name, instance_id), so that a restarted
-                 replica may be tried again
+    instance_id   drawn at each start of the engine process: a restarted replica keeps its name and has lost its requests. Lists of tried
+                  replicas are keyed by (name, instance_id), so that a restarted replica may be tried again
     connected_at  when this connection was made, on the client's clock
     """
 
@@ -92,8 +91,8 @@ class ReplicaClient:
         target   "unix:/path", or "host:port": then with a token, and beyond loopback with tls
         tls      certificates of this end
         name     for messages; the target itself by default
-        expect   what the replica's hello must match, else it stays DOWN with the mismatch as its reason
-        clock    what requests' deadlines are measured by
+        expect   facts that the replica's hello must match; a replica that differs stays DOWN, and `reason` names the mismatch
+        clock    gives the time that requests' deadlines refer to, in seconds
 
         Raises: ConfigError for a target the wire refuses, or certificates that cannot be used.
         """
@@ -145,12 +144,12 @@ class ReplicaClient:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last frame, without delays of this process itself. 0 while there is no connection."""
+        """Seconds since the last frame, less the delays of this process. 0 while there is no connection."""
         return self._session.silent_s if self._session is not None and self._session.is_open else 0.0
 
     @property
     def unread_s(self) -> float:
-        """Seconds for which the engine has read nothing of what was sent, without delays of this process itself."""
+        """Seconds for which the engine has read nothing from this connection, less the delays of this process."""
         return self._session.unread_s if self._session is not None and self._session.is_open else 0.0
 
     @property
@@ -159,8 +158,8 @@ class ReplicaClient:
         return len(self._streams)
 
     def sent_since_snapshot(self, lowest: PriorityClass = PriorityClass.BATCH) -> list[int]:
-        """Requests sent that the last snapshot cannot know of yet, of class `lowest` or a higher one: of each the prompt tokens, and the
-        output tokens after which it goes on."""
+        """The number of tokens to compute of each request that was sent after the engine's last load snapshot: its prompt, and the output
+        that it resumes after. Only requests of class `lowest` or a higher one are listed."""
         return self._session.unseen_tokens_of(lowest) if self._session else []
 
     async def wait_connected(self, timeout_s: float) -> ReplicaInfo:
@@ -199,7 +198,7 @@ class ReplicaClient:
         return stream
 
     def cancel(self, request_id: RequestId) -> None:
-        """The client left: the engine frees everything, the stream ends. Unknown ids are ignored."""
+        """End the stream, and have the engine free everything of the request. An unknown id is ignored."""
         stream = self._streams.get(request_id)
         if stream is not None:
             if self._session is not None:
@@ -207,7 +206,7 @@ class ReplicaClient:
             stream.end()
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None:
-        """The gateway ended one sequence (a stop string): `keep_tokens` of its output count. Its later updates are dropped."""
+        """Have the engine end a sequence after a stop string: `keep_tokens` tokens of its output count. Its later updates are dropped."""
         stream = self._streams.get(request_id)
         if stream is not None:
             if self._session is not None:
@@ -215,18 +214,18 @@ class ReplicaClient:
             stream.end_sequence(index)
 
     def abandon(self, reason: str) -> None:
-        """Cancel every open request at the engine, which may read that later or never, and raise Unavailable(reason) in their streams."""
+        """Raise Unavailable(reason) in every open stream, and send the engine a cancel for each. The engine may never read the cancels."""
         self._abandon_all(list(self._streams.values()), reason)
 
     def abandon_unseen(self, reason: str) -> int:
-        """`abandon` of the requests that no load of the engine has counted, for it may never read them. Returns their number."""
+        """`abandon` for requests that no load snapshot has counted: the engine may never read them. Returns how many were abandoned."""
         if self._session is None:
             return 0
         found = [stream for handle in self._session.unseen_handles if (stream := self._session.streams.get(handle)) is not None]
         return self._abandon_all(found, reason)
 
     def abandon_unbegun(self, reason: str) -> int:
-        """`abandon` of the requests of which nothing has come and that resume nothing. Returns their number."""
+        """`abandon` for requests without any update so far that resume no earlier output. Returns how many were abandoned."""
         return self._abandon_all([stream for stream in self._streams.values() if stream.is_unbegun], reason)
 
     def _abandon_all(self, streams: Sequence[ReplicaStream], reason: str) -> int:
@@ -296,8 +295,8 @@ class ReplicaClient:
     def _log_down(self, *, is_starting: bool) -> None:
         """Log each reason once per outage: the connection is tried every second, and gRPC words one cause in several ways.
 
-        is_starting  nothing listens there yet: the engine is still loading, and logs itself how that goes. gRPC's words for it (a failed
-                     precondition) would alarm for nothing
+        is_starting  nothing listens at the address yet, because the engine is still loading. gRPC's error (a failed precondition) would
+                     cause alarm, so a plain line is logged instead
         """
         reason = "" if is_starting else self.reason
         if reason not in self._logged_reasons:

@@ -58,7 +58,7 @@ class UnwrittenCommands:
         return bool(self._urgent or self._submits)
 
     def submit(self, request: EngineRequest, handle: Handle) -> None:
-        """Raises InvalidRequest for what the wire cannot carry; it was not taken then."""
+        """Queue a Submit. Raises InvalidRequest or RequestTooLarge for a request that the wire cannot carry; nothing is queued then."""
         command = encode_submit(request, handle)
         num_bytes = command.ByteSize()
         if num_bytes > MAX_SUBMIT_BYTES:
@@ -80,7 +80,7 @@ class UnwrittenCommands:
         (self._urgent if waiting is None else waiting.finishes).append(command)
 
     def take(self, now: float) -> pb.ClientFrame:
-        """The next frame, to be written at `now`: deadlines become what remains of them. Empty when nothing waits."""
+        """The next frame, with deadlines as the time that remains at `now`. Empty when nothing waits."""
         frame, num_bytes = pb.ClientFrame(), 0
         while self._urgent and num_bytes < MAX_FRAME_BYTES:
             num_bytes += self._urgent[0].ByteSize()

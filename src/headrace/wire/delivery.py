@@ -53,7 +53,7 @@ class DeliveryQueue:
                 self._has_any.clear()
 
     def deliver_all(self) -> None:
-        """Deliver without slices: the connection is lost, and updates that arrived before that must not be."""
+        """Deliver everything at once: the connection is lost, and updates that arrived before the loss must still reach their streams."""
         while self._streams:
             self._streams.popleft().deliver()
 

@@ -32,7 +32,7 @@ ALERT_S = 0.5
 
 
 class Dialer:
-    """Opens connections to one engine, each with the certificates as their files have them then."""
+    """Opens connections to one engine. Each connection uses the present content of the certificate files."""
 
     def __init__(self, target: GrpcTarget) -> None:
         """Raises ConfigError for certificates that cannot be used."""
@@ -41,7 +41,7 @@ class Dialer:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What each call carries."""
+        """gRPC metadata of each call: the token, if there is one."""
         return () if self.target.token is None else ((TOKEN_METADATA, self.target.token),)
 
     def open_channel(self) -> grpc.aio.Channel:
@@ -52,7 +52,7 @@ class Dialer:
         return grpc.aio.secure_channel(self.target.address, credentials, options=TLS_CHANNEL_OPTIONS)
 
     async def find_tls_fault(self) -> str:
-        """Why the two ends do not agree on TLS; empty where that is not what failed."""
+        """The reason why the two ends do not agree on TLS; empty when the failure has another cause."""
         if self.target.path is not None:
             return ""
         try:
@@ -83,7 +83,7 @@ class Dialer:
 
 
 class _TlsProbe:
-    """TLS over a socket that the caller closes: `wrap_socket` takes it over, and drops it unclosed where the other end resets it."""
+    """TLS over a socket that stays the caller's. `wrap_socket` would own the socket, and leave it unclosed when the other end resets it."""
 
     def __init__(self, context: ssl.SSLContext, connection: socket.socket, host: str | None = None) -> None:
         self._connection = connection
@@ -91,7 +91,7 @@ class _TlsProbe:
         self.end = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
 
     def run(self, step: Callable[[], object]) -> None:
-        """Repeat a step of `end` until it has what it reads. Raises OSError, which includes SSLError; its alert is sent before that."""
+        """Repeat a step of `end` until it needs no more input. Raises OSError, or SSLError after its alert was sent."""
         while True:
             try:
                 step()

@@ -16,7 +16,7 @@ from headrace.wire.stop_signals import StopSignals
 
 @contextmanager
 def on_hangup(reload: Callable[[], None] | None, stop: StopSignals) -> Iterator[None]:
-    """Until the block ends, SIGHUP calls `reload`; it drains where that is None, or when the terminal is gone. Later ones are ignored."""
+    """In the block SIGHUP calls `reload`, or drains when `reload` is None or the terminal is gone. After the block SIGHUP is ignored."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         yield
         return
@@ -39,7 +39,7 @@ def on_hangup(reload: Callable[[], None] | None, stop: StopSignals) -> Iterator[
 
 
 def _has_terminal() -> bool:
-    """This process has a controlling terminal, which is there."""
+    """Whether this process has a controlling terminal that is still open."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:

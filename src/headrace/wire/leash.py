@@ -93,15 +93,17 @@ class Leash:
     def watch(self, on_gone: Callable[[], None] | None = None) -> None:
         """Waits for the supervisor's end to close, in a thread of its own: a blocked event loop must not keep an orphan alive.
 
-        on_gone  what to do then; default: leave at once with status ORPHANED
+        on_gone  called once the supervisor's end has closed; None: this process exits at once with status ORPHANED
         """
         if self._socket is not None:
             leave = on_gone or (lambda: os._exit(ORPHANED))
             threading.Thread(target=self._wait, args=(self._socket, leave), name="leash", daemon=True).start()
 
     def listen(self, handler: Callable[[LeashRequest], None] | None) -> None:
-        """Have `handler` called for each request, in the thread of `watch`; it must not raise. Requests that came before are given to it
-        now. None: later requests wait for the next handler."""
+        """Have `handler` called for each request, in the thread of `watch`; `handler` must not raise. Requests that wait are handled now.
+
+        None: later requests wait for the next handler.
+        """
         with self._lock:
             self._handler = handler
             waiting, self._unhandled = (self._unhandled, []) if handler is not None else ([], self._unhandled)
@@ -109,11 +111,11 @@ class Leash:
                 self._handle(request)
 
     def ready(self, facts: Mapping[str, object] | None = None) -> None:
-        """The child serves; `facts` (address, what was decided) are for the supervisor's log and its operator."""
+        """Report that the child serves. facts: its address and the values chosen at start, for the supervisor's log and its operator"""
         self._say({"event": "ready", **(facts or {})})
 
     def failed(self, reason: str, *, can_retry: bool) -> None:
-        """Why the child ends. can_retry False: starting it again with the same configuration fails again."""
+        """Report why the child ends. can_retry False: a start with the same configuration fails again"""
         self._say({"event": "failed", "reason": reason, "can_retry": can_retry})
 
     def reloaded(self, request: LeashRequest) -> None:
@@ -165,7 +167,7 @@ def _said(status: ReplicaStatus) -> Mapping[str, object]:
 class LeashRequests:
     """The supervisor's requests to one child and their answers. Lives on one event loop.
 
-    num_answers  that have come, those that came too late included
+    num_answers  answers received so far, late ones included
     """
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
@@ -177,13 +179,13 @@ class LeashRequests:
         self.num_answers = 0
 
     async def reload(self) -> None:
-        """Returns once the child has applied its file. Raises ReloadRefused with its reason, Unavailable when the child ends before."""
+        """Return once the child has applied its file. Raises ReloadRefused with its reason, or Unavailable when it ends first."""
         answer = await self._ask(LeashRequestKind.RELOAD)
         if answer["event"] == "refused":
             raise ReloadRefused(str(answer["reason"]))
 
     async def status(self) -> ModelStatuses:
-        """What the child knows of its replicas. Raises Unavailable when it ends before it answers."""
+        """The state of the child's replicas. Raises Unavailable when the child ends before it answers."""
         answer = await self._ask(LeashRequestKind.STATUS)
         return {
             model: {name: ReplicaStatus(said["ready"], said["reason"], said["open"], said["refused"]) for name, said in replicas.items()}
@@ -191,14 +193,14 @@ class LeashRequests:
         }
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """A message of the child. One that answers no open request is ignored: its asker has given up."""
+        """Take a message of the child. An answer to a request that was given up is only counted."""
         self.num_answers += 1
         answered = self._open.get(message.get("id", 0))
         if answered is not None and not answered.done():
             answered.set_result(message)
 
     def close(self) -> None:
-        """The child has ended: what is not answered never will be."""
+        """The child has ended: raise Unavailable in every open request."""
         self._is_closed = True
         for asked in self._open.values():
             if not asked.done():

@@ -24,19 +24,19 @@ def check_private_file(where: str, path: str) -> None:
 
 
 def why_not_private(where: str, path: str) -> str:
-    """What is wrong with a file of a secret of another system, which is used all the same; empty: nothing. Raises ConfigError"""
+    """A warning that a secret file of another system is open to other users; such a file is used all the same. Empty: none."""
     mode = stat.S_IMODE((info := _stat(where, path)).st_mode)
     return f"{where}: {path} is open to other users (mode {mode:04o}); chmod 600 {path}" if is_open_to_others(info) else ""
 
 
 def is_open_to_others(info: os.stat_result) -> bool:
-    """Whether a user beside its owner and root may read or write it, other than as root has chosen by a group of this process."""
+    """Whether the file's mode lets other users in. Reading by a group of this process is allowed on a file of root."""
     is_given_by_root = info.st_uid == 0 and info.st_gid != 0 and info.st_gid in (os.getegid(), *os.getgroups())
     return bool(stat.S_IMODE(info.st_mode) & (0o037 if is_given_by_root else 0o077))
 
 
 def _stat(where: str, path: str) -> os.stat_result:
-    """Raises ConfigError."""
+    """Raises ConfigError for a file that cannot be read."""
     try:
         return os.stat(path)
     except OSError as error:

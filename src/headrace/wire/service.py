@@ -63,7 +63,7 @@ class Mismatch(HeadraceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """What a gateway needs its replicas to be. What is left out is not checked.
+    """Facts that a gateway requires of its replicas. A fact that is left out is not checked.
 
     digests     by kind ("model", "tokenizer", "template"): compared where both ends have one
     vocab_size  0: not checked

@@ -47,8 +47,8 @@ class NotListening(ConnectionLost):
 
 
 class Session:
-    """Owns a gRPC channel for the length of `run`. The client adds streams to `streams` and removes them; a stream with something unread
-    calls `deliveries.add`."""
+    """Owns a gRPC channel while `run` runs. The client adds streams to `streams` and removes them. A stream with unread updates calls
+    `deliveries.add`."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Session:
         return sum([num_tokens for _, num_tokens, _ in self._unseen]) + self._commands.num_prefill_tokens
 
     def unseen_tokens_of(self, lowest: PriorityClass) -> list[int]:
-        """As `num_unseen_tokens`, of each Submit of this class or a higher one."""
+        """The tokens to compute of each Submit that no load snapshot has counted yet, of class `lowest` or a higher one."""
         written = [num_tokens for _, num_tokens, priority in self._unseen if priority <= lowest]
         return written + self._commands.tokens_of(lowest)
 
@@ -103,7 +103,7 @@ class Session:
         return [*(handle for handle, _, _ in self._unseen), *self._commands.handles]
 
     def send_submit(self, request: EngineRequest) -> Handle:
-        """Raises InvalidRequest for what the wire cannot carry; nothing was sent then."""
+        """Queue a Submit. Raises InvalidRequest for a request that the wire cannot carry; nothing is sent then."""
         handle = Handle(self._next_handle)
         self._commands.submit(request, handle)
         self._next_handle += 1
@@ -119,7 +119,7 @@ class Session:
         self._has_commands.set()
 
     async def run(self) -> None:
-        """Connects and pumps until the connection ends. Raises ConnectionLost, Mismatch or MalformedFrame; always raises."""
+        """Connect, and read and write frames until the connection ends. Always raises: ConnectionLost, Mismatch or MalformedFrame."""
         channel = self._dialer.open_channel()
         try:
             connect = channel.stream_stream(CONNECT, request_serializer=pb.ClientFrame.SerializeToString)
@@ -197,16 +197,16 @@ class Session:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the engine's last frame, without the time in which this process itself was delayed and could not read one.
+        """Seconds since the engine's last frame, less the time in which a delay of this process's event loop kept it from reading one.
 
-        Exact at any moment: the time by which the watch is late now is left out, even before the watch has run.
+        The delay in progress is left out too, before `_watch` has noticed it.
         """
         return min(self._clock(), self._watch_due_at) - self.last_frame_at
 
     @property
     def unread_s(self) -> float:
-        """Seconds for which the engine has read nothing, by heartbeats that were sent and not counted, without those that large prompts
-        on their way may take. Time in which this process was delayed does not count: it sent none."""
+        """Seconds for which the engine has read nothing: HEARTBEAT_S for each heartbeat that was sent and not counted by the engine, less
+        the time that large prompts in transit may take. A delayed process sends no heartbeat, so its delays do not count."""
         num_unread = self._num_pings - self._num_pings_seen
         return max(0.0, num_unread * HEARTBEAT_S - self.num_unseen_tokens / READ_TOKENS_PER_S) if num_unread > 0 else 0.0
 
@@ -264,7 +264,7 @@ class Session:
             self._unseen.popleft()
 
     async def _lost(self, code: grpc.StatusCode, details: str | None) -> ConnectionLost:
-        """gRPC says UNAVAILABLE where nothing listens, where certificates do not fit, and of much else: `Dialer` finds out which it is."""
+        """The error with its cause. gRPC says UNAVAILABLE when nothing listens and when a certificate is refused; `Dialer` tells which."""
         if code is not grpc.StatusCode.UNAVAILABLE or self.is_open:
             return ConnectionLost(f"{code.name.lower()}: {details}")
         if await nothing_listens(self._dialer.target):

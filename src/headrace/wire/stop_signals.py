@@ -11,10 +11,10 @@ DUPLICATE_SIGNAL_S = 0.5
 
 
 class StopSignals:
-    """The first signal asks for a drain, a later one means now. Made inside a running loop on the main thread, for the length of a block.
+    """The first signal asks for a drain, a later one for an end at once. Use with `with`, inside a running loop on the main thread.
 
     soft  done, with the reason, at the first signal or call of `ask`
-    hard  done at a later one
+    hard  done at the second one
     """
 
     def __init__(self, *, duplicate_signal_s: float = DUPLICATE_SIGNAL_S) -> None:
@@ -39,9 +39,11 @@ class StopSignals:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Gives the signals back their default action. After the first signal they are ignored instead: the process is ending, and a
-        later one must not change its exit status. One that comes in the microseconds between the two calls still ends it: an event loop
-        takes its handler away by the default action."""
+        """Restore the signals' default action. After a first signal they are ignored instead: the process is ending, and a later signal
+        must not change its exit status.
+
+        `remove_signal_handler` restores the default action first, so a signal in the microseconds before SIG_IGN still ends the process.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
             if self.soft.done():
@@ -49,5 +51,5 @@ class StopSignals:
 
 
 async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    """Returns when one of them is done, or after `timeout_s`; cancels none and raises nothing of theirs."""
+    """Return when one future is done, or after `timeout_s`. Cancels no future and raises no future's error."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

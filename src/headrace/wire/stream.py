@@ -218,7 +218,7 @@ class ReplicaStream:
             self.end()
 
     def _give_up(self, error: Exception) -> None:
-        """The plain row handler failed, and the rows given to it are lost: the consumer task raises its error, the request is cancelled."""
+        """Cancel the request, since the plain row handler failed and the rows given to it are lost. The consumer task raises `error`."""
         self._plain, self._error = [], error
         self._cancel_request(self.request_id)
         self._wake()  # a stream that ended while its delivery was pending is not ended again, and nothing else would wake its task
@@ -261,7 +261,7 @@ class ReplicaStream:
 
 
 def update_bytes(update: SequenceUpdate | Rejected) -> int:
-    """Approximate memory of an update that came over the wire: it shares nothing with another one."""
+    """Approximate memory in bytes of an update from the wire, which shares nothing with other updates."""
     if isinstance(update, Rejected):
         return 512
     num_bytes = UPDATE_BYTES + TOKEN_ID_BYTES * len(update.token_ids)

@@ -23,7 +23,7 @@ def encode_model_info(info: ModelInfo) -> pb.ModelFacts:
 
 
 def decode_model_info(message: pb.ModelFacts) -> ModelInfo:
-    """Raises MalformedFrame when the facts cannot be a model's."""
+    """Raises MalformedFrame when a size is 0, or the pools and the KV groups differ in number."""
     if not message.vocab_size or not message.max_model_len or not message.block_size:
         raise MalformedFrame("model: vocab_size, max_model_len and block_size must be positive")
     if len(message.num_blocks) != len(message.kv_groups):

@@ -32,7 +32,7 @@ _TASKS: dict[int, str] = {pb.TASK_UNSPECIFIED: "none", pb.TASK_EMBED: "embed", p
 
 
 def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
-    """The command that starts `request` under `handle`, but for its deadline: `set_remaining` adds that when the command is written.
+    """The command that starts `request` under `handle`, without its deadline: `set_remaining` sets it when the command is written.
 
     Raises: InvalidRequest for values the wire cannot carry (a lone surrogate, an integer over 32 bits, a deadline that is no number).
     """
@@ -61,7 +61,7 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
 def set_remaining(message: pb.Submit, deadline_at: float | None, now: float) -> None:
     """The deadline as the milliseconds that remain at `now`, on the same clock.
 
-    Rounded up, so that a deadline in the future is never sent as one that passed; what a float is off by is no millisecond more. At most
+    Rounded up to a millisecond, so that a deadline in the future is never sent as a past one, after float errors are rounded away. At most
     MAX_REMAINING_MS.
     """
     if deadline_at is not None:
@@ -70,10 +70,9 @@ def set_remaining(message: pb.Submit, deadline_at: float | None, now: float) -> 
 
 
 def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
-    """The request, its deadline on the clock that says `now`.
+    """The request, with its deadline on the clock of `now`. `EngineRequest.checked` checks the values; here only the format is checked.
 
-    Raises InvalidRequest for what this version does not honour, MalformedFrame when the message breaks the format; the values' own rules
-    are `EngineRequest.checked`'s.
+    Raises: InvalidRequest for a field that this version does not honour, MalformedFrame when the message breaks the format.
     """
     if not message.handle:
         raise MalformedFrame("submit: handle must be positive")
@@ -95,7 +94,7 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
 
 
 def _refuse_others(message: pb.Submit) -> None:
-    """Nothing is accepted and ignored: neither a field we know and do not honour nor one of a later version."""
+    """Raises InvalidRequest for a known field that this version does not honour, and for a field of a later version."""
     release = f"protocol version {PROTOCOL_VERSION}"
     if message.task != pb.TASK_GENERATE:
         raise InvalidRequest("task", f"generate, the only task of {release}", _TASKS.get(message.task, message.task))
@@ -108,13 +107,13 @@ def _refuse_others(message: pb.Submit) -> None:
 
 
 def check_known_fields(where: str, message: Message) -> None:
-    """Raises MalformedFrame for a field this version does not know: in anything but a Submit there is no request to reject for it."""
+    """Raises MalformedFrame for a field this version does not know. For messages without a request that could be rejected instead."""
     if unknown := _unknown_fields(message):
         raise MalformedFrame(f"{where}: fields {unknown} are not of protocol version {PROTOCOL_VERSION}")
 
 
 def _unknown_fields(message: Message) -> list[int]:
-    """Their numbers, each once, of the first MAX_NAMED_FIELDS: a frame may hold millions, and the answer has to fit a status."""
+    """Distinct numbers of the first MAX_NAMED_FIELDS unknown fields. A frame may hold millions, and the error must fit a gRPC status."""
     fields = UnknownFieldSet(message)
     return sorted({fields[i].field_number for i in range(min(len(fields), MAX_NAMED_FIELDS))})
 
@@ -134,7 +133,7 @@ def encode_finish(handle: Handle, index: int, keep_tokens: int, reason: FinishRe
 
 
 def decode_finish(message: pb.Finish) -> tuple[Handle, int, int, FinishReason]:
-    """(handle, sequence index, tokens the client keeps, why). Raises MalformedFrame for an unknown reason or field."""
+    """(handle, sequence index, tokens that the client keeps, finish reason). Raises MalformedFrame for an unknown reason or field."""
     check_known_fields("finish", message)
     if message.reason not in FINISH_REASON:
         raise MalformedFrame(f"finish: unknown reason {message.reason}")

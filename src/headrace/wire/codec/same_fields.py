@@ -14,10 +14,10 @@ M = TypeVar("M", bound=Message)
 
 
 class SameFields(Generic[V, M]):
-    """A dataclass and its message. A repeated field is a tuple in the value, a map a dict, and an optional one None where it is missing."""
+    """Converts a dataclass from and to its message. A repeated field becomes a tuple, a map a dict, and a missing optional field None."""
 
     def __init__(self, value: type[V], message: type[M], *, but: Collection[str] = ()) -> None:
-        """but: fields of either that are not the same. Raises TypeError where others differ: nothing is left out without a word."""
+        """but: fields that only one side has, or that need a conversion. Raises TypeError where any other field is on one side only."""
         same = [field for field in message.DESCRIPTOR.fields if field.name not in but]
         names = [field.name for field in same]
         if different := {field.name for field in fields(value)}.difference(but) ^ {*names}:  # type: ignore[arg-type]

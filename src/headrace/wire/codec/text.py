@@ -6,5 +6,5 @@ MAX_MESSAGE_CHARS = 2000
 
 
 def printable(text: str) -> str:
-    """`text` bounded and as valid Unicode: a message about a broken request may quote what was broken."""
+    """`text` shortened and made valid Unicode: an error message may quote a broken request."""
     return text[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode("utf-8")

@@ -19,7 +19,7 @@ from headrace.wire.handles import Attempt, Handle, MalformedFrame
 
 
 def encode_updates(rows: Iterable[tuple[Handle, SequenceUpdate]]) -> pb.Updates:
-    """One message for all rows. `stop_token_id`, `error` and `stages` travel with `finish` only, as SequenceUpdate says they are set."""
+    """One message for all rows. `stop_token_id`, `error` and `stages` are sent only beside `finish`."""
     message = pb.Updates()
     handles: list[int] = []
     indices: list[int] = []
@@ -39,7 +39,7 @@ def encode_updates(rows: Iterable[tuple[Handle, SequenceUpdate]]) -> pb.Updates:
 
 
 class RowExtras(TypedDict, total=False):
-    """What only some rows have, under SequenceUpdate's names."""
+    """The fields of a SequenceUpdate that only some rows have."""
 
     logprobs: LogprobColumns
     prompt_logprobs: LogprobColumns
@@ -60,14 +60,14 @@ UpdateRow = tuple[Handle, int, tuple[int, ...], "RowExtras | None"]
 
 
 class UpdateRows:
-    """One frame's rows in order, each decoded when it is asked for: a large frame can be taken in slices.
+    """One frame's rows in order. A row is decoded when the iterator reaches it, so a large frame can be read in slices.
 
-    Raises: MalformedFrame, here when columns differ in length or a row is named twice or outside, and at its row for an enum value that
-    is unknown or log-probabilities that do not fit their tokens.
+    Raises MalformedFrame. The constructor raises it when columns differ in length, or a sparse entry names a row twice or beyond the last
+    one; the iterator raises it at a row with an unknown enum value, or with log-probabilities that do not match its tokens.
     """
 
     def __init__(self, message: pb.Updates, *, takes_prompt: Callable[[Handle, int], bool] = lambda _handle, _index: True) -> None:
-        """takes_prompt  whether a sequence's log-probabilities of its prompt are wanted; others are not decoded"""
+        """takes_prompt  says by handle and sequence index whether the prompt's log-probabilities are decoded"""
         _check_columns(message)
         self._takes_prompt = takes_prompt
         self._message = message
@@ -153,7 +153,7 @@ def _by_row(name: str, entries: Iterable[Entry], num_rows: int) -> dict[int, Ent
 
 
 def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> pb.Logprobs:
-    """Columns as they are; of a few objects, lists are quicker to make than columns."""
+    """Columns are copied as they are. For a few objects, plain lists are quicker than columns."""
     if isinstance(positions, LogprobColumns):
         return pb.Logprobs(**dict(zip(_LOGPROB_FIELDS, positions.columns(), strict=True)))
     return pb.Logprobs(
@@ -167,7 +167,7 @@ def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> pb.Logprobs:
 
 
 def _decode_logprobs(message: pb.Logprobs) -> LogprobColumns:
-    """No object per position: an answer may have a million alternatives."""
+    """Columns instead of an object per position: an answer may have a million alternatives. Raises MalformedFrame."""
     count = len(message.token_ids)
     if not len(message.logprobs) == len(message.ranks) == len(message.top_counts) == count:
         raise MalformedFrame("logprobs: columns differ in length")

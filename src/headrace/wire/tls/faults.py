@@ -40,7 +40,7 @@ def certificate_fault(error: ssl.SSLCertVerificationError, ca: str) -> str:
 
 
 def handshake_fault(error: Exception, *, own: str, peer: str, ca: str) -> str:
-    """Why a handshake failed; empty where the error does not say it.
+    """The reason why a handshake failed; empty when the error does not name one.
 
     own, peer  what the two ends are called: "this engine" and "the gateway"
     ca         file with the authority that the peer's certificate is verified against

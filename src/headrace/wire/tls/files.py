@@ -77,7 +77,7 @@ class LoadedCertificates:
 
 
 class Certificates:
-    """The certificates of one end, as its files have them now."""
+    """The certificates of one end, read again when their files change."""
 
     def __init__(self, files: TlsFiles, role: TlsRole) -> None:
         """Raises ConfigError with the file that cannot be used and why."""
@@ -87,7 +87,7 @@ class Certificates:
         self._loaded = load_certificates(files, role)
 
     def current(self) -> LoadedCertificates:
-        """Reads the files again where they have changed. Changed files that cannot be used are logged once; the last good ones stay."""
+        """The certificates, read again if a file has changed. Changed files that are unusable are logged once; the last good ones stay."""
         stamp = stamp_of(self.files.paths)
         if stamp != self._stamp:
             self._stamp = stamp
@@ -100,10 +100,10 @@ class Certificates:
 
 
 def load_certificates(files: TlsFiles, role: TlsRole) -> LoadedCertificates:
-    """Raises ConfigError about `tls_dir` for a file that cannot be read, a key that is open or does not fit, a certificate of another
-    authority or role.
+    """Read and check one end's files. A certificate that is not valid now is logged and loaded: it may be renewed later.
 
-    A certificate that is not valid now is logged and loaded: it may be renewed while the process runs.
+    Raises ConfigError about `tls_dir` for a file that cannot be read, a key that other users can read, a key that does not match its
+    certificate, and a certificate of another authority or role.
     """
     check_private_file("tls_dir", files.key)
     ca, certificate, key = (_read(path) for path in files.paths)
@@ -136,7 +136,7 @@ def _require_peer(context: ssl.SSLContext, files: TlsFiles) -> None:
 
 
 def _check_own(files: TlsFiles, role: TlsRole) -> None:
-    """What the other end will find, as far as it can be known here: this end shakes hands with itself, in memory."""
+    """Check this end's certificate as the other end will, by a handshake with itself in memory. Raises ConfigError."""
     client, server = _context(files, False), _context(files, True)
     client.check_hostname = False
     client.verify_mode = ssl.CERT_NONE
@@ -169,7 +169,7 @@ def _read(path: str) -> bytes:
 
 
 def stamp_of(paths: Iterable[str]) -> tuple[tuple[int, int, int] | None, ...]:
-    """Equal as long as no file has changed."""
+    """A value for each file (mtime, size, inode) that changes when the file does; None for a file that is not there."""
     return tuple(_file_stamp(path) for path in paths)
 
 

@@ -21,7 +21,7 @@ class ByteStream(Protocol):
 
 
 class PlainStream:
-    """A non-blocking socket. The socket stays its maker's."""
+    """A `ByteStream` over a non-blocking socket, which the caller closes."""
 
     def __init__(self, connection: socket.socket, received: bytes = b"") -> None:
         """received  bytes that were read from the socket before"""
@@ -89,7 +89,7 @@ class TlsStream:
             raise ConnectionResetError("the other end closed the connection")
 
     async def _flush(self) -> None:
-        """In the order in which the records were made: two tasks may come here. A task without records does not wait for the other's."""
+        """Send pending TLS records in the order in which they were made, also for two tasks. Return at once if there are none."""
         if not self._outgoing.pending:
             return
         async with self._sending:
