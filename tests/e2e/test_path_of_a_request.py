@@ -30,9 +30,11 @@ from headrace.engine.server.service import EngineService
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.upstream import replica_health
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.tokens import TokenUpstream
 from headrace.text.folder import load_text
+from headrace.wire import client, session
 from headrace.wire.service import HEARTBEAT_S
 from headrace.wire.target import parse_target
 
@@ -41,6 +43,14 @@ pytestmark = pytest.mark.socket
 HOME = str(Path(headrace.__file__).resolve().parent) + "/"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 ROW = re.compile(r"^\| \d+ \| `([\w/.]+)`", re.MULTILINE)
+
+
+PATIENCE_S = 600.0
+PATIENCE = [
+    *((client, "SILENT_AFTER_S"), (session, "LEASE_S")),
+    *((replica_health, name) for name in ("SILENT_AFTER_S", "IDLE_STALL_S", "STEP_GRACE_S")),
+]
+"""Seconds after which a gateway gives up a quiet engine."""
 
 
 def files_of(title: str) -> list[str]:
@@ -223,10 +233,13 @@ def ways_of(seen: list[tuple[list[str], list[str]]]) -> tuple[list[str], ...]:
     return tuple(list(way) if count > len(seen) / 2 else [] for way, count in usual)
 
 
-async def test_a_request_and_a_decode_step_go_through_the_files_in_the_pages_order() -> None:
+async def test_a_request_and_a_decode_step_go_through_the_files_in_the_pages_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than half of several requests and steps are seen on this way. What runs beside them all the time (heartbeats, idle turns) is
-    left out; where something else of it came between, more requests are watched.
+    left out; where something else of it came between, more requests are watched. An engine that is kept quiet, or stands still with the
+    machine, counts as neither silent nor stuck.
     """
+    for module, name in PATIENCE:
+        monkeypatch.setattr(module, name, PATIENCE_S)
     files = files_of("One request, from the socket to the kernel and back"), files_of("One decode step")
     assert (len(files[0]), len(files[1])) == (14, 15)
     watch = Watch()
