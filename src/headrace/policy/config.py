@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Names and meaning as in `engine.config.EngineConfig` and `core.model_info.ModelInfo`, but for one.
+    """Limits of one scheduler. Fields have the names and meaning that they have in `engine.config.EngineConfig` and
+    `core.model_info.ModelInfo`.
 
-    max_waiting_bytes  memory that waiting requests may hold
+    max_waiting_bytes  memory that waiting requests may hold; in neither of those classes
     """
 
     max_num_seqs: int

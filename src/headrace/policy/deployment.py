@@ -28,12 +28,12 @@ class ReplicaPhase(StrEnum):
 
 @dataclass(slots=True)
 class PlannedReplica:
-    """One replica. Its name is never given to another one.
+    """One replica. Its name is never given to another replica.
 
-    number    in its name; larger is younger
-    revision  of the model's options that its process was started with
+    number    the number in its name; a younger replica has a larger one
+    revision  revision of the model's options that its process was started with
     replaces  name of the replica that leaves once this one serves; "" for none
-    is_ready  every gateway reports it ready now, or did when all of them answered last
+    is_ready  whether every gateway reported it ready, the last time that all gateways answered
     """
 
     name: str
@@ -49,8 +49,8 @@ class PlannedReplica:
 class RolloutOptions:
     """How replicas of older revisions are replaced, one after another.
 
-    max_surge     1: a successor serves before its predecessor leaves. 0: the predecessor ends first, there is no memory for both
-    allow_outage  go on although no replica serves in between
+    max_surge     1: a successor serves before its predecessor leaves. 0: the predecessor ends first, for want of memory for both
+    allow_outage  whether the rollout may leave no replica that serves for a time
     previous      the revision to return to when a successor cannot be started
     """
 
@@ -81,8 +81,11 @@ class RetireReplica:
 
 @dataclass(frozen=True, slots=True)
 class EndRollout:
-    """failed: name of the successor that cannot be started; kept: name of the last replica that serves, which cannot be replaced without an
-    outage since the model was scaled down to it. Both "" when every replica was replaced."""
+    """End a model's rollout. Both names are "" when every replica was replaced.
+
+    failed  name of a successor that cannot be started
+    kept    name of the model's last serving replica: the model was scaled down to it, and replacing it would be an outage
+    """
 
     model: str
     failed: str = ""
@@ -95,8 +98,8 @@ DeploymentAction = StartReplica | RetireReplica | EndRollout
 class Deployment:
     """Targets and replicas of every model whose engines run on this machine.
 
-    targets   by model; a model that was removed has none while its replicas drain
-    replicas  by name, in the order of their start, until `ended`
+    targets   by model; a removed model has no target while its replicas drain
+    replicas  by name, in the order of their start; an entry is removed by `ended`
     """
 
     def __init__(self) -> None:
@@ -106,8 +109,8 @@ class Deployment:
         self._revisions: dict[str, int] = defaultdict(int)
 
     def copy(self) -> Deployment:
-        """The same targets and replicas, to return to when what is planned next is refused. Both count names and revisions together, so
-        that none is given again."""
+        """A copy to return to when the next plan is refused. The copy and the original share the counters of names and revisions, so that
+        none is given twice."""
         made = Deployment()
         made.targets = {**self.targets}
         made.replicas = {name: replace(replica) for name, replica in self.replicas.items()}
@@ -122,7 +125,7 @@ class Deployment:
         return [replica for replica in self.of(model) if replica.phase in (ReplicaPhase.STARTING, ReplicaPhase.SERVING)]
 
     def is_converged(self, model: str) -> bool:
-        """Nothing is left to do for `model`: what it should have serves or has failed, and nothing else is there."""
+        """Whether nothing is left to do for `model`: each of its target's replicas serves or has failed, and it has no other replica."""
         target, replicas = self.targets.get(model), self.of(model)
         if target is None:
             return not replicas
@@ -133,14 +136,14 @@ class Deployment:
         return [replica.name for replica in self.of(model) if replica.phase is ReplicaPhase.STARTING]
 
     def only_waits_for_starts(self, model: str) -> bool:
-        """Replicas of `model` start, and none leaves."""
+        """Whether replicas of `model` start and none leaves."""
         phases = {replica.phase for replica in self.of(model)}
         return ReplicaPhase.STARTING in phases and ReplicaPhase.DRAINING not in phases
 
     # -- commands ------------------------------------------------------------------------------------------------------------------
 
     def scale(self, counts: Mapping[str, int]) -> None:
-        """Each model should have this many replicas. A model that is not named is removed, a new one is added."""
+        """Set each model's number of replicas. A model that is missing from `counts` is removed; a new one is added."""
         for model in [*self.targets]:
             if model not in counts:
                 del self.targets[model]
@@ -164,15 +167,18 @@ class Deployment:
         return target.revision
 
     def drop_failed(self, model: str) -> list[str]:
-        """Forget the replicas of `model` that could not be started, so that others are started in their place. Their names."""
+        """Forget the replicas of `model` that could not be started, so that others are started in their place. Returns their names."""
         failed = [replica.name for replica in self.of(model) if replica.phase is ReplicaPhase.FAILED]
         for name in failed:
             del self.replicas[name]
         return failed
 
     def drain(self, name: str, *, allow_outage: bool = False) -> None:
-        """Retire one replica and have the model do with one less. Raises ConfigError for the last one that serves, unless allowed. One that
-        has served counts, although it is not ready now: a gateway may be starting, or slow."""
+        """Retire one replica, and lower the model's target by one.
+
+        Raises ConfigError for the model's last serving replica, unless `allow_outage`. A replica that has served counts as serving even if
+        it is not ready now, since a gateway may be starting or slow.
+        """
         replica = self.replicas.get(name)
         if replica is None or replica.phase is ReplicaPhase.DRAINING:
             return  # it leaves, or has left meanwhile
@@ -186,7 +192,7 @@ class Deployment:
     # -- what to do, and that it was done ------------------------------------------------------------------------------------------
 
     def actions(self) -> list[DeploymentAction]:
-        """What to do now. Empty: wait for a process or a gateway. Rollouts of several models follow one another."""
+        """The actions to take now; none while a process or a gateway must be waited for. Rollouts of several models follow one another."""
         models = dict.fromkeys([*self.targets, *(replica.model for replica in self.replicas.values())])
         rollouts = [model for model, target in self.targets.items() if target.rollout is not None]
         return [action for model in models if model not in rollouts[1:] for action in self._actions(model)]
@@ -204,7 +210,7 @@ class Deployment:
         self.replicas[name].is_ready = False
 
     def end_rollout(self, action: EndRollout) -> None:
-        """A failed successor is forgotten, and the model goes back to its earlier revision for replicas that are missing."""
+        """End the rollout. If a successor failed, forget it: replicas still missing are started with the earlier revision."""
         target = self.targets[action.model]
         assert target.rollout is not None
         if action.failed:
@@ -215,7 +221,7 @@ class Deployment:
     # -- events of processes -------------------------------------------------------------------------------------------------------
 
     def seen(self, name: str, *, is_ready: bool) -> None:
-        """What the gateways say of a replica that they list."""
+        """Note whether the gateways report a replica ready."""
         replica = self.replicas[name]
         if replica.phase not in (ReplicaPhase.STARTING, ReplicaPhase.SERVING):
             return
@@ -224,16 +230,16 @@ class Deployment:
             replica.phase, replica.replaces = ReplicaPhase.SERVING, ""
 
     def failed(self, name: str) -> None:
-        """Its process cannot be started."""
+        """Note that the replica's process cannot be started."""
         self.replicas[name].phase, self.replicas[name].is_ready = ReplicaPhase.FAILED, False
 
     def started_after_all(self, name: str) -> None:
-        """The process of a failed replica was tried again, and runs."""
+        """Note that the process of a failed replica was started again."""
         if self.replicas[name].phase is ReplicaPhase.FAILED:
             self.replicas[name].phase = ReplicaPhase.STARTING
 
     def ended(self, name: str) -> None:
-        """The process of a draining replica is gone."""
+        """Forget a draining replica whose process has ended."""
         del self.replicas[name]
 
     # -- the rules -----------------------------------------------------------------------------------------------------------------
@@ -252,7 +258,8 @@ class Deployment:
     def _rollout(
         self, model: str, target: ModelTarget, options: RolloutOptions, live: list[PlannedReplica], *, num_processes: int
     ) -> Iterator[DeploymentAction]:
-        """At most `num_replicas` and `max_surge` processes, those that drain included; at most one replica is being replaced."""
+        """The next actions of a rollout. At most num_replicas + max_surge processes exist, draining ones included, and at most one replica
+        is being replaced."""
         current = [replica for replica in live if replica.revision >= target.revision]
         old = [replica for replica in live if replica.revision < target.revision]
         if failed := [replica.name for replica in current if replica.phase is ReplicaPhase.FAILED]:
@@ -316,14 +323,14 @@ class Deployment:
 
 
 def _retired(live: Iterable[PlannedReplica], count: int, *, first: Iterable[PlannedReplica] = ()) -> Iterator[RetireReplica]:
-    """`count` of `live`: those in `first`, then what serves least, then the youngest."""
+    """Retire `count` of `live`: first those in `first`, then failed, starting, not ready, ready; the youngest among equals."""
     preferred = {replica.name for replica in first}
     ordered = sorted(live, key=lambda replica: (replica.name not in preferred, *_rank(replica), -replica.number))
     yield from (RetireReplica(replica.name) for replica in ordered[: max(0, count)])
 
 
 def _without_the_last_ready(chosen: Iterable[RetireReplica], live: Iterable[PlannedReplica]) -> Iterator[RetireReplica]:
-    """`chosen` without the replica that would leave none of `live` ready: it stays until its successor serves."""
+    """`chosen`, except an action that would leave no ready replica in `live`: that replica stays until its successor serves."""
     ready = {replica.name for replica in live if replica.is_ready}
     for action in chosen:
         if ready != {action.name}:
@@ -332,7 +339,7 @@ def _without_the_last_ready(chosen: Iterable[RetireReplica], live: Iterable[Plan
 
 
 def _first_to_retire(replicas: Iterable[PlannedReplica]) -> PlannedReplica:
-    """What serves least, then the oldest."""
+    """The replica to replace first: failed, starting, not ready, ready; the oldest among equals."""
     return min(replicas, key=lambda replica: (*_rank(replica), replica.number))
 
 
@@ -342,8 +349,8 @@ def _rank(replica: PlannedReplica) -> tuple[bool, bool, bool]:
 
 
 def replica_prefix(model: str) -> str:
-    """What the names of a model's replicas begin with, before "-" and a number: the model's name as file names and metrics take it.
+    """The part of a replica's name before "-" and its number: the model's name in characters that file names and metrics allow.
 
-    Two models may share it: their replicas are numbered together.
+    Two models may have the same prefix: their replicas are numbered together.
     """
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in model)[:100]

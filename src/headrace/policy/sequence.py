@@ -45,7 +45,7 @@ QUEUE, PREFILL, DECODE, PREEMPTED, STALLED = Stage
 
 
 class RunningFacts(NamedTuple):
-    """What does not change about a sequence while it runs; one row of `step_rows.RunningColumns`.
+    """Facts of a sequence that do not change while it runs; one row of `step_rows.RunningColumns`.
 
     counted    1 if every committed token counts as generated; 0 with stop strings, where the gateway reports at the end how many count
     mask_slot  its slot if it has a grammar, else NO_SLOT
@@ -168,11 +168,11 @@ class Sequence:
         self.bulk_decode_limit = min(self.allocated_until, self.limit - 1) if samples == 1 and not self.waits_for_commit else 0
 
     def ungrant(self, samples: int) -> None:
-        """A row that was to give `samples` tokens is over: it is committed, and its tokens are appended next, or it is rolled back."""
+        """Undo `grant` for a row of `samples` tokens: the row is committed, and its tokens are appended next, or it is rolled back."""
         self.num_expected -= samples
 
     def roll_back(self, start: int) -> None:
-        """The plans of positions from `start` on will not be computed."""
+        """Undo the plans of positions from `start` on."""
         self.num_planned = start
         self.bulk_decode_limit = 0
 
@@ -196,15 +196,15 @@ class Sequence:
         return kept, reason, stop_token
 
     def draft(self, drafts: array[int]) -> None:
-        """The last committed row came with these drafts of the tokens after it. They are dropped if another row is in flight."""
+        """Set the ids drafted to follow the last committed token. They are dropped if another row is in flight."""
         self.waits_for_commit = self.waits_for_commit or bool(drafts)
         self.drafts = NO_DRAFTS if self.has_rows_in_flight or self.num_in_flight else drafts
         if self.waits_for_commit:
             self.bulk_decode_limit = self.bulk_commit_limit = 0
 
     def disown_rows(self) -> None:
-        """A row gave fewer tokens than the rows in flight were planned on: those rows will not count, and no other is planned before they
-        are committed."""
+        """Discard the rows in flight: an earlier row gave fewer tokens than they were planned on. None is planned before they are
+        committed."""
         self.incarnation += 1
         self.facts = self._facts()
         self.waits_for_commit = True
@@ -220,11 +220,11 @@ class Sequence:
         return count
 
     def allocate(self, end: int) -> None:
-        """Its blocks hold positions below `end`, and may be written."""
+        """The sequence's blocks now have writable room for positions below `end`."""
         self.allocated_until = end
 
     def reset(self) -> None:
-        """The sequence holds no block any more, so nothing of it is computed."""
+        """The sequence holds no blocks any more, so none of its tokens is computed."""
         self.start_after(0)
         self.drafts, self.waits_for_commit = NO_DRAFTS, False
         self.allocated_until = self.bulk_decode_limit = self.bulk_commit_limit = 0
@@ -232,8 +232,8 @@ class Sequence:
     # what changes its state
 
     def start(self, slot: int, now: float) -> None:
-        """Run from what the prefix cache held, which the caller took. If it was preempted, it makes room again once it has given as many
-        tokens as it has to compute anew: preemption for others never doubles what it costs."""
+        """Run, from the prefix hits that the caller took. A preempted sequence can be preempted for others again once it has given as many
+        tokens as it has to compute anew, so that preemption for others never doubles its cost."""
         if self.incarnation:
             self.makes_room_from = len(self.tokens) + max(LEAST_PROGRESS_TOKENS, len(self.tokens) - self.num_computed)
         self.slot = slot
@@ -266,23 +266,23 @@ class Sequence:
     # where its time goes: nothing here runs once per token
 
     def enter(self, stage: Stage, now: float) -> None:
-        """From `now` on the sequence's time counts for `stage`."""
+        """Count the sequence's time for `stage` from `now` on."""
         self.stage_seconds[self.stage] += now - self.stage_since
         self.stage, self.stage_since = stage, now
 
     def stall(self, now: float) -> None:
-        """A step is made without it."""
+        """A step runs without this sequence: its time counts as STALLED."""
         if self.stage is not STALLED:
             self.stage_unstalled = self.stage
             self.enter(STALLED, now)
 
     def unstall(self, now: float) -> None:
-        """A step has it again."""
+        """A step has the sequence again."""
         if self.stage is STALLED:
             self.enter(self.stage_unstalled, now)
 
     def end_prefill(self, now: float) -> None:
-        """A token came: the first one, or the first since it runs again."""
+        """The sequence has its first token since it began to run."""
         if self.stage is PREFILL:
             self.enter(DECODE, now)
         elif self.stage is STALLED:
@@ -313,12 +313,12 @@ class Sequence:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is its request's first sequence, which computes the prompt for all and emits the prompt's log-probabilities."""
+        """Whether this is its request's first sequence, which computes the prompt for all and emits the prompt's log-probabilities."""
         return self.index == self.request.first_index
 
     @property
     def is_complete(self) -> bool:
-        """The last token it may produce is sampled, committed or not."""
+        """Whether the last token that the sequence may produce is sampled, committed or not."""
         return self.num_expected >= self.limit
 
     @property

@@ -25,11 +25,11 @@ Move = tuple[int, int, int, int, int]
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Step `step_id` while it is being decided. Changes stand in the order in which they are to be made; columns as in `core.plan`.
+    """Step `step_id` while it is being decided. Changes are listed in the order in which they must be made; columns as in `core.plan`.
 
-    max_tokens  its token budget
-    now         when it is decided, in seconds
-    costs       of steps lately, as the decision was given them
+    max_tokens  the step's token budget
+    now         time of the decision, in seconds
+    costs       recent cost of steps, on which the decision is based
     """
 
     step_id: int
@@ -60,7 +60,7 @@ class StepBuilder:
 
     @classmethod
     def repeating(cls, plan: Plan, step_id: int, is_in_flight: Callable[[int], bool]) -> StepBuilder:
-        """The changes of a plan, again, for another step without rows. is_in_flight: whether a move id is; ended moves are left out."""
+        """A step without rows that repeats the changes of `plan`. is_in_flight: whether a move id is in flight; other moves are left out"""
         moves = zip(plan.move_kinds, plan.move_ids, plan.move_groups, plan.move_sources, plan.move_targets, strict=True)
         return cls(
             step_id,
@@ -75,7 +75,7 @@ class StepBuilder:
 
     @property
     def budget(self) -> int:
-        """Tokens left for further rows, surcharges for context subtracted too. It can be negative: bulk rows do not ask for it."""
+        """Tokens left for further rows, less the surcharges for context. Negative if bulk rows, which do not ask for it, took too many."""
         return self.max_tokens - len(self.rows.seqs) - self.num_spent_beyond_rows - self.num_unused - self.num_withheld_for_long
 
     def table(self, group: int, slot: int, index: int, block: int) -> None:
@@ -104,7 +104,7 @@ class StepBuilder:
         return bool(self.started or self.table_slots or self.moves or self.ended)
 
     def build(self) -> Plan:
-        """The plan. The rows are closed, or there are none; their columns become the plan's and must not change."""
+        """The plan. Rows must be closed, or there are none. The plan takes their columns, which must not change afterwards."""
         rows = self.rows
         kinds, ids, groups, sources, targets = zip(*self.moves, strict=True) if self.moves else [()] * 5
         return Plan(

@@ -45,7 +45,7 @@ class StepRow(NamedTuple):
 class RunningColumns:
     """The `RunningFacts` of a step's sequences, by column; never modified.
 
-    generation  the sequence table's when these were built; while it is the same, no sequence has started or ended
+    generation  the sequence table's generation when the columns were built; while it stays equal, no sequence has started or ended
     """
 
     incarnations: tuple[int, ...]
@@ -119,9 +119,9 @@ class StepRows:
             self.samples += ones
 
     def close(self, last: RunningColumns, generation: int) -> None:
-        """No row is added from here on. last: the decode columns of the step before.
+        """End the adding of rows. last: the decode columns of the step before
 
-        A planned sequence is not preempted by the same plan, so slot and incarnation are what they were when its row was added.
+        A planned sequence is not preempted by the same plan, so its slot and incarnation are those of when its row was added.
         """
         self.fill()
         decodes, prefills = self.seqs[: self.num_decodes], self.seqs[self.num_decodes :]

@@ -13,7 +13,7 @@ with all of the goal, overload keeps the wait at the goal, and most requests tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRules:
-    """What `gateway.admission` has."""
+    """The options below `gateway.admission`."""
 
     max_wait_s: float = option(
         60.0,
@@ -23,5 +23,5 @@ class AdmissionRules:
     )
 
     def wait_bound_s(self, ttft_goal_s: float | None) -> float:
-        """ttft_goal_s: of the tier, for the time to the first token. Classes have no bounds of their own: a lower one waits for more."""
+        """Longest predicted wait in seconds that a request of any class may join. ttft_goal_s: the tier's TTFT goal, None: it has none"""
         return self.max_wait_s if ttft_goal_s is None else min(self.max_wait_s, GOAL_SHARE * ttft_goal_s)

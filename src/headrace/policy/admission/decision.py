@@ -30,7 +30,7 @@ MAX_RETRY_S = 60.0
 
 
 class AdmissionOutcome(StrEnum):
-    """What was decided; the value stands in the answer's header."""
+    """The outcome of an admission; the value is sent in a header of the answer."""
 
     SERVED = "served"
     CACHED_ANSWER = "cached_answer"
@@ -44,9 +44,9 @@ class AdmissionOutcome(StrEnum):
 class QueueState:
     """The queue of one model, as a request of some class finds it.
 
-    depth      sequences that are served before it and wait, at the replica with the shortest wait
+    depth      waiting sequences that are served before the request, at the replica with the shortest wait
     wait_s     predicted seconds until that replica begins a new request
-    num_slots  sequences that the replica runs at once, where engines serve tenants in turns; 0: they know no tenants
+    num_slots  sequences that the replica runs at once, where engines serve tenants in turns; 0: engines do not distinguish tenants
     """
 
     depth: int
@@ -54,9 +54,11 @@ class QueueState:
     num_slots: int = 0
 
     def at_turn(self, turn: TenantTurn) -> QueueState:
-        """The queue as a tenant's newest request finds it where engines serve tenants in turns: while one of its requests is served, so is
-        one of each other tenant. A turn within a quarter of the slots is taken not to wait: the engine has a sequence of a tenant with
-        four times as many make room (docs/fairness.md)."""
+        """The part of the queue that is served before a tenant's newest request, where engines serve tenants in turns.
+
+        Each time that one of the tenant's requests is served, so is one of every other tenant. A turn within a quarter of the slots counts
+        as no wait: the engine preempts a sequence of a tenant that holds four times as many (docs/fairness.md).
+        """
         if not self.num_slots or turn.num_tenants < 2:
             return self
         num_before = turn.num_own * turn.num_tenants
@@ -67,9 +69,11 @@ class QueueState:
 
 
 class TenantTurn(NamedTuple):
-    """Open requests as one gateway knows them; weights are left out, and requests count alike.
+    """Open requests as one gateway counts them. All requests count alike: weights are left out.
 
-    num_own  of the tenant, its newest included;  num_open  of all tenants;  num_tenants  that have one
+    num_own      requests of the tenant, the newest included
+    num_open     requests of all tenants
+    num_tenants  tenants with an open request
     """
 
     num_own: int
@@ -83,7 +87,7 @@ ALONE = TenantTurn(1, 1, 1)
 
 @dataclass(frozen=True, slots=True)
 class AdmissionVerdict:
-    """retry_after_s: of a refusal, seconds until the queue is short enough, if nothing more joins it"""
+    """An outcome. retry_after_s: for a refusal, seconds until the queue is short enough if nothing more joins it"""
 
     outcome: AdmissionOutcome
     retry_after_s: float = 0.0
@@ -98,10 +102,11 @@ def decide(
     rules: AdmissionRules,
     ttft_goal_s: float | None = None,
 ) -> AdmissionVerdict:
-    """The first outcome that holds, in the order of the enum.
+    """The first outcome that applies, in the order of the module's header.
 
-    queue, smaller  of the model and of the smaller one; None: not known, as of foreign servers, and taken as short
-    has_smaller     there is a smaller model that the caller may use
+    queue, smaller  queues of the requested model and of the smaller one. None: the queue is not known (a foreign server's) and counts as
+                    short
+    has_smaller     whether there is a smaller model that the caller may use
     """
     bound_s = rules.wait_bound_s(ttft_goal_s)
     if not _is_busy(queue, bound_s):
@@ -122,21 +127,21 @@ def retry_after_s(queue: QueueState, bound_s: float) -> float:
 
 
 def full_queue_retry_s(load: LoadSnapshot, lowest: PriorityClass, *, block_size: int) -> float:
-    """The retry time of a request that an engine's full queue refuses: until a request that comes now would begin.
+    """Retry time in seconds of a request that an engine's full queue refuses: the predicted wait of a new request.
 
-    lowest  class of what is served before it
+    lowest  lowest class of the requests that are served before the refused one
 
-    The queue has room for one request earlier than that. All that it refuses would come back then, though, and all but one in vain.
+    The queue has room for one request earlier than that, but if all refused requests came back then, all but one would be refused again.
     """
     size = RequestSize(0, mean_output_tokens(sum(load.counters.finished.values()), load.counters.generation_tokens))
     return retry_after_s(queue_state(served_before(load, lowest), NOTHING_SENT, size, block_size=block_size), 0.0)
 
 
 def served_before(load: LoadSnapshot, lowest: PriorityClass) -> LoadSnapshot:
-    """The load without what is served after a request of this class: running sequences of lower classes make room for it, waiting ones
-    stay behind it. The load itself where the engine does not say what each class has.
+    """The part of the load that is served before or with a request of this class. Running sequences of lower classes make room for the
+    request; waiting ones are served after it. An engine that does not report its load by class gives the whole load.
 
-    Lower classes that have aged are served before it now and then (docs/fairness.md); what they take is not predicted.
+    Lower classes that have aged are sometimes served first (docs/fairness.md). That is not predicted.
     """
     if not load.classes:
         return load
@@ -145,7 +150,7 @@ def served_before(load: LoadSnapshot, lowest: PriorityClass) -> LoadSnapshot:
 
 
 def queue_state(load: LoadSnapshot, sent: SentSince, size: RequestSize, *, block_size: int) -> QueueState:
-    """The queue of one replica as a request finds it. size: of an average request. A replica of unknown speed has no wait."""
+    """The queue of one replica as a request finds it. A replica of unknown speed has a wait of 0. size: of an average request"""
     speed = speed_of(load)
     num_free_slots = max(0, load.max_num_seqs - load.num_running - load.num_waiting)
     depth = load.num_waiting + max(0, sent.num_requests - num_free_slots)

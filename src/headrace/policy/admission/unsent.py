@@ -10,7 +10,7 @@ from headrace.core.request import PriorityClass
 
 
 class UnsentRequest:
-    """One admitted request, counted until a replica was sent it or until it ended before that."""
+    """One admitted request. It is counted until it is sent to a replica, or until it ends unsent."""
 
     __slots__ = ("_counts", "_is_counted", "_priority")
 

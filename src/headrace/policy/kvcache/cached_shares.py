@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 
 class CachedShares:
-    """max_blocks: cached blocks of a tenant that are protected, in one pool"""
+    """Cached blocks of one pool by tenant. max_blocks: cached blocks of a tenant that are protected from eviction by other tenants"""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
@@ -32,7 +32,7 @@ class CachedShares:
         self._tenant_of[block] = tenant
 
     def forget(self, block: int) -> None:
-        """A registered block that is not cached, or no longer, has no identity any more."""
+        """Drop a block's tenant: the block is not cached, and has no identity any more."""
         del self._tenant_of[block]
 
     def add(self, block: int) -> None:

@@ -35,7 +35,7 @@ class _Out:
 
 @dataclass(slots=True)
 class _In:
-    """Slots being copied to blocks, in the lease's order. waiting: None when the sequence went on without them."""
+    """Host slots being copied to blocks, in the lease's order. waiting: the sequence that waits for them; None: it gave up"""
 
     identities: list[BlockHash]
     slots: list[int]
@@ -65,11 +65,11 @@ class HostTierConfig:
 
 @dataclass(slots=True)
 class _Slots:
-    """The host's memory.
+    """The slots of host memory.
 
-    stored   identity -> slot that holds it, about in the order of their last use
-    used_at  slot -> when its block was last used
-    readers  slot -> transfers that read it: not given away until they end
+    stored   identity -> slot that holds it, roughly the least recently used first
+    used_at  slot -> when its block was last used, in seconds
+    readers  slot -> number of transfers that read it; a slot that is read is not reused
     """
 
     free: list[int]
@@ -78,9 +78,9 @@ class _Slots:
     readers: Counter[int] = field(default_factory=Counter)
 
     def take(self, used_at: float) -> int | None:
-        """A slot for a block last used then: a free one, else that of the first block no transfer reads, if it was used before.
+        """A slot for a block last used at `used_at`: a free one, else the oldest unread slot if its block is older, else None.
 
-        Of two equally old blocks the second does not replace the first, or they would replace each other for ever.
+        A block does not replace one of the same age: two such blocks would replace each other for ever.
         """
         if self.free:
             return self.free.pop()
@@ -91,7 +91,7 @@ class _Slots:
 
 
 class HostTier:
-    """Decides what moves. All methods run on the loop's thread, those that take a step while a plan is being made."""
+    """Decides which blocks move between device and host. All methods run on the loop's thread, `plan` while a step is planned."""
 
     def __init__(self, kv: KvManager, config: HostTierConfig) -> None:
         if len(kv.groups) != 1 or kv.groups[GROUP].window is not None:
@@ -108,15 +108,15 @@ class HostTier:
     # what a sequence waits for
 
     def fetch(self, seq: Sequence) -> bool:
-        """Whether a new sequence waits, because host slots hold the blocks that follow its hits in the device's cache. `plan` or
-        `moves_done` will return it once."""
+        """Whether a new sequence has to wait for host slots, which hold the blocks after its prefix hits. `plan` or `moves_done` returns
+        the sequence once when its wait is over."""
         if seq.needs_prompt_logprobs or any(seq.blocks) or not self._stored_after_hits(seq):
             return False
         self._asking.append(seq)
         return True
 
     def _stored_after_hits(self, seq: Sequence) -> list[BlockHash]:
-        """Identities to copy in, after the device's hits, as long as the device or the host holds each next block."""
+        """Identities to copy in: those after the sequence's hits on the device, up to the first that neither device nor host holds."""
         if not self._slots.stored:
             return []
         found: list[BlockHash] = []
@@ -130,7 +130,7 @@ class HostTier:
     # what moves
 
     def plan(self, step: StepBuilder, now: float) -> list[Sequence]:
-        """Begin transfers in the plan being made. Returns sequences that need not wait any more."""
+        """Add transfers to the plan being made. Returns sequences that need not wait any more."""
         ready = self._give_up_overdue()
         asking, self._asking = self._asking, []
         ready += [seq for seq in asking if seq.state is SeqState.BLOCKED and not self._begin_in(seq, step, now)]
@@ -138,7 +138,7 @@ class HostTier:
         return ready
 
     def _give_up_overdue(self) -> list[Sequence]:
-        """Sequences whose transfer's time is over. Should the transfer end later, its blocks are cached all the same."""
+        """Sequences whose transfer is overdue. If the transfer ends later, its blocks are cached all the same."""
         ready = []
         for lease, move in self._ins.items():
             if lease.is_overdue and move.waiting is not None:
@@ -148,7 +148,7 @@ class HostTier:
         return ready
 
     def _begin_in(self, seq: Sequence, step: StepBuilder, now: float) -> bool:
-        """False: there is nothing to wait for, or no blocks to bring it to."""
+        """Begin to copy the sequence's blocks in. False: no host slot holds any, or too few blocks are available to copy to."""
         identities = self._stored_after_hits(seq)
         if not identities:
             return False
@@ -205,7 +205,7 @@ class HostTier:
         self.counters.blocks_out += 1
 
     def _end_in(self, lease: Lease, move: _In) -> list[Sequence]:
-        """Cache the blocks, those left out that were computed meanwhile: they are free when the lease is released."""
+        """Cache the blocks copied in. A block computed elsewhere meanwhile is not cached, and is free when the lease is released."""
         for identity, slot, block in zip(move.identities, move.slots, lease.blocks, strict=True):
             self._pool.register(block, identity)
             self._slots.readers[slot] -= 1

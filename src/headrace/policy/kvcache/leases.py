@@ -23,7 +23,7 @@ MAX_MOVE_ID = 2**31 - 1
 
 
 class LeaseError(EngineFatal):
-    """Leases were used wrongly. Going on could give a block to two owners, so the engine ends."""
+    """Leases were used wrongly. The engine ends, since going on could give a block to two owners."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class Lease:
     """Blocks of one group, owned by a transfer.
 
     owner     the transfer's purpose, for messages
-    deadline  seconds, on the clock plans are made with
+    deadline  in seconds, on the clock that is passed to the scheduler
     moves     ids of its moves in flight
     """
 
@@ -59,7 +59,7 @@ class Leases:
 
     @property
     def has_moves(self) -> bool:
-        """Whether moves of leases that are not overdue are in flight, so that asking the runner for them makes sense."""
+        """Whether moves of leases that are not overdue are in flight, so that the runner should be asked for them."""
         return any(lease.moves and not lease.is_overdue for lease in self._leases)
 
     def num_overdue_blocks(self, group: int) -> int:
@@ -72,7 +72,7 @@ class Leases:
     # changes
 
     def lease(self, group: int, blocks: Iterable[int], owner: str, deadline: float) -> Lease:
-        """Own these blocks, each of them used or cached, beside their other owners. It is no use of them: their age stays."""
+        """Own these used or cached blocks beside their other owners. A lease does not count as a use, so the blocks' age stays."""
         lease = Lease(owner, group, tuple(blocks), deadline)
         for block in lease.blocks:
             self._pools[group].lend(block)
@@ -121,7 +121,7 @@ class Leases:
             self._pools[lease.group].drop(block)
 
     def expire(self, now: float) -> None:
-        """Leases past their deadline are released, or overdue while something still moves their blocks."""
+        """End the leases past their deadline: release those without moves in flight, and mark the others overdue."""
         for lease in [lease for lease in self._leases if lease.deadline <= now]:
             if lease.moves:
                 lease.is_overdue = True

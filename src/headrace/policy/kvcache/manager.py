@@ -62,7 +62,7 @@ class KvManager:
         return any(pool.num_pending_free for pool in self.pools)
 
     def shortage(self, num_tokens: int, step_tokens: int) -> str | None:
-        """Why a sequence of num_tokens can never fit; None when it can. step_tokens: what uncommitted steps may hold beyond the window."""
+        """Why a sequence of `num_tokens` tokens can never fit; None when it can. step_tokens: held beyond a window by uncommitted steps"""
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             resident = num_tokens if group.window is None else min(num_tokens, group.window + step_tokens)
             needed = self.blocks_for(resident) + (group.window is not None)
@@ -75,11 +75,11 @@ class KvManager:
         return -(-num_tokens // self.block_size)
 
     def num_allocated(self, seq: Sequence) -> int:
-        """Positions that the sequence's blocks hold; without KV groups, all it may ever have."""
+        """Positions that the sequence's blocks have room for; the sequence's limit for a model without KV groups."""
         return min(map(len, seq.blocks)) * self.block_size if seq.blocks else seq.limit
 
     def num_held(self, seq: Sequence) -> int:
-        """Blocks that it holds in the group where they are most; a block that several sequences share counts for each."""
+        """Blocks that the sequence holds in the group where it holds most. A shared block counts in full for each of its sequences."""
         held = (len(seq.blocks[i]) - (0 if window is None else seq.blocks[i].count(PAD_BLOCK)) for i, window, _ in self._by_group)
         return max(held, default=0)
 
@@ -98,14 +98,14 @@ class KvManager:
         return hits * self.block_size
 
     def hashes_after_hits(self, seq: Sequence) -> list[BlockHash]:
-        """Identities of the full prompt blocks after the prefix hits: blocks that could be reused, but are not cached here."""
+        """Identities of the full prompt blocks after the prefix hits: the prompt's blocks that are not cached on the device."""
         if not (self.caching and seq.uses_prefix_cache):
             return []
         hits = self.num_hit_tokens(seq) // self.block_size
         return seq.hashes[hits : (len(seq.tokens) - 1) // self.block_size]
 
     def hashes_before(self, seq: Sequence, last: BlockHash) -> list[BlockHash]:
-        """Identities of its blocks before the one of this identity, which must be one of its own."""
+        """Identities of the sequence's blocks before the block `last`, which must be one of the sequence's own."""
         return seq.hashes[: seq.hashes.index(last)]
 
     def _chain_hits(self, seq: Sequence, limit: int) -> int:
@@ -210,7 +210,7 @@ class KvManager:
         return True
 
     def _num_copies(self, seq: Sequence, group: int) -> int:
-        """1 when the block that will be written first is shared or registered."""
+        """Blocks that must be copied before the next write: 1 if the block to write first is shared or registered, else 0."""
         blocks, first = seq.blocks[group], seq.num_planned // self.block_size
         return int(first < len(blocks) and not self.pools[group].is_writable(blocks[first]))
 

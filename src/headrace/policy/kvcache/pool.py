@@ -102,7 +102,7 @@ class BlockPool:
         return next((count for count, identity in enumerate(identities) if identity not in self._by_hash), len(identities))
 
     def num_idle_hits(self, identities: Sequence[BlockHash]) -> int:
-        """The number of these blocks that are cached without an owner: holding them takes as many from `num_available`."""
+        """The number of these blocks that are cached without an owner. Holding them lowers `num_available` by as many."""
         return sum([1 for identity in identities if self._by_hash.get(identity) in self._cached])
 
     def identity(self, block: int) -> BlockHash | None:
@@ -113,7 +113,7 @@ class BlockPool:
         return self._num_owners[block] == 1 and block not in self._hash_of
 
     def idle_since(self) -> Iterator[tuple[int, float]]:
-        """Cached blocks and when they were last used, the oldest first. Not to be changed while it is read."""
+        """Cached blocks with the time of their last use in seconds, the oldest first. The pool must not change while this is read."""
         return iter(self._cached.items())
 
     # changes
@@ -152,7 +152,7 @@ class BlockPool:
         self._num_owners[block] += 1
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Count a use of those of these blocks that are cached: a waiting prompt begins with them. Later ones are evicted first."""
+        """Count a use of the cached ones among these blocks: a waiting prompt begins with them. Later ones are evicted first."""
         for block in reversed(blocks):
             if block in self._cached:
                 self._cached[block] = self.steps.now
@@ -161,7 +161,7 @@ class BlockPool:
                     self._shares.move(block, last=True)
 
     def lend(self, block: int) -> None:
-        """Add a transfer as an owner. It is no use: a cached block that no sequence uses meanwhile keeps its age."""
+        """Add a transfer as an owner. This does not count as a use: a cached block that no sequence uses keeps its age."""
         last_used = self._cached.get(block)
         self.hold(block)
         if last_used is not None:
@@ -195,7 +195,8 @@ class BlockPool:
             self._named_until = {block: step_id for block, step_id in self._named_until.items() if step_id > committed}
 
     def register(self, block: int, identity: BlockHash, tenant: str = "") -> bool:
-        """Offer a full, computed block to the prefix cache, as `tenant`'s. False when that identity is cached already (the first stays)."""
+        """Offer a full, computed block to the prefix cache as `tenant`'s. False when the cache has a block of that identity, which
+        stays."""
         if identity in self._by_hash or block in self._hash_of:
             return False
         if self._shares is not None:
@@ -238,9 +239,9 @@ class BlockPool:
     # invariants
 
     def check(self, held: Mapping[int, int], leased: Mapping[int, int]) -> None:
-        """Raise AssertionError unless every block has exactly one place. held, leased: block -> owners among sequences, leases.
+        """Raise AssertionError unless every block is in exactly one state. held, leased: block -> owners among sequences, among leases.
 
-        In a pool of more than MAX_CHECKED_BLOCKS, only the owned blocks are looked at; of the others their number.
+        In a pool of more than MAX_CHECKED_BLOCKS blocks, only owned blocks are checked one by one; of the others only the total.
         """
         claimed = {block: held.get(block, 0) + leased.get(block, 0) for block in {*held, *leased}}
         assert all(self._num_owners[block] == count for block, count in claimed.items()), "a block has other owners than the pool says"

@@ -29,7 +29,7 @@ MAX_LATE_REMOVED = 256
 
 
 class Claim(NamedTuple):
-    """One limit and what a request wants of it. amount: None reads the counter and takes nothing"""
+    """One limit, and the amount of it that a request asks for. amount: None reads the counter and takes nothing"""
 
     counter: str
     window: Window
@@ -39,7 +39,7 @@ class Claim(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a counter has given to one reservation."""
+    """The amount that a reservation took from a bucket of a counter."""
 
     counter: str
     bucket: int
@@ -49,11 +49,12 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """
-    gateway     the process that charges it; "" once it was found dead
-    beat        of the gateway when it was made
-    saved       what to charge when the gateway dies
-    expired_ms  steady milliseconds at which it was charged so; None before
+    """The amounts taken for one request.
+
+    gateway     the process that charges the reservation; "" once that process was found dead
+    beat        the gateway's beat when the reservation was made
+    saved       the amounts to charge if the gateway dies
+    expired_ms  when they were charged because it died, in steady milliseconds; None before
     """
 
     id: str
@@ -73,7 +74,7 @@ class ClaimReading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TakeResult:
-    """What `take` decided, and on what. readings: of each claim, in order; now: the instant that the buckets were of"""
+    """The decision of `take`. readings: the counters it was based on, one per claim; now: the instant whose buckets were read"""
 
     is_admitted: bool
     now: Moment
@@ -82,7 +83,7 @@ class TakeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """For which reservation amounts are taken: made if it is not there. saved: as in `Reservation`"""
+    """The reservation for which amounts are taken. It is made if it does not exist. saved: as in `Reservation`"""
 
     id: str
     gateway: str
@@ -91,7 +92,7 @@ class Holder:
 
 
 class Charges(NamedTuple):
-    """What ended requests of a gateway used, by reservation."""
+    """The amounts that ended requests of a gateway used, by reservation."""
 
     gateway: str
     used: Mapping[str, Amounts]
@@ -101,14 +102,14 @@ NO_CHARGES = Charges("", {})
 
 
 class BookRows(Protocol):
-    """Where the book is kept."""
+    """The storage of the book."""
 
     def used(self, counter: str, bucket: int) -> int | None: ...
     def buckets(self, counter: str) -> list[int]: ...
     def set_used(self, counter: str, window: Window, bucket: int, used: int) -> None: ...
     def remove_bucket(self, counter: str, bucket: int) -> None: ...
     def add_used(self, counter: str, bucket: int, amount: int) -> None:
-        """Change a bucket that is there, to 0 at least. One that is gone is left so: nothing reads it any more."""
+        """Change an existing bucket, to no less than 0. A bucket that was removed stays removed: nothing reads it any more."""
         ...
 
     def reservation(self, reservation_id: str) -> Reservation | None: ...
@@ -117,7 +118,8 @@ class BookRows(Protocol):
     def save(self, gateway: str, saved: Mapping[str, Amounts]) -> None: ...
     def reservations_of(self, gateway: str, *, until_beat: int | None = None) -> list[Reservation]: ...
     def remove_expired(self, now_ms: int, limit: int) -> None:
-        """Remove the first reservations that were expired LATE_MS ago, or later than now: before the machine was started again."""
+        """Remove up to `limit` reservations that expired at least LATE_MS ago, or after `now_ms`: before the last restart of the
+        machine."""
         ...
 
     def beats(self) -> dict[str, int]: ...
@@ -130,10 +132,10 @@ class LimitBook:
         self.rows = rows
 
     def take(self, holder: Holder | None, claims: Sequence[Claim], now: Moment, charges: Charges = NO_CHARGES) -> TakeResult:
-        """Take all amounts, or none where one limit would be exceeded.
+        """Take all amounts, or none if one limit would be exceeded.
 
-        holder   None where nothing is corrected later
-        charges  made first, whether the amounts are then taken or not
+        holder   the reservation to record the amounts in; None if they are never corrected
+        charges  applied first, whether the amounts are then taken or not
         """
         for reservation_id, used in charges.used.items():
             self.charge(reservation_id, used)
@@ -152,7 +154,7 @@ class LimitBook:
         return ClaimReading(self.rows.used(claim.counter, bucket) or 0, previous or 0)
 
     def charge(self, reservation_id: str, used: Amounts) -> bool:
-        """Replace what was taken by what was used, and end the reservation; whether it was there. A second call finds nothing."""
+        """Replace the reserved amounts by the used ones, and end the reservation. False: there is no such reservation (any more)."""
         reservation = self.rows.reservation(reservation_id)
         if reservation is None:
             return False
@@ -163,7 +165,8 @@ class LimitBook:
     def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts], now: Moment) -> dict[str, int]:
         """Show that a gateway lives, and save what its requests have used so far. Returns the beat of every gateway.
 
-        saved  every reservation that the gateway has, or may have: others of its own are charged as requests without any use
+        saved  amounts by reservation, for every reservation that the gateway has or may have. Its other reservations are charged as unused,
+               UNNAMED_BEATS after they were made
         """
         self.rows.set_beat(gateway, beat)
         self.rows.save(gateway, saved)
@@ -174,7 +177,7 @@ class LimitBook:
         return self.rows.beats()
 
     def expire(self, gateway: str, beat: int, now: Moment) -> int:
-        """Charge every reservation of a gateway by what was saved, if it still has this beat. Returns how many there were."""
+        """Charge the saved amounts of every reservation of a dead gateway. Returns their number; 0 if the beat has moved on."""
         if self.rows.beats().get(gateway) != beat:
             return 0
         reservations = self.rows.reservations_of(gateway)
@@ -209,7 +212,7 @@ class LimitBook:
         self.rows.set_used(counter, window, bucket, (used or 0) + amount)
 
     def _replace(self, reservation: Reservation, used: Amounts) -> tuple[Taken, ...]:
-        """Correct the counters. Where a counter gave twice, all that was used is in the first of both buckets."""
+        """Correct the counters. If a reservation took from two buckets of one counter, the first bucket gets all of the use."""
         charged: set[str] = set()
         corrected: list[Taken] = []
         for taken in reservation.taken:

@@ -10,13 +10,13 @@ from headrace.policy.limits.price import FREE, PICOS_PER_NANO, Price, picos_per_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCeiling:
-    """None: without this bound.
+    """The most that one request may use. None in a field: no such bound.
 
     tier            name of the tier, for refusals
     context_tokens  prompt and output of one sequence
-    output_tokens   of all sequences: the tightest number of a limit on output
-    total_tokens    prompts, and output of all sequences: the tightest number of a limit on both
-    nanos           cost: the tightest budget
+    output_tokens   output of all sequences together: the lowest limit on output
+    total_tokens    prompt, and output of all sequences together: the lowest limit on both
+    nanos           cost in nano-units of the currency: the lowest budget
     """
 
     tier: str = ""
@@ -27,18 +27,19 @@ class RequestCeiling:
     price: Price = FREE
 
     def max_tokens(self, prompt_tokens: int, num_sequences: int) -> int | None:
-        """The most that each sequence may give, at least 1, so that what nothing is left for is refused by the limit's name."""
+        """The most output tokens of each sequence; None without a bound. At least 1: a request for which nothing is left is refused by the
+        limit."""
         bounds = list(self._bounds(prompt_tokens))
         return max(1, min(bounds) // num_sequences) if bounds else None
 
     def deciding(self, *, has_max_tokens: bool) -> RequestCeiling:
-        """What of it an answer's length depends on: with the client's `max_tokens`, the context alone."""
+        """The bounds on which an answer's length depends: the context alone if the client sent `max_tokens`, else all."""
         if has_max_tokens:
             return RequestCeiling(tier=self.tier, context_tokens=self.context_tokens)
         return self if self.nanos is not None else replace(self, price=FREE)
 
     def _bounds(self, prompt_tokens: int) -> Iterator[int]:
-        """On the output of all sequences together."""
+        """The bounds on the output of all sequences together, in tokens."""
         if self.output_tokens is not None:
             yield self.output_tokens
         if self.total_tokens is not None:

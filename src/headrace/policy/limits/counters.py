@@ -25,7 +25,7 @@ finds the counts of the day that it came from."""
 
 
 class Window(StrEnum):
-    """What a limit's number holds for: at once, in any 60 s, in a UTC day, in a UTC month."""
+    """The span of time for which a limit's number counts: at one moment, in any 60 s, in a UTC day, in a UTC month."""
 
     OPEN = "open"
     MINUTE = "minute"
@@ -34,7 +34,7 @@ class Window(StrEnum):
 
 
 class Unit(IntEnum):
-    """What a counter counts: the place in `Amounts`."""
+    """The unit of a counter; the value is the index of its field in `Amounts`."""
 
     REQUESTS = 0
     OPEN = 1
@@ -45,7 +45,7 @@ class Unit(IntEnum):
 
 
 class Amounts(NamedTuple):
-    """What one request uses, by unit. tokens: of prompt and output together; nanos: money (`core.money.NANOS`)"""
+    """The use of one request, by unit. tokens: prompt and output together; nanos: money (`core.money.NANOS`)"""
 
     requests: int = 0
     open: int = 0
@@ -74,7 +74,7 @@ def bucket_of(window: Window, now: Moment) -> int:
 
 @lru_cache(maxsize=16)
 def month_of(day: int) -> int:
-    """Months since the year 0 of a day, counted from 1970-01-01. Source: Hinnant, days_from_civil; the script in Redis repeats it."""
+    """Months since year 0, for a day counted from 1970-01-01. Source: Hinnant, days_from_civil. The script in Redis repeats this."""
     day += 719_468
     era = day // 146_097
     day_of_era = day - era * 146_097
@@ -84,7 +84,7 @@ def month_of(day: int) -> int:
 
 
 def first_day_of(month: int) -> int:
-    """The day on which a month begins: the way back from `month_of`."""
+    """The first day of a month, counted from 1970-01-01: the inverse of `month_of`."""
     year, month_index = divmod(month - 2, 12)
     era = year // 400
     year_of_era = year - era * 400
@@ -92,7 +92,7 @@ def first_day_of(month: int) -> int:
 
 
 def used_of(window: Window, now: Moment, current: int, previous: int) -> int:
-    """What counts of the running bucket and the one before it, rounded up."""
+    """The use that counts now: the running bucket, and for a minute the part of the bucket before it. Rounded up."""
     if window is not Window.MINUTE or previous <= 0:
         return current
     left_ms = MINUTE_MS - now.steady_ms % MINUTE_MS
@@ -100,7 +100,7 @@ def used_of(window: Window, now: Moment, current: int, previous: int) -> int:
 
 
 def retry_after_s(window: Window, now: Moment, *, current: int, previous: int, allowed: int) -> float:
-    """Seconds until at most `allowed` counts, if nothing more is used. Where that never comes, as long as the window is."""
+    """Seconds until at most `allowed` counts, if nothing more is used. If that never happens, the length of the window."""
     if window is Window.OPEN:
         return OPEN_RETRY_S
     if window is Window.MINUTE:
@@ -109,7 +109,7 @@ def retry_after_s(window: Window, now: Moment, *, current: int, previous: int, a
 
 
 def reset_ms(window: Window, now: Moment) -> int:
-    """Milliseconds until nothing that was used up to now counts any more. Open requests: 0, since only their end resets them"""
+    """Milliseconds until nothing used up to now counts any more. 0 for open requests, which only their end resets."""
     if window is Window.OPEN:
         return 0
     if window is Window.MINUTE:
@@ -120,7 +120,7 @@ def reset_ms(window: Window, now: Moment) -> int:
 
 
 def _minute_ms(now: Moment, *, current: int, previous: int, allowed: int) -> int:
-    """Milliseconds until the sliding minute has at most `allowed`: within this bucket, or in the next, where this one is the previous."""
+    """Milliseconds until the sliding minute counts at most `allowed`. That is in this bucket or in the next one."""
     elapsed_ms = now.steady_ms % MINUTE_MS
     if allowed < 0:
         return MINUTE_MS

@@ -19,7 +19,7 @@ class PeerWatch:
         self._seen: dict[str, tuple[int, float]] = {}
 
     def dead(self, beats: Mapping[str, int], now: float) -> list[tuple[str, int]]:
-        """Gateways, each with its beat, that have not moved for LEASE_S. beats: of all gateways, now; now: monotonic seconds"""
+        """Gateways whose beat has not moved for LEASE_S, each with that beat. beats: of all gateways; now: monotonic seconds"""
         seen: dict[str, tuple[int, float]] = {}
         for gateway, beat in beats.items():
             before = self._seen.get(gateway)

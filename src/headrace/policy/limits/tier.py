@@ -62,7 +62,7 @@ class Tier:
         return PriorityClass[self.class_.upper()]
 
     def terms(self, name: str) -> TierTerms:
-        """The part of these rules that engines keep, under this name of the tier."""
+        """The part of these rules that the engine enforces, with the tier's name."""
         return TierTerms(name=name, weight=self.weight, kv_share=self.kv_share, ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms)
 
     def checked(self, where: str) -> Tier:

@@ -33,7 +33,7 @@ TIE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """Seconds; None: no goal. ttft_s is the mean."""
+    """Goals in seconds; None: no goal. ttft_s is for the mean."""
 
     ttft_s: float | None = None
     ttft_p95_s: float | None = None
@@ -42,12 +42,12 @@ class Goals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What is to be served.
+    """The load to be served.
 
-    prompt_tokens, output_tokens  of one request; their sum is the context that a sequence is given
-    tokens_per_s                  to be generated in all (of an encoder: to be read); 0: as much as the devices can
-    user_tokens_per_s             that each user wants to see; 0: no wish
-    counts_prompts                the rate of prompts is known, and their computation is part of the load
+    prompt_tokens, output_tokens  per request; a sequence's context is their sum
+    tokens_per_s                  rate to generate in all (for an encoder: to read); 0: as much as the devices can
+    user_tokens_per_s             rate that each user should see; 0: no wish
+    counts_prompts                whether the rate of prompts is known, so that their computation is part of the load
     """
 
     prompt_tokens: int
@@ -68,7 +68,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """memory_fraction: of each device's memory, for weights and cache; num_devices: that there are, None: as many as it takes"""
+    """The inputs of a choice. memory_fraction: part of a device's memory for weights and cache; num_devices: None: no limit"""
 
     model: ModelShape
     device: Device
@@ -82,17 +82,17 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One layout, judged.
+    """One layout with its predicted figures.
 
-    resident_tokens, num_sequences  that the cache of one replica holds; a sequence has the traffic's whole context
-    batch                           sequences that a replica decodes together when it is filled; 0: the layout cannot be used
+    resident_tokens, num_sequences  capacity of one replica's cache; a sequence has the traffic's whole context
+    batch                           sequences that a full replica decodes together; 0: the layout cannot be used
     tpot_s, ttft_s, ttft_p95_s      at that batch; an encoder has no tpot_s and no mbu: 0
-    decode_tokens_per_s             of one replica at that batch, with its share of prompts
+    decode_tokens_per_s             of one replica at that batch, which also computes its share of prompts
     prefill_tokens_per_s            of one replica that does nothing else
-    mbu                             share of the sheet's bandwidth that decoding uses
-    replicas                        that the traffic needs, or that the devices are enough for
+    mbu                             share of the data sheet's bandwidth that decoding uses
+    replicas                        as many as the traffic needs, or as the devices allow
     price_per_hour                  of all replicas; None where the device has no price
-    reason                          why it is not chosen; empty for the one that is
+    reason                          why the layout is not chosen; empty for the chosen one
     """
 
     layout: Layout
@@ -120,7 +120,7 @@ class Placement:
 
 
 def choose_layout(need: Need) -> list[Placement]:
-    """Every layout, the chosen one first. Its `reason` is empty; where none keeps the goals, the first has a reason too."""
+    """Every layout, the best first. The chosen layout has an empty `reason`; if no layout meets the goals, even the first has one."""
     judged = [judge(need, layout) for layout in layouts(need)]
     most = max((_output(need, each) for each in judged if not each.reason), default=0.0)
     judged.sort(key=lambda each: (bool(each.reason), *(_shortfall(need, each) if each.reason else _cost(need, each, most))))
@@ -131,7 +131,7 @@ def choose_layout(need: Need) -> list[Placement]:
 
 
 def layouts(need: Need) -> Iterator[Layout]:
-    """Layouts to judge: devices in powers of two, within a machine's links for TP, and so few layouts that a search stays short."""
+    """The layouts to compare: TP and PP in powers of two, TP no wider than a machine's links, few enough for a short search."""
     most = min(MAX_DEVICES, MAX_DEVICES if need.num_devices is None else need.num_devices)
     for tp in _powers(min(most, need.device.link.num_devices)):
         for pp in _powers(min(most // tp, need.model.num_layers)):
@@ -139,7 +139,7 @@ def layouts(need: Need) -> Iterator[Layout]:
 
 
 def judge(need: Need, layout: Layout) -> Placement:
-    """One layout, filled as far as memory and goals allow."""
+    """The figures of one layout with the largest batch that memory and goals allow."""
     latency = Roofline(need.model, need.device, layout, need.dtype, need.kv_dtype)
     resident, sequences = capacity(need, layout)
     refused = _why_impossible(need, layout, resident, sequences)
@@ -180,14 +180,16 @@ def capacity(need: Need, layout: Layout) -> tuple[int, int]:
 
 
 def free_bytes(need: Need, layout: Layout) -> float:
-    """What the weights leave of a replica's memory; negative where they do not fit."""
+    """Memory of a replica beside the weights, in bytes; negative where the weights do not fit."""
     share = math.ceil(need.model.num_layers / layout.pp) / need.model.num_layers
     return layout.tp * need.device.memory_bytes * need.memory_fraction / share - need.model.num_params * WEIGHT_BYTES[need.dtype]
 
 
 def ttft(need: Need, latency: Roofline, batch: float) -> tuple[float, float]:
-    """Mean and p95 of the time to the first token: half a step, the prompt's own computation among decode steps, and the wait for prompts
-    before it, as in a queue with one server and equal service times (M/D/1).
+    """Mean and p95 of the time to the first token, in seconds.
+
+    The sum of half a step, the prompt's own computation among decode steps, and the wait for earlier prompts (M/D/1: a queue with one
+    server and equal service times).
     """
     own_s, steps_s, wait_s = ttft_terms(need, latency, batch)
     return own_s + steps_s + wait_s, own_s + steps_s + TAIL * wait_s
@@ -202,21 +204,21 @@ def ttft_terms(need: Need, latency: Roofline, batch: float) -> tuple[float, floa
 
 
 def tpot_s(need: Need, latency: Roofline, batch: float) -> float:
-    """Seconds from one token to the next, with the prompts that are computed meanwhile where they are counted."""
+    """Seconds from one token to the next. Includes the prompts computed in between, where the traffic counts them."""
     prompt, context = need.traffic.prompt_tokens, need.traffic.context
     prompts_s = batch * need.traffic.ratio * latency.prefill_busy_s(prompt) / prompt if need.traffic.ratio else 0.0
     return latency.decode_s(batch, context) + prompts_s
 
 
 def decode_rate(need: Need, latency: Roofline, batch: int) -> float:
-    """Tokens per second that a replica generates when it is filled: a user takes no more than asked for."""
+    """Tokens per second that a full replica generates, at most `user_tokens_per_s` for each sequence."""
     wanted = need.traffic.user_tokens_per_s
     rate = batch / tpot_s(need, latency, batch)
     return min(rate, batch * wanted) if wanted else rate
 
 
 def _why_late(need: Need, latency: Roofline, batch: int) -> str:
-    """The goal that a replica with this batch does not keep; empty where it keeps all."""
+    """The goal that a replica with this batch misses; empty where it meets all."""
     for name, value_s, most_s in _limits(need, latency, batch):
         if value_s > most_s:
             value, most = _apart(value_s * 1e3, most_s * 1e3, 1)
@@ -225,7 +227,7 @@ def _why_late(need: Need, latency: Roofline, batch: int) -> str:
 
 
 def _limits(need: Need, latency: Roofline, batch: int) -> Iterator[tuple[str, float, float]]:
-    """Each goal's name, the seconds with this batch, and the most that they may be."""
+    """Each goal's name, the predicted seconds with this batch, and the limit in seconds."""
     goals, wanted = need.goals, need.traffic.user_tokens_per_s
     if limits := [limit for limit in (goals.tpot_s, 1 / wanted if wanted else None) if limit]:
         yield "TPOT", tpot_s(need, latency, batch), HEADROOM * min(limits)
@@ -309,7 +311,7 @@ def _largest(most: int, is_good: Callable[[int], bool]) -> int:
 
 
 def _output(need: Need, each: Placement) -> float:
-    """What is kept high without a rate: the tokens per second of the devices that are there, else of each device."""
+    """The quantity to maximize when no rate is given: tokens per second of the existing devices, else per device."""
     return each.tokens_per_s if need.num_devices is not None else each.tokens_per_s / each.num_devices
 
 
@@ -318,9 +320,8 @@ def _is_tie(need: Need, each: Placement, most: float) -> bool:
 
 
 def _cost(need: Need, each: Placement, most: float) -> tuple[float, float, float, float]:
-    """What is kept low. With a rate: devices, then what one failure takes away, then TPOT. Without one: of the layouts that give `most`
-    tokens or nearly as many, what one failure takes away, then stages of a pipeline.
-    """
+    """The sort key to minimize. With a rate: all devices, then devices per replica (lost together in a failure), then TPOT. Without one,
+    among the layouts that give `most` tokens or nearly as many: devices per replica, then pipeline stages."""
     layout = each.layout
     if need.traffic.tokens_per_s:
         return each.num_devices, layout.num_devices, each.tpot_s, 0.0
@@ -330,7 +331,7 @@ def _cost(need: Need, each: Placement, most: float) -> tuple[float, float, float
 
 
 def _shortfall(need: Need, each: Placement) -> tuple[int, float]:
-    """Layouts that cannot serve, those first that come nearest: too few devices, then a goal that is missed, then too little memory."""
+    """The sort key of layouts that cannot serve, the nearest to it first: too few devices, then a missed goal, then too little memory."""
     layout = each.layout
     latency = Roofline(need.model, need.device, layout, need.dtype, need.kv_dtype)
     lacking_bytes = (0.0 if need.model.is_encoder else latency.kv_bytes(need.traffic.context)) - free_bytes(need, layout)
@@ -363,7 +364,7 @@ LARGER = "in larger replicas: a failure takes more away"
 
 
 def _apart(first: float, second: float, places: int) -> tuple[str, str]:
-    """Two numbers that differ, with `places` behind the point, or with as many as show that they do."""
+    """Two different numbers as text, with `places` decimals, or with as many more as it takes to show the difference."""
     for more in range(places, places + 12):
         shown = f"{first:,.{more}f}", f"{second:,.{more}f}"
         if shown[0] != shown[1]:

@@ -74,7 +74,7 @@ class ModelShape:
 
     @property
     def num_active_params(self) -> int:
-        """Weights that one generated token is multiplied with: those of its experts, and not the table of embeddings."""
+        """Weights that one generated token is multiplied with: its own experts', and not the embedding table."""
         head = 0 if self.is_encoder else self.vocab_size * self.hidden_size
         return head + self.num_layers * self._attention_params + self._mlp_params(self.experts_per_token) + self.hidden_size
 
@@ -119,7 +119,7 @@ class ModelShape:
         return self.num_layers * 2 * self.kv_heads * self.head_dim
 
     def num_resident_kv_values(self, num_tokens: float) -> float:
-        """Numbers that a sequence of `num_tokens` tokens holds: a layer with a window keeps no more tokens than it sees."""
+        """Numbers that a sequence of `num_tokens` tokens holds in the cache; a layer with a window keeps no more tokens than the window."""
         if not self.window:
             return self.num_kv_values * num_tokens
         per_layer = self.num_kv_values / self.num_layers

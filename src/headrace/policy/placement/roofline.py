@@ -24,10 +24,10 @@ READING_WEIGHTS, COMPUTING, READING_KV, GAPS, COLLECTIVES = "reading weights", "
 
 
 class StepLatency(Protocol):
-    """What steps cost."""
+    """Predicted durations of steps."""
 
     def prefill_s(self, num_tokens: int, context: int = 0) -> float:
-        """Seconds from the first to the last token of a prompt that is alone. context: its tokens that are computed already"""
+        """Seconds from a prompt's first to its last token, with nothing else running. context: tokens of it that are computed already"""
         ...
 
     def decode_s(self, num_sequences: float, context: float) -> float:
@@ -70,7 +70,7 @@ class Roofline:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Over all devices. Heads that several devices hold count once for each."""
+        """Bytes of one token's KV over all devices. Heads held by several devices count once for each."""
         return self.model.num_kv_values * KV_BYTES[self.kv_dtype] * self._kv_copies
 
     def kv_bytes(self, num_tokens: float) -> float:
@@ -90,7 +90,7 @@ class Roofline:
         return sum(self.prefill_terms(num_tokens, context).values())
 
     def prefill_terms(self, num_tokens: float, context: float = 0.0) -> dict[str, float]:
-        """What `prefill_busy_s` adds up, in seconds by name. Of reading weights and computing with them, only the longer counts."""
+        """The terms of `prefill_busy_s`, in seconds by name. Of reading weights and computing with them, only the longer counts."""
         pp = self.layout.pp
         flops = num_tokens * (2 * self.model.num_active_params + self.model.attention_flops(context + num_tokens / 2))
         num_chunks = max(1.0, num_tokens / CHUNK_TOKENS)
@@ -104,7 +104,7 @@ class Roofline:
         return sum(self.decode_terms(num_sequences, context).values())
 
     def decode_terms(self, num_sequences: float, context: float) -> dict[str, float]:
-        """What `decode_s` adds up, in seconds by name. Of reading weights and computing with them, only the longer counts."""
+        """The terms of `decode_s`, in seconds by name. Of reading weights and computing with them, only the longer counts."""
         batch = self._batch(num_sequences)
         compute_s = 2 * batch * self.model.num_active_params / (self.layout.tp * self.compute_rate)
         return _longer(self.read_weights_s(batch), compute_s) | {
@@ -114,7 +114,7 @@ class Roofline:
         }
 
     def read_weights_s(self, num_tokens: float) -> float:
-        """Seconds of one batch, over all groups of the pipeline one after the other."""
+        """Seconds to read the weights for one batch, over all pipeline stages one after the other."""
         weight_bytes = WEIGHT_BYTES[self.dtype]
         rate = self.device.bytes_per_s * self.device.weight_efficiency[weight_bytes]
         return self.model.num_read_params(num_tokens) * weight_bytes / (self.layout.tp * rate)
@@ -138,7 +138,7 @@ class Roofline:
         return weights + num_sequences * self.kv_bytes(context)
 
     def _batch(self, num_sequences: float) -> float:
-        """Sequences that pass a pipeline together: where there are fewer than groups, each passes alone and some groups wait."""
+        """Sequences that pass a pipeline stage together. With fewer sequences than stages each passes alone, and some stages wait."""
         return max(num_sequences / self.layout.pp, min(num_sequences, 1.0))
 
     @property
@@ -148,7 +148,8 @@ class Roofline:
 
     @property
     def compute_efficiency(self) -> float:
-        """Share of the sheet's FLOP/s. Weights that the device has no products for are multiplied in 16 bits, at the share of those."""
+        """Share of the data sheet's FLOP/s that is reached. Weights of a dtype that the device cannot multiply are multiplied in 16 bits,
+        at the share for 16 bits."""
         size = WEIGHT_BYTES[self.dtype] if self.dtype in self.device.flops else WEIGHT_BYTES["bf16"]
         return self.device.compute_efficiency[size]
 

@@ -16,5 +16,5 @@ QUEUES: dict[str, type[Queue]] = {
 
 
 def traits_of(policy: str) -> QueueTraits:
-    """What an engine's policy takes into account, by the name that the engine reports; nothing for a name that is not known here."""
+    """The traits of the policy with the name that an engine reports. An unknown name has no traits."""
     return QUEUES[policy].traits if policy in QUEUES else QueueTraits()

@@ -20,10 +20,10 @@ CLASS_WEIGHTS = {PriorityClass.PREMIUM: 64.0, PriorityClass.STANDARD: 8.0, Prior
 
 
 class _ClassOrder(FairShareQueue):
-    """The sequences of one class.
+    """The waiting sequences of one class.
 
     served  tokens computed for the class, divided by its weight
-    since   when it began to wait, or was last admitted from while it had its share
+    since   seconds: when the class began to wait, or last had a sequence admitted while it had its share
     """
 
     def __init__(self, priority: PriorityClass) -> None:
@@ -34,9 +34,9 @@ class _ClassOrder(FairShareQueue):
 
 
 class PriorityQueue:
-    """A class with waiting sequences is served when no higher class waits, or when it has aged and lacks service.
+    """Serves the highest waiting class, or a lower class that has aged and had less service.
 
-    A class that begins to wait is raised to the least service among the waiting classes, or, when none waits, to that of the class that
+    When a class begins to wait, its service is raised to the least among the waiting classes; if none waits, to that of the class that
     waited last.
     """
 

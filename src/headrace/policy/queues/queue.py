@@ -47,11 +47,11 @@ class Queue(Protocol):
         ...
 
     def heads(self, now: float, costs: StepCosts) -> Iterator[Sequence]:
-        """`head` and what comes after it, one sequence per tenant where the policy knows tenants. The queue must not change meanwhile."""
+        """`head` and the sequences after it, one per tenant where the policy distinguishes tenants. The queue must not change meanwhile."""
         ...
 
     def num_of_tenant(self, seq: Sequence) -> int:
-        """Waiting sequences of a waiting one's tenant, in its class and tier."""
+        """The number of waiting sequences of the same tenant, class and tier as `seq`, itself included."""
         ...
 
     def admit(self, seq: Sequence, now: float) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepShares:
-    """The shares that every policy here has. A policy that differs brings its own value, or a subclass.
+    """Shares of a step, the same for every policy here. A policy that differs has its own value or a subclass.
 
     long_prompt_steps     a prompt is long when the rest of it would fill more steps than this; sequences queued behind it then do not wait
                           for its end

@@ -62,7 +62,7 @@ class TenantOrder:
         return len(self._queues.get(tenant, ()))
 
     def remove(self, seq: Sequence) -> bool:
-        """Whether the sequence waited here."""
+        """Remove a waiting sequence. False: it did not wait here."""
         tenant = seq.request.tenant
         queue = self._queues.get(tenant)
         if queue is None or seq not in queue:
@@ -78,7 +78,7 @@ class TenantOrder:
         return True
 
     def service_of(self, tenant: str) -> float:
-        """Tokens computed for a tenant, and what it was raised by when it began to wait."""
+        """A tenant's service: tokens computed for it, plus the amount by which it was raised when it began to wait."""
         return self._served.get(tenant, 0.0)
 
     def charge(self, tenant: str, service: float) -> None:

@@ -62,8 +62,8 @@ class Random(Protocol):
 class Candidate:
     """One replica that could take the request.
 
-    snapshot  the last one; None before the first
-    sent      requests sent since, which it cannot know of
+    snapshot  its last load report; None before the first
+    sent      requests sent to it since that report
     """
 
     replica_id: ReplicaId
@@ -73,11 +73,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cost:
-    """What decides between two replicas whose speed is not known. Compared field by field, lower is better.
+    """The comparison between two replicas whose speed is not known. Compared field by field; lower is better.
 
-    lacks_blocks  the prompt would have to wait for KV blocks (free and evictable ones, less what was sent)
-    outstanding   requests running, waiting and on their way
-    fullness      share of the KV pool that is spoken for: decides between equally busy replicas
+    lacks_blocks  the prompt would have to wait for KV blocks (free and evictable ones, less those of requests sent since the report)
+    outstanding   requests running, waiting and sent since the report
+    fullness      share of the KV pool in use or needed by those requests: decides between equally busy replicas
     """
 
     lacks_blocks: bool
@@ -161,7 +161,7 @@ def _draw(weights: Sequence[float], random: Random) -> int:
 
 
 def cost(candidate: Candidate, *, prompt_tokens: int, block_size: int) -> Cost:
-    """What it would cost to send a prompt of `prompt_tokens` there. A replica without a snapshot counts as empty."""
+    """The cost of sending a prompt of `prompt_tokens` tokens to this replica. A replica without a snapshot counts as empty."""
     snapshot, sent = candidate.snapshot, candidate.sent
     if snapshot is None:
         return Cost(False, sent.num_requests, 0.0)

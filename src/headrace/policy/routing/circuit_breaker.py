@@ -43,7 +43,7 @@ class BreakerLimits:
 
 
 class CircuitBreaker:
-    """The circuit of one server. state: as of the last call; num_failures: in a row, while closed"""
+    """The circuit of one server. state: after the last call; num_failures: failures in a row while closed"""
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:
         self._limits = limits or BreakerLimits()
@@ -54,8 +54,8 @@ class CircuitBreaker:
         self.num_failures = 0
 
     def wait_s(self, now: float) -> float:
-        """Seconds until a request may be sent: 0 now, the rest of the cooldown while open. While a probe is under way, a first cooldown:
-        its outcome is not known."""
+        """Seconds until a request may be sent: 0 for now, the rest of the cooldown while the circuit is open. While a probe runs, one first
+        cooldown, since the probe's outcome is not known."""
         if self.state is CircuitState.OPEN:
             return max(0.0, self._open_until - now)
         return self._limits.cooldown_s if self.state is CircuitState.HALF_OPEN else 0.0
@@ -64,20 +64,20 @@ class CircuitBreaker:
         return self.wait_s(now) == 0.0
 
     def send(self, now: float) -> Ticket:
-        """Note that a request is sent, which `can_send` allowed. From an open circuit it is the probe."""
+        """Note that a request is sent, which `can_send` allowed. If the circuit was open, this request is the probe."""
         assert self.can_send(now)
         if self.state is CircuitState.OPEN:
             self._change(CircuitState.HALF_OPEN)
         return self._ticket
 
     def begin(self, ticket: Ticket) -> None:
-        """Its answer has begun: a probe closes the circuit. No outcome: the answer may still break off."""
+        """The request's answer has begun. A probe closes the circuit. This is not an outcome yet: the answer may still break off."""
         if ticket == self._ticket and self.state is CircuitState.HALF_OPEN:
             self._change(CircuitState.CLOSED)
             self._cooldown_s = self._limits.cooldown_s
 
     def succeed(self, ticket: Ticket) -> None:
-        """Outcome: answered, or refused for what the request itself asks."""
+        """Outcome: the server answered, or refused the request for a fault of the request itself."""
         self.begin(ticket)
         if ticket == self._ticket:
             self.num_failures = 0
@@ -95,7 +95,7 @@ class CircuitBreaker:
             self._open(now)
 
     def abandon(self, ticket: Ticket, now: float) -> None:
-        """Outcome: not known, for example because the client left. After a probe the circuit is open without a further cooldown."""
+        """Outcome not known, for example because the client left. A probe leaves the circuit open without a further cooldown."""
         if ticket == self._ticket and self.state is CircuitState.HALF_OPEN:
             self._change(CircuitState.OPEN)
             self._open_until = now

@@ -19,7 +19,7 @@ REPLICA_LIMITS = BreakerLimits(max_failures=3, cooldown_s=5.0, max_cooldown_s=60
 
 
 def ejected(ready: Mapping[ReplicaId, CircuitBreaker], now: float) -> frozenset[ReplicaId]:
-    """The replicas that get no request now. Where too many circuits are open, those that stay open longest.
+    """The replicas that get no request now. If too many circuits are open, only the ones that stay open longest are ejected.
 
     ready  the circuit of every ready replica of the model
     """

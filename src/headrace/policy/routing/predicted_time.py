@@ -26,14 +26,16 @@ UNKNOWN_OUTPUT_TOKENS = 128
 
 
 def mean_output_tokens(num_finished: int, num_tokens: int) -> int:
-    """Length expected of an answer, as that of those that ended: `num_tokens` is the sum over their outputs."""
+    """Expected output tokens of an answer: the mean of ended answers. num_tokens: sum over their outputs"""
     return max(1, num_tokens // num_finished) if num_finished else UNKNOWN_OUTPUT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """prompt_tokens  of the prompt
-    output_tokens  expected of one sequence
+    """Sizes of one request in tokens.
+
+    prompt_tokens  tokens of its prompt
+    output_tokens  expected output tokens of one sequence
     """
 
     prompt_tokens: int
@@ -42,7 +44,7 @@ class RequestSize:
 
 @dataclass(frozen=True, slots=True)
 class SentSince:
-    """What this gateway sent since a load snapshot was made, which it cannot know of. num_tokens: of their prompts"""
+    """Requests that this gateway sent to a replica after the replica's last load report. num_tokens: of their prompts"""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -65,19 +67,19 @@ class StepSpeed:
         return self.fixed_s + num_tokens * self.token_s
 
     def idle_s(self, size: RequestSize) -> float:
-        """Seconds that a replica with nothing else to do takes over a request, its whole output included."""
+        """Seconds that an idle replica needs for a request, its whole output included."""
         return self.step_s(size.prompt_tokens) + size.output_tokens * self.step_s(1)
 
 
 def speed_of(load: LoadSnapshot | None) -> StepSpeed | None:
-    """None where the replica has not reported its speed: it has computed nothing yet, or is of an earlier version."""
+    """The replica's speed; None where the replica has not reported any: it has computed nothing yet, or is of an earlier version."""
     if load is None or load.step_fixed_s + load.step_token_s <= 0.0:
         return None
     return StepSpeed(load.step_fixed_s, load.step_token_s)
 
 
 def mean_speed(speeds: Iterable[StepSpeed | None]) -> StepSpeed | None:
-    """Mean of the known ones; None where none is."""
+    """Mean of the known speeds; None without any."""
     known = [speed for speed in speeds if speed is not None]
     if not known:
         return None
@@ -85,9 +87,9 @@ def mean_speed(speeds: Iterable[StepSpeed | None]) -> StepSpeed | None:
 
 
 def predicted_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSpeed, *, block_size: int) -> float:
-    """Seconds to the first token, and a share of the output's. Infinite where the replica's KV cache can never hold the prompt.
+    """Predicted seconds to the first token, plus a share of the time of the output. Infinite where the prompt can never fit the KV cache.
 
-    speed  its own, or what is assumed where that is not known
+    speed  the replica's own, or an assumed one
     """
     num_sequences = load.num_running + load.num_waiting + sent.num_requests + 1
     output_s = size.output_tokens * speed.step_s(min(num_sequences, load.max_num_seqs or num_sequences))
@@ -96,10 +98,10 @@ def predicted_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: S
 
 
 def wait_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSpeed, *, block_size: int) -> float:
-    """Seconds until the replica begins with the request's prompt: work that was there before, and slots and blocks that others hold.
+    """Predicted seconds until the replica begins with the request's prompt: earlier work ends, and slots and blocks become free.
 
-    Prompts are computed `step_prompt_tokens` at a time, each time in a step that has its fixed cost and the decoding rows too. Slots and
-    blocks become free with the steps of the outputs that hold them. Both happen in the same steps, so the longer of the two counts.
+    Prompts are computed `step_prompt_tokens` at a time, and each such step has its fixed cost and the decoding rows too. Slots and blocks
+    become free as outputs end. Both happen in the same steps, so only the longer of the two counts.
     """
     num_to_start = load.num_waiting + sent.num_requests + 1
     num_sequences = load.num_running + num_to_start
@@ -115,7 +117,7 @@ def wait_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSp
 
 
 def _num_rows(load: LoadSnapshot) -> int:
-    """Sequences that run, those of classes that the request does not wait for too: their rows are in each step."""
+    """Running sequences of all classes, also of those that the request does not wait for: every step has their rows."""
     return summed(load.classes).num_running if load.classes else load.num_running
 
 
@@ -124,7 +126,7 @@ def _rest_of_step_s(load: LoadSnapshot) -> float:
 
 
 def _blocks_share(load: LoadSnapshot, num_tokens: int, size: RequestSize, block_size: int) -> float:
-    """Share of the KV pool that has to become free before `num_tokens` fit, the prompts and outputs still to start; 0: they fit now."""
+    """Share of the KV pool that must become free before `num_tokens` more tokens fit; 0: they fit now."""
     if not load.kv_blocks_total:
         return 0.0
     if num_blocks(size.prompt_tokens, block_size) > load.kv_blocks_total:

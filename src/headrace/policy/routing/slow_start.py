@@ -18,14 +18,14 @@ FIRST_SHARE = 0.1
 
 
 def started_share(ready_s: float, slow_start_s: float) -> float:
-    """Part of its share that a replica gets which has been ready for `ready_s`. slow_start_s: 0 = all of it"""
+    """Part of its share that a replica gets `ready_s` seconds after it became ready. slow_start_s: 0 = always all of it"""
     if ready_s >= slow_start_s:
         return 1.0
     return max(FIRST_SHARE, ready_s / slow_start_s)
 
 
 def started(choices: Sequence[Choice], shares: Sequence[float], random: Random) -> list[Choice]:
-    """The choices that take part in this decision: each by its share of the largest one. One of the largest always does."""
+    """The replicas that take part in this decision, each with the probability share / largest share; one with the largest always does."""
     largest = max(shares, default=1.0)
     return [
         choice
