@@ -1,4 +1,4 @@
-"""`headrace keys`: create, list, show, rotate and revoke API keys, and read what was changed. docs/identity.md"""
+"""`headrace keys`: create, list, show, rotate and revoke API keys, and read the audit log of keys and tenants (docs/identity.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.cli.directory import AsJson, KeyDirectory, of_directory
 keys_app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True, rich_markup_mode=None)
 
 LIMIT_COLUMNS = ("of", "limit", "number", "used", "left", "reset_s")
-"""Keys of what `limits.report` says of one limit."""
+"""Columns of a table of limits: the JSON keys of one limit in `limits.report`."""
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `headrace keys list` shows it.")]
 

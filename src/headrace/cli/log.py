@@ -1,4 +1,4 @@
-"""`headrace log archive`: usage records from the Kafka topic to ClickHouse, in a process of its own, on any machine."""
+"""`headrace log archive`: moves usage records from a Kafka topic to ClickHouse. The process may run on any machine, apart from gateways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`headrace models`: list the models that can be served. It reads config.json and file names, and opens no weights."""
+"""`headrace models`: list the model folders and GGUF files of a folder, with the reason for each one that cannot be served.
+
+The command reads config.json, the headers of GGUF files, and file names. No weight is read.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, mod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """One model folder.
+    """One model folder or GGUF file.
 
     max_model_len  tokens
-    weight_bytes   as held in memory
-    problem        the reason why it cannot be served; empty when it can
+    weight_bytes   memory of the weights in `dtype`
+    problem        why the model cannot be served; empty where it can be served
     """
 
     name: str
@@ -54,7 +57,10 @@ def models(
 
 
 def model_folders(folder: Path) -> list[Path]:
-    """The folder or GGUF file itself, or its children that hold a config.json or are GGUF files. Raises ConfigError when there is none."""
+    """[folder] where `folder` is a model, else the models directly inside `folder`, sorted.
+
+    A model is a folder with a config.json, or a .gguf file. Raises ConfigError when no model is found.
+    """
     if (folder / "config.json").is_file() or (is_gguf(folder) and folder.is_file()):
         return [folder]
     found = sorted(path.parent for path in folder.glob("*/config.json")) if folder.is_dir() else []
@@ -66,7 +72,7 @@ def model_folders(folder: Path) -> list[Path]:
 
 
 def describe_folder(folder: Path) -> ModelRow:
-    """The row of one folder or GGUF file; if it cannot be served, the row says why."""
+    """The row of one model folder or GGUF file. A model that cannot be served has the reason in `problem`; nothing is raised for it."""
     from headrace.tensor.checkpoint.gguf.folder import make_folder
     from headrace.tensor.models import describe
 
@@ -91,7 +97,7 @@ def describe_folder(folder: Path) -> ModelRow:
 
 
 def adapter_names(folder: Path) -> tuple[str, ...]:
-    """PEFT adapters inside the folder, and adapters in a neighbour folder `adapters` whose base model is this folder's name."""
+    """Sorted names of a model's PEFT adapters: those in `folder`, and those in the sibling folder `adapters` that name this base model."""
     inside = [*folder.glob("*/adapter_config.json"), *folder.glob("adapters/*/adapter_config.json")]
     beside = [path for path in folder.parent.glob("adapters/*/adapter_config.json") if _base_name(path) == folder.name]
     return tuple(sorted(path.parent.name for path in [*inside, *beside]))

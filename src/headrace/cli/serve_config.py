@@ -1,6 +1,7 @@
-"""The configuration of `headrace serve` as typed values: the packages' own frozen configs, composed, and the rules that hold between them.
+"""The configuration of `headrace serve` as typed values, and the checks that concern more than one package.
 
-Each package checks its own fields. How the values are read: `cli.config`.
+The root config is composed of the frozen configs of the packages (engine, gateway, fleet, ...), each of which checks its own fields.
+`cli.config` reads the values from file, environment and flags.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from headrace.wire.tls.files import token_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteReplica:
-    """One engine that was started by itself (`headrace engine`), here or on another machine."""
+    """One engine that `headrace engine` started, on this machine or another one, and that this supervisor does not manage."""
 
     name: str = required("Label `replica` of metrics and logs, and its name in `/ready`.", "--replica")
     address: str = required(
@@ -41,7 +42,7 @@ class RemoteReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSection:
-    """The engines of one model that run elsewhere."""
+    """The engines of one model that this supervisor does not start."""
 
     model: str = required(
         "What the engines serve: a folder on this machine, a bundled model or a hub id. The gateway reads its tokenizer and template.",
@@ -63,7 +64,7 @@ class RemoteSection:
     )
 
     def gateway_replicas(self) -> tuple[ReplicaConfig, ...]:
-        """The replicas as the gateway reads them. A Unix socket needs no certificates."""
+        """The replicas in the form of the gateway's configuration. A replica on a Unix socket gets a token but no certificates."""
         return tuple(
             ReplicaConfig(
                 name=replica.name,
@@ -114,7 +115,7 @@ class ModelSection:
 
     @property
     def of_gateway(self) -> dict[str, object]:
-        """The gateway's own options of the model."""
+        """The keys of the model that only the gateway reads."""
         smaller = {"smaller": self.smaller} if self.smaller else {}
         return {**smaller, **(self.parsers if self.engine is not None or self.remote is not None else {})}
 
@@ -124,7 +125,7 @@ class ModelSection:
 
     @property
     def num_replicas(self) -> int:
-        """Engines that the gateway connects to."""
+        """Number of engines that the gateway connects to, those started elsewhere included."""
         return self.num_engines + (len(self.remote.replicas) if self.remote is not None else 0)
 
     @property
@@ -140,8 +141,11 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """The whole configuration of `headrace serve`. `load` puts the user's own folder (`cli.state`) in the place of an empty `state`; of
-    `gateway`, what ELSEWHERE names is made from keys of this class."""
+    """The whole configuration of `headrace serve`.
+
+    `cli.config.load` replaces an empty `state` by the user's own folder (`cli.state`). The fields of `gateway` that
+    `config_variables.ELSEWHERE` lists are not read from the file: they are made from the other keys of this class.
+    """
 
     models: tuple[ModelSection, ...] = required("Served models.", reload=Reload.LIVE, role=Role.DEVELOPER)
     state: str = option(
@@ -217,7 +221,10 @@ class ServeConfig:
     )
 
     def checked(self) -> ServeConfig:
-        """This value if the rules of every section and of their pairs hold. Raises ConfigError with the path in the file."""
+        """Returns this configuration when all checks of the sections, and of pairs of sections, pass.
+
+        Raises ConfigError with the path of the wrong key in the file.
+        """
         for index, model in enumerate(self.models):
             self._check_model(f"models[{index}]", model)
         self._check_gateway()
@@ -260,11 +267,14 @@ class ServeConfig:
             raise error.at(where if where.startswith(("models", "state", "tiers", "prices", "usage")) else f"gateway.{where}") from error
 
     def whole_gateway(self) -> GatewayConfig:
-        """The gateway's section with what stands at the top level."""
+        """The gateway's section, together with the keys of the top level that the gateway reads: state, tiers, prices, usage."""
         return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices, usage=self.usage)
 
     def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
-        """The supervisor's configuration. resolve: a `model` as the file has it -> local folder."""
+        """The supervisor's configuration.
+
+        resolve  makes a local folder of a `model` as the file names it; may download a hub id. What `resolve` raises is passed on
+        """
         gateway = plain(self.whole_gateway())
         del gateway["models"], gateway["timeouts"]["drain_s"]
         models = []
@@ -292,7 +302,7 @@ class ServeConfig:
 
 
 def _as_gateway_model(model: ModelSection) -> ModelConfig:
-    """The model as the gateway's own file has it, with a made-up address: where its replicas will listen is not known yet."""
+    """The model in the form of the gateway's configuration. Replicas that are not started yet get a placeholder address."""
     answered = ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams, smaller=model.smaller)
     if model.engine is None and model.remote is None:
         return answered
@@ -303,7 +313,7 @@ def _as_gateway_model(model: ModelSection) -> ModelConfig:
 
 
 def _check_answers(where: str, model: ModelSection) -> None:
-    """Raises NeedsExactlyOne where engines are both here and elsewhere, or nothing answers for the model."""
+    """Raises NeedsExactlyOne for a model with both `engine` and `remote`, and for one without `engine`, `remote` and `upstreams`."""
     is_here, is_elsewhere = model.engine is not None, model.remote is not None
     if (is_here and is_elsewhere) or not (is_here or is_elsewhere or model.upstreams):
         remedy = (
@@ -319,5 +329,5 @@ def _check_folder(where: str, name: str) -> None:
 
 
 def is_fetched(model: str) -> bool:
-    """A hub id: looks like one, and no folder, file and bundled model has that name."""
+    """Whether `model` is a hub id: a text of that form that is not the name of a folder, a file or a bundled model."""
     return HUB_ID.fullmatch(model) is not None and not is_gguf(model) and bundled_path(model) is None and not Path(model).exists()

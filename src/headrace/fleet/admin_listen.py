@@ -1,7 +1,7 @@
-"""The admin requests over TCP, for operators on other machines: where they are answered, and what both ends must show.
+"""Configuration, token and TLS of the supervisor's admin API over TCP, for operators on other machines. `fleet.admin` answers the requests.
 
-Beyond loopback both ends have certificates, as the wire has (`wire.tls`): the server's is one for TLS servers, an operator's one for TLS
-clients. Every request carries a token of this API alone. The requests are `fleet.admin`'s.
+Every request carries a token that is valid for this API alone. Beyond loopback both sides also show certificates (mutual TLS): the
+supervisor a certificate for TLS servers, the operator a certificate for TLS clients. `wire.tls` reads the certificates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALPN = "http/1.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminListen:
-    """What `admin` has: where the operator's commands are answered from other machines too."""
+    """The section `admin` of the configuration: address, token and certificates of the admin API over TCP."""
 
     listen: str = required(
         "`HOST:PORT` at which the operator's commands are answered from other machines too ([control.md](control.md#over-tcp)); port 0 "
@@ -35,7 +35,10 @@ class AdminListen:
     tls_dir: str = option("", "Folder with this machine's certificates (`ca.crt`, `tls.crt`, `tls.key`); required beyond loopback.")
 
     def checked(self) -> AdminListen:
-        """This value if its rules hold; no file is opened. Raises ConfigError."""
+        """Returns this section when its checks pass. No file is opened.
+
+        Raises ConfigError for a Unix socket, for a section without a token, and where `wire.target.check_target` refuses the address.
+        """
         if self.listen.startswith("unix:"):
             raise ConfigError("admin.listen", f"{self.listen!r} is not HOST:PORT", "The Unix socket is always there, in the run directory.")
         if not (self.token_file or self.tls_dir):
@@ -45,7 +48,7 @@ class AdminListen:
         return self
 
     def opened(self) -> AdminAddress:
-        """With its files read. Raises ConfigError."""
+        """The address with the contents of the token's and certificates' files. Raises ConfigError when a file is unreadable or invalid."""
         with _named_as_in_the_file():
             target = target_of(self.listen, token=None, token_file=self.token_file, tls_dir=self.tls_dir)
             assert target.token is not None
@@ -54,7 +57,7 @@ class AdminListen:
 
 @contextmanager
 def _named_as_in_the_file() -> Iterator[None]:
-    """Put the key's path in the place of the wire's word for it, in a ConfigError."""
+    """Replace the key that a ConfigError of `wire.target` names by the key's path in the configuration file."""
     try:
         yield
     except ConfigError as error:
@@ -63,7 +66,7 @@ def _named_as_in_the_file() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class AdminAddress:
-    """Where to listen, and what a request must show. context: None without TLS"""
+    """Address to listen at, the token that requests must carry, and the TLS context. context: None without TLS"""
 
     host: str
     port: int
@@ -72,7 +75,10 @@ class AdminAddress:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """TLS that wants a client's certificate, with the files as they are at each new connection. Raises ConfigError."""
+    """A TLS context for the supervisor, which requires a client certificate. Changed files are read at the next connection.
+
+    Raises ConfigError when a file is unreadable or invalid.
+    """
     certificates = Certificates(files, TlsRole.ENGINE)
     context = certificates.current().context
     context.set_alpn_protocols([ALPN])
@@ -88,7 +94,10 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def operator_context(files: TlsFiles) -> ssl.SSLContext:
-    """TLS of a command: shows its certificate, and checks the server's for the name that is dialled. Raises ConfigError."""
+    """A TLS context for an operator's command, which shows a client certificate, and checks the server's certificate and host name.
+
+    Raises ConfigError when a file is unreadable or invalid.
+    """
     context = load_certificates(files, TlsRole.GATEWAY).context
     context.set_alpn_protocols([ALPN])
     return context

@@ -1,6 +1,7 @@
-"""The gateway processes of a deployment as one: all of them reload their file, or report the replicas that they see.
+"""The gateway processes of a deployment as a group: the supervisor asks all of them to reload, or for the state of the replicas.
 
-Each answers on its leash (`wire.leash`). A gateway that is being started again reads the newest file anyway, and has no requests.
+A question travels over each gateway's leash, the socket pair between supervisor and child (`wire.leash`). A gateway that is just
+restarting is not asked: the new process reads the newest file when it starts, and has no open requests before that.
 """
 
 from __future__ import annotations
@@ -14,52 +15,57 @@ from headrace.fleet.keeper import ProcessKeeper
 from headrace.wire.leash import DRAINING, ModelStatuses, ReloadRefused, ReplicaStatus
 
 RELOAD_TIMEOUT_S = 60.0
-"""Seconds that a gateway may take to apply its file: it loads the tokenizers of new models first."""
+"""Seconds that a gateway may take to apply its file. The gateway loads the tokenizers of new models first."""
 
 STATUS_TIMEOUT_S = 2.0
-"""Seconds in which a gateway says what it sees. While one says nothing, it is not known whether a replica is ready."""
+"""Seconds that a gateway may take to report its replicas. Without the report of every gateway, the readiness of a replica is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaysView:
-    """What the gateways see.
+    """The replicas' states as the gateways report them.
 
-    answers  of each gateway that answered
-    silent   labels of gateways that serve and did not answer
+    answers  one report for each gateway that answered
+    silent   labels of serving gateways that did not answer
     """
 
     answers: Sequence[ModelStatuses] = ()
     silent: Collection[str] = ()
 
     def is_ready(self, model: str, replica: str) -> bool | None:
-        """Every gateway that serves reports it ready. None: not known, since one did not answer, or none serves."""
+        """Whether every serving gateway reports the replica as ready.
+
+        None: unknown, since no gateway serves, or since one did not answer and no other one reports the replica as not ready.
+        """
         if not all(status is not None and status.is_ready for status in self._of(model, replica)):
             return False
         return None if self.silent or not self.answers else True
 
     def is_lost(self, model: str, replica: str) -> bool:
-        """Every gateway that serves has answered, has it in its list and cannot use it, for a fault that another process may not
-        have: not because it drains, or its model's text cannot be used."""
+        """Whether a new process in place of the replica may help: every serving gateway answered, lists the replica and cannot use it.
+
+        False for a replica that drains, and for one whose tokenizer or chat template a gateway cannot use: a new process would not help.
+        """
         seen = [status for status in self._of(model, replica) if status is not None and not status.is_ready]
         is_seen_by_all = bool(self.answers) and not self.silent and len(seen) == len(self.answers)
         return is_seen_by_all and not any(status.reason == DRAINING or status.is_refused for status in seen)
 
     def is_refused(self, model: str, replica: str) -> bool:
-        """Every gateway that serves has answered, and none can use the model's tokenizer or chat template."""
+        """Whether every serving gateway answered, and no gateway can use the model's tokenizer or chat template."""
         seen = self._of(model, replica)
         return bool(seen) and not self.silent and all(status is not None and status.is_refused for status in seen)
 
     def why_refused(self, model: str) -> str:
-        """Why a gateway cannot use the model's tokenizer or chat template; empty where it can."""
+        """Why some gateway cannot use the model's tokenizer or chat template; empty where every gateway can."""
         statuses = (status for answer in self.answers for status in answer.get(model, {}).values())
         return next((status.reason for status in statuses if status.is_refused), "")
 
     def why_not_ready(self, model: str, replica: str) -> str:
-        """The reason that the first gateway gives; empty where none gives one."""
+        """Why the replica is not ready, by the first gateway that gives a reason; empty where no gateway gives one."""
         return next((status.reason for status in self._of(model, replica) if status is not None and status.reason), "")
 
     def num_open(self, model: str, replica: str) -> int | None:
-        """Requests open at it, of all gateways; None where one did not answer."""
+        """Number of requests that all gateways have open at the replica; None where a serving gateway did not answer."""
         return None if self.silent else sum(status.num_open for status in self._of(model, replica) if status is not None)
 
     def _of(self, model: str, replica: str) -> list[ReplicaStatus | None]:
@@ -67,13 +73,19 @@ class GatewaysView:
 
 
 class GatewayGroup:
-    """keepers: of the gateway processes; a list that may grow until they are started"""
+    """The gateway processes of a deployment.
+
+    keepers  one for each gateway process; complete before the processes are started
+    """
 
     def __init__(self) -> None:
         self.keepers: list[ProcessKeeper] = []
 
     async def reload(self) -> None:
-        """Have every running gateway apply its file. Raises ReloadRefused when one did not; the others have applied it."""
+        """Have every running gateway apply its file.
+
+        Raises ReloadRefused when a gateway refuses its file or does not answer in RELOAD_TIMEOUT_S. Other gateways may have applied theirs.
+        """
         refusals = await asyncio.gather(*(_why_refused(keeper) for keeper in self.keepers))
         if reason := next(filter(None, refusals), ""):
             raise ReloadRefused(reason)
@@ -88,7 +100,7 @@ class GatewayGroup:
 
 
 async def _why_refused(keeper: ProcessKeeper) -> str:
-    """Why a gateway has not applied its file; empty when it has, or reads it when it is started again."""
+    """Why a gateway has not applied its file; empty when the gateway has applied the file, or will read the file when it restarts."""
     if keeper.asked is None:
         return ""
     try:
@@ -104,7 +116,7 @@ async def _why_refused(keeper: ProcessKeeper) -> str:
 
 
 async def _status(keeper: ProcessKeeper) -> ModelStatuses | None:
-    """None: no answer."""
+    """The report of one gateway; None when the gateway is not running or does not answer in STATUS_TIMEOUT_S."""
     if keeper.asked is None:
         return None
     try:

@@ -1,4 +1,7 @@
-"""SIGHUP of a supervisor: the configuration is read again. What the signal means otherwise: `wire.hangup`."""
+"""Reloads the supervisor's configuration when the process gets SIGHUP.
+
+`wire.hangup` handles the signal and sets the event that this module waits for. A SIGHUP from a closed terminal drains the process instead.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def reloading_when_asked(asked: asyncio.Event, control: FleetControl) -> AsyncIterator[None]:
-    """Reload each time `asked` is set, until the block ends. Signals that come during a command are one reload after it."""
+    """Reload each time `asked` is set, until the block ends. Signals that arrive while a command runs lead to one reload after the command.
+
+    A reload that fails is logged; nothing is raised. Reloads that run when the block ends are cancelled.
+    """
     running: set[asyncio.Task[None]] = set()
 
     def begin(work: asyncio.Task[None]) -> None:
@@ -56,7 +62,11 @@ async def _reload(control: FleetControl) -> None:
 
 
 async def _reload_once_idle(control: FleetControl) -> list[str]:
-    """A command may come between the end of the one before and this reload: it is waited for as well."""
+    """Reload, and record the reload in the audit log. Returns the failures.
+
+    Another command may start after `idle` returned and before this reload; the reload then waits for that command too. Raises a
+    HeadraceError when the new configuration is refused.
+    """
     while True:
         try:
             failures = await control.reload()

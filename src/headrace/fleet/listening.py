@@ -1,8 +1,8 @@
 """The address that the gateways of a deployment share: checked and reserved before any process is started.
 
 Each gateway listens with a socket of its own (SO_REUSEPORT), and the kernel spreads connections over them. The supervisor binds one more
-socket, which never listens and so gets no connection. It finds the port where a free one was asked for (0), and it keeps the port for this
-deployment while gateways are started again. A port that belongs to another server is refused at once, before weights are loaded.
+socket, which never listens and so gets no connection. That socket picks a free port where the configuration says port 0, and keeps the port
+for this deployment while gateways restart. A port that belongs to another server is refused at once, before weights are loaded.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from headrace.core.errors import ConfigError
 
 
 def check_can_listen(host: str, port: int) -> None:
-    """Raises ConfigError with the address and what to do. Port 0 takes a free one and always holds."""
+    """Raises ConfigError when the port is in use, when `host` is not an address of this machine, or when the address cannot be bound.
+
+    Port 0, any free port, is never in use.
+    """
     _bind(host, port, is_shared=False).close()
 
 
 @contextmanager
 def reserved_port(host: str, port: int) -> Iterator[int]:
-    """The port, kept for gateways of this user that share it until the block ends; a free one in place of 0.
+    """Yields the port, reserved until the block ends for gateways of this user that bind it with SO_REUSEPORT. Port 0: a free port.
 
-    Raises: ConfigError as `check_can_listen`, also for a server that would share the port with us.
+    Raises ConfigError where `check_can_listen` does, also for another server that listens with SO_REUSEPORT.
     """
     check_can_listen(host, port)
     with _bind(host, port, is_shared=True) as reserved:
