@@ -1,4 +1,7 @@
-"""One generating request: its parsed body, and the values that stages hand on to later stages."""
+"""The state of one generating request: its parsed body, the values that one stage leaves for later stages, and hooks that stages set.
+
+`surfaces.generating` makes one `Generation` per request, and `generation.run` passes it through the stages (`generation.stages`).
+"""
 
 from __future__ import annotations
 
@@ -25,45 +28,47 @@ from headrace.policy.admission.unsent import UnsentRequest
 from headrace.policy.limits.price import FREE, Price
 
 CallNext = Callable[[], Awaitable[Prepared]]
-"""What stands behind a stage: it gives the prepared answer, before its first token."""
+"""The next stage, as in a Starlette middleware. Returns the prepared answer, before its first token."""
 
 
 def never() -> bool:
-    """`Generation.outlives_client` of an answer that ends with its client."""
+    """The default of `Generation.outlives_client`: the answer is cancelled when its client disconnects."""
     return False
 
 
 class Generation:
-    """
-    parsed             as the surface read it; a session puts its history before the messages
-    history            of the conversation that the prompt is; empty where it is none
-    asked, model       the model that was asked for, and the one that answers
-    client_params      as the client gave them; the upstream adds the model's defaults
-    memory             what the answer takes of `charges`
-    answer_id, created  of the answer: the id of the request that began it, and when that was in Unix seconds
-    earlier            output of the stream that this request continues
-    event_log          numbers a stream's events; None: they have no ids
+    """One generating request. The stages read and set the attributes.
+
+    parsed             the request's body, parsed; the session stage puts the session's history before the messages
+    history            messages of a chat request; empty for a completion
+    asked, model       the model that the client named, and the model that answers
+    client_params      sampling parameters of the body; the upstream adds the model's defaults
+    memory             the part of `charges` that the answer uses
+    answer_id          id of the answer: the id of the request that began the stream
+    created            Unix seconds at which the answer was begun
+    earlier            output of the stream that this request continues; None: a new answer
+    event_log          numbers the events of a resumable stream; None: the events have no ids
     preferred_replica, unsent  see `GenerationRequest`
-    fitted             how the conversation was shortened; None: it was not
-    side_usage         of requests that were answered for this one before it; None: there were none
-    is_replayed        the answer is that to an earlier request with the same Idempotency-Key: nothing new happens
-    stream             of the answer's events, once it has begun
-    used               tokens of the answer, once it is over; None: no engine began it
+    fitted             how the conversation was shortened; None: the conversation is unchanged
+    side_usage         tokens of other requests that were made for this one, such as a summary; None: no other request
+    is_replayed        the answer is a repetition of the answer to an earlier request with the same Idempotency-Key
+    stream             the answer's events; None before the answer has begun
+    used               tokens of the answer when it has ended; None: no engine began an answer
 
     Hooks of the stages:
 
-    recorders          get the events of the answer
-    replay             writes what the client lacks of the stream that this request continues, before the first new event
-    before_end         awaited with the replica's name when all events of the answer are there, before its last bytes are sent; where one
-                       raises, the answer ends in that error, and `is_refused_at_end`
-    outlives_client    whether the answer is read to its end for others when its client has left
-    ends               left at the end of the request, in the reverse order, whatever happened
+    recorders          each is given the events of the answer
+    replay             called before the first new event; sends the events of a continued stream that the client has not received
+    before_end         each is awaited with the replica's name after the last event, before the last bytes are sent; when one raises, the
+                       answer ends with that error, and `is_refused_at_end` is set
+    outlives_client    whether the answer goes on when the client has disconnected, for other requests that wait for the same answer
+    ends               exit stack that is closed at the end of the request, also after an error
     """
 
     def __init__(self, service: Service, exchange: Exchange, charges: RequestCharges, parsed: ParsedRequest) -> None:
-        """charges: the memory that this request takes is charged to it.
+        """charges: memory charges of this request.
 
-        Raises: ModelNotFound or InvalidRequest, for everything that can be refused without asking the upstream.
+        Raises ModelNotFound for a model that the key may not use, and InvalidRequest for sampling parameters or sizes out of their limits.
         """
         self.service = service
         self.exchange = exchange
@@ -99,25 +104,25 @@ class Generation:
         self.ends.callback(self._forget_hooks)
 
     def _forget_hooks(self) -> None:
-        """They refer back to this request, whose memory is to be free without a collection."""
+        """Drop the hooks, which refer back to this object: without the cycle its memory is freed at once, not by the garbage collector."""
         self.recorders.clear()
         self.before_end.clear()
         self.replay, self.outlives_client = None, never
 
     @property
     def price(self) -> Price:
-        """The tokens' price of the model that answers."""
+        """Token prices of the model that answers; FREE where the configuration has none."""
         return self.service.config.prices.get(self.model.name, FREE)
 
     @property
     def shown_model(self) -> str:
-        """The answering model's name for the answer: as the client wrote it, unless another model than that answers."""
+        """Name of the model in the answer: the name or alias that the client sent, unless another model answers."""
         asked = self.parsed.model
         return asked if asked is not None and asked in self.model.names else self.model.name
 
     @property
     def deadline_at(self) -> float | None:
-        """On the service's clock; None: no deadline. Raises DeadlineBeforeStart when it has passed."""
+        """The request's deadline on the service's clock; None: no deadline. Raises DeadlineBeforeStart when the deadline has passed."""
         request_s = self.service.config.timeouts.request_s
         if request_s is None:
             return None
@@ -127,7 +132,7 @@ class Generation:
         return deadline_at
 
     def usage(self) -> TokenUsage:
-        """What the answer has used, as far as it has come."""
+        """Tokens that the answer has used so far."""
         return NO_USAGE if self.stream is None else self.stream.usage()
 
     def record_events(self, events: Sequence[OutputEvent]) -> None:
@@ -135,7 +140,7 @@ class Generation:
             recorder.add(events)
 
     def request(self) -> GenerationRequest:
-        """What the upstream is asked. Raises as `deadline_at`."""
+        """The request for the upstream. Raises DeadlineBeforeStart when the deadline has passed."""
         parsed = self.parsed
         return GenerationRequest(
             request_id=self.exchange.request_id,
@@ -150,7 +155,7 @@ class Generation:
         )
 
     def facts(self) -> PrincipalFacts:
-        """What the upstream knows of the caller."""
+        """Facts about the caller for the upstream: tenant, class, tier, cache salt, and the most tokens that the limits allow."""
         principal = self.exchange.principal
         salt = hashlib.blake2b(principal.tenant_key.encode(), digest_size=16, key=self.service.salt_key, person=b"headrace-salt")
         salt.update(b"\0" + self.parsed.cache_salt.encode())

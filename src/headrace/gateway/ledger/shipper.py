@@ -1,6 +1,9 @@
-"""Ships segments from the spool to one sink, in a thread of its own, so that a failing sink stops nothing else.
+"""The thread that ships usage records from the spool on disk to one sink (Kafka, ClickHouse, the usage database).
 
-One process at a time ships for a sink. The other processes that share the spool wait for its lock, which ends with the process.
+Each sink has a thread of its own, so that a failing sink delays no other sink and no request. Records that a sink does not take stay in
+the spool and are tried again.
+
+Gateway processes may share a spool. A lock file per sink lets one process ship at a time; the lock is released when the process ends.
 """
 
 from __future__ import annotations
@@ -18,20 +21,22 @@ from headrace.gateway.ledger.spool import Spool, read_segment
 log = logging.getLogger("headrace.usage")
 
 POLL_S = 0.25
-"""Seconds after which the folder is read again for segments of other processes, and the lock is tried again."""
+"""Seconds between two readings of the spool's folder for segments of other processes, and between two tries to take the lock."""
 
 INTERRUPT_S = 0.5
-"""Seconds for a sink that was interrupted."""
+"""Seconds that `join` waits for the thread after it has interrupted the sink."""
 
 MAX_SEGMENTS = 64
 MAX_BATCH_BYTES = 8 << 20
-"""Segments, and their bytes, that are shipped at once; at least one segment is."""
+"""Most segments and bytes in one call of the sink. A single segment may be larger."""
 
 
 class Shipper:
-    """
-    num_shipped, num_failures  records that the sink has, and attempts that failed, since this process began
-    num_damaged_bytes          of segments that belonged to no whole record
+    """Ships the segments of one sink.
+
+    num_shipped        records that the sink took since this process began
+    num_failures       failed attempts since this process began
+    num_damaged_bytes  bytes of segments that were part of no whole record, and are lost
     """
 
     def __init__(self, spool: Spool, sink: Sink) -> None:
@@ -47,27 +52,33 @@ class Shipper:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is a new segment."""
+        """Tell the thread that the spool has a new segment."""
         self._woken.set()
 
     def change_sink(self, sink: Sink) -> None:
-        """Ship to this one, of the same name, from the next batch on."""
+        """Use another sink of the same name from the next attempt on. The thread closes the old sink."""
         self._next_sink = sink
 
     def stop(self) -> None:
-        """Ship what waits, once, and end; what the sink does not take then stays in the spool."""
+        """Have the thread try once more to ship all waiting segments, and end. Segments that the sink does not take stay in the spool."""
         self._stopping.set()
         self._woken.set()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until it has ended. After this time its sink is interrupted; a thread that is still at it ends with the process."""
+        """Wait at most `timeout_s` for the thread to end, then interrupt the sink and wait at most INTERRUPT_S.
+
+        The thread is a daemon thread: a thread that has not ended then ends with the process.
+        """
         self._thread.join(max(0.0, timeout_s))
         if self._thread.is_alive():
             self.sink.interrupt()
             self._thread.join(INTERRUPT_S)
 
     def ship_waiting(self) -> bool:
-        """Ship what waits now; whether there was anything. For the process that holds the sink's lock. Raises SinkFailed and OSError."""
+        """Ship all waiting segments. Returns whether there were any. The caller's process holds the sink's lock.
+
+        Raises SinkFailed when the sink does not take a batch, and OSError when a segment cannot be read or removed.
+        """
         is_any = False
         while batch := self._batch():
             is_any = True
@@ -115,7 +126,7 @@ class Shipper:
             self.sink = sink
 
     def _ship_until_stopped(self) -> None:
-        """Once it is stopped, one last time."""
+        """Ship until `stop` is called, then once more."""
         retry_s, is_last = 0.0, False
         while not is_last:
             is_last = self._stopping.is_set()
@@ -132,7 +143,7 @@ class Shipper:
             self._stopping.wait(0 if is_last else retry_s)
 
     def _attempt(self) -> str:
-        """Ship what waits. Returns why it failed; empty: it did not."""
+        """Ship all waiting segments. Returns the reason of a failure; empty on success."""
         try:
             if not self.ship_waiting():
                 self.sink.idle()

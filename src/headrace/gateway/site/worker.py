@@ -1,7 +1,8 @@
-"""One of several gateway processes that share a port: its place among them, and its part of the site's limits.
+"""A gateway worker, one of several gateway processes on one port: its number, its socket, and its part of the site's limits.
 
-The kernel gives each worker a part of the connections (SO_REUSEPORT), so each holds a part of whatever a limit counts over all requests.
-Nothing is borrowed between workers: a worker that is full refuses although another one is not. What bounds one request is the same in all.
+The kernel spreads connections over the workers (SO_REUSEPORT). A limit on all requests of the site together is therefore divided by the
+number of workers; a limit on one request is the same in each worker. Workers do not borrow from each other: a worker that has reached its
+part refuses a request although another worker has room.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from headrace.gateway.http.config import Limits
 from headrace.gateway.site.memory import default_prompt_bytes
 
 SHARED_LIMITS = tuple(name for name, described in options(Limits) if described.is_shared)
-"""Limits that count over all requests of a site. The other ones bound a request, a connection, an answer, or a share."""
+"""Names of the limits that count over all requests of a site. Every other limit bounds one request, connection or answer, or is a share."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayWorker:
-    """A worker's place.
+    """Number and sockets of a worker.
 
-    index   its number, from 0, the same over restarts; label `worker` of its metrics
-    folder  private directory of the deployment, which has the workers' sockets
+    index   number of the worker, from 0; a restarted worker keeps its number. Label `worker` of its metrics
+    folder  private directory of the deployment, with a socket per worker
     """
 
     index: int
@@ -30,22 +31,25 @@ class GatewayWorker:
 
     @property
     def name(self) -> str:
-        """As the supervisor calls it, in logs."""
+        """Name of the worker in logs and in the supervisor."""
         return f"gateway-{self.index}"
 
     def socket(self, index: int) -> Path:
-        """Where worker `index` answers the other ones."""
+        """Path of the Unix socket at which worker `index` answers the other workers."""
         return self.folder / f"w{index}.sock"
 
 
 def part_of(limits: Limits, num_workers: int, machine_bytes: int) -> Limits:
-    """One worker's part of the limits of a site. machine_bytes: see `core.memory`"""
+    """One worker's part of the limits of a site.
+
+    machine_bytes  memory of the machine (`core.memory`); sets `max_prompt_bytes` where the site does not
+    """
     if limits.max_prompt_bytes is None:
         limits = replace(limits, max_prompt_bytes=default_prompt_bytes(machine_bytes))
     return divided(limits, num_workers)
 
 
 def divided(limits: Limits, num_workers: int) -> Limits:
-    """Each shared limit over the number of workers, rounded up."""
+    """Limits in which each shared limit is divided by the number of workers and rounded up."""
     parts = {name: -(-getattr(limits, name) // num_workers) for name in SHARED_LIMITS if getattr(limits, name) is not None}
     return replace(limits, **parts)

@@ -1,7 +1,9 @@
-"""A SQLite file and the thread that works with it, so that no call waits for the disk on the event loop.
+"""A thread that runs all work on one SQLite connection, so that the event loop never waits for the disk.
 
-Calls that have queued up while the thread worked become one transaction, unless all of them only read: then each is one of its own, so
-that a slow or failed read fails alone. Processes of one machine may share the file.
+Calls that were queued while the thread was busy run together in one transaction, which costs one commit. When all of the queued calls only
+read, each runs in a transaction of its own, so that a slow or failed read affects no other call.
+
+Processes of one machine may share the file (WAL mode). `open_sqlite` opens the connection.
 """
 
 from __future__ import annotations
@@ -28,28 +30,28 @@ T = TypeVar("T")
 
 IN_MEMORY = ":memory:"
 MAX_BATCH = 256
-"""Calls in one transaction. A caller waits for the whole of it."""
+"""Most calls in one transaction. Every caller waits for the end of the transaction."""
 
 BUSY_MS = 200
-"""Milliseconds that a transaction waits for another process's; then it fails."""
+"""Milliseconds that a transaction waits for the lock of another process before the transaction fails."""
 
 CLOSE_S = 2.0
-"""Seconds that `close` waits for what was asked for; the rest is lost."""
+"""Seconds that `close` waits for queued calls. Calls that are still queued then are lost."""
 
 OPEN_TRIES, OPEN_RETRY_S = 240, 0.05
-"""How often, and after how many seconds, a file is tried again that another process is just opening. With BUSY_MS it is a minute: a table
-that is added to a large file (`SqliteForm.added`) takes about five seconds per million records."""
+"""Number of tries to open a file that another process is setting up, and seconds between two tries. With BUSY_MS they take one minute,
+since adding a table to a large file (`SqliteForm.added`) takes about five seconds per million records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqliteForm:
-    """What a file holds.
+    """The schema and durability of a SQLite file.
 
-    version      of the statements; a file of another version is refused
-    statements   make the tables in an empty file
-    added        by table: what makes it in a file that was made before the table was part of the version; earlier programs go on with it
-    synchronous  "OFF": a commit survives this process, not a power cut. "NORMAL": the file stays whole after one, the last commits may be
-                 lost. "FULL": a commit is on the disk when its caller goes on
+    version      version of the schema (`user_version`); a file of another version is refused
+    statements   SQL that makes the tables of an empty file
+    added        table -> SQL that adds the table to an older file of the same version; older programs ignore such a table
+    synchronous  SQLite's pragma. "OFF": a commit survives the end of the process, not a power cut. "NORMAL": after a power cut the file is
+                 intact, but the last commits may be lost. "FULL": a commit is on disk before its caller continues
     """
 
     version: int
@@ -63,7 +65,11 @@ def _nothing() -> None:
 
 
 class SqliteThread:
-    """connection: for the work that `call` is given, which runs in the thread"""
+    """One SQLite connection and its thread, which starts with the object.
+
+    connection  used only by work that `call` runs in the thread
+    progress    number of calls that the thread has run (`StoreProgress`)
+    """
 
     def __init__(
         self,
@@ -74,9 +80,10 @@ class SqliteThread:
         write_failed: Callable[[], None] = _nothing,
     ) -> None:
         """
-        connection             of `open_sqlite`; the thread closes it
-        begin_write, end_write  first and last work of each transaction that may write
-        write_failed           called where such a transaction was rolled back
+        connection    made by `open_sqlite`; the thread closes the connection
+        begin_write   called in the thread at the beginning of each transaction that may write
+        end_write     called in the thread before the commit of such a transaction
+        write_failed  called in the thread after such a transaction was rolled back
         """
         self.connection = connection
         self._begin_write, self._end_write, self._write_failed = begin_write, end_write, write_failed
@@ -86,10 +93,14 @@ class SqliteThread:
         self._thread.start()
 
     async def call(self, work: Callable[[], T], *, is_read: bool = False) -> T:
-        """What `work` returns, done in the thread within a transaction. is_read: it writes nothing
+        """Run `work` in the thread, inside a transaction, and return the result of `work`.
 
-        Raises StoreFailed where the transaction fails, or where `work` raises anything else; then nothing of it was done. `work` may
-        run twice: where another call of its transaction fails, that one is rolled back, and each of its calls is done alone.
+        is_read  `work` writes nothing
+
+        `work` may run twice: when another call of the same transaction fails, the transaction is rolled back, and each of its calls runs
+        again in a transaction of its own.
+
+        Raises StoreFailed when the transaction fails or `work` raises; nothing of `work` is stored then.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
@@ -97,7 +108,7 @@ class SqliteThread:
         return await answer
 
     async def close(self) -> None:
-        """Do what was asked for so far, as far as CLOSE_S allows."""
+        """Wait at most CLOSE_S for the calls that are queued, and for the thread to close the connection."""
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
 
@@ -121,7 +132,7 @@ class SqliteThread:
             self._transact(calls)
 
     def _transact(self, calls: Sequence[_Call]) -> None:
-        """All calls in one transaction. Where the file fails it, all of them have failed; where one call's work does, that call alone."""
+        """Run all calls in one transaction. An error of the file fails all calls. An error of one call's work fails that call alone."""
         is_read = all(call.is_read for call in calls)
         try:
             self._begin(is_read=is_read)
@@ -188,11 +199,11 @@ class _Call:
 
 
 def open_sqlite(path: str, form: SqliteForm) -> sqlite3.Connection:
-    """A connection for use in any thread, one at a time.
+    """A connection to the file `path` with the tables of `form`, for use in any thread, by one thread at a time.
 
-    path  a file of the state folder, made where it is not there yet, closed to other users; or IN_MEMORY
+    path  a missing file is made with mode 0600; IN_MEMORY: a database without a file
 
-    Raises ConfigError.
+    Raises ConfigError when the file cannot be opened or made, is not a SQLite file, or has a schema of another version.
     """
     try:
         if path != IN_MEMORY:
@@ -203,10 +214,11 @@ def open_sqlite(path: str, form: SqliteForm) -> sqlite3.Connection:
 
 
 def _make_private(path: str) -> None:
-    """Make an empty file for this user alone where there is none; its companion files get the same mode.
+    """Make an empty file of mode 0600 where no file exists. SQLite gives its companion files (-wal, -shm) the same mode.
 
-    A file that is there is never opened here: closing any descriptor of it would drop the locks that this process's other connections hold
-    (https://sqlite.org/howtocorrupt.html, 2.2), and the next process that closes the file would delete the log they write to.
+    An existing file is never opened here. Closing any descriptor of the file would drop the POSIX locks that other connections of this
+    process hold (https://sqlite.org/howtocorrupt.html, 2.2); the next process that closes the file would then delete the write-ahead log
+    that those connections still write to.
     """
     if os.path.exists(path):
         return
@@ -233,7 +245,7 @@ def _connected(path: str, form: SqliteForm) -> sqlite3.Connection:
 
 
 def _set_up(connection: sqlite3.Connection, form: SqliteForm) -> None:
-    """Make the tables, where this is the first of the processes that open the file."""
+    """Set the pragmas, and make missing tables. Raises sqlite3.Error; DatabaseError for a file of another schema version."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {form.synchronous}")
     connection.execute("BEGIN IMMEDIATE")
@@ -253,5 +265,5 @@ def _set_up(connection: sqlite3.Connection, form: SqliteForm) -> None:
 
 
 def has_table(connection: sqlite3.Connection, name: str) -> bool:
-    """Raises sqlite3.Error."""
+    """Whether the database has a table of this name. Raises sqlite3.Error when the file cannot be read."""
     return connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (name,)).fetchone() is not None

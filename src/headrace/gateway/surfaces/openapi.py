@@ -1,8 +1,10 @@
-"""/openapi.json: OpenAPI 3.1, made from the endpoint table, the field table, the wire types, `core.sampling` and the bounds of the
-checks, so that it agrees with the code.
+"""Makes the document of /openapi.json (OpenAPI 3.1) from the tables and constants that the handlers use, so that both agree.
 
-Schemas of requests are as strict as the checks of each field alone. They have no rules between fields, none that depend on the model
-(vocabulary, context, template), and not the class of the key. They bound the characters of `stop`, whose bytes the check counts.
+The sources are the endpoint table, the field table, the msgspec types of bodies, `core.sampling`, and the limits that parsers check.
+
+A request schema is as strict as the server about each single field. Three kinds of checks are not in the schemas: rules between fields,
+rules that depend on the model (vocabulary, context length, chat template), and the priority class that the API key allows. The
+schema limits `stop` strings, grammars and JSON schemas by characters, while the server counts their UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -74,11 +76,11 @@ _INSIDE = {
     "StructuredOutputs": Inside.STRUCTURED_OUTPUTS,
     "CacheControl": Inside.CACHE,
 }
-"""Wire type of an object in a body -> the place of its rows in the field table."""
+"""Name of the msgspec type of an object in a body -> the place of that object's rows in the field table."""
 
 
 def document(endpoints: Sequence[Endpoint[object]]) -> bytes:
-    """The whole document as JSON."""
+    """The OpenAPI document of these endpoints, as JSON."""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.shown_path, {})[endpoint.method.lower()] = _operation(endpoint)
@@ -137,7 +139,7 @@ def _schemas(endpoints: Sequence[Endpoint[object]]) -> dict[str, Any]:
 
 
 def _key(endpoint: Endpoint[object]) -> str:
-    """Name of the scheme by which a path wants its key."""
+    """Name of the security scheme of an endpoint: the header that carries the API key."""
     return endpoint.framing.key_header.decode()
 
 
@@ -149,9 +151,9 @@ def _ref(kind: type) -> dict[str, str]:
 
 
 def _object_schema(given: Schema, place: str) -> Schema:
-    """The schema of an object whose fields are the rows of `place`.
+    """The schema of an object whose fields are the field table's rows of `place`.
 
-    given  the schema of its wire type: types and defaults of the honoured fields
+    given  the schema that msgspec makes of the object's type, with types and defaults of the honoured fields
     """
     bounded = {**({} if isinstance(place, Inside) else _bounds()), **_bounds_at().get(place, {})}
     properties = {
@@ -173,7 +175,7 @@ def _value_schema(rule: FieldRule, given: Schema, bounded: Mapping[str, Schema])
 
 
 def _or_off(schema: Schema, rule: FieldRule) -> Schema:
-    """`schema`, or one of the values that ask for nothing."""
+    """A schema that also accepts the rule's `off` values."""
     if not rule.off:
         return schema
     return {"enum": [*rule.off, *schema["enum"]]} if "enum" in schema else {"anyOf": [schema, {"enum": list(rule.off)}]}
@@ -185,7 +187,7 @@ def _described(schema: Schema, rule: FieldRule, *, is_required: bool) -> Schema:
 
 
 def _or_null(schema: Schema) -> Schema:
-    """null means absent."""
+    """A schema that also accepts null, which means the same as an absent field."""
     if "enum" in schema:
         return {**schema, "enum": [*schema["enum"], None]}
     if isinstance(kind := schema.get("type"), str):
@@ -198,7 +200,7 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _bounds() -> dict[str, Schema]:
-    """Schemas of a body's honoured fields that have bounds beyond their types."""
+    """Schemas of the honoured fields of a request body whose values are limited beyond their type."""
     numbers = {name: _number(bound) for name, bound in BOUNDS.items()}
     return numbers | {
         "max_completion_tokens": numbers["max_tokens"],
@@ -228,9 +230,7 @@ def _bounds() -> dict[str, Schema]:
 
 
 def _bounds_at() -> dict[str, dict[str, Schema]]:
-    """The same for objects in a body, and for what one body bounds otherwise than the rest. Schemas say the size in characters of what an
-    answer must match; the check counts the bytes.
-    """
+    """By place: as `_bounds` for the objects inside a body, and for fields that one endpoint limits otherwise than the other endpoints."""
     function = {"name": _FUNCTION_NAME, "parameters": {"type": "object", "properties": {"type": {"enum": ["object"]}}}}
     content = {"anyOf": [{"type": "string"}, _list_of("TextPart", MAX_PARTS)]}
     return {

@@ -1,10 +1,11 @@
-"""A model that our replicas serve, with foreign servers of the same model behind them.
+"""An upstream that sends a request to Headrace's replicas first, and to foreign servers of the same model when no replica takes it.
 
-Every request goes to a replica first. Where none takes it (all reject it, none is ready, or its replica was lost before the first token and
-no other is ready) it begins anew at the foreign servers, in their own order. After the first token it stays, and so does a stream that a
-client continues: another model's text cannot follow ours. What is too long for the replicas goes to the foreign servers where one of them
-says that its context is longer. What a foreign server cannot take (log-probabilities of prompts, ...) has no
-fallback.
+A request falls back when all replicas reject it, when no replica is ready, or when its replica was lost before the first token and no other
+replica is ready. The foreign servers are tried in their configured order, and compute the answer from its beginning.
+
+No request falls back after its first token, since the text of another model cannot follow the text of a replica. A stream that a client
+continues does not fall back for the same reason. A request that is too long for the replicas falls back only when a foreign server has
+a longer context. A request that no foreign server supports (log-probabilities of the prompt, ...) never falls back.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ log = logging.getLogger("headrace.gateway")
 FALLS_BACK = "a request falls back to a foreign server: %s"
 
 TOO_LONG = (ContextLengthExceeded, RequestTooLarge)
-"""Errors of a request that exceeds a size of the replicas: their context, or their KV blocks."""
+"""Errors of a request that is longer than the replicas' context, or that needs more KV blocks than a replica has."""
 
 
 class FallbackUpstream(Upstream):
-    """One model at both."""
+    """One model that both replicas and foreign servers serve."""
 
     def __init__(self, own: Upstream, foreign: Upstream, clock: Clock) -> None:
         self.own = own
@@ -51,7 +52,7 @@ class FallbackUpstream(Upstream):
 
     @property
     def max_model_len(self) -> int | None:
-        """The longest context of the replicas and of those foreign servers that say theirs."""
+        """Longest context in tokens of the replicas, and of the foreign servers whose context is known. None: no context is known."""
         return max(self.own.max_model_len or 0, self.foreign.max_model_len or 0) or None
 
     @property
@@ -96,7 +97,7 @@ class FallbackUpstream(Upstream):
 
     @property
     def _takes_longer(self) -> bool:
-        """Whether a foreign server says that its context is longer than that of every replica."""
+        """Whether a foreign server has a longer context than every replica. A foreign server of unknown context does not count."""
         return (self.foreign.max_model_len or 0) > (self.own.max_model_len or 0)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
@@ -107,10 +108,14 @@ class FallbackUpstream(Upstream):
 
 
 class FallbackStream(EventStream):
-    """One request, first at a replica. Another stream may come in the place of the replica's before the first token."""
+    """The stream of one request: the replica's stream, which a foreign server's stream may replace before the first token."""
 
     def __init__(self, own: EventStream, foreign: Prepared, reasons: tuple[type[HeadraceError], ...], log: LimitedLog) -> None:
-        """reasons: errors of a replica after which the foreign servers are asked"""
+        """
+        own      stream of the replica
+        foreign  the same request, prepared for the foreign servers
+        reasons  errors of the replica's stream after which the request falls back
+        """
         self._current = own
         self._reasons = reasons
         self._log = log
@@ -142,7 +147,7 @@ class FallbackStream(EventStream):
         return events
 
     def listen(self, listener: EventListener | None) -> None:
-        """With a listener, called after the first events, when the stream stays where it is."""
+        """See `EventStream.listen`. A listener is given only after the first events, when the request can no longer fall back."""
         self._current.listen(listener)
 
     def usage(self) -> TokenUsage:

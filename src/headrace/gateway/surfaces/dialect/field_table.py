@@ -1,11 +1,11 @@
-"""Every field that a request may have, and its treatment. Checks, the table in docs/api.md and /openapi.json are made from these rows.
+"""The table of all request fields, with the treatment of each. Checks, the table in docs/api.md and /openapi.json are made from its rows.
 
-    honoured   does what it says, or the request is refused
-    inert      has no effect on an answer by nature; accepted, checked for size, otherwise unused
-    refused    belongs to an API that clients know, and is not served (yet): accepted only with a value that means "off" or "as usual"
+    honoured   the field has its documented effect, or the request is refused
+    inert      the field never changes an answer (`user`, `metadata`): accepted and checked for size, otherwise unused
+    refused    the field belongs to a known API but is not supported: accepted only with a value that means "off" or "default"
 
-A field that is in no row is refused by name. Every field that was accepted and changed nothing is named in the answer's
-`x-headrace-ignored`.
+A request with a field that has no row is refused, and the error names the field. The response header `x-headrace-ignored` names each field
+that was accepted and had no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.core.grammar import MAX_GRAMMAR_BYTES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETIONS)
-"""Bodies are known by the path that takes them."""
+"""Request bodies, each named by the path of its endpoint."""
 
 
 class Treatment(StrEnum):
@@ -30,7 +30,7 @@ class Treatment(StrEnum):
 
 
 class Inside(StrEnum):
-    """An object in a body, by its name in documentation and in `x-headrace-ignored`."""
+    """An object inside a request body. The value is its name in the documentation and in `x-headrace-ignored`."""
 
     MESSAGE = "messages[]"
     PART = "messages[].content[]"
@@ -54,13 +54,13 @@ class Inside(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """One row.
+    """One row of the table: a field and its treatment.
 
-    places  paths of the bodies that may have the field, and objects in a body (`Inside`)
-    note    the rule of an honoured or inert field, or why a refused one is refused and what to do instead
-    off     values that ask for nothing, accepted like null. A refused field accepts no other values
-    is_any  an inert field whose value may be anything
-    kinds   of a tool's `type`: what it may say; a tool of another kind is refused before its other fields are read
+    places  bodies (paths) and objects inside a body (`Inside`) that may have the field
+    note    for users: the rule of an honoured or inert field; of a refused field the reason, and what to do instead
+    off     values with no effect, accepted like null. A refused field accepts no other value
+    is_any  an inert field whose value is not checked
+    kinds   values that the `type` of a tool may have; a tool of another type is refused before its other fields are read
     """
 
     name: str
@@ -72,21 +72,21 @@ class FieldRule:
     kinds: tuple[str, ...] = ()
 
     def is_off(self, value: object) -> bool:
-        """By JSON's equality: 1 and 1.0 are one number, true is none."""
+        """Whether `value` is one of the `off` values. Equality is that of JSON: 1 equals 1.0, and true does not equal 1."""
         return bool(self.off) and any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
 
     @property
     def off_words(self) -> str:
-        """The values that mean off, in words."""
+        """The `off` values as text for users, such as "absent, null or false"."""
         shown = ["absent", "null", *map(json.dumps, self.off)]
         return ", ".join(shown[:-1]) + " or " + shown[-1]
 
 
 MAX_INERT_CHARS = 512
-"""Characters of an inert field's value, and of each key and value of `metadata`."""
+"""Most characters of an inert field's value, and of each key and value of `metadata`."""
 
 MAX_METADATA = 16
-"""Entries of `metadata`."""
+"""Most entries of `metadata`."""
 
 _FUNCTIONS = "Use tools and tool_choice."
 _BUDGET = "Reasoning has no budget of its own: use max_tokens."
@@ -117,7 +117,7 @@ def _row(
 
 _honoured, _inert, _refused = (partial(_row, treatment) for treatment in Treatment)
 _unread = partial(_inert, is_any=True)
-"""An inert field of which not even the value is checked."""
+"""Makes the row of an inert field whose value is not checked."""
 
 
 _SERVED = (
@@ -437,14 +437,14 @@ GROUPS: Mapping[str, tuple[FieldRule, ...]] = {
     "OpenRouter's": _OPENROUTER,
     "LiteLLM's, and those of servers it speaks to": _LITELLM,
 }
-"""Rows by the API that they come from, in the order of the documentation."""
+"""Heading in the documentation -> rows, grouped by the API that the fields come from, in the order of the documentation."""
 
 TABLE: tuple[FieldRule, ...] = tuple(rule for rules in GROUPS.values() for rule in rules)
 
 RULES: Mapping[str, Mapping[str, FieldRule]] = {
     str(place): {rule.name: rule for rule in TABLE if place in rule.places} for place in {each for rule in TABLE for each in rule.places}
 }
-"""Place -> the rows of its fields, by name."""
+"""Place -> field name -> row."""
 
 
 def _inner_places(place: str) -> dict[str, str]:
@@ -454,5 +454,5 @@ def _inner_places(place: str) -> dict[str, str]:
 
 
 INNER_PLACES: Mapping[str, Mapping[str, str]] = {place: _inner_places(place) for place in RULES}
-"""Place -> the fields that are objects with rows, or lists of such, and their places. Not messages, most of which have nothing to find
-(`dialect.conversation`)."""
+"""Place -> field name -> place of the objects in the field, for fields that hold an object or a list of objects with rows of their own.
+`messages` is left out: `dialect.conversation` checks messages, most of which have no ignored field."""
