@@ -1,8 +1,8 @@
-"""Counts in messages: "1 request", "2 requests"."""
+"""Formats a count with its noun for messages: "1 request", "2 requests"."""
 
 from __future__ import annotations
 
 
 def counted(count: int, noun: str) -> str:
-    """The count and the noun, in the plural unless the count is 1. Only for nouns whose plural adds an s."""
+    """The count and the noun, in the plural unless the count is 1. For nouns whose plural is formed with s."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

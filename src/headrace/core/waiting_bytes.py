@@ -1,7 +1,7 @@
-"""Memory that a request holds while it waits in an engine, in bytes, and its bound.
+"""Estimates the memory in bytes of a request that waits in an engine, and refuses a request when waiting requests would hold too much.
 
-Estimates by constants that were measured on CPython 3.11; a test compares them with what is allocated. What is counted, and when:
-`policy.schedule.waiting` (the queue) and `engine.inbox` (what is handed in during a step).
+The constants were measured on CPython 3.11; a test compares the estimates with the memory that is really allocated. Two modules keep
+the sums: `policy.schedule.waiting` for the waiting queue, and `engine.inbox` for requests that arrive during a step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ TOKEN_BYTES = 36
 """Memory in bytes of one token id of a request: a reference in a tuple, and the integer object."""
 
 SEQUENCE_TOKEN_BYTES = 8
-"""Memory in bytes of one token of a waiting sequence: its own copy of the id, and its part of the block's hash."""
+"""Memory in bytes of one token of a waiting sequence: the sequence's own copy of the token id, and a part of the block's hash."""
 
 ENTRY_BYTES = 88
-"""Memory in bytes of one entry of `logit_bias`: its place in the dict, the token id and the number. A stop token is counted as one, too."""
+"""Memory in bytes of one entry of `logit_bias`: the dict's entry, the token id and the number. A stop token id is counted alike."""
 
 
 def request_bytes(request: EngineRequest) -> int:
-    """Memory that a request holds apart from its sequences: token ids, its grammar's source, stop strings, and entries of `logit_bias`."""
+    """Bytes of a request without its sequences: token ids, grammar source, stop strings, stop token ids, and entries of `logit_bias`."""
     params = request.params
     texts = params.stop if request.grammar is None else (*params.stop, request.grammar.source)
     num_entries = len(params.logit_bias) + len(params.stop_token_ids)
@@ -35,20 +35,20 @@ def request_bytes(request: EngineRequest) -> int:
 
 
 def submitted_bytes(request: EngineRequest) -> int:
-    """Memory that a request holds when all of its sequences wait."""
+    """Bytes of a request and of its `n` sequences, when all of them wait."""
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
     return request_bytes(request) + request.params.n * sequence_bytes(num_tokens)
 
 
 def sequence_bytes(num_tokens: int) -> int:
-    """Memory that one waiting sequence of `num_tokens` tokens holds beside its request's."""
+    """Bytes of one waiting sequence of `num_tokens` tokens, without its request."""
     return SEQUENCE_BYTES + SEQUENCE_TOKEN_BYTES * num_tokens
 
 
 def check_bytes(num_waiting: int, num_bytes: int, most: int) -> None:
-    """Whether a request of `num_bytes` may join requests of `num_waiting` bytes where `most` may wait.
+    """Check that a request of `num_bytes` may wait beside waiting requests of `num_waiting` bytes, when at most `most` bytes may wait.
 
-    Raises: RequestTooLarge for one that may not wait even alone, QueueFull for one that has to come back.
+    Raises RequestTooLarge when `num_bytes` alone exceeds `most`, and QueueFull when the sum does.
     """
     if num_bytes > most:
         limit = f"a request that holds at most {most} bytes while it waits"

@@ -1,4 +1,8 @@
-"""The handle of one attempt of a request on one stream, and the error of a frame that breaks the format."""
+"""Types that every codec of the wire uses: the handle that stands for a request in frames, and the error of a malformed frame.
+
+A gateway that sends a request to a replica makes an attempt, and names it by an integer handle on the gRPC stream between the two. A
+request that is sent again, to another replica or on another stream, is a new attempt with a new handle.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,20 @@ from headrace.core.errors import HeadraceError
 from headrace.core.ids import RequestId
 
 Handle = NewType("Handle", int)
-"""Chosen by the gateway, never reused on its stream: updates for a forgotten handle belong to an old attempt and are dropped."""
+"""Number of an attempt on one stream. The gateway chooses the handle and never reuses it on the stream. Updates with a handle that the
+gateway has forgotten belong to an ended attempt, and are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What a handle stands for."""
+    """One try of a request at one replica, which a handle stands for.
+
+    epoch  see `EngineRequest`
+    """
 
     request_id: RequestId
     epoch: int
 
 
 class MalformedFrame(HeadraceError):
-    """A frame that parses as protobuf but breaks the format. The stream that carried it is closed, nothing else happens."""
+    """A frame that is not valid protobuf, or has invalid content. The stream that carried the frame is closed, and no other stream."""

@@ -1,4 +1,11 @@
-"""Addresses at which an engine may listen: a Unix socket in a private directory, TCP with a token, beyond loopback with certificates."""
+"""The address of an engine: parsed and checked for what its kind requires.
+
+    unix:/path           a socket in a directory that only this user may open; the token is optional
+    host:port, loopback  a token
+    host:port, other     a token, and TLS certificates on both sides
+
+Engines and gateways parse their addresses here. `fleet.admin_listen` uses the same rules.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +27,23 @@ from headrace.wire.tls.files import TlsFiles, files_in, token_path
 
 TOKEN_METADATA = "headrace-token"
 MAX_UNIX_PATH_BYTES = 107
-"""sun_path has 108 bytes, the last one is a zero."""
+"""Most bytes of a Unix socket's path: sun_path has 108 bytes, and the last one is a zero."""
 
 MIN_TOKEN_CHARS = 16
 
 LISTENS_S = 2.0
-"""Seconds in which the addresses of a lost connection are tried once more. Without a bound, a network that drops packets would keep a
-gateway from connecting again for the two minutes in which the system tries."""
+"""Seconds in which `nothing_listens` tries all addresses of a host. On a network that drops packets the kernel would try for two minutes,
+and the gateway would not connect again for that long."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcTarget:
-    """An address gRPC understands, checked.
+    """A checked address in the form that gRPC takes.
 
     address  "unix:/path" or "host:port"
-    path     the socket's path, None for TCP
-    token    required on TCP, honoured everywhere
-    tls      this end's certificates; None: plain text, on Unix sockets and loopback alone
+    path     path of the Unix socket; None for TCP
+    token    required for TCP, optional for a Unix socket
+    tls      certificates of this side; None: no TLS, which only Unix sockets and loopback addresses may have
     """
 
     address: str
@@ -46,17 +53,21 @@ class GrpcTarget:
 
     @property
     def host(self) -> str:
-        """The host to listen at or dial over TCP; an IPv6 address is without brackets."""
+        """Host of a TCP address. An IPv6 address has no brackets."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """The TCP port."""
+        """Port of a TCP address."""
         return int(self.address.rpartition(":")[2])
 
 
 def parse_target(address: str, token: str | None = None, tls: TlsFiles | None = None) -> GrpcTarget:
-    """Raises ConfigError for whatever the wire does not do: other hosts without TLS, TCP without a token, long socket paths."""
+    """The target of an address. Opens no file.
+
+    Raises ConfigError for an address that is neither unix:/path nor host:port, a relative or too long socket path, a TCP address without a
+    token, a host beyond loopback without TLS, TLS on a Unix socket, and a token of fewer than MIN_TOKEN_CHARS characters.
+    """
     if token is not None and len(token) < MIN_TOKEN_CHARS:
         raise ConfigError("engine token", f"{len(token)} characters are too few", f"Use at least {MIN_TOKEN_CHARS} random ones.")
     if address.startswith("unix:"):
@@ -88,11 +99,11 @@ def parse_target(address: str, token: str | None = None, tls: TlsFiles | None = 
 
 
 def target_of(address: str, *, token: str | None, token_file: str, tls_dir: str) -> GrpcTarget:
-    """`parse_target` for the keys of a configuration, with the token read from its file (`token_path`) where none is given.
+    """`parse_target` for the keys of a configuration file. Without `token` the token is read from the file that `token_path` names.
 
-    tls_dir  folder with this end's certificates, and with its token where no other is named; empty: none
+    tls_dir  folder with the certificates of this side, and with its token where `token_file` is empty; empty: no TLS
 
-    Raises: ConfigError.
+    Raises ConfigError where `check_target` does, and where the token's file cannot be read or is open to other users.
     """
     check_target(address, token=token, token_file=token_file, tls_dir=tls_dir)
     if token is None and (path := token_path(token_file, tls_dir)):
@@ -101,7 +112,10 @@ def target_of(address: str, *, token: str | None, token_file: str, tls_dir: str)
 
 
 def check_target(address: str, *, token: str | None, token_file: str, tls_dir: str) -> None:
-    """Raises ConfigError as `target_of` does, but opens no file: they may be on another machine."""
+    """Check the keys that `target_of` takes, without opening a file: the files may be on another machine.
+
+    Raises ConfigError where both `token` and `token_file` are given, and where `parse_target` does.
+    """
     if token is not None and token_file:
         raise ConfigError("token_file", "is given beside token", "Give one of them.")
     if token is None and (token_file or tls_dir):
@@ -110,15 +124,20 @@ def check_target(address: str, *, token: str | None, token_file: str, tls_dir: s
 
 
 def check_private(path: Path) -> None:
-    """Raises ConfigError unless the socket's directory belongs to this user and is closed to all others."""
+    """Raises ConfigError where the directory of the socket `path` belongs to another user or is open to other users.
+
+    Raises OSError where the directory does not exist.
+    """
     info = os.stat(path.parent)
     if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError("engine address", "the socket's directory is open to other users", "Make it yours alone (mode 0700).")
 
 
 async def nothing_listens(target: GrpcTarget) -> bool:
-    """Whether the socket is missing, or each of the name's addresses refuses a connection. False for every other failure, and where no
-    answer comes within LISTENS_S."""
+    """Whether no server listens at the target: the socket file is missing, or every address of the host refuses a connection.
+
+    False for every other failure, and where the addresses take longer than LISTENS_S to answer.
+    """
     if target.path is not None:
         return await _is_refused(asyncio.open_unix_connection(target.path))
     try:
@@ -141,7 +160,10 @@ async def _is_refused(connecting: Awaitable[tuple[Any, asyncio.StreamWriter]]) -
 
 
 def token_matches(metadata: Iterable[tuple[str, str | bytes]], token: str | None) -> bool:
-    """Whether a call carries `token`; compared in constant time. No token configured: the socket's directory is the lock."""
+    """Whether the metadata of a gRPC call has `token`, compared in constant time.
+
+    token  None: True, since the mode of the socket's directory is the access control
+    """
     if token is None:
         return True
     given = next((value for key, value in metadata if key == TOKEN_METADATA), "")

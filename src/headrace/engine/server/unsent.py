@@ -1,8 +1,11 @@
-"""The updates that one gateway has not been sent yet: bounded, and merged while the gateway is slow.
+"""The outbox of one gateway in an engine: updates, refusals and the load snapshot that were not sent yet, made into frames.
 
-A gateway that keeps up is sent one frame per step, or several for more than FRAME_ENTRIES tokens and log-probabilities. While a frame is
-still being written, the next steps' updates of a sequence are merged (`unread`), so that a slow gateway costs memory per token but frames
-per write. Beyond MAX_UNITS the gateway loses its lease; the stream decides that (`gateway_stream`), this module only counts.
+A gateway that reads fast enough gets one frame per step, or several frames when a step has more than FRAME_ENTRIES tokens and
+log-probabilities. A slow gateway gets fewer and larger frames: while one frame is being written, the later updates of each sequence
+are merged into one (`engine.server.unread`).
+
+This module counts the memory of what is unsent. `gateway_stream` compares the count with MAX_UNITS, and closes the stream of a gateway
+that exceeds the limit.
 """
 
 from __future__ import annotations
@@ -18,20 +21,25 @@ from headrace.wire.codec import encode_load, encode_rejected, encode_updates
 from headrace.wire.handles import Handle
 
 MAX_UNITS = (32 << 20) // UNIT_BYTES
-"""One gateway may leave this much unread: 32 MiB, in units of 32 bytes."""
+"""Most that may be unsent to one gateway: 32 MiB, in units of 32 bytes."""
 
 REFUSAL_UNITS, REFUSAL_BYTES_PER_UNIT = 16, 16
-"""A refusal is charged 16 units (512 bytes, which the shortest takes) and one unit for every 16 of its bytes: it takes twice its length."""
+"""A refusal is charged 16 units (512 bytes, which the shortest refusal takes), and a unit of 32 bytes for every 16 bytes of its encoding,
+since its memory grows by twice the encoding's length."""
 
 FRAME_ENTRIES = 2**15
-"""A frame's rows have about this many tokens and log-probability entries: below a mebibyte even when every one is an alternative."""
+"""Most tokens and log-probability entries in the updates of one frame, about. Such a frame is smaller than 1 MiB even when every entry is
+an alternative of a token."""
 
 MAX_REJECTED_BYTES = 2**20
-"""The refusals of a frame have at most this many bytes; a larger one travels alone."""
+"""Most bytes of refusals in one frame. A larger refusal is the only one of its frame."""
 
 
 class UnsentFrames:
-    """Not thread-safe: lives on the server's asyncio loop."""
+    """Updates, refusals and load of one gateway, from `put...` until `take` puts them into a frame.
+
+    Not thread-safe: used on the server's event loop only.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Handle, int], Unread] = {}
@@ -45,7 +53,7 @@ class UnsentFrames:
 
     @property
     def num_units(self) -> int:
-        """All that waits, held against MAX_UNITS."""
+        """Memory of the unsent updates and refusals, in units of 32 bytes; the caller compares it with MAX_UNITS."""
         return self._num_row_units + self._num_refusal_units
 
     @property
@@ -54,7 +62,7 @@ class UnsentFrames:
 
     @property
     def has_answers(self) -> bool:
-        """Something a request waits for, not only a load snapshot."""
+        """Whether updates or refusals are unsent, which requests wait for. A load snapshot is not an answer."""
         return bool(self._waiting or self._rejected)
 
     def put(self, handle: Handle, update: SequenceUpdate) -> None:
@@ -72,7 +80,7 @@ class UnsentFrames:
         self._num_refusal_units += _refusal_units(num_bytes)
 
     def put_load(self, load: LoadSnapshot, submits_seen: int, pings_seen: int = 0) -> None:
-        """Replaces an unsent snapshot."""
+        """Keep a load snapshot for the next frame. An earlier unsent snapshot is dropped."""
         self._load, self._submits_seen, self._pings_seen = load, submits_seen, pings_seen
 
     def put_draining(self, reason: str) -> None:
@@ -82,12 +90,12 @@ class UnsentFrames:
         self._weights_digest = digest
 
     def forget(self, handle: Handle) -> None:
-        """The request was cancelled by its gateway: what waits for it is dropped."""
+        """Drop the unsent updates of a request that its gateway cancelled."""
         for key in [key for key in self._waiting if key[0] == handle]:
             self._num_row_units -= num_units(self._waiting.pop(key))
 
     def take(self) -> pb.EngineFrame | None:
-        """The next frame, at most about FRAME_ENTRIES and MAX_REJECTED_BYTES large; None when there is nothing to say."""
+        """The next frame, with at most about FRAME_ENTRIES entries and MAX_REJECTED_BYTES of refusals; None when nothing is unsent."""
         if self.is_empty:
             return None
         frame = pb.EngineFrame(rejected=self._take_rejected())
@@ -104,7 +112,7 @@ class UnsentFrames:
         return frame
 
     def _take_rejected(self) -> list[pb.Rejected]:
-        """In order, until they fill their part of a frame."""
+        """The oldest refusals, up to MAX_REJECTED_BYTES."""
         taken: list[pb.Rejected] = []
         num_bytes = 0
         while self._rejected:
@@ -118,7 +126,10 @@ class UnsentFrames:
         return taken
 
     def _take_rows(self) -> Iterator[tuple[Handle, SequenceUpdate]]:
-        """Sequence by sequence until the frame is full. One that did not fit goes to the end of the line, others get between its pages."""
+        """The updates of one frame, sequence by sequence, until the frame is full.
+
+        A sequence whose update fits only in part goes to the end of the queue, so that a long answer does not hold back the others.
+        """
         if self._num_row_units - UPDATE_UNITS * len(self._waiting) <= FRAME_ENTRIES:  # an entry is at least a unit: all of it fits
             waiting, self._waiting, self._num_row_units = self._waiting, {}, 0
             for (handle, _), unread in waiting.items():

@@ -1,4 +1,7 @@
-"""Fair queueing between tiers, and inside each tier between its tenants, by tokens computed (docs/fairness.md)."""
+"""Fair queueing between tiers, and inside each tier between its tenants, by tokens computed (docs/fairness.md).
+
+Tiers that have received about the same service are ordered by how soon their TTFT goals are missed (SLACK_LEAD_TOKENS).
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,19 @@ from headrace.policy.queues.tenants import IDLE_CREDIT_TOKENS, TenantOrder
 from headrace.policy.sequence import Sequence
 
 MAX_REMEMBERED_TIERS = 1000
-"""Tiers whose counters are kept. Beyond it, the idle half with the least service is dropped."""
+"""Most tiers whose counters are kept. When one more arrives, the idle tiers with the least service are forgotten, up to half of all."""
 
 SLACK_LEAD_TOKENS = 1024
-"""Tiers that are at most this many weighted tokens ahead of the least served one are ordered by slack. More would let a tier with short
-goals take the share of the others for longer than a step or two."""
+"""Tiers at most this many weighted tokens ahead of the least served tier are ordered by slack, the time left until a TTFT goal is missed.
+With a larger number a tier with short goals would take the share of the others for longer than a step or two."""
 
 
 class FairShareQueue:
-    """The tier with the least weighted service is served first, in it the tenant with the least.
+    """Serves the tier with the least weighted service first, and inside that tier the tenant with the least service.
 
-    A tier that begins to wait is raised to IDLE_CREDIT_TOKENS below the least service among the waiting tiers, or, when none waits, below
-    that of the tier that waited last (`TenantOrder` has the same rule for tenants).
+    Weighted service is the number of tokens computed, divided by the tier's weight. A tier that was idle may not catch up at once: when
+    the tier begins to wait, its service is raised to IDLE_CREDIT_TOKENS below the least service of the waiting tiers. When no tier waits,
+    the service of the tier that waited last takes the place of that minimum. `TenantOrder` has the same rule for tenants.
     """
 
     traits = QueueTraits(has_tenants=True)
@@ -33,7 +37,7 @@ class FairShareQueue:
     def __init__(self) -> None:
         self._tiers: dict[str, TenantOrder] = {}
         self._waiting: dict[str, TenantOrder] = {}
-        """The tiers with waiting sequences, in the order in which they began to wait."""
+        """Tiers with waiting sequences, in the order in which the tiers began to wait."""
         self._last_to_wait = TenantOrder()
         self._size = 0
 
@@ -104,13 +108,13 @@ class FairShareQueue:
                 self.count(seq.request, count)
 
     def count(self, request: EngineRequest, num_tokens: int) -> None:
-        """Tokens were computed for a request."""
+        """Add computed tokens to the service of a request's tier and tenant."""
         tier = self._tier(request.tier.name)
         tier.served += num_tokens / request.tier.weight
         tier.charge(request.tenant, num_tokens)
 
     def _service(self, seq: Sequence) -> tuple[float, float, float, int]:
-        """Weighted service of its tier, service of its tenant, then its place among the tenant's own."""
+        """Sort key of a sequence: weighted service of its tier, service of its tenant, then the order among the tenant's sequences."""
         tier = self._tier(seq.request.tier.name)
         return tier.served, tier.service_of(seq.request.tenant), seq.key, seq.seq_id
 
@@ -123,7 +127,7 @@ class FairShareQueue:
         return tier
 
     def _forget_idle(self) -> None:
-        """Drop half of the tiers: of those with nothing waiting, the least served first."""
+        """Forget the least served idle tiers, up to half of all tiers. A tier without waiting sequences is idle."""
         idle = sorted((name for name in self._tiers if name not in self._waiting), key=lambda name: self._tiers[name].served)
         for name in idle[: len(self._tiers) // 2]:
             del self._tiers[name]
@@ -133,13 +137,15 @@ class FairShareQueue:
 
 
 def _rank(served: float, least: float, slack: float) -> tuple[bool, float, float]:
-    """The place of a tier among others, smaller first. Without goals all slacks are infinite, and the least served is first."""
+    """Sort key of a tier; the smallest is served first. Without TTFT goals all slacks are infinite, and the least served tier is first."""
     return served - least > SLACK_LEAD_TOKENS, slack, served
 
 
 def _slack_s(seq: Sequence, now: float, costs: StepCosts) -> float:
-    """Seconds that may pass before the rest of its prompt has to be computed for its first token to come in time. Infinite without a goal,
-    and when it is too late."""
+    """Seconds that the prefill of a sequence may wait so that its first token still meets the tier's TTFT goal.
+
+    Infinite for a tier without a TTFT goal, after the first token, and when the goal is already missed.
+    """
     goal_ms = seq.request.tier.ttft_ms
     if goal_ms is None or seq.first_token_emitted:
         return math.inf

@@ -1,4 +1,7 @@
-"""Embedding tables, whose rows are looked up by token id. `HeldTable` is in memory; `packed.store.StoredTable` stays in its file."""
+"""Embedding tables: the protocol of a lookup of rows by token id, and the table that is a tensor in memory (`HeldTable`).
+
+`packed.store.StoredTable` is the other implementation: the table stays in its file, and only the rows that are looked up are read.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from torch.nn import functional as F
 
 
 class Table(Protocol):
-    """A table [rows, columns]. resident_bytes: memory that it takes in this process."""
+    """A table [rows, columns]. resident_bytes: memory of this process that the table takes."""
 
     @property
     def resident_bytes(self) -> int: ...
 
     def rows(self, ids: Tensor) -> Tensor:
-        """ids [T] int64, each below the number of rows -> [T, columns], a new tensor."""
+        """Rows of the table: ids [T] int64, each below the number of rows -> [T, columns], a new tensor."""
         ...
 
     def whole(self) -> Tensor:
-        """The whole table, in memory."""
+        """The whole table [rows, columns] as a tensor in memory."""
         ...
 
 

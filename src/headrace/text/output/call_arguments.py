@@ -1,7 +1,11 @@
-"""Reads the arguments of one call that is written as JSON, in text that arrives in pieces, and gives the text of one JSON object.
+"""Incremental parser of the arguments of one tool call: finds their end in streamed text, and converts them to the text of a JSON object.
 
-The object stands plainly, or as JSON text within a JSON string: so does OpenAI's interface write arguments, and so do models that learned
-from its transcripts. Python's spelling ({'a': True}) becomes JSON. `null` and a string without text are no arguments, which is "{}".
+A model may write the arguments in four ways. The result is always the text of a JSON object.
+
+    {"a": true}            a JSON object: passed on as written
+    "{\\"a\\": true}"        an object inside a JSON string, as in OpenAI's API: unescaped
+    {'a': True}            a Python dict: converted to JSON when complete
+    null, None, "", "  "   no arguments: "{}"
 """
 
 from __future__ import annotations
@@ -17,20 +21,23 @@ from headrace.text.output.reading import CallLog, Reading
 NO_ARGUMENTS = "{}"
 _NULLS = {"n": "null", "N": "None"}
 ARGUMENTS_OPENINGS = frozenset({"{", '"', *_NULLS})
-"""Characters that a call's arguments may begin with."""
+"""First characters that arguments of a call may have."""
 
 
 class CallArguments:
-    """Arguments of a call whose name is known: passed on to the log as they come. The call begins once they are known to be an object."""
+    """Reads the arguments of a call whose function name is known, and passes them on to the call log as they arrive.
+
+    The log begins the call only when the text is known to be an object. Until then the log holds the text, which may be no call.
+    """
 
     def __init__(self, log: CallLog, name: str, span: ArgumentsSpan, *, begun: str = "") -> None:
-        """begun: what the span has given of the object already; it is held by the log"""
+        """begun: the part of the object that `span` has already returned; the log holds its text"""
         self._log, self._name, self._span = log, name, span
         self._is_begun = bool(begun) and log.begin(name, begun)
         self.reading = Reading.GOES_ON if self._is_begun or not begun else Reading.FAILED
 
     def feed(self, text: str, at: int) -> int:
-        """As `CallReader.feed`."""
+        """Read arguments from `text[at:]`. Returns the position after the last character read; `reading` says whether more is needed."""
         log, span = self._log, self._span
         after, piece = span.feed(text, at, len(text) if self._is_begun else min(len(text), at + log.room))
         if not self._is_begun:
@@ -46,14 +53,14 @@ class CallArguments:
 
 
 class ArgumentsSpan:
-    """Finds the end of arguments, and their text.
+    """Finds where arguments end, and returns them as pieces of the text of a JSON object.
 
-    is_over    they are complete
-    is_broken  what was fed last is none: its place is the position that `feed` returned
+    is_over    the arguments are complete
+    is_broken  the character at the position that `feed` returned cannot be part of arguments
     """
 
     def __init__(self, opening: str) -> None:
-        """opening: the first character, one of ARGUMENTS_OPENINGS, which `feed` is given as well"""
+        """opening: first character of the arguments, one of ARGUMENTS_OPENINGS; `feed` expects the same character again"""
         self._null = _NULLS.get(opening, "")
         self._is_string = opening == '"'
         self._is_open = False
@@ -63,7 +70,7 @@ class ArgumentsSpan:
         self.is_broken = False
 
     def feed(self, text: str, at: int, end: int) -> tuple[int, str]:
-        """(position after the last character of `text` from `at` to `end` that belongs to the arguments, what it adds to their text)"""
+        """Read `text[at:end]`. Returns (position after the last character that belongs to the arguments, next piece of the JSON text)."""
         if self._null:
             return self._feed_null(text, at, end)
         if self._is_string:
@@ -99,7 +106,7 @@ class ArgumentsSpan:
         return at, "".join(pieces)
 
     def _pass_escape(self, text: str, at: int, pieces: list[str]) -> int:
-        """Read one more character of an escape, which is passed on once it is whole. One that breaks off is left as it is."""
+        """Read one more character of an escape sequence. A complete escape is passed on decoded, an interrupted one as written."""
         is_cut = len(self._escape) > 1 and text[at] not in hexdigits
         if not is_cut:
             self._escape += text[at]
@@ -112,7 +119,7 @@ class ArgumentsSpan:
         return at
 
     def _pass_text(self, text: str, at: int, end: int, pieces: list[str]) -> int:
-        """Pass text of the string on to the object. After the object only white space is left of the string."""
+        """Pass decoded text of the string on to the object. Text after the object is an error, except white space."""
         if not self._object.is_over:
             at, piece = self._object.feed(text, at, end)
             pieces.append(piece)
@@ -123,7 +130,7 @@ class ArgumentsSpan:
         return at
 
     def _end_string(self, pieces: list[str]) -> None:
-        """An object that has begun ends here, as the model wrote it."""
+        """Handle the closing quote. An object that has begun ends here, even when the object is incomplete."""
         self.is_over = self._object.is_begun or self._object.is_empty
         self.is_broken = not self.is_over
         if self._object.is_empty:
@@ -131,13 +138,14 @@ class ArgumentsSpan:
 
 
 class _ObjectText:
-    """An object's text. It is given as written, from its first key on; in Python's spelling, as JSON once it is complete.
+    """Reads one object. A JSON object is returned in pieces as written, beginning when the first key is seen; a Python dict is returned
+    as JSON when the dict is complete.
 
-    is_begun  some of it was given
+    is_begun  a piece of the object was returned
     """
 
     def __init__(self, *, is_quoted: bool) -> None:
-        """is_quoted: it stands within a string, which may be another text: an object's has a key or an end after the brace"""
+        """is_quoted: the object is inside a JSON string. The string may hold other text: an object has a key or "}" after its brace"""
         self._is_quoted = is_quoted
         self._held: list[str] = []
         self._span: JsonSpan | None = None
@@ -146,7 +154,7 @@ class _ObjectText:
 
     @property
     def is_empty(self) -> bool:
-        """There was nothing but white space."""
+        """Whether only white space was read."""
         return not self._held and self._span is None
 
     @property
@@ -154,7 +162,7 @@ class _ObjectText:
         return self._span is not None and self._span.is_in_string
 
     def feed(self, text: str, at: int, end: int) -> tuple[int, str]:
-        """As `ArgumentsSpan.feed`."""
+        """See `ArgumentsSpan.feed`."""
         if self._span is None:
             at = self._find_key(text, at, end)
         if self._span is None or at == end:
@@ -165,7 +173,7 @@ class _ObjectText:
         return after, self._take_piece() if self.is_over or not self._is_python else ""
 
     def _find_key(self, text: str, at: int, end: int) -> int:
-        """Read the brace, and white space on both sides of it. Then it is known how the object is spelled."""
+        """Read "{" and white space around the brace. The next character then shows whether the object is JSON or a Python dict."""
         if not self._held:
             at = first_non_space(text, at, end)
             if at < end and text[at] == "{":
@@ -182,7 +190,7 @@ class _ObjectText:
         return at
 
     def _begin(self, char: str) -> None:
-        """char: the first one in the object that is no white space"""
+        """char: first character after the brace that is not white space"""
         self.is_broken = char == "<" or (self._is_quoted and char not in "\"'}")
         if not self.is_broken:
             self._is_python = char == "'"
@@ -200,10 +208,12 @@ class _ObjectText:
 
 
 def _unescaped(escape: str, *, is_in_string: bool) -> str:
-    """What an escape of a string stands for where that string holds JSON.
+    """The character of an escape sequence in a JSON string whose content is JSON again.
 
-    What may stand in a string of that JSON as an escape alone keeps it: control characters, and halves of a pair, whose other half may be
-    still to come. An escape that JSON does not know is left as the model wrote it.
+    is_in_string  the escape is inside a string of the inner JSON. A control character, or one half of a surrogate pair, then stays an
+                  escape: the inner string may not hold a control character, and the other half may not have arrived yet
+
+    An escape that JSON does not define is returned as written.
     """
     try:
         char = str(json.loads(f'"{escape}"'))

@@ -1,4 +1,7 @@
-"""An engine's refusal <-> Rejected. The error arrives at the gateway as the class, fields and message it was raised with."""
+"""Encodes the error with which an engine refuses a request as the protobuf message Rejected, and decodes the message in the gateway.
+
+The gateway gets an error of the same class, with the same fields and message. An error that is a bug arrives as SequenceFailed.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,15 @@ from headrace.wire.codec.text import printable
 from headrace.wire.handles import Handle, MalformedFrame
 
 NO_VALUE = "null"
-"""How InvalidRequest keeps a value it was not given."""
+"""Text of `InvalidRequest.value` when the client gave no value."""
 
 
 def encode_rejected(handle: Handle, error: Exception) -> pb.Rejected:
-    """Errors that are not Headrace's own are bugs: they cross without their text, which may say more than a client should read."""
+    """The message of a refused request.
+
+    An error that is not a HeadraceError is a bug. Its text is replaced by a general one, since the text may say more than a client should
+    read.
+    """
     message = pb.Rejected(handle=handle, kind=_kind(error), message=printable(str(error)))
     if isinstance(error, InvalidRequest):
         message.field, message.limit = printable(error.field), printable(error.limit)
@@ -36,7 +43,7 @@ def encode_rejected(handle: Handle, error: Exception) -> pb.Rejected:
 
 
 def decode_rejected(message: pb.Rejected) -> tuple[Handle, Exception]:
-    """Raises MalformedFrame for an unknown kind."""
+    """(handle of the refused request, the error to raise for it). Raises MalformedFrame for an unknown kind."""
     return Handle(message.handle), _error(message)
 
 

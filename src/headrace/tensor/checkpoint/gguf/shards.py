@@ -1,4 +1,7 @@
-"""A model's GGUF files as one: the file that was named, and the shards beside it."""
+"""Reads the headers of a GGUF model that may be split over several files, and joins their tensors into one map.
+
+The caller names the first file; the other shards (NAME-00002-of-00005.gguf, ...) are found beside it. Tensor data is not read here.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ MAX_SHARDS = 4096
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """All files of a model.
+    """The headers of all files of one model.
 
-    keys     of the first file, which has them all
-    tensors  name -> (the file's header, the tensor)
+    headers  one for each shard, in order
+    keys     metadata of the first file, which has all of the model's metadata
+    tensors  tensor name -> (header of the file that holds the tensor, the tensor's entry)
     """
 
     headers: tuple[GgufHeader, ...]
@@ -32,24 +36,28 @@ class GgufModel:
 
     @property
     def digest(self) -> str:
-        """Hex, of every header."""
+        """Hex digest over the headers of all files."""
         return blake2b(b"".join(header.digest for header in self.headers), digest_size=16).hexdigest()
 
     def most_frequent(self) -> str:
-        """The type of most weights."""
+        """Name of the GGUF type that stores the most weights."""
         counts: Counter[str] = Counter()
         for _, tensor in self.tensors.values():
             counts[tensor.kind.name] += prod(tensor.shape)
         return max(counts, key=lambda name: counts[name], default="F32")
 
     def title(self) -> str:
-        """llama.cpp's name of the mixture of types, e.g. "Q4_K_M", else the most frequent type."""
+        """llama.cpp's name of the file's mixture of types, such as "Q4_K_M"; the most frequent type where the file does not say."""
         named = self.keys.values.get("general.file_type")
         return FILE_TYPES.get(named, self.most_frequent()) if isinstance(named, int) else self.most_frequent()
 
 
 def read_gguf(path: Path) -> GgufModel:
-    """The headers of a file and of its shards, checked. Raises CheckpointError."""
+    """The headers of the file `path` and of its further shards.
+
+    Raises CheckpointError when a shard is missing or unreadable, when `path` is not the first shard, when a shard's number does not match
+    its name, when two shards hold the same tensor, and when the number of tensors is zero or not the declared one.
+    """
     first = read_gguf_header(path)
     headers = (first, *_further(first))
     tensors: dict[str, tuple[GgufHeader, GgufTensor]] = {}

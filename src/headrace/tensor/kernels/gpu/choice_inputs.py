@@ -1,4 +1,9 @@
-"""Around a step's forward pass: block-table entries written, and the inputs of rows of one token made from what the device holds."""
+"""Triton kernels that run before the forward pass of a decode step: one updates block tables, one makes the model's inputs.
+
+The inputs (token ids, positions, slot mappings, block tables) are made on the GPU from the block tables and the newest tokens that the
+GPU keeps per sequence slot. A step can therefore be launched before the host has read the tokens of the step before. The kernels
+implement two methods of the protocol `DeviceChoice` (`tensor.kernels.choice`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ def _write_tables_kernel(tables_ptr, changes_ptr, MOST: tl.constexpr, BLOCK: tl.
 
 
 def write_tables(tables: Tensor, changes: Tensor) -> None:
-    """See `DeviceChoice.write_tables`."""
+    """Write block ids into tables [G, N + 1, M] int32, in place. changes: see `DeviceChoice.write_tables`."""
     _write_tables_kernel[(MAX_TABLE_CHANGES // _BLOCK,)](tables, changes, MOST=MAX_TABLE_CHANGES, BLOCK=_BLOCK, num_warps=2)
 
 
@@ -50,7 +55,7 @@ def _decode_rows_kernel(
 
 
 def decode_rows(fields: Tensor, slots: SlotTensors, block_size: int) -> DecodeRows:
-    """See `DeviceChoice.decode_rows`."""
+    """The model's inputs for B rows of one token each, as new tensors. fields: [NUM_FIELDS, B] int32, see `DeviceChoice.decode_rows`."""
     (groups, _, width), count, device = slots.tables.shape, fields.shape[1], fields.device
     ids, positions = empty((count,), torch.int64, device), empty((count,), torch.int64, device)
     mappings, tables = empty((groups, count), torch.int64, device), empty((groups, count, width), torch.int32, device)

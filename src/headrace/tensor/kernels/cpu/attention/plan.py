@@ -1,7 +1,7 @@
-"""Cuts a step's attention into items of work; `attention.item` computes an item.
+"""Divides the attention of one step into work items for the worker threads; `attention.item` computes one item.
 
-An item is one row, one key/value head, a chunk of query tokens and a range of context splits. Cutting changes no bits: it only assigns
-work to workers.
+An item is one row (sequence), one KV head, a chunk of query tokens, and a range of splits of the context. A split is SPLIT consecutive
+keys. The division depends on the number of threads, but the result does not: every output is bit for bit the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SPLIT = 512
 VECTORS = 192
 """Query vectors (tokens x heads of a group) per item, unless one token has more. They share the cost of transposing each tile's keys."""
 WORK_PER_THREAD = 1 << 17
-"""Multiply-adds that make another worker worth waking, which costs microseconds, or tens of them on a busy machine."""
+"""Multiply-adds for which one more worker thread is woken. Waking a thread costs microseconds, or tens of them on a busy machine."""
 
 NO_WINDOW = 1 << 40
 
@@ -26,7 +26,14 @@ Pointer = Any
 
 
 class Item(NamedTuple):
-    """One piece of work. `part_of`: index of the item with the first part of a context that several items share; else -1."""
+    """One work item.
+
+    row, kv_head             sequence of the step, and KV head
+    token, num_tokens        first query token and number of query tokens; token counts over the step
+    position                 position of the first query token in its sequence
+    split_first, split_last  range of splits, the last one excluded
+    part_of                  index of the item with the first splits where several items share one context; else -1
+    """
 
     row: int
     kv_head: int
@@ -50,10 +57,15 @@ def chunk_tokens(group: int) -> int:
 def plan_items(
     row_starts_at: int, context_lens_at: int, num_rows: int, kv_heads: int, group: int, head_dim: int, window: int, threads: int
 ) -> tuple[np.ndarray, int, int, int]:
-    """(items int64 [num_items, fields of Item], query vectors of the largest item, number of items that are parts of shared contexts,
-    workers).
+    """(items, query vectors of the largest item, number of items that are parts of shared contexts, workers to use).
 
-    Splits of a context become items of their own only where there are too few items for the threads.
+    items           int64 [num_items, fields of Item]
+    row_starts_at   address of int32 [num_rows + 1]: first query token of each row
+    context_lens_at  address of int32 [num_rows]: tokens of each row's context, this step's included
+    group           query heads per KV head
+    window          number of most recent tokens that a query token attends to, itself included; NO_WINDOW: all
+
+    A context is divided among several items only when there would be fewer than two items per thread.
     """
     row_starts, context_lens = as_i32(row_starts_at), as_i32(context_lens_at)
     chunk = chunk_tokens(group)

@@ -1,11 +1,13 @@
-"""Numba's cache on disk, changed so that a full or read-only disk does not prevent a start, and that processes may fill it at once.
+"""A cache of compiled kernels on disk: Numba's cache with three changes.
 
-Numba raises every OSError, so such a disk would end the process at its first kernel. Here a file that cannot be read is compiled again,
-and code that cannot be written is used from memory: with one warning, after which nothing more is written. Only the folder of
-`compile_cache` is used: Numba by itself would try other folders, whose owner and mode are unchecked.
+Disk errors are not fatal. Numba's own cache raises OSError when the disk is full or read-only, which would end the process at its first
+kernel. Here a kernel that cannot be read is compiled again. A kernel that cannot be written is used from memory; the first such error is
+logged, and nothing is written after it.
 
-Numba also numbers a function's data files by what the index names, and writes the index before the data. Two replicas that compile at
-once could then write two signatures to one file, and run the code of the wrong one. See `DataFiles`.
+Several processes may write at once. Numba's own cache takes the number of a new code file from the index, so two replicas that compile at
+the same time could write two signatures to one file and later run the wrong code. `DataFiles` gives every file a name of its own.
+
+Only the folder of `compile_cache` is used. Numba's own cache would also try other folders, whose owner and mode are unchecked.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class Disk:
-    """The state of the cache's disk in this process. refusal: why nothing is written any more; None while writing works."""
+    """Whether this process still writes to the cache. refusal: why the process stopped writing; None while writing works."""
 
     def __init__(self) -> None:
         self.refusal: str | None = None
 
     def refuse(self, error: OSError, folder: str) -> None:
-        """Log the first error and write nothing more: every kernel would fail alike, after the time to serialize it."""
+        """Log the first error, and write nothing more: every further kernel would be serialized only to fail in the same way."""
         if self.refusal is None:
             self.refusal = f"compiled kernels cannot be kept in {folder} ({error.strerror or error})"
             log.warning("%s; every start compiles them again. Free space there, or set %s to another folder.", self.refusal, ENVIRONMENT)
@@ -42,7 +44,7 @@ DISK = Disk()
 
 
 class _Locator(UserProvidedCacheLocator):
-    """The configured folder, which may be read-only."""
+    """Uses the configured folder alone. A read-only folder is accepted."""
 
     def ensure_cache_path(self) -> None:
         os.makedirs(self.get_cache_path(), exist_ok=True)
@@ -57,9 +59,9 @@ class _Files(CompileResultCacheImpl):
 
 
 class DataFiles(IndexDataCacheFile):
-    """The files of one function: an index, and one file of code per signature, written once under a name that no other process takes.
+    """The files of one function: an index, and one code file per signature under a random name (UUID), which no other process takes.
 
-    Of two processes that write the index at once, one loses its entry, and compiles that signature again at its next start.
+    When two processes write the index at once, one of the new entries is lost. Its signature is compiled again at the next start.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -69,7 +71,7 @@ class DataFiles(IndexDataCacheFile):
 
 
 class KernelCache(FunctionCache):
-    """The cache of one function. Neither reading nor writing raises OSError."""
+    """The cache of one function. Loading and saving raise no OSError."""
 
     cache_path: str
 
@@ -81,7 +83,7 @@ class KernelCache(FunctionCache):
         self._cache_file = DataFiles(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function; None where none can be read."""
+        """The compiled function of a signature; None when the cache has none, or when its file cannot be read (logged)."""
         try:
             return super().load_overload(sig, target_context)
         except (OSError, EOFError) as error:
@@ -98,15 +100,15 @@ class KernelCache(FunctionCache):
 
 
 def keep(dispatcher: Any) -> None:
-    """Give a decorated function this cache, as `njit(cache=True)` gives it Numba's."""
+    """Give a function decorated with `njit` this cache in place of Numba's own (`cache=True`)."""
     dispatcher._cache = KernelCache(dispatcher.py_func)
 
 
 class KeptCFunc(CFunc):
-    """A C function as `cfunc(cache=True)` makes it, with this cache."""
+    """A C callback as `cfunc(cache=True)` makes it, but with this cache."""
 
     address: int
-    """Address of the code; set by `compile`."""
+    """Address of the machine code; set by `compile`."""
 
     def enable_caching(self) -> None:
         self._cache = KernelCache(self.__wrapped__)
