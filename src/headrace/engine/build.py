@@ -38,9 +38,9 @@ JOIN_S = 2.0
 
 
 def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = "") -> Scheduler:
-    """The policy side of an engine for a model already known.
+    """The scheduler and KV manager for a model whose facts are known.
 
-    block_key  secret (hex) of block hashes; empty: drawn here, and blocks have other names in every process
+    block_key  secret (hex) of block hashes; empty: a random one, so that every process has other block identities
     """
     key = bytes.fromhex(block_key) or secrets.token_bytes(32)
     kv = KvManager(
@@ -81,7 +81,7 @@ def assemble(
     clock: Clock = time.monotonic,
     preparer: Preparer | None = None,
 ) -> Engine:
-    """An engine around any runner (the simulator's and the tests' fake one included), on any clock. block_key: see `make_scheduler`."""
+    """An engine around any runner, also the simulator's and the tests' fake runner, on any clock. block_key: see `make_scheduler`"""
     scheduler = make_scheduler(config, info, block_key=block_key)
     info = replace(info, queue_policy=config.queue_policy)
     return Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, clock=clock)
@@ -90,8 +90,7 @@ def assemble(
 def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
     """Load weights, size the KV pools, warm up. The returned engine's `run` has not been started.
 
-    What this start keeps for the next one is written while the engine is idle, and what is left of it when the engine or the program ends:
-    the program waits for that.
+    A thread writes packed weights for the next start while the engine is idle. The program does not end before the thread has written all.
 
     Raises: ConfigError, CheckpointError.
     """
@@ -102,10 +101,11 @@ def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
 
 
 def build_served_engine(config: EngineConfig, outbox: Outbox, block_key: str = "") -> Engine:
-    """`build_engine` for gateways, which must know whether a stream of another replica may go on here: where no record has the digest of
-    all weight bytes, a thread begins to hash them now, and changes the engine's `info` when it has it.
+    """`build_engine` for a process that serves gateways.
 
-    The same thread then writes what this start keeps, while the engine is idle. An engine that ends first gives that up.
+    A thread hashes all weight bytes, unless their digest is on record, and sets the digest in the engine's `info`: gateways need it to know
+    whether a stream of another replica may go on here. The thread then writes packed weights while the engine is idle. If the engine ends
+    first, the rest is not written.
     """
     engine, weights, unwritten = _build(config, outbox, block_key)
     if weights is not None or unwritten is not None:
@@ -116,7 +116,7 @@ def build_served_engine(config: EngineConfig, outbox: Outbox, block_key: str = "
 
 
 def _write_all(engine: Engine, unwritten: Pieces) -> None:
-    """A program may also end, or lose its engine, with requests open."""
+    """Write all pieces: while the engine is idle, and the rest at once when the engine or the program ends, even with requests open."""
     program = threading.main_thread()
     do_while_idle(unwritten, is_idle=lambda: engine.is_idle, is_over=lambda: engine.is_stopping or not program.is_alive())
     for _ in unwritten:
@@ -132,7 +132,7 @@ def _end_start(engine: Engine, weights: Callable[[], str] | None, unwritten: Pie
 
 
 def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[Engine, Callable[[], str] | None, Pieces | None]:
-    """The engine; what gives the digest of its weights, where it is not known; and what this start has to write."""
+    """The engine, a function that hashes its weights (None: the digest is known), and the packed weights to write (None: none)."""
     config = config.checked()
     with reading_ahead(config) as packed:
         from headrace.engine.runner_build import build

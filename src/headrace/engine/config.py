@@ -31,7 +31,7 @@ DEVICES = ("auto", "cuda", "cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One replica. A value holds no default by device and no device "auto" any more; the fleet resolves `model` to a local folder."""
+    """The options of one replica, with "auto" and defaults by device resolved. The fleet resolves `model` to a local folder."""
 
     model: str = required(
         "A folder in the Hugging Face layout, a `.gguf` file, the name of a bundled model, or a hub id.",
@@ -141,7 +141,7 @@ class EngineConfig:
     seed: int = option(0, "Of random weights (`load_format: dummy`).")
 
     def __post_init__(self) -> None:
-        """Choose the device, and fill in what was not set. Where steps or sequences are set alone, the other is made to fit."""
+        """Choose the device and fill in unset options. If one of max_num_seqs and max_num_batched_tokens is unset, fit it to the other."""
         if self.device == "auto":
             object.__setattr__(self, "device", _auto_device())
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
@@ -177,16 +177,16 @@ _is_starting = False
 
 
 def try_gpus() -> None:
-    """From now on "auto" takes a GPU in this process only where a first kernel ran on it, and a notice says why it takes the CPU instead.
+    """From now on, "auto" takes a GPU only if a first kernel runs on it, and logs why it takes the CPU.
 
-    For commands that start engines, before they read options: the trial takes seconds, and other commands read options as well.
+    For commands that start engines, called before options are read. Other commands skip the trial, which takes seconds.
     """
     global _is_starting
     _is_starting = True
 
 
 def _auto_device() -> str:
-    """The device that "auto" is here."""
+    """The device that "auto" stands for on this machine."""
     gpus = find_working_gpus() if _is_starting else find_gpus()
     if gpus.problem and _is_starting:
         _say_unused(f"{gpus.problem}. {gpus.remedy}")
@@ -195,10 +195,10 @@ def _auto_device() -> str:
 
 @cache
 def _say_unused(why: str) -> None:
-    """Once in a process, however many options are read."""
+    """Log once per process, however often options are read."""
     log.warning("device = auto takes the CPU: %s", why)
 
 
 def default_on(device: str, described: Option) -> object:
-    """The default of an option on a device; of a device that is not known, the CPU's: `EngineConfig.checked` refuses it."""
+    """The default of an option on a device. An unknown device has the CPU's default: `EngineConfig.checked` refuses it."""
     return described.on.get(device, described.on["cpu"])

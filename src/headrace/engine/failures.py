@@ -38,14 +38,14 @@ class Failures:
 
 
 class _Window:
-    """Counts the failures of one kind that were logged, and left out, since the window began."""
+    """Counts the failures of one kind that were logged and left out since a time window began."""
 
     def __init__(self) -> None:
         self._began = float("-inf")
         self._num_logged = self._num_left_out = 0
 
     def take(self, now: float) -> int | None:
-        """The number of failures left out since the last one that was logged; None: this one is to be left out too."""
+        """Count a failure. Returns how many were left out since the last logged one; None: leave this one out too."""
         if now - self._began >= WINDOW_S:
             self._began, self._num_logged = now, 0
         if self._num_logged >= MAX_LOGGED:

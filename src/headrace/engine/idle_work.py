@@ -19,11 +19,11 @@ REST_S = 0.5
 def do_while_idle(
     pieces: Iterator[None], *, is_idle: Callable[[], bool], is_over: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Take the pieces one by one while the engine is idle. Returns after the last, or once the engine is over.
+    """Take the pieces one by one while the engine is idle. Returns after the last one, or once the engine is over.
 
-    pieces   what happens between two of them takes some milliseconds: so long does a request that comes share the machine with it
-    is_idle  no request is in the engine
-    is_over  it takes no requests any more
+    pieces   each takes some milliseconds, for which a request that arrives shares the machine with it
+    is_idle  whether no request is in the engine
+    is_over  whether the engine takes no requests any more
     """
     rested_s = 0.0
     while not is_over():

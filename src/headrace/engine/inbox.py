@@ -32,7 +32,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """In the place of a Submit for which the inbox has no room: the loop sends the refusal, in order with its other updates."""
+    """Takes the place of a Submit that the inbox has no room for. The loop sends the refusal in order with its other updates."""
 
     request_id: RequestId
     epoch: int
@@ -75,11 +75,12 @@ Message = Submit | Refuse | Cancel | Finish | Satisfied | PrerequisiteFailed | W
 
 
 class SubmittedWork(NamedTuple):
-    """A sum over Submits.
+    """The work of some Submits, summed.
 
-    classes    sequences that wait, and tokens queued: of prompts, and of outputs of earlier attempts. A prompt counts once, however many
-               sequences it has
-    num_bytes  of memory that the requests hold while they wait
+    classes    by class: waiting sequences, and queued tokens (of prompts, and of outputs of earlier attempts). A prompt counts once,
+               however
+               many sequences its request has
+    num_bytes  memory that the requests hold while they wait
     """
 
     classes: ClassLoads = NO_CLASS_LOADS
@@ -99,9 +100,9 @@ class SubmittedWork(NamedTuple):
 
 
 class Inbox:
-    """`put` from any thread, `take` on the loop's.
+    """Messages to the loop. `put` may be called from any thread, `take` only from the loop's.
 
-    max_bytes  of requests in it; one more is refused
+    max_bytes  bound on the memory of requests in the inbox; one beyond it is refused
     taken      sum over the Submits taken so far; only the loop's thread changes it
     """
 
@@ -117,7 +118,7 @@ class Inbox:
         self._messages.put(self._counted(message) if isinstance(message, Submit) else message)
 
     def _counted(self, submit: Submit) -> Submit | Refuse:
-        """The Submit, counted before it can be taken: never more is taken than was put. A refusal of it where there is no room."""
+        """The Submit, counted before it can be taken, so that never more is taken than was put. A `Refuse` where there is no room."""
         request, work = submit.request, submit.work
         with self._lock:
             try:
@@ -128,11 +129,11 @@ class Inbox:
         return submit
 
     def put_since(self, taken: SubmittedWork) -> SubmittedWork:
-        """What was submitted so far, beyond what was `taken` at an earlier moment."""
+        """The work put so far, less `taken`, a value of `self.taken` at an earlier moment."""
         return self._put.since(taken)
 
     def take(self, timeout_s: float | None = None) -> Message | None:
-        """The next message; None when there is none, after `timeout_s` if one is given."""
+        """The next message; None if there is none, or none within `timeout_s` seconds."""
         try:
             message = self._messages.get_nowait() if timeout_s is None else self._messages.get(timeout=timeout_s)
         except queue.Empty:

@@ -53,8 +53,8 @@ class KvMemoryBudget:
 def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: KvMemoryBudget) -> KvSizing:
     """Blocks per group for a model whose longest context is max_model_len.
 
-    Raises: ConfigError when not one sequence fits: of max_model_len if the operator named it, else of a single token; and when what the
-    operator named is more memory than there is.
+    Raises ConfigError if no sequence of max_model_len fits although the operator set it, if no sequence of any length fits, or if the
+    operator set more blocks or bytes than there is free memory.
     """
     if not groups:
         return KvSizing(num_blocks=(), max_model_len=max_model_len, lines=("KV cache: this model needs none",))
@@ -78,13 +78,13 @@ def step_tokens(config: EngineConfig, max_model_len: int) -> int:
 
 
 def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, max_model_len: int, itemsize: int) -> int:
-    """A generous guess at the largest tensors alive at once in a step: 32 rows of the hidden size per token (the feed-forward's two halves
-    are 8 at most in known models), with `itemsize` bytes each, and in float32 the sampled rows' logits thrice."""
+    """A generous bound on the tensors alive at once in a step: 32 times the hidden size per token, with `itemsize` bytes each, and three
+    copies of the sampled rows' logits in float32. In known models the feed-forward's two halves take at most 8 of the 32."""
     return itemsize * 32 * step_tokens(config, max_model_len) * hidden_size + 4 * 3 * config.max_num_seqs * vocab_size
 
 
 def out_of_memory(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvSizing, wanted_bytes: int) -> ConfigError:
-    """The start's error where the device's memory ran out although it was sized. wanted_bytes: of the allocation that failed"""
+    """The error of a start whose device ran out of memory in spite of the sizing. wanted_bytes: of the allocation that failed"""
     taken = sum(count * group.block_bytes(config.block_size) for count, group in zip(sizing.num_blocks, groups, strict=True))
     fits = taken - wanted_bytes - SPARE_BYTES
     rule = f"the device's memory ran out beside {taken:,} bytes ({describe_bytes(taken)}) of KV cache"
@@ -95,7 +95,7 @@ def out_of_memory(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvS
 
 @dataclass(frozen=True, slots=True)
 class _Pools:
-    """The groups' pools as a function of one number: the blocks of a full group, without its pad block."""
+    """The pools' sizes as functions of one number, `full_blocks`: the blocks of a full-attention group, pad block excluded."""
 
     config: EngineConfig
     groups: tuple[KvGroup, ...]
@@ -105,17 +105,17 @@ class _Pools:
         return -(-num_tokens // self.config.block_size)
 
     def resident(self, window: int) -> int:
-        """Tokens of one sequence that a windowed group holds at most: its window and every step that may be uncommitted."""
+        """The most tokens that a windowed group holds of one sequence: the window, and those of all steps that may be uncommitted."""
         return min(self.max_model_len, window + self.config.depth * step_tokens(self.config, self.max_model_len))
 
     def counts(self, full_blocks: int) -> tuple[int, ...]:
-        """Per group, pad block included. A windowed group has one block more per sequence: a window may begin in the middle of one."""
+        """Blocks per group, pad block included."""
         return tuple(
             1 + (full_blocks if group.window is None else min(full_blocks + 1, self._bound(group.window))) for group in self.groups
         )
 
     def _bound(self, window: int) -> int:
-        """The most blocks that a windowed group can use."""
+        """The most blocks that a windowed group can use. One more per sequence than its tokens fill: a window may begin within a block."""
         return self.config.max_num_seqs * (self.blocks_for(self.resident(window)) + 1)
 
     def num_bytes(self, full_blocks: int) -> int:
@@ -131,7 +131,7 @@ class _Pools:
         return low
 
     def longest(self, full_blocks: int) -> int:
-        """Longest sequence that fits alone, at most max_model_len; below 1 when none does."""
+        """Tokens of the longest sequence that fits alone, at most max_model_len; below 1 when none does."""
         for group, count in zip(self.groups, self.counts(full_blocks), strict=True):
             if group.window is None or self.blocks_for(self.resident(group.window)) + 1 > count - 1:
                 return min(self.max_model_len, full_blocks * self.config.block_size)
@@ -139,7 +139,7 @@ class _Pools:
 
 
 def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
-    """Blocks of the full groups, without the pad block, and one line that says why."""
+    """Blocks of a full-attention group, pad block excluded, and one line that says how they were chosen."""
     config = pools.config
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks - 1, f"KV memory: {config.num_kv_blocks:,} blocks per group, as num_kv_blocks says"
@@ -205,7 +205,7 @@ def _describe(config: EngineConfig, group: KvGroup, count: int, max_model_len: i
 
 
 def describe_bytes(num_bytes: int) -> str:
-    """As people read it: "1.50 GiB", "12.00 MiB", "4.0 KiB"."""
+    """The number for people: "1.50 GiB", "12.00 MiB", "4.0 KiB"."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:.2f} {name}"

@@ -19,7 +19,7 @@ from headrace.wire.leash import Leash
 def run_engine(read: Callable[[], tuple[ProcessConfig, EngineConfig]], parent_fd: int | None = None) -> None:
     """Serves one replica until it is drained or dies; never returns.
 
-    read       makes the configuration; what it raises is reported as a refusal
+    read       returns the configuration; an error that it raises is reported as a refusal to start
     parent_fd  the inherited end of the supervisor's leash; None when started by hand
     """
     set_up_logging()

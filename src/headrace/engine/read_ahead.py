@@ -21,7 +21,7 @@ MAX_MEMORY_SHARE = 0.5
 
 @contextmanager
 def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
-    """`read_ahead` around a start. What the start did not open is dropped at the end, also when the start fails."""
+    """`read_ahead` for the duration of a start. Afterwards what the start did not open is dropped, also when the start failed."""
     folder = read_ahead(config)
     try:
         yield folder
@@ -31,7 +31,7 @@ def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
 
 
 def read_ahead(config: EngineConfig) -> PackedFolder | None:
-    """The folder of this configuration's packed weights, with reading begun; None if none are kept."""
+    """Begin to read this configuration's packed weights. Returns their folder; None if none are kept."""
     if config.device != "cpu" or config.load_format == "dummy" or config.kernels == "reference":
         return None
     directory = packed_directory()

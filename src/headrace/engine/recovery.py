@@ -42,7 +42,7 @@ class Recovery:
         self._repeat_in_halves(list(sequences.values()))
 
     def _repeat_changes(self, plan: Plan) -> None:
-        """Send all state changes of a failed step again: which of them it had applied is unknown."""
+        """Send all state changes of a failed step again, since it is unknown which of them were applied."""
         self._compute_changes(self._scheduler.delta_plan(plan))
 
     def _compute_changes(self, plan: Plan) -> None:

@@ -42,7 +42,7 @@ from headrace.tensor.sampling import RowMasks, Sampled, Sampler
 
 
 class Model(Protocol):
-    """What the runner needs of a loaded model; `tensor.models.decoder.DecoderModel` is one."""
+    """The interface that the runner needs of a loaded model; `tensor.models.decoder.DecoderModel` is one."""
 
     vocab_size: int
 
@@ -56,7 +56,7 @@ class Model(Protocol):
 
 
 class CompletedStep:
-    """The ticket of a step that has already been computed, or has already raised."""
+    """The ticket of a step that is already computed, or has already raised."""
 
     def __init__(self, outcome: Result | Exception) -> None:
         self._outcome = outcome
@@ -74,7 +74,7 @@ class ModelRunner:
     max_model_len  tokens of the longest sequence, prompt and output together
     draw           chooses the tokens of rows that are not greedy
     mask           applies grammar masks
-    masks          of sequences that have a grammar; None: such a sequence is refused
+    masks          masks of sequences that have a grammar; None: a sequence with a grammar is refused
     """
 
     def __init__(

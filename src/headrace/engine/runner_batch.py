@@ -20,7 +20,7 @@ from headrace.tensor.batch import ForwardBatch, GroupBatch
 
 
 class UnknownToken(Exception):
-    """A row needs a token id that was never sampled: this plan counted on an earlier one, which failed."""
+    """A row needs a token id that was never sampled, because the step that should have sampled it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,12 @@ def refuse_drafts(plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Tokens of the step [W], ascending, whose hidden states the model returns. None: all, as leaving out less than half gains nothing."""
+    """The step's tokens whose hidden states the model returns, [W] ascending; None: all. Less than half must be selected to be worth it."""
 
     tokens: Ints | None
 
     def places(self, tokens: Ints) -> Ints:
-        """Row of each of `tokens`, all of them selected, in the hidden states that the model returns."""
+        """For each of `tokens`, all selected, its row in the hidden states that the model returns."""
         return tokens if self.tokens is None else np.searchsorted(self.tokens, tokens)
 
 
@@ -91,7 +91,7 @@ ALL = Selection(None)
 
 
 def count_prompt_logprobs(rows: Rows, state: SlotState) -> Ints:
-    """[R] per row, how many of its leading tokens are followed by a prompt token whose log-probability is asked for."""
+    """[R] per row, the number of its leading tokens whose next token is a prompt token with log-probability asked for."""
     asks = state.prompt_logprobs[rows.slots] >= 0
     if not asks.any():  # the usual case
         return np.zeros(len(asks), dtype=np.int64)
@@ -99,7 +99,7 @@ def count_prompt_logprobs(rows: Rows, state: SlotState) -> Ints:
 
 
 def select_tokens(rows: Rows, logprob_counts: Ints) -> Selection:
-    """The tokens whose hidden states the step needs: sampled positions, and those of prompt log-probabilities.
+    """The tokens whose hidden states the step needs: at sampled positions, and for prompt log-probabilities.
 
     logprob_counts  `count_prompt_logprobs` of `rows`
     """
@@ -119,13 +119,14 @@ Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
 
 
 def upload_each(arrays: Sequence[NDArray[Any]], device: str) -> list[Tensor]:
-    """An `Upload` that copies one after the other, and where the device is the host nothing."""
+    """An `Upload` that copies one array after another. Nothing is copied if the device is the host."""
     return [torch.from_numpy(values).to(device) for values in arrays]
 
 
 def refuse_unknown_ids(rows: Rows, known: Ints, failed: NDArray[np.bool_]) -> None:
-    """Raises UnknownToken for a row beyond the ids that its slot has. A slot whose sequence failed may lack them: its row is computed with
-    whatever ids it holds, and the result is dropped.
+    """Raises UnknownToken for a row that needs more ids than its slot has.
+
+    A slot whose sequence failed may lack ids: its row is computed with whatever ids it holds, and the result is dropped.
 
     known   [R] number of ids of each row's slot
     failed  [R] whether its sequence failed

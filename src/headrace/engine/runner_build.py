@@ -59,10 +59,11 @@ AnyRunner = ModelRunner | OverlappedRunner | DeviceRunner
 
 
 class Built(NamedTuple):
-    """
-    weights    gives the digest of all weight bytes, hashing them first; None: `info` already holds it
+    """The results of a start.
+
+    weights    hashes all weights and returns their digest; None: `info` holds it already
     preparer   of the grammars that the runner follows
-    unwritten  packed weights that are to be written for the next start, and hold this one's; None: there are none
+    unwritten  packed weights to write for the next start, which keep this start's weights in memory; None: there are none
     """
 
     runner: AnyRunner
@@ -75,14 +76,14 @@ class Built(NamedTuple):
 def build_runner(
     config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None
 ) -> tuple[AnyRunner, ModelInfo]:
-    """The runner and its model's facts alone."""
+    """The runner and its model's facts, without the rest of `build`."""
     return build(config, packed, features)[:2]
 
 
 def build(config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None) -> Built:
     """Choose threads, dtype and kernels, load the weights, size and reserve the KV cache, warm up. Slow stages are logged.
 
-    packed    where packed linears are kept, if they are; reading may have begun (`engine.read_ahead`)
+    packed    the folder of packed linears, if there is one; reading may have begun (`engine.read_ahead`)
     features  the CPU to choose for; None: this machine's
 
     Raises: ConfigError, CheckpointError; before any weight is read where that is possible.
@@ -125,7 +126,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choices:
-    """What a start decides before it reads a weight, with the reasons in words."""
+    """The choices that a start makes before it reads a weight, with the reasons in words."""
 
     features: CpuFeatures
     dtype: torch.dtype
@@ -197,7 +198,7 @@ def _load(config: EngineConfig, choices: _Choices, packed: PackedFolder | None) 
 
 
 def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_dtype: str) -> dict[str, str]:
-    """All that may change a bit of a result, by name; see `core.numerics`."""
+    """Everything that may change a bit of a result, by name; see `core.numerics`."""
     backend = choices.backend
     return {
         WEIGHTS: loaded.model_digest if loaded.weights is None else loaded.weights.known,
@@ -216,7 +217,7 @@ def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_d
 
 
 def _longrope(loaded: LoadedModel) -> dict[str, str]:
-    """Which of LongRoPE's factors turn the keys, by the name of the fact; empty for a model without it."""
+    """The fact that says which of LongRoPE's factors are in use; empty for a model without LongRoPE."""
     spec = loaded.model.spec
     if spec.longrope is None:
         return {}
@@ -226,7 +227,8 @@ def _longrope(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _linear_scaling(spec: DecoderSpec) -> list[str]:
-    """A line for a context that linear scaling made longer: config.json does not say whether max_position_embeddings counts it already."""
+    """A line for a context that linear scaling made longer. Whether max_position_embeddings includes the factor, config.json does not
+    say."""
     scalings = [layer.attention.rope.scaling for layer in spec.layers]
     longer = [scaling for scaling in scalings if isinstance(scaling, LinearScaling) and scaling.original_positions < spec.max_positions]
     if not longer:
@@ -250,13 +252,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _versions(backend: Backend) -> str:
-    """Versions of the software that may change a bit of a result: what computes, and what compiled it."""
+    """Versions of the software that may change a bit of a result: the libraries that compute, and those that compiled kernels."""
     packages = ("llguidance", *(() if backend.compiler is None else backend.compiler.packages))
     return ", ".join([f"headrace {__version__}", f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in packages)])
 
 
 def _version(package: str) -> str:
-    """As its distribution says; one that is shipped under another name (pytorch-triton) says it itself."""
+    """The version of the package's distribution, or `__version__` of a package whose distribution has another name (pytorch-triton)."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -300,7 +302,7 @@ def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]
 
 @contextmanager
 def _memory_errors_named(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvSizing) -> Iterator[None]:
-    """Raises ConfigError, with the size that would fit, where a device's memory runs out inside."""
+    """Turn a device's out-of-memory error in the block into a ConfigError with the size that would fit."""
     try:
         yield
     except RuntimeError as error:  # torch's, the device's own, and Triton's: each says so in words
@@ -322,7 +324,7 @@ def _compile_cache(backend: Backend) -> str:
 def _make_runner(
     config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache, backend: Backend, masks: SlotGrammars
 ) -> AnyRunner:
-    """The runner for this device and these kernels; see `runner_device` for those whose steps are launched and finished apart."""
+    """A `DeviceRunner` where steps are launched and finished separately, else a `ModelRunner`, behind a queue if `depth` is above 1."""
     launches = DEVICES[config.device].make_launches()
     if launches is not None and backend.choice is not None:
         return DeviceRunner(
@@ -352,7 +354,7 @@ def _make_runner(
 
 
 def _warm_up(runner: AnyRunner, config: EngineConfig, sizing: KvSizing, loaded: LoadedModel) -> float:
-    """Compile, load and capture what requests will run. Returns the seconds it took."""
+    """Compile, load and capture the kernels that requests will run. Returns the seconds it took."""
     began = time.perf_counter()
     most_tokens = 0
     if isinstance(runner, DeviceRunner):

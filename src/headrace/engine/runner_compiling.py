@@ -21,7 +21,7 @@ LOG_INTERVAL_S = 5.0
 
 
 class CompileNotice:
-    """Called with the number of functions compiled so far whenever it changes. Logs at the first call, then every LOG_INTERVAL_S."""
+    """Called with the number of functions compiled so far, at each change. Logs at the first call, then every LOG_INTERVAL_S."""
 
     def __init__(self, kept: str, expected: int | None = None, clock: Clock = time.perf_counter) -> None:
         """kept: where compiled kernels are kept, or why they are not, in words. expected: see `KernelCompiler`."""

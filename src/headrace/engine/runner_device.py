@@ -53,9 +53,9 @@ class DeviceRunner:
     """One model, its KV cache and every slot's state. Used by one thread at a time.
 
     max_num_seqs   number of slots, numbered from 0
-    most_tokens    of a step
+    most_tokens    the most tokens of one step
     max_model_len  tokens of the longest sequence, prompt and output together
-    masks          of sequences that have a grammar; None: such a sequence is refused
+    masks          masks of sequences that have a grammar; None: a sequence with a grammar is refused
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class DeviceRunner:
         self._flight: deque[LaunchedStep] = deque()
 
     def capture(self) -> None:
-        """Capture what steps replay, once, before the first step. Raises the device's errors."""
+        """Capture the graphs that steps replay, once, before the first step. Raises the device's errors."""
         self._steps.capture()
 
     def submit(self, plan: Plan) -> LaunchedStep | CompletedStep:
@@ -114,7 +114,7 @@ class DeviceRunner:
             self._finish_oldest()
 
     def _reason(self, error: Exception) -> Exception:
-        """What the ticket raises. The frames of a step that failed are cleared: they hold its tensors, and its rows are computed again."""
+        """The error that the ticket raises. Clears the frames of the failed step, which hold its tensors: its rows are computed again."""
         traceback.clear_frames(error.__traceback__)
         if not self._launches.is_lost(error):
             return error
@@ -164,7 +164,8 @@ class DeviceRunner:
         return self._launched(plan, rows, layout, kind, prompts, {int(layout.chosen[place]): why for place, why in masks.failures.items()})
 
     def _finish_where_needed(self, rows: Rows) -> None:
-        """Finish all steps if the device alone has an id that the host needs, or if an id in flight is of a plan that was rolled back."""
+        """Finish all steps in flight if the host needs an id that only the device has, or if a plan with an id in flight was rolled
+        back."""
         in_flight = self._num_in_flight[rows.slots]
         is_plain = (rows.counts == 1) & (self._slots.known[rows.slots] + in_flight == rows.ends) & ~self._choice.unsent(rows.slots)
         if ((in_flight > 0) & ~is_plain).any():
@@ -180,7 +181,7 @@ class DeviceRunner:
         self._masks.begin(masked.tolist())
 
     def _send(self, rows: Rows, layout: RowLayout, masked: Ints) -> ChoiceKind:
-        """Send the step's inputs. masked: slot of each of `layout.chosen` that has a grammar, -1 of the others."""
+        """Send the step's inputs. masked: for each of `layout.chosen`, its slot if it has a grammar, else -1"""
         inputs, own = self._steps.new_inputs(), rows.picked(layout.decodes)
         fields = inputs.fields[:, : len(own.slots)]
         is_in_flight = own.ends > self._slots.known[own.slots]
@@ -199,7 +200,7 @@ class DeviceRunner:
         return kind
 
     def _compute_prompts(self, rows: Rows, layout: RowLayout, logprob_counts: Ints) -> PromptLogprobColumns:
-        """Compute the rows of prompts: hidden states of those that sample, and log-probabilities of prompt tokens."""
+        """Compute prompt rows: hidden states of rows that sample, and log-probabilities of prompt tokens."""
         left, place = layout.reported, len(layout.decodes)
         if len(layout.prompts):
             own = rows.picked(layout.prompts)
@@ -240,7 +241,7 @@ class DeviceRunner:
     # finishing
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest step in flight. Whatever becomes of it, its tokens are in flight no more."""
+        """Wait for the oldest step in flight and set its outcome. Its tokens are no longer in flight, whatever the outcome."""
         step = self._flight.popleft()
         slots = step.rows.slots[step.sampling]
         live = slots[self._is_live(step)[step.sampling]]
@@ -252,12 +253,12 @@ class DeviceRunner:
             step.outcome = self._reason(error)
 
     def _is_live(self, step: LaunchedStep) -> NDArray[np.bool_]:
-        """[R] whether the row's slot still has the sequence of the step."""
+        """[R] whether the row's slot is still held by the step's sequence."""
         is_live: NDArray[np.bool_] = self._generations[step.rows.slots] == step.generations
         return is_live
 
     def _finish(self, step: LaunchedStep) -> Result:
-        """Record the tokens of a step. Raises UnknownToken for one that follows a token which an earlier step lost."""
+        """Record the tokens of a step. Raises UnknownToken for a token that follows one which an earlier step failed to sample."""
         step.choices.mark.synchronize()
         failpoint("device.finish")
         slots, ends, sampling = step.rows.slots, step.rows.ends, step.sampling

@@ -36,7 +36,7 @@ from headrace.tensor.launches import Launches, Mark, pinned, upload_together
 
 
 class DeviceModel(Protocol):
-    """What a device's steps need of a loaded model; `tensor.models.decoder.DecoderModel` is one. activations: dtype of hidden states."""
+    """What a device's steps need of a model, such as `tensor.models.decoder.DecoderModel`. activations: dtype of hidden states"""
 
     vocab_size: int
     hidden_size: int
@@ -55,8 +55,8 @@ class DeviceModel(Protocol):
 class HostInputs:
     """One step's inputs in pinned memory.
 
-    fields   [NUM_FIELDS, N], padding rows at first
-    changes  of block tables, none at first; see `DeviceChoice.write_tables`
+    fields   [NUM_FIELDS, N] of the rows; padding rows until filled
+    changes  to block tables; none until filled; see `DeviceChoice.write_tables`
     """
 
     buffer: Tensor
@@ -65,18 +65,18 @@ class HostInputs:
 
 
 class Choices(NamedTuple):
-    """What a step chose, [NUM_CHOSEN or 1, B] in host memory, valid once the device has reached the mark."""
+    """The tokens that a step chose: [NUM_CHOSEN or 1, B] in host memory, valid once the device has reached the mark."""
 
     chosen: Tensor
     mark: Mark
 
 
 class DeviceSteps:
-    """Enqueues the parts of steps.
+    """Enqueues the parts of steps on the device.
 
-    slots        what the device holds by slot
+    slots        the device's data by slot
     table_shape  (KV groups, blocks of the longest sequence)
-    most_tokens  of a step
+    most_tokens  the most tokens of one step
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DeviceSteps:
         self._padding[[Field.ROW_SLOT, Field.SLOT]] = max_num_seqs
 
     def capture(self) -> None:
-        """Capture what is replayed. Only padding rows are computed."""
+        """Capture the graphs. Only padding rows are computed."""
         with torch.inference_mode():
             self.send(self.new_inputs())
             self._graphs.capture()
@@ -118,24 +118,24 @@ class DeviceSteps:
         return HostInputs(buffer, fields, changes)
 
     def send(self, inputs: HostInputs) -> None:
-        """Replace the step's inputs."""
+        """Replace the inputs on the device by this step's."""
         self._inputs.copy_(inputs.buffer, non_blocking=True)
 
     def send_masks(self, words: Words) -> None:
-        """words [M, ceil(V / 32)]: the step's grammar masks."""
+        """Send the step's grammar masks. words [M, ceil(V / 32)]"""
         if len(words):
             self._rows.masks[: len(words)] = self.upload([words.view(np.int32)])[0]
 
     def write_tables(self, changes: Tensor | None = None) -> None:
-        """Write block-table entries: by default those of the step's inputs, which `decode` writes itself."""
+        """Write block-table entries: `changes`, or those of the step's inputs, which `decode` writes by itself."""
         self._choice.write_tables(self.slots.tables, self._changes if changes is None else changes)
 
     def decode(self, count: int) -> None:
-        """Compute the first `count` rows of the inputs, of one token each: the choice reads their hidden states in the same order."""
+        """Compute the first `count` rows of the inputs, one token each. The choice reads their hidden states in the same order."""
         self._graphs.decode(count)
 
     def prompts(self, rows: Rows, state: SlotState, first_place: int) -> bool:
-        """Compute rows of prompts; those that sample are read by the choice from `first_place` on. False: they fit no captured size."""
+        """Compute prompt rows. The choice reads those that sample from `first_place` on. False: the rows fit no captured size."""
         size = self._graphs.prompt_size(int(rows.row_starts[-1]), len(rows.slots))
         if size is None:
             return False
@@ -150,7 +150,7 @@ class DeviceSteps:
         return self.model.forward(ids, batch, self.kv)
 
     def put_hidden(self, hidden: Tensor, first_place: int) -> None:
-        """Hidden states [N, E] that the choice reads from `first_place` on."""
+        """Place hidden states [N, E] where the choice reads them, from `first_place` on."""
         self._hidden[first_place : first_place + len(hidden)] = hidden
 
     def choose(self, count: int, kind: ChoiceKind) -> None:
@@ -158,7 +158,7 @@ class DeviceSteps:
         self._graphs.choose(count, kind)
 
     def read(self, count: int, *, is_reported: bool) -> Choices:
-        """Copy what was chosen for the first `count` rows to the host."""
+        """Start copying the choices of the first `count` rows to the host."""
         size = NUM_CHOSEN if is_reported else 1
         chosen = pinned((size, count), torch.int32, self._launches)
         chosen.copy_(self._rows.chosen[:size, :count], non_blocking=True)
@@ -174,7 +174,7 @@ class DeviceSteps:
         self.put_hidden(self.forward(rows.ids, batch), 0)
 
     def _prompts(self, size: PromptSize) -> None:
-        """A forward pass over the prompts' inputs of this size; the body of a graph."""
+        """A forward pass over the inputs of prompts, padded to `size`; the body of a graph."""
         of_tokens, of_rows = lines(self._prompt_inputs, size, len(self.kv.pools))
         each = of_rows[:, : size.rows]
         tables = (table.index_select(0, each[RowLine.SLOT]) for table in self.slots.tables)
@@ -190,5 +190,5 @@ class DeviceSteps:
 
 
 def _bits(field: Field) -> Any:
-    """A padding row's value of the field, as int32."""
+    """The value of the field in a padding row, as int32 bits."""
     return np.float32(PADDING[field]).view(np.int32) if field in FLOATS else PADDING[field]

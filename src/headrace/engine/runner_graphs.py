@@ -26,7 +26,7 @@ LOG_INTERVAL_S = 5.0
 
 
 class StepGraphs:
-    """prompts, decode, choose: enqueue a forward pass over prompts, one over rows of one token, and a choice, of a padded size."""
+    """The captured graphs of steps. prompts, decode, choose: enqueue a pass over prompts, one over rows of one token, the choice"""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class StepGraphs:
         self._captured: dict[object, Callable[[], None]] = {}
 
     def capture(self) -> None:
-        """Capture all sizes, the largest first: the memory that it takes serves the smaller ones. Logs how far it is."""
+        """Capture all sizes, the largest first, so that smaller ones use its memory. Logs progress."""
         began = logged = time.perf_counter()
         bodies: dict[object, Callable[[], None]] = {size: lambda size=size: self._prompts(size) for size in reversed(self.prompt_sizes)}  # type: ignore[misc]
         for size in reversed(self._sizes):
@@ -73,7 +73,7 @@ class StepGraphs:
         self._captured[size]()
 
     def prompt_size(self, num_tokens: int, num_rows: int) -> PromptSize | None:
-        """The smallest size that takes these tokens and rows; None where there is none."""
+        """The smallest size with room for these tokens and rows; None where there is none."""
         return next((size for size in self.prompt_sizes if size.takes(num_tokens, num_rows)), None)
 
     def _padded(self, count: int) -> int:

@@ -17,12 +17,12 @@ from headrace.engine.runner_slots import Ints
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How a plan's rows are computed; indices of rows, ascending in the first three columns.
+    """How the rows of a plan are computed. Row indices, ascending in the first three columns.
 
-    decodes   rows of one token that are replayed
-    prompts   the rest, but for
-    reported  rows of prompts whose log-probabilities are asked for: all their hidden states are needed, so they are not replayed
-    chosen    rows with a place in the choice: those of the three columns in this order, but for prompts that do not sample
+    decodes   rows of one token; replayed from a graph
+    prompts   other rows, except `reported`
+    reported  prompt rows with log-probabilities asked for. They need all hidden states, so they are not replayed
+    chosen    rows with a place in the choice: those of the three columns in order, except prompt rows that do not sample
     """
 
     decodes: Ints
@@ -43,13 +43,13 @@ class RowLayout:
 class LaunchedStep:
     """A step in flight, and its ticket.
 
-    finish         gives it, and those before it, their outcomes
-    choices        what the device chose
-    sampling       [S] the rows that sample, ascending; places [S] theirs in the choice
-    generations    [R] those of the rows' slots when it was launched
-    num_top        [S] most likely tokens that each lists; -1: none
+    finish         sets the outcome of this step and of those before it
+    choices        the device's choices
+    sampling       [S] the rows that sample, ascending; places [S]: their places in the choice
+    generations    [R] generations of the rows' slots at the launch
+    num_top        [S] most likely tokens to list per row; -1: no log-probabilities
     mask_failures  row -> why its grammar cannot go on
-    outcome        once it is finished
+    outcome        the result or error; None until finished
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from headrace.tensor.sampling import NO_ROWS_MASKED, RowMasks
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """One step's masks. failures: row -> why its sequence cannot go on; its mask allows nothing."""
+    """One step's masks. failures: row -> why its sequence cannot go on; such a row's mask allows no token"""
 
     masks: RowMasks
     failures: Mapping[int, str] = field(default_factory=dict)
@@ -30,11 +30,11 @@ NO_MASKS = StepMasks(NO_ROWS_MASKED)
 
 
 class MaskSource(SlotPart, Protocol):
-    """What a runner needs of grammars. Slots without a grammar are passed over.
+    """The grammar masks of a runner. Slots without a grammar are skipped.
 
-    A sequence whose grammar cannot go on (it exceeded a limit, or its outputs do not match) raises nothing: `wait` names it each time its
-    mask is asked for. Every method may be called while masks are being filled, since the step that began them may have failed; they are
-    then waited for and dropped.
+    A sequence whose grammar cannot go on (a limit is exceeded, or its output does not match) raises nothing: `wait` names it each time its
+    mask is asked for. Every method may be called while masks are being filled, since the step that began them may have failed; the masks
+    are then waited for and dropped.
     """
 
     def begin(self, slots: Sequence[int]) -> None:
@@ -42,7 +42,7 @@ class MaskSource(SlotPart, Protocol):
         ...
 
     def wait(self) -> StepMasks:
-        """The masks that `begin` started, once. Their memory is valid until the next `begin`. Raises the error of filling them."""
+        """The masks that `begin` started; returned once. Their memory is valid until the next `begin`. Raises the error of filling them."""
         ...
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class MaskSource(SlotPart, Protocol):
 
 
 class NoGrammars:
-    """The masks of a runner that follows no grammar: a step that needs one is refused, and with it its sequence alone."""
+    """The masks of a runner without grammars. A step that needs one is refused, which ends only that sequence."""
 
     def start(self, started: Started) -> None:
         pass

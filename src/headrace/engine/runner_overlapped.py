@@ -42,7 +42,7 @@ class OverlappedRunner:
     def close(self) -> None:
         """Finish the step in progress, drop the steps not begun, end the thread.
 
-        A step that does not end in time is left behind, with a line in the log; the runner under it stays open, since the step uses it.
+        A step that does not end in time is abandoned with a line in the log. The runner below then stays open, since the step uses it.
         """
         if self._closed:
             return

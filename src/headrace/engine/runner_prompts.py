@@ -30,23 +30,23 @@ Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
 
 class PromptSize(NamedTuple):
-    """What a captured pass has room for."""
+    """Capacity of a captured pass over prompts."""
 
     tokens: int
     rows: int
 
     def takes(self, num_tokens: int, num_rows: int) -> bool:
-        """Whether there is room for them, and little enough would be padding."""
+        """Whether the tokens and rows fit without too much padding."""
         is_near = self.tokens <= max(SMALL_TOKENS, MAX_PADDING * num_tokens)
         return num_tokens <= self.tokens and num_rows <= self.rows and is_near
 
     def num_values(self, groups: int) -> int:
-        """Length of the inputs' buffer."""
+        """Length of the input buffer, in int64 values."""
         return (TOKEN_LINES + groups) * self.tokens + len(RowLine) * (self.rows + 1)
 
 
 class RowLine(IntEnum):
-    """A line of the rows' inputs, one value per row. FIRST has one more: where the last row ends."""
+    """The lines of the rows' inputs, one value per row. FIRST has one value more: the end of the last row."""
 
     FIRST = 0
     """First token of the row."""
@@ -68,7 +68,7 @@ def sizes_up_to(most_tokens: int, max_rows: int) -> list[PromptSize]:
 
 
 def lines(buffer: Array, size: PromptSize, groups: int) -> tuple[Array, Array]:
-    """The buffer's inputs, int64: of tokens [TOKEN_LINES + groups, T], of rows [len(RowLine), R + 1]."""
+    """Views of the buffer: inputs of tokens [TOKEN_LINES + groups, T], and of rows [len(RowLine), R + 1]."""
     num_token_values = (TOKEN_LINES + groups) * size.tokens
     of_rows = buffer[num_token_values : size.num_values(groups)]
     return buffer[:num_token_values].reshape(-1, size.tokens), of_rows.reshape(len(RowLine), -1)
@@ -77,7 +77,7 @@ def lines(buffer: Array, size: PromptSize, groups: int) -> tuple[Array, Array]:
 def fill(buffer: NDArray[np.int64], size: PromptSize, rows: Rows, state: SlotState, first_place: int) -> None:
     """Write the inputs of `rows`, which fit the size.
 
-    first_place  where the choice reads the first of the rows that sample; the others follow
+    first_place  place in the choice of the first row that samples; the others follow
     """
     of_tokens, of_rows = lines(buffer, size, len(state.tables))
     token_slots, positions = token_places(rows)

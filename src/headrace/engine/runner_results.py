@@ -23,7 +23,7 @@ _PROMPT_LOGITS = 1 << 23
 
 @dataclass(slots=True)
 class PromptLogprobColumns:
-    """Log-probabilities of prompt positions, in columns as in `Result`. failed: rows whose logits were not finite."""
+    """Log-probabilities of prompt positions, with columns as in `Result`. failed: rows whose logits were not finite"""
 
     rows: array[int] = field(default_factory=int_column)
     counts: array[int] = field(default_factory=int_column)
@@ -42,7 +42,7 @@ class PromptLogprobs:
         self._piece = max(1, _PROMPT_LOGITS // vocab_size)
 
     def compute(self, rows: Rows, logprob_counts: Ints, selected: Selection, hidden: Tensor) -> PromptLogprobColumns:
-        """Columns of the prompt tokens computed in this step, for the rows that asked for them.
+        """Log-probabilities of the prompt tokens computed in this step, for rows that asked for them.
 
         logprob_counts  `count_prompt_logprobs` of `rows`
         """
@@ -118,5 +118,5 @@ def make_result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptLog
 
 
 def empty_result(plan: Plan) -> Result:
-    """That of a plan without rows."""
+    """The result of a plan without rows."""
     return Result(step_id=plan.step_id, token_counts=array("i"), token_ids=array("i"))

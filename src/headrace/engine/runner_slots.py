@@ -23,30 +23,30 @@ def column(values: object) -> Ints:
 
 
 class SlotPart(Protocol):
-    """A part of what a runner remembers of its slots. Used by the runner's thread alone; repeating `start` or `end` changes nothing."""
+    """A part of a runner's state by slot. Used by the runner's thread alone. Repeating `start` or `end` changes nothing."""
 
     def start(self, started: Started) -> None:
-        """The slot's sequence begins, or runs again: its outputs so far count as committed. Nothing is kept of the slot's last one."""
+        """The slot's sequence begins, or runs again with its outputs so far committed. Forget the slot's last sequence."""
         ...
 
     def end(self, slots: Ints) -> None:
-        """Nothing is kept of these slots."""
+        """Forget these slots."""
         ...
 
     def commit(self, slots: Ints, token_ids: Ints) -> None:
-        """Each of `slots` [N], all different, has one sampled token more."""
+        """Add one sampled token to each of `slots` [N], which are all different."""
         ...
 
     def retract(self, slot: int, token_ids: Ints) -> None:
-        """The slot's last tokens, these, are taken back: their step was rolled back."""
+        """Remove the slot's last tokens, given as `token_ids`: their step was rolled back."""
         ...
 
 
 class SlotState:
-    """The `SlotPart` that batches are made of. Shape letters: N slots, L positions, M block-table width.
+    """The `SlotPart` from which batches are built. Shape letters: N slots, L positions, M block-table width.
 
     token_ids        [N, L] int32, valid below `known`
-    known            [N] number of ids that have a value: given by `started`, or sampled by an earlier plan
+    known            [N] number of known ids: given by `started`, or sampled by an earlier plan
     num_prompt       [N] number of leading ids that are the prompt
     prompt_logprobs  [N] number of most likely tokens to list per prompt token; -1: prompt log-probabilities are not asked for
     failed           [N] whether the slot's last row failed, so that its next token will never be known
@@ -79,7 +79,7 @@ class SlotState:
             table[slot] = 0
 
     def write_tables(self, plan: Plan) -> None:
-        """Apply the plan's block-table entries in order. Of two for the same place the later wins: a fork's shared block, then its copy."""
+        """Apply the plan's block-table entries in order. The last entry for a place wins: a fork's copy over the shared block."""
         if not plan.table_slots:
             return
         groups, slots, indices, blocks = (
@@ -94,7 +94,7 @@ class SlotState:
             table.ravel()[places[last]] = blocks[mine[last]]
 
     def cache_places(self, token_slots: Ints, positions: Ints) -> list[Ints]:
-        """Per KV group, the places [T] in its cache of tokens of these slots and positions: block * block size + offset."""
+        """Per KV group, the KV slots [T] of these sequence slots and positions: block * block size + offset."""
         size = self.block_size
         return [table[token_slots, positions // size].astype(np.int64) * size + positions % size for table in self.tables]
 

@@ -16,14 +16,14 @@ from headrace.tensor.batch import KvCache
 
 
 class RunnerState:
-    """slots: what batches are made of; parts: the rest, sampling and grammars. The cache's blocks are changed by copies alone."""
+    """Everything that a runner remembers. slots: the state that batches are built from; parts: the rest (sampling, grammars)"""
 
     def __init__(self, kv: KvCache, slots: SlotState, *parts: SlotPart) -> None:
         self.kv, self.slots = kv, slots
         self._parts: tuple[SlotPart, ...] = (slots, *parts)
 
     def apply(self, plan: Plan) -> None:
-        """Points 1 to 4 of `core.plan`. Harmless to repeat. Raises ValueError, with nothing applied, for a move or draft it cannot do."""
+        """Points 1 to 4 of `core.plan`. May be repeated. Raises ValueError, with nothing applied, for a move or draft it cannot do."""
         failpoint("runner.apply")
         refuse_moves_but_copies(plan)
         refuse_drafts(plan)
@@ -37,7 +37,7 @@ class RunnerState:
             self.kv.copy_block(group, source, target)
 
     def rewind(self, rows: Rows, sampling: Ints) -> None:
-        """Forget tokens of a plan that was rolled back. A row that samples at a position whose token is known shows that one was.
+        """Forget tokens of a plan that was rolled back: those at or after a position that is about to be sampled again.
 
         sampling  [S] the rows that sample
         """

@@ -14,14 +14,14 @@ from headrace.tensor.kernels.choice import MAX_TABLE_CHANGES
 
 
 class TableChanges:
-    """Entries for tables [num_groups, num_slots, width] of which each slot of a plan has a row."""
+    """Block-table entries that the device lacks, for tables [num_groups, num_slots, width] with a row for each slot."""
 
     def __init__(self, num_groups: int, num_slots: int, width: int) -> None:
         self._shape = (num_groups, num_slots, width)
         self._blocks: dict[int, int] = {}
 
     def add(self, plan: Plan) -> None:
-        """The plan's entries. Of two for the same place the later wins."""
+        """Add the plan's entries. A later entry for the same place wins."""
         if not plan.table_slots:
             return
         groups, slots, indices, blocks = (
@@ -31,14 +31,14 @@ class TableChanges:
         self._blocks.update(zip(places.tolist(), blocks.tolist(), strict=True))
 
     def fill(self, changes: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
-        """Write the entries as `DeviceChoice.write_tables` takes them; yields those that do not fit, which are to be written first."""
+        """Write entries in the form of `DeviceChoice.write_tables`. Yields those that do not fit, to be written first."""
         entries = iter(self._blocks.items())
         _write(changes, list(islice(entries, MAX_TABLE_CHANGES)))
         while more := list(islice(entries, MAX_TABLE_CHANGES)):
             yield _write(np.zeros_like(changes), more)
 
     def clear(self) -> None:
-        """The device has them all."""
+        """Forget all entries: the device has them."""
         self._blocks.clear()
 
 

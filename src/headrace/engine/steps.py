@@ -45,7 +45,7 @@ class UncommittedStep:
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """When the oldest uncommitted step began, and how long the newest is expected to take."""
+    """Times of the uncommitted steps. started: when the oldest began; predicted_s: expected seconds of the newest"""
 
     started: float
     predicted_s: float
@@ -56,7 +56,7 @@ class StepQueue:
 
     recent   the last PLAN_RING plans, without those that only poll for moves
     running  None while no step is uncommitted
-    costs    what steps cost lately
+    costs    recent cost of steps
     """
 
     def __init__(self, runner: Runner, clock: Clock) -> None:
@@ -72,7 +72,7 @@ class StepQueue:
         return len(self._steps)
 
     def submit(self, plan: Plan) -> None:
-        """Hand a plan to the runner. What that raises, EngineFatal apart, is raised by the step's ticket instead."""
+        """Hand a plan to the runner. If the runner raises, the step's ticket raises that error instead, except EngineFatal."""
         if not plan.only_polls_moves:
             self.recent.append(plan)
         now = self._clock()
@@ -98,13 +98,13 @@ class StepQueue:
         return self._steps.popleft()
 
     def take_all(self) -> list[UncommittedStep]:
-        """Every uncommitted step, oldest first; none is left."""
+        """Remove and return every uncommitted step, oldest first."""
         taken = list(self._steps)
         self._steps.clear()
         return taken
 
     def end(self, step: UncommittedStep) -> float:
-        """The step is over: committed, or undone and repeated. Returns the seconds it took, the steps before it left out."""
+        """Note that the step is over: committed, or undone and repeated. Returns the seconds that it took by itself."""
         now = self._clock()
         began = step.submitted if self.running is None else max(step.submitted, self.running.started)
         self.running = replace(self.running, started=now) if self._steps and self.running is not None else None

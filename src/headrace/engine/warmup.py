@@ -36,7 +36,7 @@ class _Runner(Protocol):
 def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int, most_tokens: int = 0) -> None:
     """Run a prefill, a decode of one row, a mixed step with every kind of sampling and of log-probabilities, and a decode of all rows.
 
-    most_tokens  run prompts of 4, 8, .. up to this many tokens as well
+    most_tokens  also run prompts of 4, 8, .. up to this many tokens
 
     No slot is left in use. Raises a step's error: an engine whose warm-up fails cannot serve.
     """

@@ -27,9 +27,9 @@ NAME_FORMATS = {
 
 
 def close_unevaluated(node: Keywords, combined: Sequence[Any], conjuncts: Sequence[Keywords], place: Place) -> None:
-    """Write `unevaluatedProperties` and `unevaluatedItems` as rules of what the conjuncts do not name.
+    """Rewrite `unevaluatedProperties` and `unevaluatedItems` as rules for what the conjuncts do not name.
 
-    combined: the schemas of the conjuncts as they were sent, its own first. Raises InvalidRequest where it depends on the value.
+    combined: the conjuncts' schemas as sent, the node's own first. Raises InvalidRequest where the rules would depend on the value.
     """
     as_sent = [schema for schema in combined if isinstance(schema, dict)]
     if any(not EVALUATING.isdisjoint(schema) for schema in as_sent):
@@ -50,10 +50,10 @@ def close_unevaluated(node: Keywords, combined: Sequence[Any], conjuncts: Sequen
 
 
 def name_properties(node: Keywords, names: Sequence[Keywords] | None, link: Callable[[Any, str], Any], place: Place) -> None:
-    """Write `propertyNames` as the properties that it allows, or as an expression of their names.
+    """Rewrite `propertyNames` as the properties that it allows, or as an expression that their names match.
 
     names  the conjuncts of its schema; None where it allows no name
-    link   makes a reference to a schema that is used for several properties
+    link   makes a reference to a schema that several properties share
     """
     del node["propertyNames"]
     allowed = {} if names is None else _names_allowed(names, place)
@@ -73,7 +73,7 @@ def name_properties(node: Keywords, names: Sequence[Keywords] | None, link: Call
 
 
 def _names_allowed(conjuncts: Sequence[Keywords], place: Place) -> dict[str, None] | str | None:
-    """The names that a schema of names allows, or an expression for them; None for every name."""
+    """The property names that the conjuncts allow: the names, an expression that they match, or None for any name."""
     rules: list[Keywords] = []
     for node in conjuncts:
         types = node.get("type", "string")
@@ -93,7 +93,7 @@ def _names_allowed(conjuncts: Sequence[Keywords], place: Place) -> dict[str, Non
 
 
 def _name_expression(rule: Keywords) -> str | None:
-    """A rule of names as an expression; None where it is none."""
+    """The expression that names under this rule match; None where no expression says the same."""
     if rule.keys() == {"pattern"}:
         expression: str = rule["pattern"]
         return expression

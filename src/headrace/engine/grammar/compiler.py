@@ -34,7 +34,7 @@ class GrammarCompiler:
         self._trie: TokenTrie | None = None
 
     def vet(self, grammar: Grammar) -> int:
-        """Bytes that the grammar will hold. Raises InvalidRequest, SequenceFailed, CheckpointError."""
+        """Vet a grammar. Returns the bytes that it will hold when compiled. Raises InvalidRequest, SequenceFailed, CheckpointError."""
         return self._vetter.vet(grammar)
 
     def compile(self, grammar: Grammar) -> LLMatcher:

@@ -53,7 +53,7 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
 
 
 def _regex_reason(reason: str) -> str:
-    """What is wrong with the expression, without the expression itself and its place in the Lark grammar that was made of it."""
+    """The fault in a regular expression, without the expression and its position in the Lark grammar made from it."""
     if found := re.search(r"^error: (.+)$", reason, re.MULTILINE):
         return f"{found[1][:1].upper()}{found[1][1:]}."
     _, _, rest = reason.rpartition("(in regex): ")

@@ -18,7 +18,7 @@ _NUM_DIGITS = len(str(MAX_COUNT))
 
 
 def check_string_counts(node: Mapping[str, object]) -> None:
-    """Raises InvalidRequest for a schema of strings that counts too far."""
+    """Raises InvalidRequest if a string schema has a repetition count that is too large."""
     for keyword in ("minLength", "maxLength"):
         count = node.get(keyword)
         if isinstance(count, int | float) and count > MAX_COUNT:
@@ -28,20 +28,20 @@ def check_string_counts(node: Mapping[str, object]) -> None:
 
 
 def check_regex_counts(expression: str) -> None:
-    """Raises InvalidRequest for a regular expression that counts too far."""
+    """Raises InvalidRequest if a regular expression has a repetition count that is too large."""
     for count in _counts(expression):
         if len(count) > _NUM_DIGITS or int(count) > MAX_COUNT:
             raise InvalidRequest("grammar", f"counts of at most {MAX_COUNT} in a regular expression", count, "Lower it, or use + or *.")
 
 
 def check_lark_counts(source: str) -> None:
-    """Raises InvalidRequest for a Lark source one of whose regular expressions counts too far."""
+    """Raises InvalidRequest if a regular expression in a Lark source has a repetition count that is too large."""
     for found in _LARK_EXPRESSION.finditer(source):
         check_regex_counts(found[1] or "")
 
 
 def _counts(expression: str) -> Iterator[str]:
-    """The numbers in braces, outside of sets and escapes."""
+    """The repetition counts of an expression: numbers in braces, outside character sets and escapes."""
     for found in _COUNT.finditer(expression):
         for number in found.groups():
             if number:

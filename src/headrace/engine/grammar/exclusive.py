@@ -27,19 +27,19 @@ MAX_TAGS = 16
 
 
 class Exclusion:
-    """Compares the schemas of one document."""
+    """Decides whether schemas of one document exclude each other. A "no" may mean that this was not found out within the limits."""
 
     def __init__(self, conjuncts_of: ConjunctsOf) -> None:
         self._conjuncts_of = conjuncts_of
         self._num_left = MAX_COMPARISONS
 
     def is_exclusive(self, branches: Sequence[Any], context: Conjuncts) -> bool:
-        """Whether no value satisfies two of the branches. context: what holds for the value besides"""
+        """Whether no value satisfies two of the branches. context: further conjuncts that the value satisfies"""
         found = [[*conjuncts, *context] for conjuncts in map(self._conjuncts_of, branches) if conjuncts is not None]
         return self._are_told_apart(found) or all(self._disjoint(one, other, 0) for one, other in combinations(found, 2))
 
     def _are_told_apart(self, branches: Sequence[Conjuncts]) -> bool:
-        """Whether all branches list values, of their own or of a required property, none twice. Linear, for long lists of branches."""
+        """Whether branches list different values, of their own or of one required property. Linear, for long lists of branches."""
         if _are_distinct([_listed(branch) for branch in branches]):
             return True
         names = [name for node in branches[0] for name in node.get("required", ())] if branches else []
@@ -68,7 +68,7 @@ class Exclusion:
         return found
 
     def _disjoint(self, one: Conjuncts, other: Conjuncts, depth: int) -> bool:
-        """Whether no value satisfies both."""
+        """Whether no value satisfies both lists of conjuncts."""
         self._num_left -= 1
         both = [*one, *other]
         if self._num_left < 0 or depth > MAX_DEPTH or not both:
@@ -82,7 +82,7 @@ class Exclusion:
         return self._no_branch_meets(one, other, depth) or self._no_branch_meets(other, one, depth)
 
     def _no_value_of(self, name: str, one: Conjuncts, other: Conjuncts, both: Conjuncts, depth: int) -> bool:
-        """Whether no value of a type satisfies both."""
+        """Whether no value of the type `name` satisfies both."""
         match name:
             case "integer" | "number":
                 return _is_empty_range(both)
@@ -104,7 +104,7 @@ class Exclusion:
         return first is None or second is None or (bool(first and second) and self._disjoint(first, second, depth + 1))
 
     def _of_pair(self, one: Sequence[Any], other: Sequence[Any], depth: int) -> bool:
-        """Whether no value satisfies the schemas of both lists."""
+        """Whether no value satisfies all schemas of both lists."""
         found: list[list[dict[str, Any]]] = []
         for schemas in (one, other):
             conjuncts = [self._conjuncts_of(schema) for schema in schemas]
@@ -114,7 +114,7 @@ class Exclusion:
         return bool(found[0] and found[1]) and self._disjoint(found[0], found[1], depth + 1)
 
     def _no_branch_meets(self, one: Conjuncts, other: Conjuncts, depth: int) -> bool:
-        """Whether each branch of some `anyOf` or `oneOf` of the one schema excludes the other schema."""
+        """Whether `one` has an `anyOf` or `oneOf` of which every branch excludes `other`."""
         for node in one:
             for keyword in ("anyOf", "oneOf"):
                 if keyword not in node:
@@ -127,7 +127,7 @@ class Exclusion:
 
 
 def _listed(conjuncts: Conjuncts) -> list[Any] | None:
-    """The values that `const` and `enum` list and all conjuncts allow; None where none lists any."""
+    """The values listed by `const` or `enum` that all conjuncts allow; None where no conjunct lists values."""
     for node in conjuncts:
         values = values_of(node)
         if values is not None:
@@ -148,7 +148,7 @@ def _are_distinct(listed: Sequence[Sequence[Any] | None]) -> bool:
 
 
 def _types(conjuncts: Conjuncts) -> set[str]:
-    """The types that all conjuncts allow. Of numbers, integers are a part."""
+    """The types that all conjuncts allow. "number" includes "integer"."""
     found = set(TYPES)
     for node in conjuncts:
         given = node.get("type")
@@ -159,7 +159,7 @@ def _types(conjuncts: Conjuncts) -> set[str]:
 
 
 def _property(name: str, node: dict[str, Any]) -> Any:
-    """The schema that a conjunct has for a property, as far as that is sure."""
+    """The schema of a conjunct for a property; true where that depends on patterns."""
     properties = node.get("properties", {})
     if name in properties:
         return properties[name]
@@ -167,7 +167,7 @@ def _property(name: str, node: dict[str, Any]) -> Any:
 
 
 def _items(one: Conjuncts, other: Conjuncts) -> Iterator[tuple[list[Any], list[Any]]]:
-    """The schemas that both have for each item that there must be."""
+    """For each item that an array must have: the schemas of `one` for it, and those of `other`."""
     num_items = max([node.get("minItems", 0) for node in (*one, *other)])
     longest = max([len(node.get("prefixItems", ())) for node in (*one, *other)])
     for index in range(min(num_items, longest + 1)):

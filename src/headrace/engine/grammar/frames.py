@@ -13,7 +13,7 @@ class OtherEndGone(Exception):
 
 
 def send_frame(channel: socket.socket, data: bytes) -> None:
-    """Raises OtherEndGone, and TimeoutError where the socket has a time limit."""
+    """Send one frame. Raises OtherEndGone, and TimeoutError where the socket has a time limit."""
     try:
         channel.sendall(_LENGTH.pack(len(data)) + data)
     except TimeoutError:
@@ -23,7 +23,7 @@ def send_frame(channel: socket.socket, data: bytes) -> None:
 
 
 def receive_frame(channel: socket.socket) -> bytes:
-    """Raises OtherEndGone, and TimeoutError where the socket has a time limit."""
+    """Receive one frame. Raises OtherEndGone, and TimeoutError where the socket has a time limit."""
     (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
     return _exactly(channel, length)
 

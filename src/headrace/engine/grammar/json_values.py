@@ -15,7 +15,7 @@ DECIDED = frozenset({"type", "required", *BOUNDS, *(keyword for keywords in SIZE
 
 
 def type_names(value: object) -> tuple[str, ...]:
-    """The types of a value: an integer has two."""
+    """The JSON Schema types of a value; an integer has two: "integer" and "number"."""
     match value:
         case None:
             return ("null",)
@@ -31,12 +31,12 @@ def type_names(value: object) -> tuple[str, ...]:
 
 
 def value_key(value: object) -> object:
-    """Equal for equal JSON values alone: 1 and true are two."""
+    """A key that is equal only for equal JSON values: 1 and true, equal in Python, have different keys."""
     return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else (isinstance(value, bool), value)
 
 
 def values_of(node: Mapping[str, Any]) -> list[Any] | None:
-    """The values that `const` and `enum` list, both where both are given; None where neither is."""
+    """The values listed by `const` or `enum`; if both are given, the values in both. None where neither is given."""
     values: list[Any] | None = node.get("enum")
     if "const" not in node:
         return values

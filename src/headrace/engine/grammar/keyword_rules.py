@@ -51,10 +51,10 @@ NO_BOUND = (1 << 31) - 1
 
 
 def simplified(schema: Any, place: Place) -> Keywords | bool:
-    """The keywords of a schema that bind the answer, in their order; True where there are none, False where no value satisfies them.
+    """The keywords of a schema that bind the answer, in their order. True: there are none. False: no value satisfies the schema.
 
-    Subschemas are not looked into, unless a rule asks whether one allows everything. Raises InvalidRequest for a keyword that is used
-    otherwise than JSON Schema has it, and for one that cannot be enforced.
+    Subschemas are not simplified, except to find out whether one allows everything. Raises InvalidRequest for a keyword with a value that
+    JSON Schema does not allow, and for a keyword that cannot be enforced.
     """
     if isinstance(schema, bool):
         return schema
@@ -83,7 +83,7 @@ def simplified(schema: Any, place: Place) -> Keywords | bool:
 
 
 def is_keyword(name: str) -> bool:
-    """Whether JSON Schema lets the keyword bind a value."""
+    """Whether `name` is a keyword that can bind a value in JSON Schema."""
     return name in KEYWORD_TO_TYPE or name in OF_ANY_TYPE
 
 
@@ -93,7 +93,7 @@ def allows_all(schema: Any, place: Place) -> bool:
 
 
 def _read_draft_3_required(node: Keywords, place: Place) -> None:
-    """Draft 3 had `required` in the property itself; false was its default."""
+    """Refuse or drop draft 3's `required`, a boolean in the property itself; false was its default."""
     if node.get("required") is True:
         raise refused((place, "required"), "a list of names in required", True, "List the property's name in required of its object.")
     if node.get("required") is False:
@@ -101,7 +101,7 @@ def _read_draft_3_required(node: Keywords, place: Place) -> None:
 
 
 def _types(node: Keywords, place: Place) -> Types | None:
-    """The types that `type` allows; None for every type. OpenAPI's `nullable` is read as one of them."""
+    """The types that `type` allows; None for every type. OpenAPI's `nullable` adds "null"."""
     is_nullable = node.pop("nullable", False) is True
     if "type" not in node:
         return None
@@ -128,7 +128,7 @@ def _names(node: Keywords) -> Types | None:
 
 
 def _not_excluded(node: Keywords, types: Types | None, place: Place) -> Types | None:
-    """The types left by a `not` that excludes types alone, or excludes what another `not` excludes."""
+    """The types left by `not`, where it excludes only types. A `not` within a `not` becomes an `allOf`. Other `not`s stay in `node`."""
     if "not" not in node:
         return types
     excluded, below = node["not"], (place, "not")
@@ -155,7 +155,7 @@ def _not_excluded(node: Keywords, types: Types | None, place: Place) -> Types | 
 
 
 def _drop_other_types(node: Keywords, types: Types | None) -> None:
-    """Drop the keywords that speak of other types alone."""
+    """Drop the keywords that bind only values of types that the schema does not allow."""
     if types is None:
         return
     for keyword in [keyword for keyword in node if keyword in KEYWORD_TO_TYPE]:
@@ -165,9 +165,9 @@ def _drop_other_types(node: Keywords, types: Types | None) -> None:
 
 
 def _types_of_values(node: Keywords, types: Types | None, place: Place) -> Types | None:
-    """The types, of what `const` and `enum` list where they are given: of their values those are kept that the other keywords allow.
+    """The schema's types, narrowed to those of the values in `const` and `enum`. Listed values that other keywords exclude are dropped.
 
-    A format beside listed values is an annotation: llguidance would drop those that are spelled otherwise.
+    A `format` beside listed values is dropped too: llguidance would refuse values whose spelling it does not know.
     """
     for keyword in ("const", "enum"):
         if keyword not in node:
@@ -190,7 +190,7 @@ def _types_of_values(node: Keywords, types: Types | None, place: Place) -> Types
 
 
 def _read_sizes(node: Keywords, place: Place, least: str, most: str) -> None:
-    """`least` is 0, and `most` is none, where it is left out."""
+    """Check the bounds of a size, and drop those without effect: a least size of 0, and a largest size of NO_BOUND or more."""
     for keyword in (least, most):
         _check_whole(node, keyword, place)
     if node.get(least) == 0:
@@ -247,7 +247,7 @@ def _array_rules(node: Keywords, place: Place) -> None:
 
 
 def _read_items(node: Keywords, place: Place) -> None:
-    """Write a list in `items` and `additionalItems`, as drafts up to 2019-09 have them, as `prefixItems` and `items`."""
+    """Rewrite `items` as a list and `additionalItems` (drafts up to 2019-09) as `prefixItems` and `items`."""
     if isinstance(node.get("items"), list):
         if "prefixItems" in node:
             raise refused((place, "items"), "a schema in items beside prefixItems", node["items"])
@@ -264,7 +264,7 @@ def _read_items(node: Keywords, place: Place) -> None:
 
 
 def _read_contains(node: Keywords, place: Place) -> None:
-    """`contains` without an effect goes; where each item counts, it is a number of items."""
+    """Drop `contains` where it has no effect; rewrite it as a number of items where every item counts."""
     for keyword in ("minContains", "maxContains"):
         _check_whole(node, keyword, place)
     least, most = node.get("minContains", 1), node.get("maxContains")
@@ -320,7 +320,7 @@ def _check_objects(node: Keywords, place: Place) -> None:
 
 
 def _is_idle(rule: object, place: Place) -> bool:
-    """Whether a dependency that is a schema allows everything."""
+    """Whether a dependency is a schema that allows everything."""
     return isinstance(rule, dict | bool) and allows_all(rule, place)
 
 
@@ -338,7 +338,7 @@ def _logic_rules(node: Keywords, place: Place) -> None:
 
 
 def _read_condition(node: Keywords, place: Place) -> None:
-    """Without an effect are `then` and `else` without `if`, an `if` without them, and one that is always or never true."""
+    """Drop `if`, `then` and `else` where they have no effect, and resolve an `if` that is always or never true."""
     branches = {name: node[name] for name in ("then", "else") if name in node and not allows_all(node[name], (place, name))}
     condition = simplified(node["if"], (place, "if")) if "if" in node and branches else None
     if isinstance(condition, dict):

@@ -21,7 +21,7 @@ _CONSISTS = re.compile(rf"\^?{_ATOM}\*\$")
 
 
 def without_look_around(expression: str) -> list[str] | None:
-    """Expressions that a text matches where it matches the given one; None where these are not known. One without is its own."""
+    """Expressions without look-around that together match the same texts; None where these are not known."""
     if not _has_look_around(expression):
         return [expression]
     if not expression.startswith("^"):
@@ -42,7 +42,7 @@ def without_look_around(expression: str) -> list[str] | None:
 
 
 def _excluded(inside: str) -> str | None:
-    """The expression of the texts of which this is no beginning."""
+    """An expression for the texts that do not begin with `inside`; None where it is not known."""
     if found := _BEGINS.fullmatch(inside):
         return f"^(?:{_others(found[1])}(?s:.*))?$"
     if found := _HOLDS_TWICE.fullmatch(inside):
@@ -57,7 +57,7 @@ def _excluded(inside: str) -> str | None:
 
 
 def _others(atom: str) -> str:
-    """The characters that an atom does not match."""
+    """A character set of all characters that an atom does not match."""
     if atom.startswith("[^"):
         return f"[{atom[2:]}"
     return f"[^{atom[1:]}" if atom.startswith("[") else f"[^{atom}]"
@@ -77,7 +77,7 @@ def _has_branches(expression: str) -> bool:
 
 
 def _closing(expression: str, begin: int) -> int | None:
-    """Where the group that begins there ends."""
+    """Position of the parenthesis that closes the group at `begin`."""
     depth = 0
     for found in _TOKEN.finditer(expression, begin):
         depth += found[0].startswith("(") - (found[0] == ")")

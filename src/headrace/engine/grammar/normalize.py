@@ -39,19 +39,19 @@ Around = tuple["Around", Any] | None
 
 
 class Target(NamedTuple):
-    """What a reference points to. name: what its definition may be called"""
+    """The schema that a reference points to. name: the name that its definition should get"""
 
     schema: Any
     name: str
 
 
 def normalized(schema: Any) -> dict[str, Any]:
-    """The schema that says the same to llguidance. Raises InvalidRequest where there is none."""
+    """An equivalent schema that llguidance reads as JSON Schema defines it. Raises InvalidRequest where there is none."""
     return _Document(schema).written()
 
 
 class _Document:
-    """One schema, with the definitions that its references need."""
+    """One schema document with the definitions that its references need."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -88,7 +88,7 @@ class _Document:
     # reading
 
     def _simplified(self, schema: Any, place: Place) -> Keywords | bool:
-        """`keyword_rules.simplified`, with the targets of all references under `$ref`. What is given back is shared."""
+        """`keyword_rules.simplified`, with the targets of all references under `$ref`. The result is cached: callers must not change it."""
         if id(schema) in self._read:
             return self._read[id(schema)][1]
         found = simplified(schema, place)
@@ -111,7 +111,7 @@ class _Document:
         return found or True
 
     def _followed(self, schema: Any) -> Any:
-        """The schema that a chain of references alone ends at."""
+        """The schema at the end of a chain of schemas that consist of one reference."""
         while True:
             node = self._simplified(schema, self._references.place(schema))
             if not isinstance(node, dict) or node.keys() != {"$ref"} or len(node["$ref"]) > 1:
@@ -119,7 +119,7 @@ class _Document:
             schema = node["$ref"][0].schema
 
     def _conjuncts(self, schema: Any) -> list[Keywords] | None:
-        """The keywords of a schema and of what its `allOf` and `$ref` name, its own first; None where no value satisfies them."""
+        """The keywords of a schema and of the schemas that its `allOf` and `$ref` name, its own first. None: no value satisfies all."""
         if id(schema) not in self._conjunct_lists:
             found = [self._simplified(each, self._references.place(each)) for each in self._combined(schema)]
             nodes = [
@@ -129,7 +129,7 @@ class _Document:
         return self._conjunct_lists[id(schema)][1]
 
     def _combined(self, schema: Any) -> list[Any]:
-        """A schema and all that its `allOf` and `$ref` name, each once."""
+        """A schema and all schemas that its `allOf` and `$ref` name, directly or not, each once."""
         found: dict[int, Any] = {}
         unseen = [schema]
         while unseen:
@@ -145,7 +145,7 @@ class _Document:
     # rewriting
 
     def _rewritten(self, schema: Any, place: Place) -> Keywords | bool:
-        """The keywords of a schema, with what they say together written as llguidance has it."""
+        """The keywords of a schema, with rules over several schemas rewritten for llguidance."""
         found = self._simplified(schema, place)
         if isinstance(found, bool):
             return found
@@ -162,9 +162,9 @@ class _Document:
     # writing
 
     def _written(self, schema: Any, place: Place, *, around: Around = None, is_combined: bool = False) -> Schema:
-        """The schema for llguidance.
+        """The schema as llguidance gets it.
 
-        around       the schemas around it that judge the same value
+        around       the schemas around this one that judge the same value
         is_combined  whether other schemas judge the same value
         """
         self._num_written += 1
@@ -192,7 +192,7 @@ class _Document:
     def _write_branches(
         self, written: dict[str, Any], keyword: str, value: list[Any], place: Place, around: tuple[Around, Any], is_combined: bool
     ) -> bool:
-        """Add the schemas of a keyword that judge the same value. False: no value satisfies them."""
+        """Add the branches of a keyword, which judge the same value, to `written`. False: no value satisfies them."""
         tag = self._tag(value, place, around) if keyword == "oneOf" else None
         if tag is not None:
             written["allOf"] = [*written.get("allOf", ()), {"required": [tag]}]
@@ -217,8 +217,10 @@ class _Document:
         return bool(possible)
 
     def _tag(self, branches: list[Any], place: Place, around: tuple[Around, Any]) -> str | None:
-        """The property that has to be there for the branches of a `oneOf` to exclude each other: that of OpenAPI's `discriminator`, which
-        pydantic does not list in `required` where it has a default. None where they do without it. Raises InvalidRequest where they do not.
+        """The property that must be required so that the branches of a `oneOf` exclude each other; None where they do without one.
+
+        The property is that of OpenAPI's `discriminator`, which pydantic leaves out of `required` where it has a default. Raises
+        InvalidRequest where the branches do not exclude each other even so.
         """
         context = self._context(around)
         if self._exclusion.is_exclusive(branches, context):
@@ -230,7 +232,7 @@ class _Document:
         raise refused(place, "a oneOf whose branches visibly exclude each other", remedy="Use anyOf.")
 
     def _context(self, around: Around) -> list[Keywords]:
-        """What schemas say of a value besides their branches."""
+        """The keywords, branches left out, of all schemas around a value."""
         found: dict[int, Keywords] = {}
         while around is not None:
             around, schema = around
@@ -239,7 +241,8 @@ class _Document:
         return [node for node in found.values() if node]
 
     def _child(self, schema: Any, place: Place) -> Schema:
-        """A schema that judges another value than the one around it. One that combines others is a definition, so that it may recur."""
+        """The written form of a schema that judges another value than the schema around it. A schema with branches becomes a definition if
+        the document is recursive."""
         self._references.check_ends(schema)
         node = self._simplified(schema, place)
         if isinstance(node, dict):
@@ -249,7 +252,8 @@ class _Document:
         return self._written(schema, place)
 
     def _referred(self, target: Target, around: Around, is_combined: bool) -> Schema:
-        """What a reference points to, written out where it is combined with other keywords and may not be read to its end before."""
+        """The target of a reference: as a reference to a definition, or written out where it is combined with other keywords in a recursive
+        document, up to MAX_WRITTEN_OUT within each other."""
         schema = self._followed(target.schema)
         place = self._references.place(schema)
         node = self._simplified(schema, place)
@@ -264,7 +268,7 @@ class _Document:
         return found
 
     def _pointer(self, schema: Any, name: str) -> str:
-        """The reference to a schema's definition, which is written later."""
+        """The reference to a schema's definition. A new definition is written later."""
         if id(schema) not in self._pointers:
             base = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:MAX_NAME_CHARS] or "schema"
             name = base

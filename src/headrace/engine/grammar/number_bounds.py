@@ -40,10 +40,10 @@ SEND_TEXT = "Send such a number as a string."
 
 
 def as_read(value: float) -> float:
-    """The number that llguidance reads where a schema has this one.
+    """The number that llguidance reads for `value`.
 
-    It reads the digits as one float and divides that by a power of ten. Both steps may round, and lead to a neighbour of the float that the
-    digits mean.
+    llguidance reads the digits as one float and divides by a power of ten. Both steps may round, so the result may be a neighbour of the
+    float that the digits mean.
     """
     if isinstance(value, int):
         return value
@@ -57,7 +57,7 @@ def as_read(value: float) -> float:
 
 
 def check_values(values: Sequence[object], keyword: str, place: Place) -> None:
-    """Raises InvalidRequest for a number among the values, or within them, that would be written as another one."""
+    """Raises InvalidRequest if a number in the values, or within them, would be written as another number."""
     unseen = list(values)
     while unseen:
         value = unseen.pop()
@@ -73,7 +73,7 @@ def check_values(values: Sequence[object], keyword: str, place: Place) -> None:
 
 
 def check_multiple(node: dict[str, Any], place: Place) -> None:
-    """Raises InvalidRequest for a `multipleOf` that llguidance does not hold: a number of 32 bits over a power of ten."""
+    """Raises InvalidRequest unless llguidance represents the `multipleOf` exactly: a number of 32 bits over a power of ten."""
     if "multipleOf" not in node:
         return
     given = node["multipleOf"]
@@ -88,7 +88,7 @@ def check_multiple(node: dict[str, Any], place: Place) -> None:
 
 
 def multiple_parts(given: float) -> tuple[int, int] | None:
-    """(coefficient, digits after the point) of a `multipleOf`, found as llguidance finds them; None where it finds none, or others."""
+    """(coefficient, decimals) of a `multipleOf`, computed as llguidance does it; None where the result would not be exact."""
     found = as_read(given)
     num_decimals = 0
     while found <= MAX_MULTIPLE and found != int(found):
@@ -103,7 +103,7 @@ def is_number(value: object) -> bool:
 
 
 def read_bounds(node: dict[str, Any], place: Place) -> None:
-    """Check the bounds of a schema, and write draft 4's booleans as bounds. Raises InvalidRequest."""
+    """Check the bounds of a schema, and rewrite draft 4's boolean bounds as numbers. Raises InvalidRequest for any other bound."""
     for inclusive, exclusive in SIDES:
         _without_boolean(node, inclusive, exclusive)
         for keyword in (inclusive, exclusive):
@@ -112,7 +112,7 @@ def read_bounds(node: dict[str, Any], place: Place) -> None:
 
 
 def move_bounds(node: dict[str, Any], place: Place, *, is_integer: bool) -> None:
-    """Write bounds that `read_bounds` has read as llguidance holds them.
+    """Move bounds inwards to numbers that llguidance represents exactly. `read_bounds` has been called.
 
     is_integer: whether no fraction is allowed. Raises InvalidRequest where no number is left between the bounds.
     """
@@ -134,13 +134,13 @@ def _bounds(node: dict[str, Any]) -> dict[str, float]:
 
 
 def _without_boolean(node: dict[str, Any], inclusive: str, exclusive: str) -> None:
-    """Draft 4 and OpenAPI 3.0: `exclusiveMinimum: true` says that `minimum` itself is not allowed."""
+    """Rewrite `exclusiveMinimum: true` (draft 4, OpenAPI 3.0), which excludes `minimum` itself, as a numeric bound."""
     if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and inclusive in node:
         node[exclusive] = node.pop(inclusive)
 
 
 def _moved_bound(node: dict[str, Any], side: tuple[str, str], sign: int, *, is_integer: bool) -> float | None:
-    """One side's bound as llguidance holds it, moved inwards in `node`. sign: 1 for the lower side, -1 for the upper one"""
+    """Move one side's bound inwards in `node`, and return it; None without one. sign: 1 for the lower side, -1 for the upper one"""
     given = [(node[keyword], keyword == side[1]) for keyword in side if keyword in node]
     if not given:
         return None
@@ -161,12 +161,12 @@ def _moved_bound(node: dict[str, Any], side: tuple[str, str], sign: int, *, is_i
 
 
 def _is_held(bound: float, *, is_exclusive: bool) -> bool:
-    """Whether a bound may stay. llguidance may write the last of many digits otherwise, and would take the bound itself then."""
+    """Whether a bound may stay as it is. llguidance may round its last digits: an exclusive bound would be allowed itself then."""
     return as_read(bound) == bound and not (is_exclusive and float(f"{bound:.{NUM_DIGITS}g}") != bound)
 
 
 def _inwards(bound: int, sign: int, *, is_integer: bool) -> int:
-    """The first integer at or within a bound that llguidance writes as it is. sign: 1 for a lower bound, -1 for an upper one"""
+    """The first integer at or within a bound that llguidance writes exactly. sign: 1 for a lower bound, -1 for an upper one"""
     if is_integer and sign < 0 and bound >= MAX_INTEGER:
         return MAX_INTEGER
     lower = min(max(sign * bound, -MAX_FLOAT), 1 << 1000)  # an upper bound is a lower one of the negated numbers

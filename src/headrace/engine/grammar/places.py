@@ -21,7 +21,7 @@ _NOTHING = object()
 
 
 def refused(place: Place, limit: str, given: object = _NOTHING, remedy: str = "") -> InvalidRequest:
-    """A rule that the schema at this place breaks, or one that cannot be enforced. given: what breaks it; null is shown, too"""
+    """The error for a rule that the schema at `place` breaks, or that cannot be enforced. given: the value, None as null"""
     shown = None if given is _NOTHING else ShownValue("null") if given is None else given
     if isinstance(given, int) and abs(given) >= LONG_INTEGER:
         shown = ShownValue(f"{Decimal(given).normalize():e}")
@@ -29,12 +29,12 @@ def refused(place: Place, limit: str, given: object = _NOTHING, remedy: str = ""
 
 
 def unsupported(place: Place, keywords: Iterable[str]) -> InvalidRequest:
-    """Keywords of the schema at this place that bind the answer and cannot be enforced."""
+    """The error for keywords of the schema at `place` that bind the answer and cannot be enforced."""
     return refused(place, "keywords of JSON Schema that are supported", ", ".join(keywords), "Leave them out.")
 
 
 def pointer(place: Place) -> str:
-    """The place as a JSON pointer in ASCII, its beginning left out where it is long."""
+    """The place as a JSON pointer in ASCII. The beginning of a long one is left out."""
     keys: list[str] = []
     num_chars = 0
     while isinstance(place, tuple) and num_chars <= MAX_POINTER_CHARS:

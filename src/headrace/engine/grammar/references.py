@@ -34,7 +34,7 @@ OLD_DRAFTS = frozenset({f"http://json-schema.org/draft-0{number}/schema" for num
 
 @dataclass(slots=True, eq=False)
 class Resource:
-    """A schema with an address of its own. anchors: the schemas within it that have a name"""
+    """A schema with an address of its own. anchors: name -> schema within the resource"""
 
     uri: str
     root: Any
@@ -59,14 +59,14 @@ class References:
         self._is_recursive: bool | None = None
 
     def link(self, schema: Any, name: str) -> dict[str, str]:
-        """A reference to a schema of this document, to be written into a rewritten one. name: what its definition may be called"""
+        """A new reference to a schema, for use in a rewritten schema. name: the name that its definition should get"""
         made = {"$ref": f"#/{name}"}
         self._kept.append(made)  # an id belongs to one object as long as it lives
         self._links[id(made)] = schema
         return made
 
     def target(self, node: dict[str, Any], keyword: str, place: Place) -> Any:
-        """The schema that one reference of a schema points to. Raises InvalidRequest where there is none in the document."""
+        """The schema that a reference points to. Raises InvalidRequest where the document has no such schema."""
         if id(node) in self._links:
             return self._links[id(node)]
         text = node[keyword]
@@ -80,11 +80,11 @@ class References:
         return found
 
     def place(self, schema: Any) -> Place:
-        """Where a schema stands in the document, as far as it is an object and was not made here."""
+        """The place of a schema in the document; the root for a boolean, and for a schema made by rewriting."""
         return self._places.get(id(schema), ROOT)
 
     def check_ends(self, schema: Any) -> None:
-        """Raise InvalidRequest where judging a value by a schema would lead back to judging the same value by it."""
+        """Raise InvalidRequest if a schema leads back to itself for the same value, so that evaluating it would not end."""
         if isinstance(schema, dict) and not _LEADING_ON.isdisjoint(schema):
             found = _circle(schema, self._in_place, self._ended)
             if found is not None:
@@ -92,13 +92,13 @@ class References:
                 raise refused(self.place(schema), limit, found, "They lead in a circle, so that no value is described.")
 
     def is_recursive(self) -> bool:
-        """Whether some schema of the document leads to itself."""
+        """Whether some schema of the document refers to itself, directly or not."""
         if self._is_recursive is None:
             self._is_recursive = _circle(self._document.root, self._below, set()) is not None
         return self._is_recursive
 
     def _in_place(self, node: Any) -> Iterator[Step]:
-        """The schemas that judge the same value."""
+        """Keywords and schemas below a schema that judge the same value as it does."""
         if isinstance(node, list):
             return  # no schema, which is said elsewhere
         for keyword in IN_PLACE:
@@ -108,7 +108,7 @@ class References:
         yield from self._targets(node)
 
     def _below(self, node: Any) -> Iterator[Step]:
-        """All that a schema consists of."""
+        """Everything directly below a schema, targets of references included."""
         if isinstance(node, list):
             yield from (("", child) for child in node)
         else:
@@ -121,13 +121,13 @@ class References:
                 yield text, self._links.get(id(node)) or self._found(text, self._resource_of.get(id(node), self._document))
 
     def _check_dynamic(self, found: Any, text: str, keyword: str, place: Place) -> None:
-        """Raise InvalidRequest where what a reference means depends on the way of evaluation: where several schemas have its name."""
+        """Raise InvalidRequest if several schemas have the name of a dynamic reference, since its target depends on the evaluation."""
         named = self._recursive if keyword == "$recursiveRef" else self._dynamic.get(text.rpartition("#")[2], [])
         if len(named) > 1 and any(found is each for each in named):
             raise refused((place, keyword), f"a {keyword} that means one schema alone", text, "Use $ref.")
 
     def _found(self, text: str, resource: Resource) -> Any:
-        """What a reference within a resource points to. One without an address may mean the document too, as some generators write it."""
+        """The part that a reference in a resource points to. A bare fragment may also mean the document: some generators write that."""
         uri, _, fragment = text.partition("#")
         try:
             begun = self._resources.get(urljoin(resource.uri, uri)) if uri else resource
@@ -139,7 +139,7 @@ class References:
         return _part(self._document, fragment) if found is None and not uri else found
 
     def _index(self, document: Any) -> None:
-        """Note the place of each schema, resources, anchors, and which schemas are not in the document's own resource."""
+        """Note every schema's place, the resources and anchors, and the resource of each schema that is not in the document's own."""
         unseen: list[tuple[Any, Resource, Place]] = [(document, self._document, ROOT)]
         while unseen:
             node, resource, place = unseen.pop()
@@ -162,7 +162,7 @@ class References:
                     unseen.append((child, resource, below))
 
     def _begun(self, node: dict[str, Any], resource: Resource) -> Resource:
-        """The resource of a schema: a new one where it has an address. Its names are noted."""
+        """The resource that a schema belongs to: a new one if the schema has an address. The schema's anchors are noted."""
         for keyword in ("$id", "id"):
             if not isinstance(text := node.get(keyword), str) or ("$ref" in node and self._is_old):
                 continue
@@ -186,7 +186,7 @@ class References:
 
 
 def _circle(start: Any, steps_of: Callable[[Any], Iterator[Step]], ended: set[int]) -> str | None:
-    """The text of a step that leads back to where it came from; None where there is none. What ends is added to `ended`, once for all."""
+    """The text of a step that closes a circle; None without a circle. Nodes from which all steps end are added to `ended`."""
     under_way: set[int] = set()
     path: list[tuple[Any, Iterator[Step]]] = []
     step: Step | None = ("#", start)

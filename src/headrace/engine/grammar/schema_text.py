@@ -25,7 +25,7 @@ def read_schema(text: str) -> Any:
 
 
 def read_embedded(text: str, begin: int) -> tuple[Any, int] | None:
-    """The JSON value that begins at an offset, and where it ends; None where there is none. Raises InvalidRequest as `read_schema`."""
+    """(value, end offset) of the JSON value that begins at an offset; None where there is none. Raises InvalidRequest as `read_schema`."""
     try:
         schema, end = _DECODER.raw_decode(text, begin)
     except RecursionError:

@@ -41,33 +41,33 @@ MIN_SHARED_TOKENS = 64
 
 
 class MatcherSource(Protocol):
-    """Where matchers come from. Called on the thread that fills masks."""
+    """The source of a runner's matchers. Called on the thread that fills masks."""
 
     num_words: int
 
     def template(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the grammar's start, to be copied and never advanced. Raises HeadraceError where there is none."""
+        """A matcher at the grammar's start, to be copied and never advanced. Raises HeadraceError where the grammar cannot be compiled."""
         ...
 
     def renewed(self, grammar: Grammar) -> LLMatcher:
-        """The same, compiled anew, so that its lexer is empty; it is the template from here on. Raises HeadraceError."""
+        """A new template with an empty lexer, which `template` gives from now on. Raises HeadraceError."""
         ...
 
     def unshared(self, grammar: Grammar) -> LLMatcher:
-        """The same, compiled anew for the caller alone. Raises HeadraceError."""
+        """A new template for the caller alone. Raises HeadraceError."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A sequence's grammar, and where it stands.
+    """A sequence's grammar, and the state of its matcher.
 
-    token_ids    its output so far, of which the matcher has consumed the first `num_consumed`
-    template     what the matcher is a copy of
-    renewal_s    CPU time spent on new lexers for this sequence
+    token_ids    the sequence's output so far; the matcher has consumed the first `num_consumed`
+    template     the matcher that `matcher` is a copy of
+    renewal_s    CPU time in seconds spent on new lexers for this sequence
     renewed_at   `num_consumed` when its lexer was last found full
-    overspent_s  CPU time spent beyond MASK_CPU_S for each token; never below 0
-    failure      why it cannot go on
+    overspent_s  CPU time in seconds beyond MASK_CPU_S for each token; never below 0
+    failure      why the sequence cannot go on; None: it can
     """
 
     grammar: Grammar
@@ -81,11 +81,11 @@ class _Slot:
     failure: str | None = None
 
     def match_with(self, template: LLMatcher) -> None:
-        """Match with a copy of this template, from the output's beginning."""
+        """Match from the output's beginning, with a copy of `template`."""
         self.template, self.matcher, self.num_consumed = template, template.deep_copy(), 0
 
     def fill(self, words: NDArray[np.uint32]) -> str:
-        """Advance over the ids and fill the mask. Returns "", or the matcher's error, in which it stays, or that it took too long."""
+        """Advance the matcher over new tokens and fill the mask. Returns "" or an error: the matcher's, or that filling took too long."""
         matcher = self.matcher
         assert matcher is not None, "match_with comes first"
         begin, num_new = time.thread_time(), len(self.token_ids) - self.num_consumed
@@ -124,7 +124,7 @@ class SlotGrammars:
             self._slots.pop(slot, None)
 
     def begin(self, slots: Sequence[int]) -> None:
-        """Raises ValueError for a slot that has no grammar."""
+        """Begin to fill masks on the thread. Raises ValueError for a slot that has no grammar."""
         self._finish_filling()
         if unknown := [slot for slot in slots if slot >= 0 and slot not in self._slots]:
             raise ValueError(f"mask_slots: slots {unknown} hold no grammar")
@@ -158,7 +158,7 @@ class SlotGrammars:
                 held.matcher, held.num_consumed, held.failure = None, 0, None
 
     def close(self) -> None:
-        """End the thread, once it has filled what it was asked for."""
+        """End the thread, once it has filled the masks that were begun."""
         self._finish_filling()
         if self._thread is not None:
             self._jobs.put(None)
@@ -166,13 +166,13 @@ class SlotGrammars:
             self._thread = None
 
     def check(self) -> None:
-        """Raise AssertionError where a matcher is not where its slot's ids are. For tests, between steps."""
+        """Raise AssertionError if a matcher has consumed tokens that its slot does not have. For tests, between steps."""
         for slot, held in self._slots.items():
             assert held.num_consumed <= len(held.token_ids), f"slot {slot} has matched tokens that were taken back"
             assert held.matcher is not None or not held.num_consumed, f"slot {slot} has matched tokens and no matcher"
 
     def _finish_filling(self) -> None:
-        """A step that raised did not wait for its masks; the slots are not touched before they are filled."""
+        """Wait for masks that were begun and not waited for, as after a step that raised: slots must not change while they are filled."""
         if self._filling is not None:
             self._filling.exception()
             self._filling = None
@@ -202,7 +202,7 @@ class SlotGrammars:
         return StepMasks(RowMasks(np.array([row for row, _ in rows], dtype=np.int64), words), failures)
 
     def _fill_one(self, held: _Slot, words: NDArray[np.uint32]) -> str | None:
-        """Advance the slot's matcher over its ids and fill its mask. Returns why that cannot be done."""
+        """Advance the slot's matcher over its tokens and fill its mask. Returns why that failed; None: it did not."""
         try:
             if held.matcher is None:
                 held.match_with(self._source.template(held.grammar))
@@ -218,7 +218,8 @@ class SlotGrammars:
         return None
 
     def _fill_with_another_lexer(self, held: _Slot, words: NDArray[np.uint32]) -> str:
-        """Most states of a full lexer were built for masks of places that the output has passed: matching it again needs few of them.
+        """Match the output again with an emptier lexer. Most states of a full one were for masks of earlier positions, and few are needed
+        again.
 
         A lexer that was renewed for another sequence is tried first. Returns as `_Slot.fill`.
         """

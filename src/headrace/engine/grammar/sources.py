@@ -33,7 +33,8 @@ _EMBEDDED = re.compile(r"""//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n]
 
 
 def llguidance_source(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
-    """The grammar as llguidance reads it. Raises InvalidRequest for what it would not refuse itself, and for schemas as `normalize` does.
+    """The grammar's source for llguidance. Raises InvalidRequest for faults that llguidance would not report, and as `normalize` for
+    schemas.
 
     control_ids  id of each control token, by its text: a marker of reasoning may be one
     """
@@ -63,9 +64,8 @@ def _schema(source: str) -> str:
 
 
 def _with_normalized_schemas(source: str) -> str:
-    """A Lark source with the schemas after `%json`, which the grammars of function calls have, normalized. llguidance refuses what is no
-    JSON.
-    """
+    """A Lark source with normalized schemas after `%json`, which grammars of function calls have. Text that is no JSON is left to
+    llguidance to refuse."""
     written: list[str] = []
     end = begin = 0
     while (found := _EMBEDDED.search(source, begin)) is not None:
@@ -80,7 +80,7 @@ def _with_normalized_schemas(source: str) -> str:
 
 
 def _regex_literal(expression: str) -> str:
-    """The expression between slashes. Lark ends a literal at a slash or a line break, so both are escaped."""
+    """The expression as a Lark literal between slashes. Slashes and line breaks are escaped, since either would end the literal."""
     escaped = re.sub(r"\\.|/|\n|\r", _escape, expression, flags=re.DOTALL)
     return f"/{escaped}/"
 
@@ -101,7 +101,7 @@ def _main(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
 
 
 def _thought(span: ReasoningSpan, control_ids: Mapping[str, int]) -> str:
-    """Any text up to and with the first end marker."""
+    """A Lark rule for any text up to and including the first end marker."""
     if span.end in control_ids:
         return f"thought: {_ANY_TEXT} {_marker(span.end, control_ids)}"
     return f"thought[lazy]: {_ANY_TEXT} {json.dumps(span.end)}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GrammarKey(NamedTuple):
-    """Whose grammar it is: what one tenant sends is not looked up for another."""
+    """The key of a compiled grammar. It names the tenant, so that one tenant's grammars are not found by another."""
 
     tenant: str
     grammar: Grammar
@@ -30,7 +30,7 @@ class Compiler(Protocol):
     num_words: int
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """Raises HeadraceError."""
+        """A matcher at the grammar's start. Raises HeadraceError."""
         ...
 
 
@@ -44,7 +44,7 @@ class _Compiled:
 
 
 class GrammarStore:
-    """Used by several threads. max_bytes, tenant_bytes: memory of all compiled grammars, and of one tenant's."""
+    """Compiled grammars of one engine. Used by several threads. max_bytes, tenant_bytes: bounds on all grammars, and on one tenant's"""
 
     def __init__(self, compiler: Compiler, *, max_bytes: int = STORE_BYTES, tenant_bytes: int = TENANT_BYTES) -> None:
         self.num_words = compiler.num_words
@@ -58,7 +58,7 @@ class GrammarStore:
         return len(self._compiled)
 
     def pin(self, key: GrammarKey) -> bool:
-        """Keep a compiled grammar until `unpin`. False: it is not here."""
+        """Keep a compiled grammar until `unpin`. False: the store does not have it."""
         with self._lock:
             if (compiled := self._compiled.get(key)) is None:
                 return False
@@ -67,14 +67,14 @@ class GrammarStore:
             return True
 
     def unpin(self, key: GrammarKey) -> None:
-        """A request that pinned it is over."""
+        """Release one pin: its request has ended."""
         with self._lock:
             self._compiled[key].num_pins -= 1
 
     def add(self, key: GrammarKey, template: LLMatcher, num_bytes: int) -> None:
-        """Keep a grammar that was just compiled, pinned once. num_bytes: what it held when it was vetted.
+        """Add a compiled grammar, pinned once. num_bytes: its bytes as measured by vetting
 
-        Raises Overloaded where the grammars in use leave no room for it.
+        Raises Overloaded if the grammars in use leave no room for it.
         """
         num_bytes += STATES_BYTES
         with self._lock:
@@ -85,13 +85,13 @@ class GrammarStore:
             self._compiled[key].num_pins += 1
 
     def template(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the grammar's start, to be copied. A grammar that no request has prepared, as in a replay, is compiled."""
+        """A matcher at the grammar's start, to be copied. A grammar that no request has prepared, as in a replay, is compiled now."""
         with self._lock:
             found = self._pinned(grammar)
         return self._compiler.compile(grammar) if found is None else found.template
 
     def renewed(self, grammar: Grammar) -> LLMatcher:
-        """The same, compiled anew: its lexer is empty. Sequences that begin later share it, and so do those that find theirs full."""
+        """A new template with an empty lexer, compiled now. Later sequences share it, and so do sequences that find their lexer full."""
         template = self._compiler.compile(grammar)
         with self._lock:
             if (found := self._pinned(grammar)) is not None:
@@ -99,7 +99,7 @@ class GrammarStore:
         return template
 
     def unshared(self, grammar: Grammar) -> LLMatcher:
-        """The same, compiled anew for the caller alone."""
+        """A new template, compiled now, for the caller alone."""
         return self._compiler.compile(grammar)
 
     def check(self) -> None:
@@ -111,14 +111,14 @@ class GrammarStore:
                 assert self._bytes_of(tenant) <= self._tenant_bytes
 
     def _pinned(self, grammar: Grammar) -> _Compiled | None:
-        """Equal grammars match equally, whichever tenant's request had it compiled."""
+        """A pinned compilation of the grammar, of any tenant: equal grammars match equally."""
         return next((compiled for key, compiled in self._compiled.items() if compiled.num_pins and key.grammar == grammar), None)
 
     def _bytes_of(self, tenant: str) -> int:
         return sum(compiled.num_bytes for key, compiled in self._compiled.items() if key.tenant == tenant)
 
     def _make_room(self, tenant: str, num_bytes: int) -> None:
-        """Drop idle grammars, the least recently used first: the tenant's own beyond its quota, then anyone's."""
+        """Drop idle grammars, least recently used first: the tenant's own beyond its quota, then any tenant's. Raises Overloaded."""
         own = [key for key in self._compiled if key.tenant == tenant]
         if not self._drop_idle(own, self._bytes_of(tenant) + num_bytes - self._tenant_bytes):
             raise Overloaded(f"this tenant's grammars in use take all of their {self._tenant_bytes >> 20} MiB")
@@ -126,7 +126,7 @@ class GrammarStore:
             raise Overloaded(f"the grammars in use take all of their {self._max_bytes >> 20} MiB")
 
     def _drop_idle(self, keys: list[GrammarKey], excess: int) -> bool:
-        """Drop grammars of `keys` until `excess` bytes are free. False: those in use are too many."""
+        """Drop unpinned grammars among `keys` until `excess` bytes are free. False: too many are pinned."""
         for key in keys:
             if excess <= 0:
                 return True

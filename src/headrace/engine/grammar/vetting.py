@@ -47,14 +47,16 @@ class GrammarVetter:
         self._lock = threading.Lock()
 
     def vocabulary(self) -> GrammarVocabulary:
-        """The model's vocabulary, which the process has read. Raises CheckpointError."""
+        """The model's vocabulary, as the vetting process read it. Raises CheckpointError."""
         with self._lock:
             self._started()
             return GrammarVocabulary.unpacked(self._vocabulary)
 
     def vet(self, grammar: Grammar) -> int:
-        """Bytes that the compiled grammar holds. Raises InvalidRequest, SequenceFailed when the process cannot be kept running, and
-        CheckpointError."""
+        """Vet a grammar. Returns the bytes that it holds when compiled.
+
+        Raises InvalidRequest, CheckpointError, and SequenceFailed when the process cannot be kept running.
+        """
         with self._lock:
             for _ in range(NUM_ATTEMPTS):
                 try:
@@ -67,7 +69,7 @@ class GrammarVetter:
         raise SequenceFailed("the grammar could not be vetted: the process that does it has ended")
 
     def close(self) -> None:
-        """End the process. A grammar that is being vetted meanwhile fails, and so do all after it."""
+        """End the process. A grammar that is being vetted fails, and so does every later one."""
         self._closed = True
         if (channel := self._channel) is not None:
             with suppress(OSError):
@@ -93,7 +95,7 @@ class GrammarVetter:
         return answer
 
     def _started(self) -> socket.socket:
-        """The socket to the process, which is started first where there is none."""
+        """The socket to the process. The process is started if there is none."""
         if self._closed:
             raise SequenceFailed("the engine is ending")
         if self._channel is None:
@@ -131,7 +133,7 @@ def _num_bytes(grammar: Grammar, answer: Mapping[str, Any]) -> int:
 
 
 def _over_budget(grammar: Grammar, number: int) -> InvalidRequest:
-    """Why a fork was ended by this signal."""
+    """The budget that a fork exceeded, by the signal that ended it."""
     timed = {int(signal.SIGPROF): f"{VET_CPU_S * 1000:g} ms of CPU time", int(signal.SIGALRM): f"{VET_WALL_S:g} s"}
     budget = timed.get(number, f"{VET_MEMORY_BYTES >> 20} MiB of memory and {VET_STACK_BYTES >> 20} MiB of stack")
     limit = f"{NAMES[grammar.kind]} that can be compiled within {budget}"

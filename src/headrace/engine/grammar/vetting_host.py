@@ -75,7 +75,7 @@ def _say(channel: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def vet_in_fork(trie: TokenTrie, grammar: Grammar) -> Mapping[str, object]:
-    """What a fork that vets the grammar says, or the signal that ended it."""
+    """Vet the grammar in a fork. Returns the fork's answer, or the signal that ended it."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -92,7 +92,7 @@ def vet_in_fork(trie: TokenTrie, grammar: Grammar) -> Mapping[str, object]:
 
 
 def _vet_and_leave(trie: TokenTrie, grammar: Grammar, writer: int) -> NoReturn:
-    """In the fork."""
+    """The fork's part: vet, write the answer to `writer`, exit."""
     try:
         _bind_this_process()
         try:
@@ -107,7 +107,7 @@ def _vet_and_leave(trie: TokenTrie, grammar: Grammar, writer: int) -> NoReturn:
 
 
 def _bind_this_process() -> None:
-    """Everything that grows or lasts has a bound from here on."""
+    """Bound the memory, stack and time of this process from now on."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # an abort says so on stderr, with what the client sent
@@ -125,7 +125,7 @@ def _limit(kind: int, num_bytes: int) -> None:
 
 
 def vet(trie: TokenTrie, grammar: Grammar) -> int:
-    """Bytes that the compiled grammar holds after some use; 0 where the system does not say. Raises InvalidRequest."""
+    """Bytes that the compiled grammar holds after some use; 0 where the system does not report memory. Raises InvalidRequest."""
     before = _memory_bytes()[1]
     matcher = compile_grammar(trie, grammar)
     _try_masks(matcher, grammar)
@@ -140,7 +140,7 @@ def vet(trie: TokenTrie, grammar: Grammar) -> int:
 
 
 def _try_masks(template: LLMatcher, grammar: Grammar) -> None:
-    """Compute masks along outputs drawn at random. Raises InvalidRequest where one exceeds its limits, or nothing can be written at all."""
+    """Compute masks along random outputs. Raises InvalidRequest if a mask exceeds its limits, or if the grammar allows no output at all."""
     draw, matcher = random.Random(0), template.deep_copy()
     for step in range(NUM_VETTED_STEPS):
         mask: bytes = matcher.compute_bitmask()
@@ -164,7 +164,7 @@ def _why_nothing_matches(matcher: LLMatcher) -> str:
 
 
 def _drawn_bit(mask: bytes, draw: random.Random) -> int | None:
-    """The number of a set bit; None where there is none."""
+    """The index of a random set bit; None where no bit is set."""
     begin: int = draw.randrange(len(mask))
     places: list[int] = [*range(begin, len(mask)), *range(begin)]
     for place in places:
@@ -175,7 +175,7 @@ def _drawn_bit(mask: bytes, draw: random.Random) -> int | None:
 
 
 def _memory_bytes() -> tuple[int, int]:
-    """(address space, resident memory that is not a file's) of this process; zeros where the system does not say."""
+    """(address space, resident memory without mapped files) of this process in bytes; zeros where the system does not report them."""
     try:
         with open("/proc/self/statm", "rb") as file:
             size, resident, shared = map(int, file.read().split()[:3])

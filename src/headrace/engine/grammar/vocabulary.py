@@ -36,7 +36,7 @@ class GrammarVocabulary:
     def load(cls, folder: str | Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarVocabulary:
         """The vocabulary of a model folder. Raises CheckpointError when tokenizer.json is missing or of an unsupported kind.
 
-        It holds the GIL for long where the vocabulary is large: an engine calls it in another process.
+        Holds the GIL for long if the vocabulary is large: an engine calls this in another process.
         """
         from headrace.text.tokenizer import Tokenizer
 

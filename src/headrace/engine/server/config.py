@@ -21,19 +21,19 @@ from headrace.wire.tls.files import TlsRole, load_certificates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """What an engine process needs beside its engine.
+    """The options of an engine process beside its engine's.
 
-    replica          its name in logs, hellos and metrics
-    address          where it listens: "unix:/path", or "host:port" with a token, and beyond loopback with tls_dir
-    token            what gateways must send; None on Unix sockets, whose directory is the lock
-    token_file       or a file that holds the token, closed to other users
+    replica          the replica's name in logs, hellos and metrics
+    address          address to listen on: "unix:/path", or "host:port" with a token, and beyond loopback with tls_dir
+    token            the token that gateways must send; None on Unix sockets, which their directory protects
+    token_file       file with the token, closed to other users; an alternative to `token`
     tls_dir          folder with this engine's certificates, and with the token where none is named
-    drain_timeout_s  after SIGTERM: how long running requests may take
+    drain_timeout_s  seconds that running requests may take after SIGTERM
     cpus             CPUs this engine keeps to, "0,1"; empty = all it may use
-    gpu              the GPU this engine keeps to, as CUDA_VISIBLE_DEVICES names it; empty = the first that torch finds
-    num_neighbours   other engines on this GPU, or of an engine without one on this machine: each takes an equal part of its memory
-    site_key         secret (hex) of the site; empty: what is made of it is drawn by this process
-    block_key        secret (hex) that keys block hashes, made of `site_key`; a supervisor gives this one alone
+    gpu              the GPU this engine keeps to, as in CUDA_VISIBLE_DEVICES; empty = the first that torch finds
+    num_neighbours   other engines on the same GPU, or on this machine if the engine has none: each takes an equal part of the memory
+    site_key         secret (hex) of the site; empty: this process draws the secrets that are derived from it
+    block_key        secret (hex) of block hashes, derived from `site_key`; a supervisor passes only this one
     """
 
     replica: str
@@ -49,7 +49,7 @@ class ProcessConfig:
     block_key: str = field(default="", repr=False)
 
     def target(self) -> GrpcTarget:
-        """Where it listens, with the token read and the certificates tried. Raises ConfigError."""
+        """The address to listen on, with the token read and the certificates tried. Raises ConfigError."""
         target = target_of(self.address, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
         if target.tls is not None:
             load_certificates(target.tls, TlsRole.ENGINE)
@@ -80,7 +80,7 @@ def process_config_from(data: dict[str, object]) -> tuple[ProcessConfig, EngineC
 
 
 def section(data: dict[str, object], key: str) -> Mapping[str, object]:
-    """Takes a nested object out of `data`. Raises ConfigError when it is missing or something else."""
+    """Remove a nested object from `data` and return it. Raises ConfigError if it is missing or no object."""
     value = data.pop(key, None)
     if not isinstance(value, dict):
         raise ConfigError(key, "is missing" if value is None else "is not an object")

@@ -30,8 +30,10 @@ class StreamLost(HeadraceError):
 
 
 class GatewayStream:
-    """context  grpc.aio's ServicerContext of Infer.Connect, raw bytes in both directions
-    clock    bounds how long a frame's commands keep the event loop: a frame may hold 100,000 cancels, or a few very long prompts
+    """One gateway's stream.
+
+    context  grpc.aio's ServicerContext of Infer.Connect, raw bytes in both directions
+    clock    bounds how long a frame's commands occupy the event loop: a frame may hold 100,000 cancels, or a few very long prompts
     """
 
     def __init__(self, context: Any, *, on_command: Callable[[GatewayStream, pb.Command], None], clock: Clock = time.monotonic) -> None:
@@ -50,7 +52,7 @@ class GatewayStream:
 
     @property
     def is_flushed(self) -> bool:
-        """No answer waits or is being written."""
+        """Whether no answer waits or is being written."""
         return not self._is_writing and not self.unsent.has_answers
 
     def wake(self) -> None:
@@ -58,10 +60,10 @@ class GatewayStream:
         self._wake.set()
 
     def check_lease(self, beat_s: float, lease_s: float, max_units: int) -> None:
-        """Ends the stream of a gateway that does not read: one write took longer than `lease_s`, or more than `max_units` wait.
+        """End the stream if the gateway does not read: one write took longer than `lease_s`, or more than `max_units` units are unsent.
 
-        Called once per heartbeat. Time is counted in beats of `beat_s` and not by a clock: while this process itself was delayed it could
-        not serve any gateway.
+        Called once per heartbeat. Time is counted in beats of `beat_s` seconds, not by a clock: a delay of this process itself is not the
+        gateway's fault.
         """
         if self._lost.done():
             return
@@ -74,12 +76,12 @@ class GatewayStream:
             self._lost.set_exception(StreamLost(f"lease lost: {self.unsent.num_units} unread units exceed {max_units}"))
 
     def end(self) -> None:
-        """The engine leaves: `pump` returns."""
+        """Make `pump` return: the engine leaves."""
         if not self._lost.done():
             self._lost.set_result(None)
 
     async def read_hello(self) -> pb.ClientHello:
-        """Raises MalformedFrame unless the first frame is one; StreamLost when it does not come in time."""
+        """Read the first frame. Raises MalformedFrame if it is no hello, StreamLost if it does not come in time."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 frame = await self._read_frame()
@@ -92,7 +94,7 @@ class GatewayStream:
         return frame.hello
 
     async def pump(self) -> None:
-        """Until the gateway closes its side, or `end`. Raises StreamLost or MalformedFrame; its tasks have ended when it returns."""
+        """Read and write until the gateway closes its side, or `end`. Raises StreamLost or MalformedFrame. Leaves no task behind."""
         tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         try:
             done, _ = await asyncio.wait([*tasks, self._lost], return_when=asyncio.FIRST_COMPLETED)

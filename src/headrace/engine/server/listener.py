@@ -60,7 +60,7 @@ TLS_HANDSHAKE = 0x16
 
 
 class HandshakeRefused(HeadraceError):
-    """A connection that is closed before a byte of it is relayed. The message says why, and is empty where nothing was sent."""
+    """A connection was closed before any byte was relayed. The message is logged, unless it is empty."""
 
 
 class CannotListen(HeadraceError):
@@ -74,7 +74,7 @@ class TcpListener:
     """
 
     def __init__(self, target: GrpcTarget, *, clock: Clock = time.monotonic) -> None:
-        """Raises ConfigError for certificates and for a directory of temporary files that cannot be used."""
+        """Raises ConfigError if the certificates or the directory of temporary files cannot be used."""
         self._target = target
         self._certificates = None if target.tls is None else Certificates(target.tls, TlsRole.ENGINE)
         self._log_refusal = RefusalLog(clock)
@@ -86,14 +86,14 @@ class TcpListener:
         self._is_stopping = False
 
     async def start(self) -> str:
-        """The address with its port. Raises CannotListen."""
+        """Listen. Returns the address with its port. Raises CannotListen."""
         self._sockets = await asyncio.to_thread(listening_sockets, self._target)
         for listening in self._sockets:
             self._accept_from(listening)
         return f"{self._target.address.rpartition(':')[0]}:{self._sockets[0].getsockname()[1]}"
 
     def stop_accepting(self) -> None:
-        """Before the gRPC server stops: a connection that comes then would be refused for want of it. May be called again."""
+        """Stop accepting. Called before the gRPC server stops, which could not answer a new connection any more. May be called again."""
         self._is_stopping = True
         for listening in self._sockets:
             asyncio.get_running_loop().remove_reader(listening)
@@ -101,7 +101,7 @@ class TcpListener:
         self._sockets = []
 
     async def close(self) -> None:
-        """Accepts no more, and lets connections that the gRPC server has closed deliver the rest of their bytes."""
+        """Stop accepting, and let connections that the gRPC server has closed deliver their last bytes."""
         self.stop_accepting()
         if self._serving:
             await asyncio.wait(self._serving, timeout=LINGER_S)
@@ -111,7 +111,7 @@ class TcpListener:
         self._folder.remove()
 
     def _accept_from(self, listening: socket.socket) -> None:
-        """By callback: a task that is cancelled may have accepted a connection that nothing closes then."""
+        """Accept through a reader callback. A task could be cancelled with a connection accepted that nothing would then close."""
         if not self._is_stopping:
             asyncio.get_running_loop().add_reader(listening, self._accept, listening)
 
@@ -146,7 +146,7 @@ class TcpListener:
                 log.debug("connection from %s: %s", host, error)
 
     async def _connect_inner(self, inner: socket.socket) -> None:
-        """Raises HandshakeRefused: the gateway sees a closed connection and cannot say why, so this end must."""
+        """Connect to the gRPC server. Raises HandshakeRefused with the reason: the gateway sees only a closed connection."""
         try:
             await asyncio.get_running_loop().sock_connect(inner, str(self.inner))
         except OSError as error:
@@ -155,7 +155,7 @@ class TcpListener:
             raise HandshakeRefused(f"this engine's gRPC server does not answer at {self.inner} ({error.strerror})") from error
 
     async def _shake_hands(self, connection: socket.socket, host: str) -> ByteStream:
-        """The connection's bytes. Raises HandshakeRefused or OSError."""
+        """The connection's byte stream, after the TLS handshake if there is TLS. Raises HandshakeRefused or OSError."""
         if self._num_handshakes >= MAX_HANDSHAKES:
             raise HandshakeRefused(f"{MAX_HANDSHAKES} connections have not finished their handshake yet")
         self._num_handshakes += 1
@@ -189,7 +189,7 @@ class TcpListener:
 
 
 def _set_options(connection: socket.socket) -> None:
-    """Raises OSError for a connection that has gone already."""
+    """Set the socket's options. Raises OSError if the connection is gone already."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
@@ -197,8 +197,8 @@ def _set_options(connection: socket.socket) -> None:
 
 
 def _make_folder() -> LockedFolder:
-    """A fresh private directory. What killed engines left is removed first. Raises ConfigError when its path is too long for a socket, or
-    where it cannot be written."""
+    """A new private directory. Directories left by killed engines are removed first. Raises ConfigError if its path is too long for a
+    socket or cannot be written."""
     base = Path(tempfile.gettempdir())
     remove_unlocked(base, FOLDER_PREFIX, LOCK_NAME)
     try:
@@ -229,7 +229,7 @@ def listening_sockets(target: GrpcTarget) -> list[socket.socket]:
 
 
 def check_can_listen(target: GrpcTarget) -> None:
-    """Before weights are loaded, which may take minutes.
+    """Fail early if the address cannot be used: loading weights may take minutes.
 
     Raises: CannotListen for a TCP address that is taken or not of this machine, ConfigError for a socket's directory that others may enter.
     """
@@ -258,7 +258,7 @@ class RefusalLog:
 
 
 async def relay(gateway: ByteStream, server: ByteStream) -> None:
-    """Copies bytes in both directions until either stream ends. What the server had sent before it ended is sent on. Raises OSError."""
+    """Copy bytes in both directions until either stream ends. The server's last bytes are still delivered. Raises OSError."""
     to_server = asyncio.ensure_future(_copy(gateway.recv, server.sendall))
     to_gateway = asyncio.ensure_future(_copy(server.recv, gateway.sendall))
     try:
@@ -275,7 +275,7 @@ async def relay(gateway: ByteStream, server: ByteStream) -> None:
 
 
 async def linger(connection: socket.socket) -> None:
-    """Says that nothing more is sent, and waits for the other end to close: a close with unread bytes would discard what is on its way.
+    """Shut down writing, and wait for the other end to close. Closing with unread bytes would discard bytes that are still under way.
 
     Raises: OSError.
     """
@@ -287,6 +287,6 @@ async def linger(connection: socket.socket) -> None:
 
 
 async def _copy(receive: Callable[[], Awaitable[bytes]], send: Callable[[bytes], Awaitable[None]]) -> None:
-    """What is received is sent before more is received: a slow reader slows its sender."""
+    """Send received bytes before receiving more, so that a slow reader slows its sender."""
     while data := await receive():
         await send(data)

@@ -13,9 +13,9 @@ Value = TypeVar("Value")
 
 
 class AsyncioOutbox:
-    """Called by the engine, once per step. Updates that come after the asyncio loop was closed are dropped: nothing could send them.
+    """Passes updates from the engine's thread to the asyncio loop, once per step. Drops them once the asyncio loop is closed.
 
-    deliver  what takes each step's updates on the asyncio loop; set by the service
+    deliver  called on the asyncio loop with each step's updates; set by the service
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -31,7 +31,7 @@ class AsyncioOutbox:
 
 
 def call_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Value], None], value: Value) -> None:
-    """`call(value)` on the loop, from another thread; nothing when the loop is closed, also when that happens at this very moment."""
+    """`call(value)` on the loop, from another thread. Does nothing if the loop is closed, even if that happens concurrently."""
     try:
         loop.call_soon_threadsafe(call, value)
     except RuntimeError:

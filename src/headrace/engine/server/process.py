@@ -63,10 +63,10 @@ MakeEngine = Callable[[Callable[[Updates], None]], RunnableEngine]
 
 
 class LoopThread:
-    """Builds the engine and runs its loop in one thread, so that whatever is thread-local in the tensor library stays in one place.
+    """Builds the engine and runs its loop in one thread, since the tensor library has thread-local state.
 
-    built  the engine, or what building raised
-    ended  done when the loop has returned (None) or died (the exception)
+    built  the engine, or the error of building it
+    ended  None when the loop has returned, the exception when it has died
     """
 
     def __init__(self, make_engine: MakeEngine, bridge: AsyncioOutbox) -> None:
@@ -154,7 +154,7 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash, s
 
 
 def dump_plans(engine: RunnableEngine) -> str:
-    """SIGUSR1: write the last plans where only this user can read them (they hold prompts) and say where. For `headrace replay`."""
+    """On SIGUSR1: write the last plans to a file, log its path. Only this user can read it: plans hold prompts. For `headrace replay`."""
     handle, path = tempfile.mkstemp(prefix="headrace-plans-", suffix=".hrplan")
     with os.fdopen(handle, "wb") as file:
         file.write(engine.recent_plans())
@@ -187,7 +187,7 @@ async def _until_end(service: EngineService, thread: LoopThread, stop: StopSigna
 
 
 def _death(service: EngineService, thread: LoopThread) -> BaseException | str | None:
-    """What ended the loop or the heartbeat, by itself; None while both go on. The loop's thread has logged its own."""
+    """The error that ended the loop or the heartbeat; None while both run. Errors of the loop's thread are logged already."""
     if thread.ended.done():
         return thread.ended.result() or "its loop ended"
     if not service.heartbeat.done():

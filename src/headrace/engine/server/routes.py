@@ -22,8 +22,8 @@ Stream = TypeVar("Stream", bound=Hashable)
 class Route(Generic[Stream]):
     """One attempt on its stream.
 
-    epoch    the gateway's; higher ones replace lower ones
-    attempt  the epoch that the engine is given; no two attempts have the same
+    epoch    the gateway's epoch; a higher one replaces a lower one
+    attempt  the epoch that the engine gets; no two attempts have the same
     running  indices of the sequences that have not finished
     """
 
@@ -47,7 +47,7 @@ class Routes(Generic[Stream]):
         return len(self._by_request)
 
     def open(self, stream: Stream, handle: Handle, request_id: RequestId, epoch: int, indices: range) -> Route[Stream]:
-        """The caller has closed an older attempt before. Raises ValueError when the request or the handle has a route already."""
+        """Open a route; an older attempt must be closed before. Raises ValueError if the request or the handle has a route already."""
         if request_id in self._by_request or (stream, handle) in self._by_handle:
             raise ValueError(f"request {request_id} or handle {handle} is routed already")
         self._num_opened += 1
@@ -69,7 +69,7 @@ class Routes(Generic[Stream]):
         self._by_handle.pop((route.stream, route.handle), None)
 
     def sequence_ended(self, route: Route[Stream], index: int) -> None:
-        """Closes the route with its last sequence."""
+        """Note that a sequence has ended. The last one closes the route."""
         route.running.discard(index)
         if not route.running:
             self.close(route)

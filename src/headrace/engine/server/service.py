@@ -99,14 +99,17 @@ class EngineService:
 
     @property
     def heartbeat(self) -> asyncio.Task[None]:
-        """Runs as long as the service does; a process whose heartbeat ended must end too. Raises RuntimeError before `start`."""
+        """The heartbeat's task. A process whose heartbeat has ended must end too. Raises RuntimeError before `start`."""
         if self._heartbeat is None:
             raise RuntimeError("the service was not started")
         return self._heartbeat
 
     async def start(self) -> None:
-        """Binds and serves. Raises ConfigError for a socket directory open to others, and for certificates or a directory of temporary
-        files that cannot be used; CannotListen when the address is taken."""
+        """Bind and serve.
+
+        Raises CannotListen if the address is taken, ConfigError for a socket directory open to others, and for certificates or a directory
+        of temporary files that cannot be used.
+        """
         if self._target.path is not None:
             check_private(self._target.path)
             self._target.path.unlink(missing_ok=True)
@@ -132,8 +135,8 @@ class EngineService:
         return server
 
     async def stop(self) -> None:
-        """Ends every stream, in order where that takes no longer than STREAMS_END_S: a gateway can read later what was written before. What
-        is still open is cancelled at the engine."""
+        """End every stream, and cancel its open requests. For STREAMS_END_S they may end in order: a gateway then can read what was
+        written."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.gather(self._heartbeat, return_exceptions=True)
@@ -158,7 +161,7 @@ class EngineService:
             self._note_drained()
 
     async def drained(self, timeout_s: float) -> bool:
-        """Waits until a drain has nothing open any more and everything is sent. False: the time was not enough."""
+        """Wait until a drain has no open request and everything is sent. False: not within `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained.wait()
@@ -175,7 +178,7 @@ class EngineService:
     # the wire's side
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Raw bytes in and out: parsing is ours, so that malformed frames end in a clean status."""
+        """Handlers for raw bytes. Parsing is done here, so that a malformed frame ends with a clean status."""
         infer = {"Connect": grpc.stream_stream_rpc_method_handler(self._connect)}
         control = {
             "Drain": grpc.unary_unary_rpc_method_handler(self._control_drain),
@@ -209,7 +212,7 @@ class EngineService:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the engine's token is missing or wrong")
 
     def _log_wrong_token(self) -> None:
-        """Once a minute: the gateway tries every second."""
+        """Log at most once a minute: a gateway tries every second."""
         now = asyncio.get_running_loop().time()
         if now >= self._wrong_token_due_s:
             self._wrong_token_due_s = now + REPEAT_S
@@ -240,13 +243,13 @@ class EngineService:
     # the engine's side
 
     def _deliver(self, updates: Updates) -> None:
-        """One step's updates, each to the stream of its attempt; all streams get the load as of now."""
+        """Send one step's updates, each to the stream of its attempt, and the load to all streams."""
         self._dispatcher.deliver(updates)
         self._send_load()
         self._note_drained()
 
     def _send_load(self) -> LoadSnapshot:
-        """All streams get the load as of now."""
+        """Send the current load to all streams."""
         load = self._engine.snapshot()
         for stream in self._streams:
             stream.unsent.put_load(load, stream.num_submits, stream.last_ping)
@@ -262,7 +265,7 @@ class EngineService:
             await asyncio.sleep(HEARTBEAT_S)
 
     def _send_weights_digest(self) -> None:
-        """Once, when the engine has learnt it after the service began."""
+        """Send the weights' digest to all streams, once, if the engine computed it after the service began."""
         digest = self._engine.info.numerics.get(WEIGHTS, "")
         if digest == self.hello.model.numerics.get(WEIGHTS, ""):
             return
@@ -294,7 +297,7 @@ class EngineService:
         return reply.SerializeToString()
 
     async def _read_control(self, kind: type[Asked], data: bytes, context: Any) -> Asked:
-        """What an operator asks. Ends the call with a status unless the token is right and the message is of this version."""
+        """An operator's request. Ends the call with a status if the token is wrong or the message is of another version."""
         await self._authorize(context)
         try:
             asked = kind.FromString(data)

@@ -41,9 +41,8 @@ class UnreadUpdate:
     __slots__ = ("_facts", "_logprobs", "_prompt_logprobs", "_token_ids", "num_entries", "num_units")
 
     def __init__(self, update: SequenceUpdate) -> None:
-        """
-        num_entries  its part of a frame
-        num_units    what it is charged
+        """num_entries  the update's size in a frame
+        num_units    the update's charge in memory units
         """
         self._facts = SequenceUpdate(update.request_id, update.epoch, update.index)  # all but tokens and log-probabilities
         self._token_ids = array("i")
@@ -74,7 +73,7 @@ class UnreadUpdate:
         return wide_columns()
 
     def _keep_facts(self, update: SequenceUpdate) -> None:
-        """A first token's facts stay as they came first; the end is the last update's."""
+        """Take over the update's facts. A first token's facts stay as they first came; the end is taken from the last update."""
         cached, queue_time_s = self._facts.num_cached_tokens, self._facts.queue_time_s
         self._facts = update._replace(
             token_ids=(),
@@ -95,7 +94,7 @@ Unread = SequenceUpdate | list[UnreadUpdate]
 
 
 def put(unread: Unread | None, update: SequenceUpdate) -> tuple[Unread, int]:
-    """What waits with `update` added, and the units that were added. Raises ValueError for a second update of another sequence."""
+    """`unread` with `update` added, and the units added. Raises ValueError if the update belongs to another sequence."""
     if isinstance(unread, list):
         return unread, _merge(unread, update)
     if unread is None and len(update.prompt_logprobs) <= PAGE_POSITIONS:
@@ -108,7 +107,7 @@ def put(unread: Unread | None, update: SequenceUpdate) -> tuple[Unread, int]:
 
 
 def take(unread: Unread, max_entries: int) -> tuple[SequenceUpdate, list[UnreadUpdate]]:
-    """What goes into a frame as one update, and what stays: all is taken, or as many leading ones as first reach `max_entries`."""
+    """(one update for a frame, the updates that stay). Takes all, or as many leading ones as it takes to reach `max_entries`."""
     if not isinstance(unread, list):
         return unread, []
     count = num_entries = 0
@@ -126,7 +125,7 @@ def num_units(unread: Unread) -> int:
 
 
 def units_alone(update: SequenceUpdate) -> int:
-    """Charged for an update that waits as it came: its tokens take 40 bytes each."""
+    """Units charged for an update that waits unmerged: its tokens take 40 bytes each."""
     units = UPDATE_UNITS + 2 * len(update.token_ids)
     if update.logprobs or update.prompt_logprobs:
         positions = [*update.logprobs, *update.prompt_logprobs]
@@ -137,13 +136,13 @@ def units_alone(update: SequenceUpdate) -> int:
 
 
 def num_entries(update: SequenceUpdate) -> int:
-    """Its part of a frame: tokens, log-probabilities, alternatives, and the units of its facts."""
+    """The update's size in a frame: tokens, log-probabilities, alternatives, and the units of its facts."""
     num_logprobs = sum([_num_entries(positions) for positions in (update.logprobs, update.prompt_logprobs) if positions])
     return len(update.token_ids) + num_logprobs + (_num_fact_units(update) if _has_facts(update) else 0)
 
 
 def _merge(unread: list[UnreadUpdate], update: SequenceUpdate) -> int:
-    """Merge into the last one, or begin another. Returns the units that were added."""
+    """Merge the update into the last one, or append it. Returns the units added."""
     if len(update.prompt_logprobs) > PAGE_POSITIONS:
         return sum([_merge(unread, page) for page in _pages(update)])
     if not unread or unread[-1].num_entries >= MAX_MERGED_ENTRIES:
@@ -156,17 +155,17 @@ def _merge(unread: list[UnreadUpdate], update: SequenceUpdate) -> int:
 
 
 def _has_facts(update: SequenceUpdate) -> bool:
-    """What else an update has (`stop_token_id`, `error`, `stages`) it has beside an end."""
+    """Whether the update has facts. The other facts (`stop_token_id`, `error`, `stages`) come only with an end."""
     return update.finish is not None or update.num_cached_tokens is not None or update.queue_time_s is not None
 
 
 def _num_fact_units(update: SequenceUpdate) -> int:
-    """What is charged for facts, in memory and of a frame."""
+    """Units charged for an update's facts, both in memory and in a frame."""
     return FACTS_UNITS + (0 if update.error is None else 1 + sys.getsizeof(update.error) // UNIT_BYTES)
 
 
 def _extend(columns: LogprobColumns, positions: Sequence[TokenLogprobs]) -> int:
-    """Returns the entries that were added."""
+    """Append the positions to the columns. Returns the entries added."""
     before = len(columns.token_ids) + len(columns.top_ids)
     if isinstance(positions, LogprobColumns) and positions.logprobs.typecode == "d":
         columns.extend(positions)
@@ -183,7 +182,7 @@ def _num_entries(positions: Sequence[TokenLogprobs]) -> int:
 
 
 def _pages(update: SequenceUpdate) -> Iterator[SequenceUpdate]:
-    """Prompt logprobs in pages; tokens and the end travel with the last one."""
+    """The update split into pages of prompt log-probabilities. Tokens and the end are in the last page."""
     entries = update.prompt_logprobs
     while len(entries) > PAGE_POSITIONS:
         yield SequenceUpdate(request_id=update.request_id, epoch=update.epoch, index=update.index, prompt_logprobs=entries[:PAGE_POSITIONS])
