@@ -31,7 +31,7 @@ class RemoveBody:
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """One request. name: the id or the tenant in its path; "" where there is none"""
+    """One request to the admin socket. name: key id or tenant from the path; "" for a path without one"""
 
     admin: Administration
     name: str
@@ -48,8 +48,8 @@ class KeyRequests:
 
     def __init__(self, open_administration: Callable[[str], Administration], handlers: Handlers | None = None) -> None:
         """
-        open_administration  for an actor; closed after each request
-        handlers             None: REQUESTS
+        open_administration  makes the `Administration` for an actor; it is closed after each request
+        handlers             table of the requests that are answered; None: REQUESTS
         """
         self._open = open_administration
         self._handlers = REQUESTS if handlers is None else handlers
@@ -57,7 +57,7 @@ class KeyRequests:
     async def answer(
         self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
     ) -> tuple[int, object] | None:
-        """Status and JSON; None: no request of these. path: its parts"""
+        """HTTP status and JSON data. None: the table has no handler for the request. path: the path's parts"""
         if _shape(method, path) not in self._handlers:
             return None
         try:
@@ -80,7 +80,7 @@ async def answer_request(
     body: Mapping[str, object] | None = None,
     handlers: Handlers | None = None,
 ) -> Any:
-    """What one of `handlers` (None: REQUESTS) gives, as JSON data. Raises InvalidRequest, ConfigError and StoreFailed."""
+    """The answer of the request's handler, as JSON data. handlers None: REQUESTS. Raises InvalidRequest, ConfigError and StoreFailed."""
     handler = (REQUESTS if handlers is None else handlers)[_shape(method, path)]
     return shown(await handler(AdminCall(admin, path[1] if len(path) > 1 else "", query or {}, body or {})), admin.now())
 
@@ -90,7 +90,7 @@ def _shape(method: str, path: Sequence[str]) -> tuple[str, ...]:
 
 
 def _limit_of(query: Mapping[str, str]) -> int:
-    """How many audit records are asked for. Raises InvalidRequest."""
+    """The number of audit records that the query asks for. Raises InvalidRequest."""
     limit = query.get("limit", "100")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= MAX_AUDIT):
         raise InvalidRequest("limit", f"1 to {MAX_AUDIT}", limit)
@@ -113,7 +113,7 @@ REQUESTS: Handlers = {
 
 
 def shown(found: object, now: float) -> Any:
-    """What a request gives, as JSON data. now: Unix seconds"""
+    """A handler's answer as JSON data. now: Unix seconds"""
     match found:
         case KeyRecord():
             return {

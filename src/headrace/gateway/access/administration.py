@@ -33,7 +33,7 @@ does not say."""
 
 
 def checked_options(options: Mapping[str, object]) -> dict[str, object]:
-    """The options if their rules hold. Raises InvalidRequest."""
+    """The options. Raises InvalidRequest for an unknown name, and for a value that its option does not have."""
     for name, value in options.items():
         if name not in OPTION_VALUES:
             raise InvalidRequest("options", f"names of {', '.join(OPTION_VALUES)}", name)
@@ -64,11 +64,11 @@ MAX_EXPIRES_S = 100 * 366 * 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewKey:
-    """What a key is asked for with.
+    """The wanted properties of a new key.
 
-    tier       None: the tenant's
-    expires_s  seconds from now; None: it does not expire
-    budget     money in a UTC month
+    tier       name of the key's tier; None: the tenant's tier
+    expires_s  seconds from now; None: the key does not expire
+    budget     most money in a UTC month; None: no budget of the key's own
     """
 
     tenant: str
@@ -90,7 +90,7 @@ class IssuedKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChange:
-    """Values to set; None leaves one as it is. budget: of a month, 0 for the tier's. options: those to set, null to drop one"""
+    """Values to set; None keeps the present value. budget: money in a UTC month, 0: the tier's. options: name -> value, null removes it"""
 
     tier: str | None = None
     budget: float | None = None
@@ -103,12 +103,12 @@ class NewTenant(TenantChange):
 
 
 class Administration:
-    """All methods raise InvalidRequest for a value that breaks a rule, naming it, and StoreFailed."""
+    """Creates, changes and ends keys and tenants. Every method raises StoreFailed, and InvalidRequest naming a value that breaks a rule."""
 
     def __init__(self, store: KeyStore, *, tiers: Collection[str], unix_time: Clock, actor: str) -> None:
         """
-        tiers  names that there are, in the configuration and built in
-        actor  see `AuditRecord`
+        tiers  names of all tiers, built-in ones included
+        actor  `AuditRecord.actor` of every change
         """
         self._store = store
         self._tiers = tiers
@@ -116,13 +116,13 @@ class Administration:
         self._actor = actor
 
     def now(self) -> float:
-        """Unix seconds, as the records' times are."""
+        """The present time in Unix seconds."""
         return self._unix_time()
 
     # -- keys ----------------------------------------------------------------------------------------------------------------------
 
     async def create_key(self, wanted: NewKey) -> IssuedKey:
-        """A key of the tenant. A tenant that is not there yet is created, with the key's tier."""
+        """Create a key. A tenant that does not exist is created with the key's tier."""
         self._check(wanted)
         key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
         key_id = f"key-{secrets.token_hex(8)}"
@@ -154,7 +154,7 @@ class Administration:
         return IssuedKey(await self._change(decide), key)
 
     async def revoke_key(self, key_id: str) -> KeyRecord:
-        """End a key now, whatever its expiry and grace. A key that is revoked stays as it is."""
+        """Revoke a key at once, also during the grace time of a rotation. A revoked key stays unchanged."""
 
         async def decide() -> tuple[KeyRecord, DirectoryChange | None]:
             record = await self.key(key_id)
@@ -166,7 +166,7 @@ class Administration:
         return await self._change(decide)
 
     async def rotate_key(self, key_id: str, *, grace_s: float = 0.0) -> IssuedKey:
-        """Another key under the same id. The one before is valid for `grace_s` more, any earlier one no longer."""
+        """Issue another key under the same id. The previous key stays valid for `grace_s` seconds; older keys end now."""
         if not 0 <= grace_s <= MAX_EXPIRES_S:
             raise InvalidRequest("grace", "seconds from 0 to a hundred years", grace_s)
         key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
@@ -193,7 +193,7 @@ class Administration:
         return record
 
     async def keys(self, tenant: str | None = None) -> list[KeyRecord]:
-        """Oldest first; revoked and expired ones are among them. tenant: None for all"""
+        """Keys, oldest first, with revoked and expired ones. tenant None: keys of all tenants"""
         return [record for record in await self._store.records(KeyRecord) if tenant in (None, record.tenant)]
 
     # -- tenants -------------------------------------------------------------------------------------------------------------------
@@ -221,9 +221,9 @@ class Administration:
         return await self._change(decide)
 
     async def remove_tenant(self, name: str, *, revoke_keys: bool = False) -> None:
-        """Forget a tenant. Keys of it that are still active are revoked where `revoke_keys` says so, else the tenant is kept.
+        """Remove a tenant and revoke its active keys. Raises InvalidRequest for a tenant with active keys without `revoke_keys`.
 
-        What stores hold of it lies under its id, which no later tenant of that name has.
+        Stores keep the tenant's data under its id. A later tenant of the same name has another id and never sees that data.
         """
 
         async def decide() -> tuple[None, DirectoryChange]:
@@ -245,7 +245,7 @@ class Administration:
         return record
 
     async def tenant_keys(self, name: str) -> tuple[str, ...]:
-        """What stores may hold data of a tenant under: its name, for keys of a configuration, and the id of its record."""
+        """The names under which stores may hold a tenant's data: its name (keys of the configuration) and the id of its record."""
         record = await self._store.record(TenantRecord, name)
         return (name, record.id) if record is not None and record.id else (name,)
 
@@ -257,7 +257,7 @@ class Administration:
         return await self._store.audit(limit)
 
     async def record(self, action: str, subject: str, detail: Mapping[str, object]) -> None:
-        """Leave an audit record of a change that is not one of keys and tenants. Gateways read nothing again because of it."""
+        """Write an audit record without a change of keys and tenants. The directory's version stays, so gateways read nothing again."""
 
         async def decide() -> tuple[None, DirectoryChange]:
             return None, DirectoryChange(audit=self._audit(action, subject, detail))
@@ -312,12 +312,12 @@ class Administration:
 
 
 def digest(key: str) -> str:
-    """As keys are stored: SHA-256 in hex."""
+    """SHA-256 of a key in hex, the form in which keys are stored."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _new_tenant(name: str, tier: str, now: float) -> TenantRecord:
-    """Its id has a colon, which no tenant's name in the store has."""
+    """A record with a new id. The id has a colon, so it differs from the name of every stored tenant."""
     return TenantRecord(name=name, tier=tier, created_at=now, id=f"{name}:{secrets.token_hex(8)}")
 
 
@@ -338,7 +338,7 @@ def _changed(record: TenantRecord, change: TenantChange) -> TenantRecord:
 
 
 def _differences(change: TenantChange, record: TenantRecord) -> dict[str, object]:
-    """What a change set, for its audit record."""
+    """The values that a change set, for its audit record."""
     given = {"tier": change.tier and record.tier, "monthly_budget": change.budget, "options": dict(change.options) or None}
     return {name: value for name, value in given.items() if value is not None}
 

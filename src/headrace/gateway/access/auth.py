@@ -31,7 +31,7 @@ MAX_MADE = 16_384
 
 
 class KeyPlace(Protocol):
-    """Where a request has its key. key_header: lower-case name; key_scheme: what stands before the key; b"": nothing does"""
+    """The place of the key in a request. key_header: lower-case header name; key_scheme: word before the key, such as Bearer; b"": none"""
 
     @property
     def key_header(self) -> bytes: ...
@@ -41,7 +41,7 @@ class KeyPlace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A caller, and the records that it was made of."""
+    """A principal, and the records that it was made from."""
 
     key: ApiKey | KeyRecord
     tenant: TenantRecord | None
@@ -49,15 +49,15 @@ class _Made:
 
 
 class Authenticator:
-    """One configuration's view of the keys."""
+    """Finds the principal of a request's key, by the keys and tiers of one configuration and by the stored keys."""
 
     def __init__(
         self, api_keys: Sequence[ApiKey], tiers: Mapping[str, Tier], stored: StoredKeys | None = None, clock: Clock = time.monotonic
     ) -> None:
         """
-        api_keys  with digests, as `gateway.config` leaves them
-        tiers     of the configuration
-        stored    keys of the store; None: there is none
+        api_keys  keys of the configuration, as digests
+        tiers     name -> tier, of the configuration
+        stored    keys of the store; None: there is no store
         """
         self._blind = blinding()
         self._stored = stored
@@ -71,8 +71,8 @@ class Authenticator:
     async def principal(self, headers: Sequence[tuple[bytes, bytes]], place: KeyPlace) -> Principal:
         """The caller of a request with these headers.
 
-        Raises Unauthorized, whose message never says what was wrong, UnusableKey, and Unavailable where the store of keys is needed and
-        does not answer.
+        Raises: Unauthorized, whose message never gives the reason; UnusableKey where the key's tier is not configured; Unavailable where
+        the store of keys is needed and does not answer.
         """
         if not self._configured and (self._stored is None or not await self._stored.has_keys()):
             return self._anonymous
@@ -88,7 +88,7 @@ class Authenticator:
         return self._known(found.key, found.tenant) or self._keep(found.key, found.tenant, self._of_stored(found))
 
     def _known(self, key: ApiKey | KeyRecord, tenant: TenantRecord | None) -> Principal | None:
-        """The caller that was made of these very records before."""
+        """The principal that was made earlier from these same record objects."""
         made = self._made.get(key.sha256)
         return made.principal if made is not None and made.key is key and made.tenant is tenant else None
 
@@ -97,7 +97,7 @@ class Authenticator:
         return principal
 
     def _of_configured(self, key: ApiKey, tenant: TenantRecord | None) -> Principal:
-        """tenant: its record, which gives what the key does not name; None: there is none"""
+        """The principal of a configured key. tenant: its record, whose tier holds for a key without one; None: no record"""
         key_id = f"key-{key.sha256[:12]}"
         name = key.tier or (DEFAULT_TIER if tenant is None else tenant.tier)
         principal = Principal(tenant=key.tenant, user=key.user, tier_name=name, tier=self._tier(key_id, name), key_id=key_id)
@@ -111,7 +111,7 @@ class Authenticator:
         return _with_record(principal, found.tenant)
 
     def _tier(self, key_id: str, name: str) -> Tier:
-        """Raises UnusableKey where the configuration has no tier of the name."""
+        """The tier of this name. Raises UnusableKey, and logs the reason now and then, when the configuration has none."""
         tier = self._tiers.get(name)
         if tier is None:
             now = self._clock()
@@ -123,7 +123,7 @@ class Authenticator:
 
 
 def _with_record(principal: Principal, tenant: TenantRecord) -> Principal:
-    """The caller with its tenant's id, options and budget."""
+    """The principal with the id, options and budget of its tenant's record."""
     tier = principal.tier
     if tenant.monthly_budget is not None:
         tier = replace(tier, monthly_budget=tenant.monthly_budget)

@@ -21,16 +21,16 @@ LookUp = Callable[[bytes, str], Awaitable[StoredKey | None]]
 
 
 class KeyLookups:
-    """Look-ups of keys in their store: one in flight for each key, however many requests wait for it, and few at a time of keys that this
-    gateway has not found before, so that a flood of invented keys leaves connections for keys that are known.
+    """Look-ups of keys in their store. Requests that wait for the same key share one look-up.
 
-    A request that stops waiting does not cancel the look-up: a client of Redis would close the connection that it is on.
+    Few look-ups at a time are of keys that this gateway has not found before, so that a flood of invented keys leaves connections for
+    known keys. A request that stops waiting does not cancel its look-up: the Redis client would close the look-up's connection.
     """
 
     def __init__(self, look_up: LookUp, guard: StoreGuard) -> None:
         """
-        look_up  asks the store, within a time of its own, for the key of a blinded digest and its SHA-256 in hex. Raises StoreFailed
-        guard    of the store; look-ups of keys that were not found before have another one, so that many of them leave it alone
+        look_up  asks the store for a key, given by its blinded digest and its SHA-256 in hex; bounds its own time. Raises StoreFailed
+        guard    of the store, for keys that were found before. Other keys have their own guard, so that invented keys cannot trip this one
         """
         self._look_up = look_up
         self._guard = guard
@@ -42,7 +42,7 @@ class KeyLookups:
         self._num_first = 0
 
     async def find(self, blinded: bytes, sha256: str, *, was_found: bool) -> StoredKey | None:
-        """What `look_up` gives. was_found: at some time before. Raises Unavailable, also where the request has waited as long as it may."""
+        """The key in the store. was_found: it was found before. Raises Unavailable, also when the request's waiting time is over."""
         lookup: asyncio.Task[StoredKey | None] | None = None
         try:
             async with (self._guard if was_found else self._first_guard).waiting():
@@ -53,7 +53,7 @@ class KeyLookups:
             raise unavailable() from None
 
     def forget(self) -> None:
-        """Share no look-up that is in flight with requests that come from now on: it may have read the directory before a change."""
+        """Start new look-ups for later requests: one in flight may have read the directory before a change."""
         self._shared.clear()
 
     async def close(self) -> None:
@@ -63,7 +63,7 @@ class KeyLookups:
                 await lookup
 
     def _start(self, blinded: bytes, sha256: str, *, was_found: bool) -> asyncio.Task[StoredKey | None]:
-        """Raises Unavailable."""
+        """Start a look-up. Raises Unavailable when too many look-ups of unknown keys wait already."""
         if not was_found:
             if self._num_first >= MAX_FIRST_WAITING:
                 raise unavailable()
@@ -86,7 +86,7 @@ class KeyLookups:
             self._first_progress.num_answers += not was_found
 
     def _drop(self, blinded: bytes, lookup: asyncio.Task[StoredKey | None] | None) -> None:
-        """Share the look-up no longer: it may hang."""
+        """Stop sharing a look-up, which may hang, with later requests."""
         if lookup is not None and self._shared.get(blinded) is lookup:
             del self._shared[blinded]
 

@@ -18,16 +18,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
-    """Times are Unix seconds.
+    """A stored key. Times are Unix seconds.
 
     id               public name of the key, the same after a rotation
     sha256           hex digest of the key
     first_chars      beginning of the key, by which a person finds it in a list
-    tier             of the key alone; empty: its tenant's
-    expires_at       from then on the key is refused; None: never
-    revoked_at       None: it is not
+    tier             name of the key's own tier; empty: its tenant's tier holds
+    expires_at       time from which the key is refused; None: never
+    revoked_at       time of the revocation; None: the key is not revoked
     previous_sha256  digest of the key before the last rotation, valid until previous_until; empty: there is none
-    limits           of the key beside those of its tenant's tier
+    limits           the key's own limits, beside those of its tenant's tier
     """
 
     id: str
@@ -51,7 +51,7 @@ class KeyRecord:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
     def is_valid(self, sha256: str, now: float) -> bool:
-        """Whether a key with this digest, which is one of `digests`, may be used."""
+        """Whether the key may be used under this digest, which must be one of `digests`."""
         return self.is_active(now) and (sha256 == self.sha256 or now < self.previous_until)
 
 
@@ -59,9 +59,9 @@ class KeyRecord:
 class TenantRecord:
     """
     id              drawn when the tenant was created: a later tenant of the same name has another one. "" in records of earlier versions
-    tier            name of the tier, of which each key may have another
-    monthly_budget  in the place of the tier's; None: the tier's
-    options         what the tenant chose for itself (`access.administration`)
+    tier            name of the tier of keys that have none of their own
+    monthly_budget  money in a UTC month, in place of the tier's budget; None: the tier's
+    options         the tenant's choices by name (`OPTION_VALUES` of `access.administration`)
     """
 
     name: str
@@ -74,9 +74,9 @@ class TenantRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRecord:
-    """One change, kept for good.
+    """One change by an operator; never deleted.
 
-    actor    the user of the operating system that made it, and whether by command or through the admin socket
+    actor    user of the operating system that made the change, and the way: by command or through the admin socket
     action   "key.create", "tenant.set", "cache.purge", "deployment.scale", ...
     subject  a key's id, a tenant's name, a model, a replica, or "deployment"
     detail   the values that were set
@@ -91,7 +91,7 @@ class AuditRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A key and its tenant, as one read found them."""
+    """A key and its tenant, from one read."""
 
     key: KeyRecord
     tenant: TenantRecord
@@ -99,7 +99,7 @@ class StoredKey:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryState:
-    """version: another one after each change; has_keys: a key was created at some time, valid or not"""
+    """version: differs after each change; has_keys: a key was created at some time, valid or not"""
 
     version: int
     has_keys: bool
@@ -107,7 +107,7 @@ class DirectoryState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryChange:
-    """Records to write as one. removed_digests: that lead to no key any more"""
+    """Records to write in one transaction. removed_digests: digests that stop leading to a key"""
 
     audit: AuditRecord
     keys: tuple[KeyRecord, ...] = ()
@@ -125,5 +125,5 @@ R = TypeVar("R", KeyRecord, TenantRecord)
 
 
 def decoded(record: bytes, kind: type[T]) -> T:
-    """The record in the JSON of a store."""
+    """A record from a store's JSON."""
     return msgspec.json.decode(record, type=kind)

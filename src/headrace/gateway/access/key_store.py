@@ -26,7 +26,7 @@ class KeyStore(Protocol):
     async def state(self) -> DirectoryState: ...
 
     async def find(self, sha256: str) -> tuple[int, StoredKey | None]:
-        """The version of the directory, and the key with this digest in it."""
+        """The directory's version, and the key with this digest in that version; None: it has no such key."""
         ...
 
     async def record(self, kind: type[R], name: str) -> R | None:
@@ -34,7 +34,7 @@ class KeyStore(Protocol):
         ...
 
     async def records(self, kind: type[R]) -> list[R]:
-        """Oldest first."""
+        """All records of a kind, oldest first."""
         ...
 
     async def audit(self, limit: int) -> list[AuditRecord]:
@@ -42,10 +42,10 @@ class KeyStore(Protocol):
         ...
 
     async def apply(self, change: DirectoryChange, *, expected: int, version: int) -> bool:
-        """Write all of it, or nothing and return False where the directory is not of the expected version.
+        """Write the whole change. False: nothing was written, because the directory has another version than expected.
 
         expected  version of the directory that the change was decided on
-        version   the one that it has afterwards, the same where there is only the audit record to write
+        version   the directory's version after the change; the same as before for an audit record alone
         """
         ...
 
@@ -57,7 +57,7 @@ FILE = "keys.db"
 
 def open_keys(state: str, store: StoreConfig) -> KeyStore | None:
     """
-    state  folder of the embedded stores, which is there; empty: a bare gateway, whose keys are those of its configuration
+    state  existing folder of the embedded stores; empty: None is returned, for a gateway with only the keys of its configuration
     store  takes the place of the file where it has a url
 
     Raises ConfigError.

@@ -23,9 +23,9 @@ from headrace.core.errors import Overloaded, RequestTooLarge
 class ChargeLimits:
     """Upper bounds in bytes, inclusive.
 
-    tenant_share   part of the total that one tenant may hold, asked for at each addition
+    tenant_share   gives the part of the total that one tenant may hold; called at each addition
     keeps_reserve  the last quarter of a tenant's limit and of the total is kept for requests that already hold bytes, so that a new
-                   request is refused before a running one. A request may hold the whole limit where no other one holds any of it
+                   request is refused before a running one. A request alone may hold the whole limit
     """
 
     request: int
@@ -42,10 +42,10 @@ class ChargeLimits:
 
 
 class MemorySum:
-    """One sum of charges. held: bytes of all requests;  num_refused: requests that were refused because it was full"""
+    """One sum of charges. held: bytes of all requests;  num_refused: additions that a limit refused"""
 
     def __init__(self, limits: ChargeLimits, name: str = "answers") -> None:
-        """name: what is held, for messages and metrics"""
+        """name: word for what the bytes hold, in messages and metrics"""
         self.limits = limits
         self.name = name
         self.held = 0
@@ -55,7 +55,7 @@ class MemorySum:
         self._held_at_change = 0
 
     def change(self, limits: ChargeLimits) -> None:
-        """Hold later additions to `limits`. Requests keep what they hold, also where it is more."""
+        """Bound later additions by `limits`. Requests keep the bytes that they hold, also beyond the new limits."""
         self.limits = limits
         self._held_at_change = self.held
 
@@ -64,7 +64,7 @@ class MemorySum:
         return self.limits.total - self.held
 
     def open(self, tenant: str) -> MemoryCharge:
-        """The charge of one request, at first of no bytes. Close it by `with`."""
+        """The charge of a new request, 0 bytes at first. Use it with `with`."""
         return MemoryCharge(self, tenant)
 
     def check(self) -> None:
@@ -96,7 +96,7 @@ class MemorySum:
         charge.num_bytes += num_bytes
 
     def _set_by(self, most: int) -> str:
-        """The option that sets the largest request, for a message; empty where none does."""
+        """The option that `most`, the limit of a request, comes from, for a message; empty when no option sets it."""
         if most == self.limits.request:
             return ""
         name = f"max_{self.name.removesuffix('s')}_bytes" if most == self.limits.total else "max_tenant_share"
@@ -124,7 +124,7 @@ class MemoryCharge:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Hold `num_bytes` more, or none of them. Raises RequestTooLarge or Overloaded, naming the limit."""
+        """Hold `num_bytes` more. Raises RequestTooLarge beyond a request's limit, else Overloaded; nothing is added then."""
         if num_bytes > 0:
             self._sum._add(self, num_bytes)
 
@@ -136,14 +136,14 @@ class MemoryCharge:
 
 
 class MemoryLimits(NamedTuple):
-    """The limits of both sums."""
+    """The limits of the two sums of `RequestMemory`."""
 
     prompts: ChargeLimits
     answers: ChargeLimits
 
 
 class RequestMemory:
-    """Both sums. num_open, num_closed: requests that are open, and requests that were"""
+    """The two sums of charges of this process. num_open, num_closed: open requests, and closed ones since the start"""
 
     def __init__(self, limits: MemoryLimits) -> None:
         self.prompts = MemorySum(limits.prompts, "prompts")
@@ -156,12 +156,12 @@ class RequestMemory:
         return self.prompts.held + self.answers.held
 
     def change(self, limits: MemoryLimits) -> None:
-        """Hold later additions to other limits."""
+        """Bound later additions by other limits."""
         self.prompts.change(limits.prompts)
         self.answers.change(limits.answers)
 
     def open(self, tenant: str) -> RequestCharges:
-        """The charges of one request, at first of no bytes."""
+        """The two charges of a new request, 0 bytes at first."""
         return RequestCharges(self, tenant)
 
     def check(self) -> None:

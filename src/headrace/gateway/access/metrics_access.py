@@ -10,7 +10,7 @@ from headrace.observe.tenant_metrics import EVERY_TENANT, NO_TENANT, ShownTenant
 
 
 class OpenMetrics(StrEnum):
-    """What a reader without a key sees of the page although keys exist."""
+    """The part of the metrics page that a reader without a key sees on a server with keys."""
 
     NONE = "none"
     """no page: a key is wanted"""
@@ -23,17 +23,17 @@ class OpenMetrics(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsAccess:
     """
-    open     what every reader sees
-    tenants  whose keys read the whole page
+    open     the part of the page that every reader sees
+    tenants  tenants whose keys show the whole page
     """
 
     open: OpenMetrics
     tenants: tuple[str, ...]
 
     def shown_to(self, reader: Principal, *, has_several: bool) -> ShownTenants:
-        """Without keys, or where all keys are of one tenant, every reader sees all. Otherwise a key sees its tenant's series.
+        """The tenants whose series a reader sees: its own tenant, or every tenant on a server without keys or with keys of one tenant.
 
-        has_several: keys may be of several tenants
+        has_several: whether keys may be of several tenants
         """
         if self.open is not OpenMetrics.NONE:
             return EVERY_TENANT if self.open is OpenMetrics.ALL else NO_TENANT

@@ -18,7 +18,7 @@ from headrace.policy.admission.decision import TenantTurn
 
 
 class UseCount:
-    """Lives on one event loop. num_users: requests that have entered and not left"""
+    """Counts the requests that use something that is closed after them. num_users: requests that have entered and not left"""
 
     __slots__ = ("_unused", "num_users")
 
@@ -36,7 +36,7 @@ class UseCount:
             self._unused.set()
 
     async def wait_unused(self) -> None:
-        """Return at a moment without users. The caller makes sure that none enters later."""
+        """Return once there is no user. The caller must keep later users from entering."""
         while self.num_users:
             self._unused = self._unused or asyncio.Event()
             self._unused.clear()
@@ -53,8 +53,8 @@ End = Callable[[HeadraceError], None]
 
 class OpenRequests:
     """
-    max_requests  one more is refused. A lower one ends none
-    tenant_share  part of them that one tenant may have, in (0, 1], asked for at each request
+    max_requests  most requests that are open at a time. Lowering it ends no open request
+    tenant_share  gives the part of `max_requests` that one tenant may have, in (0, 1]; called at each request
     """
 
     def __init__(self, max_requests: int, tenant_share: Callable[[], float] = lambda: 1.0) -> None:
@@ -71,7 +71,7 @@ class OpenRequests:
         return len(self._open)
 
     def change(self, max_requests: int) -> None:
-        """Hold later requests to another cap."""
+        """Bound later requests by another cap."""
         self.max_requests = max_requests
 
     def by_tenant(self) -> dict[str, int]:
@@ -80,9 +80,9 @@ class OpenRequests:
 
     @contextmanager
     def admit(self, request_id: RequestId, tenant: str, cut: End) -> Iterator[None]:
-        """The request is open until the block ends.
+        """Count a request as open until the block ends. cut: ends it with an error
 
-        Raises Draining once `drain` was called and Overloaded at the cap; nothing was counted then.
+        Raises Draining after `drain` and Overloaded at a cap; the request is not counted then.
         """
         if self.is_draining:
             raise Draining("This server is shutting down and takes no new requests.", retry_after_s=5.0)
@@ -106,7 +106,7 @@ class OpenRequests:
                 self._empty.set()
 
     def turn_of(self, tenant: str) -> TenantTurn:
-        """The turn of a tenant's newest request, which is counted already."""
+        """The turn of a tenant's newest request, which `admit` has counted."""
         return TenantTurn(self._tenants[tenant], len(self._open), len(self._tenants))
 
     def drain(self) -> None:
@@ -114,7 +114,7 @@ class OpenRequests:
         self.is_draining = True
 
     def cut(self, error: HeadraceError) -> None:
-        """End every open request with `error`. Each leaves its block once its task has run."""
+        """End every open request with `error`. A request is counted as open until its task has left the `admit` block."""
         for end in list(self._open.values()):
             end(error)
 
@@ -133,13 +133,13 @@ MAX_READS = 64
 
 
 class KeyRevoked(Unauthorized):
-    """The key of a request was revoked while it was answered."""
+    """The request's key was revoked while the request ran."""
 
 
 class KeyUses:
-    """The open requests of each key, so that those of a key that was revoked are ended.
+    """The open requests of each key. After each change of the directory the requests of revoked keys are ended.
 
-    Requests are checked after each change of the directory. A key that the store has lost ends none: Redis may have been started anew.
+    A key that is missing in the store ends no request: Redis may have been restarted without its data.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class KeyUses:
 
     @contextmanager
     def use(self, key_id: str, end: End) -> Iterator[None]:
-        """The block answers a request with the key."""
+        """Note that the block answers a request of this key. end: ends the request with an error"""
         ends = self._ends.setdefault(key_id, set())
         ends.add(end)
         try:
@@ -158,7 +158,7 @@ class KeyUses:
                 del self._ends[key_id]
 
     async def end_revoked(self, read: Callable[[str], Awaitable[KeyRecord | None]]) -> None:
-        """read: the record of a key. Raises its error; then some keys were not checked."""
+        """End the requests of revoked keys. read: gives a key's record. Raises the error of `read`; some keys are unchecked then."""
         in_use = list(self._ends)
         for first in range(0, len(in_use), MAX_READS):
             for record in await asyncio.gather(*map(read, in_use[first : first + MAX_READS])):

@@ -19,11 +19,11 @@ from headrace.policy.limits.tier import DEFAULT_TIER, Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """Limits of one key beside those of its tenant's tier. None: without this limit.
+    """Limits of one key, beside those of its tenant's tier. None: no such limit.
 
     monthly_budget       money in a UTC month, in the currency of `prices`
-    requests_per_minute  started in any 60 s
-    models               names that it may use, of those that the tier allows; empty: all of them
+    requests_per_minute  requests started in any 60 s
+    models               names of the models that the key may use, among those of the tier; empty: all of the tier's
     """
 
     monthly_budget: float | None = None
@@ -33,15 +33,16 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """
-    tenant     name of the tenant, by which metrics, usage records and the request log are separated
-    tenant_id  drawn when the tenant was created; "" where no record of it is in the store
-    tenant_since  Unix seconds at which it was created: usage from before is that of an earlier tenant of the same name
-    tier_name  of the tenant's tier, whose rules `tier` has
-    key_id     public name of the key; "" where the server is open
-    user       the person or program that the tenant gave the key to; "" where it did not say
-    limits     of the key alone
-    options    what the tenant chose for itself, JSON values by name; an absent one has its default
+    """The caller of a request.
+
+    tenant        name of the tenant: metrics, usage records and the request log are separated by it
+    tenant_id     drawn when the tenant was created; "" for a tenant without a record in the store
+    tenant_since  Unix seconds of the tenant's creation: earlier usage is that of another tenant of the same name
+    tier_name     name of `tier`, which is the key's or the tenant's
+    key_id        public name of the key; "" on a server without keys
+    user          person or program that the tenant gave the key to; "": not known
+    limits        the key's own limits
+    options       the tenant's choices: name -> JSON value; an absent option has its default
     """
 
     tenant: str
@@ -56,7 +57,7 @@ class Principal:
 
     @property
     def tenant_key(self) -> str:
-        """What limits, caches, sessions and prefixes in the KV cache are separated by: a later tenant of the same name has another one."""
+        """The name that separates limits, caches, sessions and KV prefixes of tenants. A later tenant of the same name has another one."""
         return self.tenant_id or self.tenant
 
     @property
@@ -65,7 +66,7 @@ class Principal:
 
     @property
     def logs_prompts(self) -> bool:
-        """Whether the tenant has opted in that its prompts are kept in usage records (docs/usage.md)."""
+        """Whether the tenant has chosen that usage records keep its prompts (docs/usage.md)."""
         return self.options.get("log_prompts") is True
 
     @property
@@ -74,7 +75,7 @@ class Principal:
         return not (self.tier.models or self.limits.models)
 
     def may_use(self, *names: str) -> bool:
-        """Whether the key and the tier allow the model of these names: each may call it by another one of them."""
+        """Whether the key and the tier allow the model with these names. The key and the tier may each list another name of the model."""
         return all(not allowed or any(name in allowed for name in names) for allowed in (self.tier.models, self.limits.models))
 
 
@@ -109,7 +110,7 @@ class ApiKey:
 
 
 def digest_of(key: bytes) -> bytes:
-    """SHA-256 of a key: keys are long and random, so no slow hash is needed."""
+    """SHA-256 of a key. Keys are long and random, so a fast hash is safe."""
     return hashlib.sha256(key).digest()
 
 

@@ -43,7 +43,7 @@ return 1
 
 
 class RedisKeys(RedisCalls):
-    """A `KeyStore`. It connects with the first call."""
+    """A `KeyStore` in Redis, which connects at the first call."""
 
     def __init__(self, client: Any) -> None:
         """client: what `open_redis` made"""

@@ -59,10 +59,10 @@ MAX_CHANGES = 64
 
 
 def blinding() -> Callable[[bytes], bytes]:
-    """What makes of a digest its place in one index, so that the time of a lookup says nothing (double HMAC).
+    """A keyed hash for a table of digests, so that the time of a lookup leaks nothing about the stored digests (double HMAC).
 
-    It depends on a secret that is drawn here, thus on a value that a client can neither compute nor choose: a comparison in constant time
-    whose cost does not grow with the number of entries.
+    Its secret is drawn here, so a client can neither compute nor choose the hashed values that are compared. Unlike a comparison with every
+    digest in constant time, the cost does not grow with the number of entries.
     """
     secret = secrets.token_bytes(32)
     return lambda digest: hashlib.blake2b(digest, key=secret, digest_size=32).digest()
@@ -77,9 +77,9 @@ class _Found:
 
 
 class StoredKeys:
-    """Lives on one event loop, for as long as its `async with` block.
+    """The keys of one store, cached. Use with `async with`, on one event loop.
 
-    uses  the open requests; within two seconds one is ended whose key was revoked
+    uses  the open requests of each key; a request ends within two seconds of its key's revocation
     """
 
     def __init__(self, store: KeyStore, *, clock: Clock, unix_time: Clock) -> None:
@@ -121,19 +121,19 @@ class StoredKeys:
 
     @property
     def has_seen_keys(self) -> bool:
-        """Whether the store has had a key, as far as this gateway knows."""
+        """Whether this gateway knows that the store has or had a key."""
         return self._state is not None and self._state.has_keys
 
     def on_first_key(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once a key is seen; at once if one was."""
+        """Call `callback` when the first key is seen, or at once if a key was seen before."""
         self._on_first_key = callback
         if self.has_seen_keys:
             callback()
 
     async def has_keys(self) -> bool:
-        """Whether a key was ever created. Once seen that holds for good, whatever becomes of the store.
+        """Whether a key was ever created. Stays true once a key was seen, even if the store loses it.
 
-        Raises Unavailable where it cannot be known.
+        Raises Unavailable while no key was seen and the store does not answer.
         """
         if self.has_seen_keys:
             return True
@@ -157,11 +157,10 @@ class StoredKeys:
         return found if found is not None and found.key.is_valid(sha256, self._now()) else None
 
     async def tenant(self, name: str) -> TenantRecord | None:
-        """The record of the tenant of a configured key, if there is one and the store has answered for it.
+        """The record of a configured key's tenant. None: the store has no such record, or has not answered yet.
 
-        These keys are good without the store, so a request waits for a record once at most: the first time that its tenant is asked for.
-        From then on records are read again after each change of the directory, in the background, and stay as they were while the store
-        does not answer.
+        A configured key is valid without the store, so only the first request of a tenant waits for the record. Later reads run in the
+        background after each change of the directory; while the store does not answer, the last record stays.
         """
         if name not in self._tenants:
             try:
@@ -180,7 +179,7 @@ class StoredKeys:
         return None if self._state is None else self._state.version
 
     async def _looked_up(self, blinded: bytes, sha256: str, known: _Found | None) -> StoredKey | None:
-        """known: what was found before. Raises Unavailable."""
+        """The key from the store. While the store fails, `known` from before a change holds for OUTDATED_S. Raises Unavailable."""
         try:
             return await self._lookups.find(blinded, sha256, was_found=known is not None)
         except Unavailable:
@@ -213,13 +212,13 @@ class StoredKeys:
                     self._checks_left -= 1
 
     async def _read_tenants(self, version: int) -> None:
-        """Read again what was asked for, in the directory of this version or a later one. Raises StoreFailed."""
+        """Read again every tenant that was asked for, from the directory of this version or a later one. Raises StoreFailed."""
         for name in list(self._tenants):
             self._tenants[name] = await self._store.record(TenantRecord, name)
         self._tenants_version = version
 
     async def _read_state(self) -> None:
-        """Read the directory's version, once for all that ask at a time. Raises Unavailable."""
+        """Read the directory's version; concurrent callers share one read. Raises Unavailable."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_once(), name="keys' version")
             self._reading.add_done_callback(drop_error)
@@ -245,7 +244,7 @@ class StoredKeys:
             self._on_first_key()
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        """What the store says, which may take longer than a request waits. Raises StoreFailed."""
+        """The result of a call of the store within ANSWER_S, which may be longer than a request waits. Raises StoreFailed."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 answer = await call
@@ -257,7 +256,7 @@ class StoredKeys:
 
 
 def remember(table: dict[K, T], key: K, value: T, most: int) -> None:
-    """Keep a value, in the place of the oldest one where there are `most`."""
+    """Put a value into a table of at most `most` entries. A full table drops its oldest entry first."""
     table.pop(key, None)
     while len(table) >= most:
         del table[next(iter(table))]
