@@ -52,9 +52,9 @@ UNPRINTED = "(a field of another form)"
 
 
 class ActiveConfig:
-    """What one configuration makes of the application: the service, and which requests reach it. A request keeps the one it began with.
+    """One configuration with the objects made from it: the service, and the checks before it. A request keeps the one it began with.
 
-    choosing  the requests that have not asked for a model yet: each may still take any model of this configuration
+    choosing  counts the requests that have not asked for a model yet: each may still take any model of this configuration
     """
 
     def __init__(self, config: GatewayConfig, service: Service) -> None:
@@ -69,10 +69,10 @@ class ActiveConfig:
 
 
 class Gateway:
-    """The application. `gateway.compose` makes it, and opens and closes what it uses.
+    """The ASGI application. `gateway.compose` makes it, and opens and closes everything that it uses.
 
-    active       the configuration of requests that come now
-    request_log  may be replaced at any time; a request is logged where its end finds it
+    active       configuration of new requests
+    request_log  may be replaced at any time; a request is written to the log that is present at its end
     """
 
     def __init__(self, config: GatewayConfig, service: Service, request_log: RequestLog) -> None:
@@ -81,12 +81,12 @@ class Gateway:
 
     @property
     def config(self) -> GatewayConfig:
-        """The configuration that holds now."""
+        """The present configuration."""
         return self.active.config
 
     @property
     def service(self) -> Service:
-        """The service of requests that come now."""
+        """The service of new requests."""
         return self.active.service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +121,7 @@ class Gateway:
                 self._close(exchange, active.service, store_wait)
 
     async def dispatch(self, path: AnsweredPath | None, exchange: Exchange, active: ActiveConfig) -> None:
-        """Check the key, then call the handler. An unknown path wants a key too, so that the answer does not show which paths exist."""
+        """Check the key, then call the handler. An unknown path needs a key too, so that strangers cannot learn which paths exist."""
         if path is not None:
             exchange.generates, exchange.is_quiet = path.generates, path.is_quiet
         if path is None or not (path.is_public or path.path in active.public):
@@ -140,7 +140,7 @@ class Gateway:
                 await endpoint.handler(service, exchange)
 
     def refused(self, request_id: str, status: int, reason: str) -> None:
-        """Log and count an answer that the protocol gave instead of the application: no HTTP, a head that was too large or too late."""
+        """Log and count an answer by the HTTP protocol class itself: the bytes were no HTTP, or the head was too large or too late."""
         self.service.metrics.http_responses.labels(str(status)).inc()
         record = RequestLogRecord(request_id=request_id, method="", path="", time=self.service.unix_time(), status=status, reason=reason)
         record.error, record.outcome = BAD_HTTP, Outcome.REFUSED
@@ -173,7 +173,7 @@ class Gateway:
         record.status = record.status or reply.status
 
     def _close(self, exchange: Exchange, service: Service, store_wait: StoreWait) -> None:
-        """service: of the configuration that the request began with"""
+        """Count and log a request that has ended. service: of the configuration that the request began with"""
         exchange.release()
         record, metrics = exchange.record, service.metrics
         record.latency_s = service.clock() - exchange.arrived_at
@@ -192,7 +192,7 @@ class Gateway:
 
 
 def outcome_of(error: Exception, status: int) -> Outcome:
-    """How a request ended that was not answered whole."""
+    """The outcome of a request that ended with this error and HTTP status."""
     if isinstance(error, ClientLeft | SlowReader | KeyRevoked):
         return Outcome.CANCELLED
     if isinstance(error, DeadlineExceeded):
@@ -201,7 +201,7 @@ def outcome_of(error: Exception, status: int) -> Outcome:
 
 
 def use_of(record: RequestLogRecord, usage: UsageRecord | None) -> RequestUse:
-    """What a request adds to the metrics of its tenant. usage: None where it used nothing"""
+    """The numbers that a request adds to its tenant's metrics. usage: None for a request that used nothing"""
     refused = (record.error or "") if record.outcome is Outcome.REFUSED else ""
     return (
         RequestUse(refused=refused, limit=record.limit or "")
@@ -225,7 +225,7 @@ def counted_as(record: RequestLogRecord) -> str:
 
 
 def param_of(error: Exception) -> str | None:
-    """The field that an error is about. A name that no field could have is not shown: a client may put anything into a key."""
+    """The name of the field that an error is about. A name in no field's form is replaced: a JSON key may hold any text of the client."""
     if not isinstance(error, InvalidRequest):
         return None
     return error.field if _FIELD.fullmatch(error.field) else UNPRINTED
@@ -249,8 +249,10 @@ def fault(error: BaseException) -> str:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error and of its causes. They hold frames in reference cycles; without them the memory of a refused
-    request, perhaps megabytes, is free at once and not at the next garbage collection.
+    """Drop the tracebacks of an error and of its causes.
+
+    Tracebacks keep frames alive in reference cycles. Without them a refused request's memory, perhaps megabytes, is freed at once instead
+    of at the next garbage collection.
     """
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
@@ -263,7 +265,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def sane_request_id(value: bytes | None) -> str | None:
-    """A client's own request id if it may stand in a log: at most 128 characters, letters, digits and -_.:/ only. It has no other use."""
+    """The client's own request id, for the log alone. None unless it has 1 to 128 characters, all ASCII letters, digits or -_.:/."""
     if value is None or not 0 < len(value) <= 128:
         return None
     text = value.decode("latin-1")

@@ -56,7 +56,7 @@ from headrace.text.folder import TextModel, load_text
 
 
 def load_texts(config: GatewayConfig) -> dict[str, TextModel | CheckpointError]:
-    """By name, tokenizer and template of each model that engines serve, or why they cannot be used. Only text workers compile templates."""
+    """Model name -> tokenizer and template, or the error of loading them, for models of engines. Only text workers compile templates."""
     return {model.name: _load_or_error(model.folder) for model in config.models if model.folder}
 
 
@@ -69,7 +69,7 @@ def _load_or_error(folder: str) -> TextModel | CheckpointError:
 
 @dataclass(frozen=True, slots=True)
 class OpenGateway:
-    """A gateway that is served from now on, and what changes its configuration."""
+    """An opened gateway: the application, and the reloader that changes its configuration."""
 
     app: Gateway
     reloader: Reloader
@@ -87,11 +87,12 @@ async def open_gateway(
     sources: Sources | None = None,
     worker: GatewayWorker | None = None,
 ) -> AsyncIterator[OpenGateway]:
-    """The application, connected to its replicas (or trying to) until the block ends. Raises ConfigError and CheckpointError.
+    """A gateway, opened until the block ends; it connects to its replicas in the background. Raises ConfigError and CheckpointError.
 
-    workers  what `text_workers` made, started or not
-    load, make_workers  texts and text workers of later configurations
-    worker   which of several gateway workers this process is; None: it is the only gateway here
+    workers       text workers, started or not
+    load          loads the text of a model's folder, for later configurations
+    make_workers  makes the text workers of later configurations
+    worker        this process among several gateway workers; None: it is the only gateway of its port
     """
     sources = sources or Sources()
     metrics = Metrics()
@@ -121,7 +122,7 @@ async def _open_service(
     metrics: Metrics,
     sources: Sources,
 ) -> Service:
-    """What all requests share, each part closed by `stack`. Raises ConfigError."""
+    """Open everything that requests share; `stack` closes each part. Raises ConfigError."""
     share = TenantShare(config.limits.max_tenant_share, config.num_tenants)
     memory = RequestMemory(memory_limits(config.limits, machine_bytes(), share))
     stack.callback(asyncio.create_task(give_back_when_idle(memory), name="memory given back").cancel)
@@ -165,7 +166,7 @@ def _watch(config: GatewayConfig, memory: RequestMemory, metrics: Metrics, sourc
 
 
 def _joined(service: Service, worker: GatewayWorker, num_workers: int) -> Siblings:
-    """Lets this worker answer the other workers of its port, and ask them, once it is entered."""
+    """The connection to the other workers of the port. While it is entered, this worker asks them and answers them."""
     siblings = Siblings(worker, num_workers)
     service.site_metrics.join(siblings)
     service.kept_streams.join(siblings)
@@ -205,7 +206,7 @@ async def _ledger(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics
 
 
 def _followed(reloader: Reloader, service: Service) -> Reloader:
-    """The reloader, whose changes whatever all requests share follows."""
+    """The reloader, after each shared object has been set to follow configuration changes."""
     reloader.follow(lambda config: partial(service.open_requests.change, config.limits.max_requests))
     reloader.follow(lambda config: partial(service.text_pool.change, config.limits.max_text_queue))
     reloader.follow(lambda config: partial(service.tenant_share.change, config.limits.max_tenant_share, config.num_tenants))
@@ -235,7 +236,7 @@ def _text_pool(config: GatewayConfig, workers: Workers, sources: Sources) -> Tex
 
 
 def _connect_metrics(app: Gateway, models: SiteModels) -> None:
-    """Let the metrics page read what is known elsewhere, at the moment it is asked for."""
+    """Give the metrics page functions that read gauges from their owners when the page is asked for."""
     service = app.service
     metrics, budgets = service.metrics, (service.memory.prompts, service.memory.answers)
     metrics.read_engines(models.readings)

@@ -38,7 +38,7 @@ MAX_WORKERS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """The whole file."""
+    """The gateway's whole configuration file."""
 
     models: tuple[ModelConfig, ...] = required("Served models.", reload=Reload.LIVE)
     host: str = option(
@@ -121,7 +121,7 @@ class GatewayConfig:
     usage: UsageConfig = section(UsageConfig, "How usage records are kept and shipped.", reload=Reload.LIVE)
 
     def checked(self) -> GatewayConfig:
-        """This value if its rules hold. Raises ConfigError."""
+        """This value. Raises ConfigError for the first broken rule."""
         check_models(self.models)
         for index, key in enumerate(self.api_keys):
             check_key(f"api_keys[{index}]", key, all_tiers(self.tiers))
@@ -145,7 +145,7 @@ class GatewayConfig:
         return self
 
     def _check_money(self) -> None:
-        """Raise ConfigError for a price that no model has, and for a budget in which requests would cost nothing."""
+        """Raise ConfigError for a price of no model, for a budget without prices, and for an unpriced model in the site's budget."""
         names = {model.name for model in self.models}
         for name in self.prices:
             if self.models and name not in names:
@@ -164,7 +164,7 @@ class GatewayConfig:
                 )
 
     def _check_metrics(self) -> None:
-        """An option that would change nothing is refused. Raises ConfigError."""
+        """Raise ConfigError for an unknown word, and for `metrics_tenants` where it would have no effect."""
         if self.open_metrics not in list(OpenMetrics):
             raise ConfigError("open_metrics", f"{self.open_metrics!r} is not one of {', '.join(OpenMetrics)}")
         if self.metrics_tenants and self.open_metrics != OpenMetrics.NONE:
@@ -173,7 +173,7 @@ class GatewayConfig:
 
     @property
     def scheme(self) -> str:
-        """How this gateway's URLs begin."""
+        """The scheme of this gateway's URLs."""
         return "http" if self.tls is None else "https"
 
     @property
@@ -202,7 +202,7 @@ class GatewayConfig:
 
     @property
     def request_log_target(self) -> str:
-        """`request_log` as `observe.request_log` names targets."""
+        """`request_log` as a word of LOG_TARGETS or a file's path."""
         return self.request_log if isinstance(self.request_log, str) else "on" if self.request_log else "off"
 
     @property

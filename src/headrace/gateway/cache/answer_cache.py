@@ -19,7 +19,7 @@ from headrace.observe.cache_metrics import AnswerCacheMetrics, KeptAnswer
 
 @dataclass(slots=True, eq=False)
 class Computation:
-    """One answer. answer: None until it is whole, and for ever where it failed;  ended: set once it is whole or has failed"""
+    """One answer that is being computed. ended: set when it is whole or has failed;  answer: None before that, and after a failure"""
 
     key: str
     answer: WholeAnswer | None = None
@@ -47,7 +47,7 @@ EQUAL_WAIT_S = 30.0
 
 class AnswerCache:
     def __init__(self, store: GuardedStore, metrics: AnswerCacheMetrics, unix_time: Clock) -> None:
-        """store: closed by `close`"""
+        """store: closed by `close` of the cache"""
         self.max_entry_bytes = MAX_ANSWER_BYTES
         self._store = store
         self.metrics = metrics
@@ -58,11 +58,11 @@ class AnswerCache:
         await self._store.close()
 
     def age_s(self, answer: WholeAnswer) -> float:
-        """Never negative, whatever the clock did."""
+        """Seconds since the answer was recorded; 0 if the clock went back."""
         return max(0.0, self._unix_time() - answer.recorded_at)
 
     async def find(self, key: str, *, max_age_s: float | None) -> WholeAnswer | None:
-        """The answer that is kept, no older than `max_age_s`; None too where the store fails."""
+        """The stored answer, if it is no older than `max_age_s`. None also when the store fails."""
         try:
             value = await self._store.asked(lambda store: store.get(key))
         except StoreFailed:
@@ -73,12 +73,15 @@ class AnswerCache:
 
     @property
     def num_computing(self) -> int:
-        """Answers that are computed, or that are whole and not in the store yet."""
+        """Number of answers that are being computed or written to the store."""
         return len(self._computing)
 
     async def wait(self, key: str) -> WholeAnswer | Computation | None:
-        """The answer of an equal request, once it is whole; where none is computed, a computation that the caller has to end, whatever
-        happens; None where one takes too long, so that this request is computed beside it."""
+        """Wait for the answer of an equal request that runs.
+
+        Returns that answer; or, when no equal request runs, a new computation, which the caller must end in every case; or None after
+        EQUAL_WAIT_S, when the caller computes its own answer without a computation.
+        """
         try:
             async with asyncio.timeout(EQUAL_WAIT_S):
                 while (computation := self._computing.get(key)) is not None:
@@ -91,14 +94,14 @@ class AnswerCache:
         return computation
 
     def end(self, computation: Computation, answer: WholeAnswer | None = None) -> None:
-        """Wake the requests that wait for it. answer: None where it failed; else the computation stays until its answer is in the store"""
+        """Wake the requests that wait for a computation. answer: None after a failure; else requests find it here until it is stored"""
         computation.answer = answer
         computation.ended.set()
         if answer is None:
             self._forget(computation)
 
     def keep(self, key: str, answer: WholeAnswer, *, tenant: str, ttl_s: float, computation: Computation | None) -> None:
-        """Write an answer, in the background. computation: ends with it"""
+        """Write an answer in the background. computation: ended with this answer"""
         value = encode_answer(answer)
         if computation is not None:
             self.end(computation, answer)

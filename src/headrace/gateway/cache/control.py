@@ -18,13 +18,13 @@ MAX_CACHE_S = 31_536_000.0
 
 
 class CacheControl(Struct, kw_only=True, frozen=True, rename=lambda name: name.replace("_", "-")):
-    """A body's `cache`, as LiteLLM's proxy has it.
+    """The field `cache` of a body, in the form of LiteLLM's proxy.
 
-    use_cache  also where the answer is drawn at random
-    no_cache   compute the answer, whatever is kept
-    no_store   do not keep the answer
-    ttl        seconds that it is kept at most
-    s_maxage   seconds that an answer may be old, which is taken
+    use_cache  use the cache also for an answer that is sampled at random
+    no_cache   do not answer from the cache
+    no_store   do not store the answer
+    ttl        most seconds for which the answer is stored
+    s_maxage   most seconds since a cached answer was recorded
     """
 
     use_cache: bool = False
@@ -35,7 +35,7 @@ class CacheControl(Struct, kw_only=True, frozen=True, rename=lambda name: name.r
 
     @classmethod
     def of(cls, given: bool | CacheControl | None) -> CacheControl:
-        """true: use it; false: neither take nor keep an answer. Raises InvalidRequest."""
+        """given: true uses the cache, false neither reads nor writes it. Raises InvalidRequest for seconds out of range."""
         if given is None or isinstance(given, bool):
             return cls(use_cache=bool(given), no_cache=given is False, no_store=given is False)
         for name, value in (("ttl", given.ttl), ("s-maxage", given.s_maxage)):
@@ -51,11 +51,11 @@ NEITHER = CacheControl(no_cache=True, no_store=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """All that an answer depends on, beside its tenant and `cache_salt`.
+    """Everything that an answer depends on, except its tenant and `cache_salt`.
 
-    model     its name
-    sampling  the parameters that the client gave, by the names of `SamplingParams`
-    control   the client's wish
+    model     name of the model
+    sampling  parameters that the client gave, by the names of `SamplingParams`
+    control   the client's cache options
     """
 
     model: str
@@ -66,7 +66,7 @@ class Question:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the same answer is meant each time: it is greedy, or its seed is given."""
+        """Whether each computation should give the same answer: sampling is greedy, or the client gave a seed."""
         return self.sampling.get("temperature") == 0 or self.sampling.get("seed") is not None
 
     @property
@@ -74,10 +74,10 @@ class Question:
         return self.sampling.get("prompt_logprobs") is not None
 
     def key(self, salt: bytes, version: str) -> str:
-        """Name of the answer among all.
+        """The answer's key in the store.
 
-        salt     of the tenant and of the client's `cache_salt`
-        version  of the model's weights and whatever else results depend on, as far as it is known, and the numbers of the caller's limits
+        salt     `entry_salt` of the tenant and the client's `cache_salt`
+        version  text that changes with the model's weights, with whatever else results depend on, and with those limits of the caller
                  that bound the output
         """
         digest = hashlib.blake2b(salt, digest_size=32, person=b"headrace-answer")
@@ -85,7 +85,7 @@ class Question:
         return digest.hexdigest()
 
     def _parts(self, version: str) -> tuple[object, ...]:
-        """In one order in every process: a set has none, so it is sorted. Keys of objects keep the order that the prompt shows."""
+        """The values that the key is hashed from, in the same order in every process: a set is sorted, JSON objects keep their order."""
         prompt, names = self.prompt, list[str]()
         if isinstance(prompt, Conversation):
             names = sorted(prompt.tool_choice.allowed)
@@ -94,8 +94,10 @@ class Question:
 
 
 def entry_salt(tenant: str, cache_salt: str) -> bytes:
-    """Begins the key of every entry of a tenant: the same at every gateway of a store, and at its next start. The tenant's name comes from
-    the key of the request, so no client can choose it."""
+    """The salt of every cache key of a tenant, the same at every gateway and after a restart.
+
+    The tenant is that of the request's API key, so a client cannot choose another tenant's salt.
+    """
     digest = hashlib.blake2b(digest_size=32, person=b"headrace-tenant")
     for part in (tenant.encode(), cache_salt.encode("utf-8", "surrogatepass")):
         digest.update(len(part).to_bytes(8, "little") + part)

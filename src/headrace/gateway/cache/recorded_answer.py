@@ -31,7 +31,7 @@ EVENT_BYTES = 64
 
 
 class RecordedLogprobs(Struct, array_like=True, frozen=True):
-    """`DecodedLogprobs`. vocabulary: number of the texts of its ids;  columns: (type code, bytes) in the order of `LogprobColumns`"""
+    """`DecodedLogprobs`. vocabulary: index in `WholeAnswer.vocabularies`;  columns: (type code, bytes) in the order of `LogprobColumns`"""
 
     vocabulary: int
     columns: list[tuple[Literal["i", "q", "f", "d"], bytes]]
@@ -40,7 +40,7 @@ class RecordedLogprobs(Struct, array_like=True, frozen=True):
 
 
 class RecordedEvent(Struct, array_like=True, frozen=True):
-    """`OutputEvent`, without offset, error and what is of the prompt."""
+    """`OutputEvent` without its offset, its error and the prompt's log-probabilities."""
 
     index: int
     text: str
@@ -55,11 +55,12 @@ class RecordedEvent(Struct, array_like=True, frozen=True):
 
 
 class WholeAnswer(StoredEntry, frozen=True):
-    """
-    recorded_at    Unix seconds of its end
-    model          name of the one that computed it
-    prompts        per prompt: its tokens, where they are known, and its text as echo shows it
-    usage          as `TokenUsage`
+    """A recorded answer to one request.
+
+    recorded_at    Unix seconds of the answer's end
+    model          name of the model that computed it
+    prompts        per prompt its number of tokens (None: not known) and its text as echo shows it
+    usage          fields of `TokenUsage` in order
     vocabularies   token id -> text and bytes
     """
 
@@ -78,7 +79,7 @@ class WholeAnswer(StoredEntry, frozen=True):
         return TokenUsage(*self.usage)
 
     def output_events(self) -> Iterator[OutputEvent]:
-        """The events, made one by one."""
+        """The answer's events, each made when the iterator reaches it."""
         vocabularies = [RecordedTexts(texts) for texts in self.vocabularies]
         for event in self.events:
             yield OutputEvent(
@@ -97,7 +98,7 @@ class WholeAnswer(StoredEntry, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RecordedTexts:
-    """Texts of the token ids of one answer. A `TokenTexts`, which is itself its key where JSON made of it is kept."""
+    """Texts of the token ids of one answer, as a `TokenTexts`. Compared by identity, as a key of tables of encoded JSON."""
 
     texts: Mapping[int, tuple[str, bytes]]
 
@@ -109,7 +110,7 @@ class RecordedTexts:
 
 
 class EventRecording:
-    """The events of an answer while it comes, as values that can be kept."""
+    """Collects the events of a running answer in storable form."""
 
     def __init__(self) -> None:
         self.events: list[RecordedEvent] = []
@@ -117,7 +118,7 @@ class EventRecording:
         self._texts: list[TokenTexts] = []
 
     def add(self, event: OutputEvent) -> int:
-        """Returns the bytes that the event takes in memory, about."""
+        """Add an event. Returns its approximate memory in bytes."""
         recorded = RecordedEvent(
             event.index,
             event.text,
@@ -142,7 +143,7 @@ class EventRecording:
         return RecordedLogprobs(number, kept, part.text_offsets.tobytes(), bytes(part.visible))
 
     def _vocabulary(self, texts: TokenTexts) -> int:
-        """Number of the vocabulary; an answer has one, or two where another server went on before the first token."""
+        """The index of a vocabulary. An answer has one, or two when another server took over before the first token."""
         for number, known in enumerate(self._texts):
             if known is texts:
                 return number
@@ -161,7 +162,7 @@ _decoder = msgspec.msgpack.Decoder(WholeAnswer)
 
 
 def decode_answer(value: bytes | None) -> WholeAnswer | None:
-    """As `entry_in`."""
+    """The answer in a store's value. None: no value, or one of another `FORM`."""
     return entry_in(value, _decoder, FORM)
 
 
@@ -170,7 +171,7 @@ REPLAY_EVENTS = 32
 
 
 def recorded_prepared(answer: WholeAnswer) -> Prepared:
-    """An answer that is there already. Answers with log-probabilities of their prompts are not recorded."""
+    """A recorded answer in the form of a prepared request. It never has log-probabilities of the prompt."""
     usage = answer.token_usage
     return Prepared(
         stream=partial(ReplayedStream, answer),
@@ -185,7 +186,7 @@ def recorded_prepared(answer: WholeAnswer) -> Prepared:
 
 
 class ReplayedStream(EventStream):
-    """An answer that no engine computes. A batch has several events of a sequence: the pieces in which the answer came."""
+    """The event stream of a recorded answer. Unlike an engine's, a batch has several events of one sequence: the recorded pieces."""
 
     def __init__(self, answer: WholeAnswer) -> None:
         self._usage = answer.token_usage

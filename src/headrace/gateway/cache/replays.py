@@ -65,10 +65,11 @@ def open_replay_store(stores: Stores) -> Store:
 
 
 class ReplayEntry(StoredEntry, frozen=True):
-    """
+    """The first request under one key, running or ended.
+
     body    digest of the path, the session and the body of the request
-    claim   id of the request that is running; empty once it has ended
-    answer  None beside an empty claim: it was too large to be kept
+    claim   id of the running request; empty once it has ended
+    answer  None while the request runs; None with an empty claim: the answer was too large to be kept
     """
 
     body: bytes
@@ -80,7 +81,7 @@ _encode, _decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ReplayEntry)
 
 
 def replay_key(given: bytes, tenant: str) -> str:
-    """Name of the entry of a tenant's Idempotency-Key. Raises InvalidRequest."""
+    """The store's key for a tenant's Idempotency-Key. Raises InvalidRequest for a malformed one."""
     if _KEY.fullmatch(given) is None:
         raise InvalidRequest(HEADER, "1..255 visible ASCII characters", len(given), "A UUID is a good one.")
     name = tenant.encode()
@@ -90,7 +91,7 @@ def replay_key(given: bytes, tenant: str) -> str:
 
 
 def retry_key(exchange: Exchange, config: IdempotencyConfig) -> str:
-    """Name of the entry of a request's Idempotency-Key; empty: it has none, or the header has no effect. Raises InvalidRequest."""
+    """The store's key for a request's Idempotency-Key. Empty: the request has none, or answers are not kept. Raises InvalidRequest."""
     given = [value for name, value in exchange.headers if name == IDEMPOTENCY_KEY]
     if not given or not config.ttl_s:
         return ""
@@ -111,10 +112,10 @@ class KeyClaim:
 
 
 class Replays:
-    """The claims of one gateway and the store that they are kept in. `close` writes what is left."""
+    """The claims of one gateway and their store. `close` finishes the writes of answers."""
 
     def __init__(self, store: GuardedStore, metrics: ReplayMetrics, *, limits: StoreLimits) -> None:
-        """store: closed by `close`; limits: its own"""
+        """store: closed by `close`; limits: those of the store"""
         self._limits = limits
         self._store = store
         self._metrics = metrics
@@ -130,13 +131,14 @@ class Replays:
 
     @property
     def claims(self) -> list[KeyClaim]:
-        """Held by requests that are running, and by answers that are being written."""
+        """Claims of running requests, and of answers that are being written."""
         return list(self._claims.values())
 
     async def find(self, key: str, *, tenant: str, body: bytes) -> WholeAnswer | KeyClaim:
-        """The first answer, or the claim where this is the first request.
+        """The answer of the first request under the key, or a claim when this request is the first.
 
-        Raises IdempotencyConflict while the first one runs, IdempotencyMismatch for another body, Unavailable.
+        Raises: IdempotencyConflict while the first request runs, or when its answer was too large to be kept; IdempotencyMismatch when it
+        had another body; Unavailable when the store does not answer.
         """
         if (writing := self._claims.get(key)) is not None:
             return self._of_claim(writing, body)
@@ -154,7 +156,7 @@ class Replays:
         return claim
 
     def keep(self, claim: KeyClaim, answer: WholeAnswer | None, *, ttl_s: float) -> None:
-        """The answer is whole. None: it is too large to be kept, and a retry gets an error that says so. Returns at once."""
+        """Store a whole answer, in the background. answer None: it is too large to be kept, and a retry gets an error that says so"""
         value = _encode(ReplayEntry(FORM, claim.body, b"", answer))
         if len(value) > self.max_entry_bytes:
             answer, value = None, _encode(ReplayEntry(FORM, claim.body))
@@ -163,7 +165,7 @@ class Replays:
         self._store.write(lambda store: self._replace(store, claim, value, ttl_s), len(value), lambda _: self._forget(claim))
 
     def free(self, claim: KeyClaim) -> None:
-        """The request failed: the next one under the key is the first."""
+        """Remove a claim whose request has failed: the next request under the key is the first one again."""
         if not claim.is_ended:
             self._end(claim)
             # An entry that is over at once, unless another request has claimed the key meanwhile.
@@ -223,7 +225,7 @@ class Replays:
     # -- in the store --------------------------------------------------------------------------------------------------------------
 
     async def _claimed(self, store: Store, claim: KeyClaim) -> ReplayEntry | None:
-        """The entry that is there; None where the claim was made instead."""
+        """The entry of the key; None: there was none, and the claim has been stored."""
         while True:
             value = await store.get(claim.key)
             if (entry := entry_in(value, _decoder, FORM)) is not None:
@@ -240,7 +242,7 @@ class Replays:
         await store.swap(claim.key, claim.value, expected=claim.value, tenant=claim.tenant, ttl_s=LEASE_S)
 
     async def _replace(self, store: Store, claim: KeyClaim, value: bytes, ttl_s: float) -> None:
-        """Put the answer in the claim's place, or where the claim ran out; never in the place of another request's."""
+        """Replace the claim by the answer, also after the claim has expired, but never an entry of another request."""
         for expected in (claim.value, None):
             if await store.swap(claim.key, value, expected=expected, tenant=claim.tenant, ttl_s=ttl_s):
                 return

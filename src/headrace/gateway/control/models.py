@@ -76,11 +76,12 @@ def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> Replic
 class OpenModel:
     """A model that is served.
 
-    stack     closes what it is connected to
-    foreign   the foreign servers that answer for it, alone or behind replicas; None: it has none
-    text      None: foreign servers alone answer for it, as for `pool`, or its text cannot be used
-    replicas  the configuration of each of the pool's replicas, with its token read, and what was made of it
-    failure   why its text cannot be used: nothing is connected to its replicas
+    stack     closes the model's connections
+    foreign   foreign servers that answer for the model, alone or behind replicas; None: it has none
+    text      tokenizer and template; None: they cannot be used, or only foreign servers answer
+    pool      connected replicas; None whenever `text` is None
+    replicas  configuration (with the token read from its file) -> replica in the pool
+    failure   why tokenizer or template cannot be used; no replica is connected then
     """
 
     config: ModelConfig
@@ -94,9 +95,9 @@ class OpenModel:
 
 
 class ModelOpener:
-    """Makes models from their configuration.
+    """Opens models, and changes open ones, by their configuration.
 
-    on_closed  called with the names of a model and of its replica when the connection of a retired replica was closed
+    on_closed  called with model name and replica name after a retired replica's connection has closed
     """
 
     def __init__(self, text_pool: TextPool, connect: Connect, sources: Sources) -> None:
@@ -108,10 +109,10 @@ class ModelOpener:
     async def open(
         self, config: ModelConfig, text: LoadedText | FailedText | None, failover_s: float, before: OpenModel | None = None
     ) -> OpenModel:
-        """A model, connected to its replicas or trying to. Raises ConfigError.
+        """Open a model; its replicas connect in the background. Raises ConfigError.
 
-        text    None where foreign servers alone answer
-        before  the model of this name, which it replaces: replicas that stay keep their circuits
+        text    None: only foreign servers answer for the model
+        before  open model of the same name that the new one replaces: replicas in both keep their circuits
         """
         async with AsyncExitStack() as stack:
             foreign = await stack.enter_async_context(self._foreign_servers(config)) if config.upstreams else None
@@ -140,14 +141,14 @@ class ModelOpener:
             return OpenModel(config, self._served(config, upstream), stack.pop_all(), foreign, text, pool, replicas)
 
     def why_unreadable(self, model: OpenModel) -> CheckpointError | None:
-        """Why its tokenizer or chat template cannot be used, from its start or from the loss of the text workers' host on."""
+        """The error of loading the model's tokenizer or template, at first or in a restarted host of text workers; None: no error."""
         return model.failure if model.text is None else self._text_pool.failures.get(model.text.name)
 
     def change(self, model: OpenModel, config: ModelConfig) -> Callable[[], None] | None:
-        """Make connections to the replicas that are new, and do not start them; what this returns makes of the model what `config` says.
+        """Prepare a change of an open model: new replicas are made and not yet connected. Calling the result applies `config`.
 
-        Raises ConfigError. None: the model must be opened anew, since another folder or other servers answer for it, or its text could not
-        be used
+        None: the model must be opened again, because its folder or its foreign servers changed, or its text could not be used.
+        Raises ConfigError.
         """
         if model.failure is not None:
             return None
@@ -170,7 +171,7 @@ class ModelOpener:
         return apply
 
     def _changed(self, model: OpenModel, config: ModelConfig) -> ServedModel:
-        """As it is served from now on: the same value where nothing but its replicas changed, else one with the same users."""
+        """The served model under a changed configuration: the same object if only replicas changed, else a new one with the same users."""
         if replace(config, replicas=()) == replace(model.config, replicas=()):
             return model.served
         upstream = model.served.upstream
@@ -179,7 +180,7 @@ class ModelOpener:
         return replace(model.served, aliases=config.aliases, upstream=upstream, smaller=config.smaller)
 
     def _engines(self, config: ModelConfig, text: LoadedText, pool: ReplicaPool, foreign: HttpUpstream | None) -> Upstream:
-        """The model's engines, and the foreign servers behind them where it has any."""
+        """The model's replicas as an upstream, with its foreign servers as a fallback."""
         model_text = ModelText(self._text_pool, text.name, text.model.tokenizer)
         engines = TokenUpstream(model_text, pool, draw_seed=self._sources.draw_seed, formats=_formats(config, text.model))
         return engines if foreign is None else FallbackUpstream(engines, foreign, self._sources.clock)
@@ -204,14 +205,14 @@ class ModelOpener:
 
 
 def _circuits(before: OpenModel | None, config: ModelConfig) -> dict[ReplicaConfig, ReplicaCircuit]:
-    """Circuits of the replicas that have served the same folder."""
+    """Circuits of the former model's replicas; none when it served another folder."""
     if before is None or before.config.folder != config.folder:
         return {}
     return {known: replica.circuit for known, replica in before.replicas.items()}
 
 
 def _resolved(config: ReplicaConfig) -> ReplicaConfig:
-    """With the token that its file holds now: a replica with another token is connected to anew. Raises ConfigError."""
+    """The configuration with its token read from the file, so that a changed token counts as another replica. Raises ConfigError."""
     return replace(config, token=config.target().token, token_file="")
 
 

@@ -23,7 +23,7 @@ from headrace.gateway.stores.store import Store
 
 
 class StoreSections(Protocol):
-    """What of a gateway's configuration names a store. state: folder of the embedded ones"""
+    """The parts of a gateway's configuration that name stores. state: folder of the embedded stores"""
 
     @property
     def store(self) -> StoreConfig: ...
@@ -32,12 +32,12 @@ class StoreSections(Protocol):
 
 
 async def purge(config: StoreSections, tenant: str, admin: Administration, unix_time: Clock, *, is_all: bool) -> int:
-    """Remove all answers of a tenant, and record it. Returns the number of entries.
+    """Remove all stored answers of a tenant, and write an audit record. Returns the number of removed entries.
 
-    tenant  its name, or the id that it had before it was removed (the audit record of its removal has it)
-    is_all  sessions, and streams that could be continued, too
+    tenant  name of the tenant; for a removed tenant its id, which the audit record of the removal has
+    is_all  remove sessions and resumable streams, too
 
-    Raises ConfigError, and StoreFailed where a part of them may be left.
+    Raises ConfigError, and StoreFailed, after which some entries may be left.
     """
     stores = Stores(config.store, config.state, lambda: 1.0, unix_time)  # nothing is written, so no share is asked for
     num_removed = 0
@@ -56,13 +56,13 @@ async def purge(config: StoreSections, tenant: str, admin: Administration, unix_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PurgeBody:
-    """all: sessions, and streams that could be continued, too"""
+    """all: remove sessions and resumable streams, too"""
 
     all: bool = False
 
 
 def cache_requests(config: Callable[[], StoreSections], unix_time: Clock) -> Handlers:
-    """`DELETE /cache/TENANT` on the admin socket. config: the one that holds now"""
+    """The handler of `DELETE /cache/TENANT` on the admin socket. config: gives the present configuration"""
 
     async def remove(call: AdminCall) -> object:
         is_all = decode(PurgeBody, call.body).all

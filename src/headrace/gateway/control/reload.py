@@ -50,12 +50,12 @@ Read = Callable[[], GatewayConfig]
 """Reads and checks the configuration again. May block. Raises ConfigError."""
 
 Follow = Callable[[GatewayConfig], Callable[[], None]]
-"""Prepares a change of what all requests share, or of what is configured beside the application. Raises ConfigError, and changes nothing;
-what it returns does."""
+"""Prepares a changed configuration for one shared object, without changing the object. Calling the result applies the change. Raises
+ConfigError."""
 
 
 class Reloader:
-    """config: what holds now"""
+    """Applies changed configurations to a running gateway. config: the present one"""
 
     def __init__(self, app: Gateway, models: SiteModels, texts: LoadedTexts, open_log: Callable[[str], RequestLog]) -> None:
         """open_log: opens a target of the request log; raises ConfigError"""
@@ -70,7 +70,7 @@ class Reloader:
         return self._app.config
 
     def follow(self, follower: Follow) -> None:
-        """Have `follower` called with every later configuration."""
+        """Have `follower` prepare every later configuration."""
         self._followers.append(follower)
 
     def status(self) -> ModelStatuses:
@@ -78,12 +78,12 @@ class Reloader:
         return self._models.status()
 
     def check(self) -> None:
-        """What is served is what the configuration says."""
+        """Assert that the served models are those of the configuration."""
         self._models.check()
         assert [model.name for model in self._app.service.models.models] == [model.name for model in self.config.models]
 
     async def reload(self, read: Read) -> None:
-        """Apply what `read` gives; one call at a time. Raises ConfigError, CheckpointError and Draining; nothing was changed then."""
+        """Apply the configuration from `read`; one call at a time. Raises ConfigError, CheckpointError or Draining, changing nothing."""
         config = await asyncio.to_thread(read)
         if self._app.service.open_requests.is_draining:
             raise Draining("this gateway is shutting down")
@@ -110,7 +110,7 @@ class Reloader:
             await asyncio.to_thread(former_log.close)
 
     def _request_log(self, config: GatewayConfig) -> RequestLog:
-        """A file is opened again, so that one that was moved away is let go of. Raises ConfigError."""
+        """The request log of a configuration. A file is always opened again, in case it was moved by log rotation. Raises ConfigError."""
         target = config.request_log_target
         if target == self.config.request_log_target and target in LOG_TARGETS:
             return self._app.request_log
@@ -129,7 +129,7 @@ INTERNAL = "the change failed by a fault of this program; its log says more"
 
 @asynccontextmanager
 async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: StopSignals) -> AsyncIterator[None]:
-    """Answer requests until the block ends. A status is answered at once, reloads one after another.
+    """Answer the supervisor's requests until the block ends: a status at once, reloads one after another.
 
     read  reads the configuration again; None: there is no file, and SIGHUP drains
     """
@@ -169,7 +169,7 @@ async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: S
 
 
 async def _why_refused(reloader: Reloader, read: Read | None) -> str:
-    """Reload; why nothing was changed, or empty."""
+    """Reload. Returns the reason why nothing was changed; empty: the change was applied."""
     if read is None:
         return "this gateway was started without a file"
     try:

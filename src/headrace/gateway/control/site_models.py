@@ -33,10 +33,11 @@ pile up."""
 
 @dataclass(slots=True, eq=False)
 class SiteModels:
-    """models: by name, in the order of the configuration. `close` ends them.
+    """All open models. `close` closes them.
 
-    _leaving  models that no configuration has any more, and the task that closes each
-    _earlier  of each earlier configuration: its requests that have not asked for a model yet
+    models    name -> model, in the order of the configuration
+    _leaving  removed or replaced model -> the task that closes it when its last request has ended
+    _earlier  per earlier configuration, the count of its requests that have not asked for a model yet
     """
 
     opener: ModelOpener
@@ -50,7 +51,7 @@ class SiteModels:
         self.opener.on_closed = self.replica_closed
 
     async def open(self, models: Sequence[ModelConfig], failover_s: float, texts: ModelTexts) -> None:
-        """Open the models of the first configuration. Raises ConfigError; call `close` then, too."""
+        """Open the models of the first configuration. Raises ConfigError; the caller must call `close` in that case too."""
         for model in models:
             self.models[model.name] = await self.opener.open(model, texts.get(model.name), failover_s)
             self._keep_series(self.models[model.name])
@@ -77,7 +78,7 @@ class SiteModels:
         return {model.text for model in (*self.models.values(), *self._leaving) if model.text is not None}
 
     def status(self) -> ModelStatuses:
-        """Every replica with a connection, those of models that leave too. What has one name is one entry."""
+        """The status of every connected replica, of leaving models too. Replicas of equal model and replica name share one entry."""
         statuses: dict[str, dict[str, ReplicaStatus]] = {}
         for model in (*self._leaving, *self.models.values()):
             replicas = statuses.setdefault(model.config.name, {})
@@ -88,16 +89,16 @@ class SiteModels:
         return statuses
 
     def readings(self) -> Iterator[ReplicaReading]:
-        """One of each name: what is present comes before what leaves."""
+        """One reading for each model and replica name. A present model's reading comes before a leaving one's."""
         return _one_of_each(reading for model in (*self.models.values(), *self._leaving) for reading in model.served.readings())
 
     def upstream_readings(self) -> Iterator[UpstreamReading]:
-        """The same of foreign servers."""
+        """One reading for each model and foreign server, in the order of `readings`."""
         upstreams = [model.foreign for model in (*self.models.values(), *self._leaving)]
         return _one_of_each(reading for upstream in upstreams if upstream is not None for reading in upstream.readings())
 
     def check(self) -> None:
-        """No model is both served and leaving, and every pool is whole."""
+        """Assert that no model is both served and leaving, and that every pool has the replicas of its configuration."""
         assert not set(self.models.values()) & set(self._leaving)
         assert list(self.models) == [model.config.name for model in self.models.values()]
         for model in (*self.models.values(), *self._leaving):
@@ -111,9 +112,9 @@ class SiteModels:
     # -- changing them -------------------------------------------------------------------------------------------------------------
 
     async def prepare(self, models: Sequence[ModelConfig], failover_s: float, texts: ModelTexts) -> Callable[[UseCount], None]:
-        """Open those of `models` that are new; what this returns serves `models`. Raises ConfigError.
+        """Open the new ones of `models`. Calling the result serves `models` from then on. Raises ConfigError.
 
-        It is called with the requests of the present configuration that have not asked for a model yet.
+        The result takes the count of the present configuration's requests that have not asked for a model yet.
         """
         changed: dict[str, Callable[[], None]] = {}
         opened: dict[str, OpenModel] = {}
@@ -136,7 +137,7 @@ class SiteModels:
         changed: Mapping[str, Callable[[], None]],
         choosing: UseCount,
     ) -> None:
-        """names: of all models, in order; opened: new models; changed: those that stay connected"""
+        """names: all models in order; opened: new models by name; changed: name -> the change of a model that stays open"""
         left = [model for name, model in self.models.items() if name not in changed]
         for apply in changed.values():
             apply()
@@ -152,7 +153,7 @@ class SiteModels:
             self._leaving[model] = asyncio.get_running_loop().create_task(closing, name=f"model {model.config.name} leaves")
 
     async def _close_unused(self, model: OpenModel, users: Sequence[UseCount]) -> None:
-        """users: the last one is of the model itself, which none enters any more once the others have no user"""
+        """Close a model once `users` are unused. The last is the model's own: it gets no new user once the others are unused."""
         for count in users:
             await count.wait_unused()
         replicas = [replica.name for replica in _replicas(model, is_leaving=True)]
@@ -172,7 +173,7 @@ class SiteModels:
             self._forget_later(model, replica)
 
     def _forget_later(self, model: str, replica: str | None) -> None:
-        """replica: None for all of the model"""
+        """Drop series after SERIES_KEPT_S. replica None: the series of the whole model"""
         self._stop_forgetting(model, replica)
         self._forgetting[model, replica] = asyncio.get_running_loop().call_later(SERIES_KEPT_S, self._forget, model, replica)
 
@@ -185,7 +186,7 @@ class SiteModels:
             timer.cancel()
 
     def _keep_series(self, model: OpenModel) -> None:
-        """A replica's series exist before its first request. A name that is used again keeps what it has."""
+        """Create the model's series before its first request, and keep existing series of the same names."""
         name = model.config.name
         self._stop_forgetting(name, None)
         for replica in model.served.upstream.replicas():
@@ -206,7 +207,7 @@ def _one_of_each(readings: Iterable[R]) -> Iterator[R]:
 
 
 def _status(replica: ReplicaHealth, num_open: int, unreadable: CheckpointError | None) -> ReplicaStatus:
-    """For the supervisor and its operator. unreadable: why the model's text cannot be used"""
+    """A replica's state for the supervisor. unreadable: the error of the model's tokenizer or template"""
     if unreadable is not None and not replica.is_foreign:
         return ReplicaStatus(is_ready=False, reason=str(unreadable), num_open=num_open, is_refused=True)
     return ReplicaStatus(not replica.reason, replica.reason, num_open)

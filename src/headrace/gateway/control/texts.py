@@ -32,7 +32,7 @@ MakeWorkers = Callable[[HostConfig, Collection[str]], Workers]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedText:
-    """One folder's text. name: what text workers call it, a model's name or derived from it; never used again for another folder"""
+    """A folder's tokenizer and template. name: the folder's name in text workers, made from a model's; never reused for another folder"""
 
     name: str
     folder: str
@@ -41,24 +41,25 @@ class LoadedText:
 
 @dataclass(frozen=True, slots=True)
 class FailedText:
-    """Why a folder's text cannot be used."""
+    """A folder whose tokenizer or template cannot be used, with the error."""
 
     folder: str
     error: CheckpointError
 
 
 ModelTexts = Mapping[str, LoadedText | FailedText]
-"""By model name. Models that foreign servers alone answer for have none."""
+"""Model name -> text. A model that only foreign servers answer for is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextChange:
-    """
-    texts     of the next configuration's models
-    host      what its text workers have
-    withheld  environment variables that they do not
-    workers   started; None: the present ones will do
-    max_workers  how many there are to be
+    """Prepared texts of the next configuration.
+
+    texts        its models' texts
+    host         configuration of the host that has these texts
+    withheld     environment variables that text workers do not inherit
+    workers      started text workers; None: the present ones are kept
+    max_workers  number of text workers
     """
 
     texts: ModelTexts
@@ -68,13 +69,13 @@ class TextChange:
     max_workers: int
 
     async def close(self) -> None:
-        """Close what was started for it; it is not applied."""
+        """Close the started text workers of a change that is not applied."""
         if self.workers is not None:
             await self.workers.close()
 
 
 class LoadedTexts:
-    """What is loaded now. host: what the present text workers have"""
+    """The loaded texts of the present configuration. host: configuration of the present text workers' host"""
 
     def __init__(
         self,
@@ -85,9 +86,11 @@ class LoadedTexts:
         make: MakeWorkers,
     ) -> None:
         """
-        texts  of each model that engines serve, by its name; the pool's workers were started
+        texts  model name -> text, for models of engines
+        pool   text workers, already started
+        load   loads a folder's text; make: makes text workers
 
-        Raises CheckpointError where no model at all can be served.
+        Raises CheckpointError when no model can be served.
         """
         self.pool = pool
         loaded = {**texts, **pool.failures}
@@ -100,12 +103,12 @@ class LoadedTexts:
         self._make = make
 
     async def prepare(self, models: Sequence[ModelConfig], max_workers: int, in_use: Collection[LoadedText]) -> TextChange:
-        """Load what `models` need; nothing is changed before `apply`.
+        """Load the texts that `models` need, in new text workers if necessary. Nothing changes before `apply`.
 
-        max_workers  of the text workers; another number takes new ones
-        in_use  texts of running requests, which the next workers must have as well
+        max_workers  number of text workers; another number than before needs new ones
+        in_use       texts of running requests, which the next workers must have as well
 
-        Raises CheckpointError for a model that serves now and could not with what its folder holds, and where no model could be served.
+        Raises CheckpointError for a working model that would fail with its folder's present files, and when no model could be served.
         """
         texts: ModelTexts = {model.name: await self._text(model) for model in models if model.folder}
         needed = {text.name: text.folder for text in (*in_use, *_loaded(texts))}
@@ -132,7 +135,7 @@ class LoadedTexts:
             self.pool.replace(change.workers, max_workers=change.max_workers)
 
     async def _text(self, model: ModelConfig) -> LoadedText | FailedText:
-        """What failed is tried again where there is a replica that needs it. Raises CheckpointError as `prepare`."""
+        """A model's text. It is loaded if unknown, or if it failed and the model has replicas. Raises CheckpointError as `prepare`."""
         known = self.texts.get(model.name)
         if known is not None and known.folder == model.folder and (isinstance(known, LoadedText) or not model.replicas):
             return known
@@ -147,7 +150,7 @@ class LoadedTexts:
         return _text_of(name, model.folder, text)
 
     def _in_workers(self, model: str, text: LoadedText | FailedText, workers: Workers) -> LoadedText | FailedText:
-        """A model's text as `workers` have it. Raises CheckpointError as `prepare`."""
+        """A model's text, or a FailedText when `workers` could not load it. Raises CheckpointError as `prepare`."""
         if isinstance(text, FailedText) or (error := workers.failures.get(text.name)) is None:
             return text
         if isinstance(known := self.texts.get(model), LoadedText) and known.name not in self.pool.failures:
@@ -167,7 +170,7 @@ def _loaded(texts: ModelTexts) -> list[LoadedText]:
 
 
 def _check_any_served(models: Sequence[ModelConfig], texts: ModelTexts) -> None:
-    """Raises the first model's CheckpointError where every model has one."""
+    """Raises the first model's CheckpointError when every model has failed and none has foreign servers."""
     failed = [(name, text.error) for name, text in texts.items() if isinstance(text, FailedText)]
     if failed and len(failed) == len(models) and not any(model.upstreams for model in models):
         raise _named(*failed[0])
