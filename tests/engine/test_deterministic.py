@@ -46,7 +46,7 @@ SPACE: dict[str, Any] = {
 }  # fmt: skip
 ALONE: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
 PREEMPTED = ("preempted", "all at once")
-"""Schedules over few blocks: more requests are admitted than can come to their end together."""
+"""Schedules over few blocks: more sequences start than can come to their end together."""
 SCHEDULES: dict[str, dict[str, Any]] = {
     "batched": {"enable_prefix_caching": False},
     "in whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048},

@@ -179,7 +179,7 @@ def test_a_kv_share_is_a_cap_while_others_wait_and_none_while_a_tenant_is_alone(
     assert both
     for counts in both:
         assert counts.get("second", 0) >= 100
-        assert counts.get("first", 0) <= 200 + 20 * 7, "what grows by decoding after it was admitted comes on top"
+        assert counts.get("first", 0) <= 200 + 20 * 7, "what grows by decoding after the start comes on top"
 
 
 # goals

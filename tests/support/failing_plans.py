@@ -7,7 +7,7 @@ from typing import Any
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.step_builder import StepBuilder
 
-SITES = ("_plan_decodes", "_plan_prefills", "_plan_row", "_extend_bulk_decode", "_admit", "_start", "_add_row", "charge")
+SITES = ("_plan_decodes", "_plan_prefills", "_plan_row", "_extend_bulk_decode", "_try_start", "_start", "_add_row", "charge")
 """Methods of the planner that a plan calls, some of them for each of its rows."""
 
 

@@ -70,7 +70,7 @@ class EngineCounters:
     step_buckets  how many steps fell between two of STEP_BOUNDS_S, below the first and above the last
     """
 
-    prompt_tokens: Annotated[int, Counter("headrace_prompt_tokens", "Prompt tokens of admitted sequences.", "vllm:prompt_tokens")] = 0
+    prompt_tokens: Annotated[int, Counter("headrace_prompt_tokens", "Prompt tokens of accepted requests.", "vllm:prompt_tokens")] = 0
     generation_tokens: Annotated[int, Counter("headrace_generation_tokens", "Tokens generated.", "vllm:generation_tokens")] = 0
     prefix_cache_hit_tokens: Annotated[
         int, Counter("headrace_prefix_cache_hit_tokens", "Prompt tokens taken from the prefix cache.", "vllm:prefix_cache_hits")

@@ -109,7 +109,7 @@ class Sequence:
     stage, stage_since, stage_seconds  the current stage, when it began, and the seconds spent in each stage before it
     stage_unstalled  the stage that follows STALLED
     num_charged  positions that the queue policy has counted as service, or that others computed
-    has_aged     it was admitted while a higher class waited, so it makes no room for one
+    has_aged     the sequence started while a higher class waited, so no sequence of a higher class preempts it
     num_queued, num_waiting_bytes  what it counts for in `waiting.WaitingWork`; 0 while it does not wait
     key          its place in the queue policy's order, smaller first; set at the first push
     """

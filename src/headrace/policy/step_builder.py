@@ -56,7 +56,7 @@ class StepBuilder:
     num_charged_rows: int = 0
     """Leading rows whose sequences the queue policy has counted in this step."""
     first: Sequence | None = None
-    """A waiting sequence that is admitted before the others: another one was preempted for it."""
+    """A waiting sequence for which another one was preempted, and which therefore starts before all other waiting sequences."""
 
     @classmethod
     def repeating(cls, plan: Plan, step_id: int, is_in_flight: Callable[[int], bool]) -> StepBuilder:

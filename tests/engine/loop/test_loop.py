@@ -99,7 +99,7 @@ CALL_SITES: list[tuple[type | ModuleType, str]] = [
     (Scheduler, "_commit_row"),
     (Planner, "_plan_row"),
     (Planner, "_extend_bulk_decode"),
-    (Planner, "_admit"),
+    (Planner, "_try_start"),
     (Planner, "_add_row"),
     (Planner, "_start"),
     (SequenceTable, "start"),

@@ -80,7 +80,7 @@ class FairQueueMachine(RuleBasedStateMachine):
     def take(self, data: st.DataObject, runs: bool) -> None:
         seq = self.queue.head(NOW, UNKNOWN_COSTS) if runs else data.draw(st.sampled_from(self.waiting))
         assert seq is not None
-        self.queue.admit(seq, NOW) if runs else self.queue.remove(seq)
+        self.queue.start(seq, NOW) if runs else self.queue.remove(seq)
         self.waiting.remove(seq)
         if runs:
             self.running.append(seq)
@@ -166,7 +166,7 @@ def test_a_tier_gets_its_share_however_many_tenants_another_has() -> None:
     for _ in range(400):
         head = queue.head(NOW, UNKNOWN_COSTS)
         assert head is not None
-        queue.admit(head, NOW)
+        queue.start(head, NOW)
         serve(queue, head, 50)
         served[head.request.tier.name] += 1
     assert served == {"free": 200, "standard": 200}
@@ -181,14 +181,14 @@ def test_tiers_are_ordered_by_slack_while_none_is_far_ahead() -> None:
     assert queue.head(NOW, UNKNOWN_COSTS) is second, "less time is left until its goal"
     assert queue.head(NOW + 0.6, UNKNOWN_COSTS) is first, "its goal is missed, whatever is done"
     assert queue.head(NOW, StepCosts(0.0, 0.6)) is first, "its prompt takes longer than its goal leaves"
-    queue.admit(second, NOW)
+    queue.start(second, NOW)
     serve(queue, second, int(SLACK_LEAD_TOKENS) + 2)
     third = sequence(3, NOW, tenant="b", tier=hasty)
     queue.push(third, 1)
     assert queue.head(NOW, UNKNOWN_COSTS) is first, "the hasty tier has had more than its lead"
 
 
-def test_running_prompts_take_tokens_in_the_order_of_admission() -> None:
+def test_running_prompts_take_tokens_in_the_order_in_which_they_started() -> None:
     queue = FairShareQueue()
     made = [sequence(i, float(i), tenant="noisy") for i in range(3)] + [sequence(9, 9.0, tenant="quiet")]
     for seq in made[:3]:
@@ -199,7 +199,7 @@ def test_running_prompts_take_tokens_in_the_order_of_admission() -> None:
 
 
 def classes(queue: PriorityQueue, *, seconds: float) -> dict[PriorityClass, int]:
-    """Tokens per class while all three always wait. A sequence is admitted every 10 ms and takes 50 tokens."""
+    """Tokens per class while all three always wait. A sequence starts every 10 ms and takes 50 tokens."""
     served = dict.fromkeys(PriorityClass, 0)
     for number in range(9):
         queue.push(sequence(number, tenant=f"t{number % 3}", priority=PriorityClass(number // 3)), 1)
@@ -207,7 +207,7 @@ def classes(queue: PriorityQueue, *, seconds: float) -> dict[PriorityClass, int]
         now = step / 100
         head = queue.head(now, UNKNOWN_COSTS)
         assert head is not None
-        queue.admit(head, now)
+        queue.start(head, now)
         serve(queue, head, 50)
         served[head.request.priority] += 50
         queue.push(sequence(1000 + step, now, tenant=head.request.tenant, priority=head.request.priority), 1)
@@ -240,7 +240,7 @@ def test_a_class_that_is_served_now_and_then_is_never_ahead_of_a_higher_one() ->
             assert queue.head(now, UNKNOWN_COSTS) is premium
         head = queue.head(now, UNKNOWN_COSTS)
         assert head is not None
-        queue.admit(head, now)
+        queue.start(head, now)
         serve(queue, head, 50)
 
 

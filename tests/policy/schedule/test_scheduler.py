@@ -125,7 +125,7 @@ def test_a_long_prompt_keeps_three_quarters_of_each_step_however_many_come_behin
 
 
 def test_short_prompts_leave_a_long_one_the_last_blocks_for_its_chunk() -> None:
-    """A group with a window takes a prompt's blocks chunk by chunk: admitting the short prompts would preempt the long one at once."""
+    """A group with a window takes a prompt's blocks chunk by chunk: starting the short prompts would preempt the long one at once."""
     driven = DrivenEngine(groups=(WINDOW,), num_blocks=14, max_model_len=600, max_num_batched_tokens=40, caching=False)
     driven.submit(request("long", LONG, max_tokens=1))
     driven.turn(2)
@@ -395,7 +395,7 @@ def test_what_the_engine_cannot_take_is_refused_by_name(bad: dict[str, object], 
     assert driven.finish["ok", 0] is FinishReason.LENGTH
 
 
-def test_static_batching_admits_only_when_the_batch_has_ended() -> None:
+def test_static_batching_starts_a_batch_only_when_the_last_one_has_ended() -> None:
     driven = DrivenEngine(static_batching=True, max_num_seqs=4, max_num_batched_tokens=8)
     driven.submit(*(request(f"r{i}", prompt, max_tokens=4 + 6 * (i % 2)) for i, prompt in enumerate(PROMPTS[:8])))
     batches: list[set[str]] = []

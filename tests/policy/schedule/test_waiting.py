@@ -224,7 +224,7 @@ def test_a_policy_that_knows_no_tenants_refuses_the_newcomer(policy: str) -> Non
 
 
 def test_the_place_of_a_request_and_its_bytes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes once where it is handed in, and once where it is admitted."""
+    """Bytes once where the request is submitted, and once where the scheduler adds it."""
     calls: Counter[str] = Counter()
 
     def counted(module: ModuleType, name: str) -> None:

@@ -63,7 +63,7 @@ class Leases:
         return any(lease.moves and not lease.is_overdue for lease in self._leases)
 
     def num_overdue_blocks(self, group: int) -> int:
-        """Blocks of overdue leases. They may never be free again, so no request that needs them is admitted."""
+        """Blocks of overdue leases. Such blocks may never be free again, so a request that needs them is refused."""
         return sum(len(lease.blocks) for lease in self._leases if lease.is_overdue and lease.group == group)
 
     def is_in_flight(self, move_id: int) -> bool:

@@ -153,7 +153,7 @@ class KvManager:
         seq.start_after(num_tokens)
 
     def num_left(self, seq: Sequence, hit_tokens: int, first_end: int, chunk_blocks: int = 0) -> float:
-        """Blocks left in the shortest pool if a waiting sequence's whole known length were admitted now; below 0 when it does not fit.
+        """Blocks left in the shortest pool if a waiting sequence started now with its whole known length; below 0 when it does not fit.
 
         chunk_blocks  not counted as left in groups with a window, where a prompt takes its blocks chunk by chunk
         """
@@ -173,8 +173,8 @@ class KvManager:
     def grow(self, seq: Sequence, end: int, step: StepBuilder) -> bool:
         """Make positions [planned, end) of a running sequence writable. False (and no change) when blocks are short.
 
-        Groups with full attention take blocks for all known tokens at once, so that an admitted prompt never stops halfway for want of
-        blocks.
+        Groups with full attention take blocks for all known tokens at once, so that a prompt that has started never stops halfway for want
+        of blocks.
         """
         size, known = self.block_size, max(end, len(seq.tokens))
         if len(self.pools) == 1 and known == seq.num_planned + 1 == len(seq.blocks[0]) * size + 1:

@@ -67,7 +67,7 @@ class FairShareQueue:
     def num_of_tenant(self, seq: Sequence) -> int:
         return self._tier(seq.request.tier.name).num_waiting(seq.request.tenant)
 
-    def admit(self, seq: Sequence, now: float) -> None:
+    def start(self, seq: Sequence, now: float) -> None:
         self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:

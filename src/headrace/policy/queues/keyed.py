@@ -55,7 +55,7 @@ class KeyQueue:
     def num_of_tenant(self, seq: Sequence) -> int:
         return 1
 
-    def admit(self, seq: Sequence, now: float) -> None:
+    def start(self, seq: Sequence, now: float) -> None:
         self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:

@@ -12,8 +12,8 @@ from headrace.policy.queues.shares import StepShares
 from headrace.policy.sequence import STALLED, Sequence
 
 PRIORITY_AGING_S = 10.0
-"""A class that waited this many seconds without an admission, for each class between it and the highest that waits, has aged: it is served
-until it has its share by CLASS_WEIGHTS."""
+"""Seconds without a started sequence after which a waiting class has aged, for each class between it and the highest waiting class. An aged
+class is served until it has its share by CLASS_WEIGHTS."""
 
 CLASS_WEIGHTS = {PriorityClass.PREMIUM: 64.0, PriorityClass.STANDARD: 8.0, PriorityClass.BATCH: 1.0}
 """Tokens of each class in the long run, if all classes always wait."""
@@ -23,7 +23,7 @@ class _ClassOrder(FairShareQueue):
     """The waiting sequences of one class.
 
     served  tokens computed for the class, divided by its weight
-    since   seconds: when the class began to wait, or last had a sequence admitted while it had its share
+    since   seconds: when the class began to wait, or when one of its sequences last started while the class had its share
     """
 
     def __init__(self, priority: PriorityClass) -> None:
@@ -70,7 +70,7 @@ class PriorityQueue:
     def num_of_tenant(self, seq: Sequence) -> int:
         return self._classes[seq.request.priority].num_of_tenant(seq)
 
-    def admit(self, seq: Sequence, now: float) -> None:
+    def start(self, seq: Sequence, now: float) -> None:
         order = self._classes[seq.request.priority]
         higher = [other for other in self._waiting() if other.priority < order.priority]
         seq.has_aged = bool(higher)

@@ -43,7 +43,7 @@ class Queue(Protocol):
         ...
 
     def head(self, now: float, costs: StepCosts) -> Sequence | None:
-        """The sequence to admit next, None when the queue is empty. Changes nothing. costs: what steps cost lately"""
+        """The sequence to start next, None when the queue is empty. Changes nothing. costs: what steps cost lately"""
         ...
 
     def heads(self, now: float, costs: StepCosts) -> Iterator[Sequence]:
@@ -54,7 +54,7 @@ class Queue(Protocol):
         """The number of waiting sequences of the same tenant, class and tier as `seq`, itself included."""
         ...
 
-    def admit(self, seq: Sequence, now: float) -> None:
+    def start(self, seq: Sequence, now: float) -> None:
         """Take out a sequence that starts now."""
         ...
 

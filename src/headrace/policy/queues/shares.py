@@ -26,7 +26,7 @@ class StepShares:
     prefill: float = 1.0
 
     def for_prefill(self, budget: int) -> int:
-        """Tokens of `budget` that running and newly admitted prefills may take together: at least one if the budget is not empty."""
+        """Tokens of `budget` that running and newly started prefills may take together: at least one if the budget is not empty."""
         return budget if self.prefill >= 1.0 or budget <= 0 else max(1, int(budget * self.prefill))
 
     def is_long(self, num_tokens: int, budget: int) -> bool:

@@ -16,8 +16,8 @@ TPOT_SHARE = 0.9
 the client: with all of the goal, steps under load last as long as the goal, and every second request misses it by a few percent."""
 
 PREFILL_DIVISOR = 16
-"""Prompts get 1/N of a step's tokens where the decoding sequences' goals allow twice as many: sequences are admitted only up to what that
-leaves, so prompts and decoding rows keep the goals together."""
+"""Prompts get 1/N of a step's tokens where the decoding sequences' goals allow twice as many. Sequences start only while the rest of the
+step is enough for the decoding rows, so that prompts and decoding rows keep the goals together."""
 
 LEAST_PREFILL_DIVISOR = 64
 """Prompts get at least 1/N of a step's tokens, whatever goals the decoding sequences have: else they would never end."""

@@ -45,10 +45,10 @@ class Planner:
         self.prompt_tokens_left = [0] * len(PriorityClass)
         """Tokens of running prompts that the last step left to later ones, by priority class."""
         self.step_prompt_tokens = config.max_num_batched_tokens
-        """Tokens that the last step with prompts, or with an admission, had for them beside its decoding rows and their goals."""
+        """Tokens for prompts, beside the decoding rows and their goals, in the last step in which a prompt ran or could have started."""
 
     def fill(self, step: StepBuilder) -> None:
-        """Add rows for running sequences and for those that can be admitted. When this raises, the step holds the rows added so far."""
+        """Add rows for running sequences, and for waiting ones that can start. When `fill` raises, the step holds the rows added so far."""
         step.first = self.room.make(step.now, step.costs)
         prefilling, drafted = self._plan_decodes(step)
         for seq in drafted:
@@ -120,7 +120,7 @@ class Planner:
     def _plan_prefills(self, prefilling: list[Sequence], step: StepBuilder) -> None:
         """Four passes: running prefills ahead of the first long prompt in the queue policy's order; the other running prefills that are not
         long; waiting sequences; the long prompts. Passes 2 and 3 leave `num_withheld_for_long` tokens to pass 4."""
-        if not prefilling and not self._may_admit():
+        if not prefilling and not self._may_start():
             return
         self._charge_decodes(step)
         shares = self.sequences.queue.shares
@@ -131,7 +131,7 @@ class Planner:
             self.charge(step)
             prefilling = self.sequences.queue.prefill_order(prefilling, step.now, step.costs)
         prefilling = [seq for seq in prefilling if seq.state is RUNNING]  # a decoding row may have preempted one
-        self._admit_ahead(prefilling, step)
+        self._start_ahead(prefilling, step)
         budget = step.budget
         long = [(seq, seq.incarnation) for seq in prefilling if self._is_long(seq, budget)]
         num_ahead = prefilling.index(long[0][0]) if long else len(prefilling)
@@ -145,7 +145,7 @@ class Planner:
         self._plan_waiting(step)
         step.num_withheld_for_long = 0
         for seq, incarnation in long:
-            if seq.incarnation == incarnation:  # or it was preempted, and may have been admitted anew
+            if seq.incarnation == incarnation:  # else it was preempted, and may have started again
                 self._plan_row(seq, step)
 
     def _within_goals(self, step: StepBuilder, budget: int) -> int:
@@ -155,18 +155,18 @@ class Planner:
         most = tokens_within(tightest_tpot_s(step.rows.seqs[: step.rows.num_decodes]), step.costs)
         return int(min(budget, max(most - (step.max_tokens - budget), prefill_part(most, step.max_tokens))))
 
-    def _admit_ahead(self, prefilling: list[Sequence], step: StepBuilder) -> None:
-        """Admit the waiting sequences that the queue policy serves before every running prompt."""
+    def _start_ahead(self, prefilling: list[Sequence], step: StepBuilder) -> None:
+        """Start the waiting sequences that the queue policy serves before every running prompt."""
         queue = self.sequences.queue
-        if not (queue.traits.has_tenants and prefilling and self._may_admit()):
+        if not (queue.traits.has_tenants and prefilling and self._may_start()):
             return
         first = prefilling[0]
         while self.sequences.slots.has_free and step.budget > 0:
-            head = step.first or self.room.next_to_admit(step.now, step.costs)
+            head = step.first or self.room.next_to_start(step.now, step.costs)
             if head is None or head.num_in_flight or not queue.precedes(head, first):
                 return
             step.first = None
-            if not self._admit(head, step, len(self.sequences.slots)):
+            if not self._try_start(head, step, len(self.sequences.slots)):
                 return
             self.charge(step)
 
@@ -270,25 +270,25 @@ class Planner:
             step.num_charged_rows = len(step.rows)
 
     def _plan_waiting(self, step: StepBuilder) -> None:
-        """Admit waiting sequences in the queue's order. Static batching admits only once no sequence of the last batch runs."""
-        if not self._may_admit():
+        """Start waiting sequences in the queue's order. With static batching none starts while a sequence of the last batch runs."""
+        if not self._may_start():
             return
         num_running_before = len(self.sequences.slots)
         while self.sequences.slots.has_free and (step.budget > 0 or self.is_static):
             self.charge(step)
-            seq, step.first = step.first or self.room.next_to_admit(step.now, step.costs), None
+            seq, step.first = step.first or self.room.next_to_start(step.now, step.costs), None
             # A preempted sequence whose sampled token is not committed yet cannot start: its ids are not all known.
-            if seq is None or seq.num_in_flight or not self._admit(seq, step, num_running_before):
+            if seq is None or seq.num_in_flight or not self._try_start(seq, step, num_running_before):
                 return
 
-    def _may_admit(self) -> bool:
+    def _may_start(self) -> bool:
         """Whether a sequence waits and there is a slot for it; with static batching, also only while no sequence runs."""
         if not len(self.sequences.queue) or not self.sequences.slots.has_free:
             return False
         return not (self.is_static and len(self.sequences.slots))
 
-    def _admit(self, seq: Sequence, step: StepBuilder, num_running_before: int) -> bool:
-        """Start the head of the queue. False: it does not fit yet. No sequence behind it is tried then, or the head could starve.
+    def _try_start(self, seq: Sequence, step: StepBuilder, num_running_before: int) -> bool:
+        """Start the head of the queue. False: the head does not fit yet. No sequence behind it is tried then, or the head could starve.
 
         num_running_before: leading running sequences that were not started by this plan
         """
@@ -320,8 +320,8 @@ class Planner:
         return self.kv.blocks_for(step.budget + step.num_withheld_for_long) if step.num_withheld_for_long else 0
 
     def _leaves_blocks_to_grow(self, num_left: float, num_running_before: int) -> bool:
-        """Whether, after an admission, a free block is left for each sequence already running that may still need one. With fewer,
-        admitting would only lead to preempting. num_left: below 0 when the admitted sequence itself does not fit."""
+        """Whether a free block is left for each running sequence that may still need one, if one more sequence starts. With fewer blocks
+        the start would only lead to a preemption. num_left: blocks left after the start; below 0 when the sequence itself does not fit."""
         if num_left < 0:
             return False
         if num_left >= num_running_before:

@@ -31,7 +31,7 @@ LOOK_AGAIN_S = 0.02
 
 
 class Room:
-    """Admission's bounds. All methods run on the loop's thread; only `make` changes sequences."""
+    """Decides whether the next waiting sequence may start. All methods run on the loop's thread; only `make` changes sequences."""
 
     def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable) -> None:
         self.config = config
@@ -39,13 +39,13 @@ class Room:
         self.sequences = sequences
         self._short: Sequence | None = None
         self._num_short = 0
-        """The sequence that was not admitted for want of blocks, and how many it lacks."""
+        """The sequence that did not start for want of blocks, and how many blocks it lacks."""
         self._look_again = 0.0
         self.max_running = config.max_num_seqs
-        """Sequences that may run at once, as the last admission found it: goals may allow fewer than there are slots."""
+        """Sequences that may run at once, as found when a sequence was last considered: goals may allow fewer than there are slots."""
 
-    def next_to_admit(self, now: float, costs: StepCosts) -> Sequence | None:
-        """The waiting sequence to admit next, None when none may be admitted now."""
+    def next_to_start(self, now: float, costs: StepCosts) -> Sequence | None:
+        """The waiting sequence to start next, None when no sequence may start now."""
         head = self._head(now, costs)
         if head is None:
             return None
@@ -62,11 +62,11 @@ class Room:
         return next((other for other in queue.heads(now, costs) if not self._exceeds_share(other)), head)
 
     def num_blocks_kept(self, seq: Sequence, now: float) -> int:
-        """Blocks that the admission of a sequence has to leave free for premium requests."""
+        """Blocks that must stay free for premium requests when the sequence starts."""
         return self._part(min((pool.total for pool in self.kv.pools), default=0)) if self._leaves_headroom(seq, now) else 0
 
     def _leaves_headroom(self, seq: Sequence, now: float) -> bool:
-        """Whether premium requests come lately and this is none. With nothing running it may take all there is."""
+        """Whether the sequence must leave headroom: premium requests came lately, the sequence is not premium, and other sequences run."""
         if now - self.sequences.last_premium >= HEADROOM_S or seq.request.priority is PriorityClass.PREMIUM:
             return False
         return len(self.sequences.slots) > 0
@@ -86,7 +86,7 @@ class Room:
     # shares of the KV blocks
 
     def _exceeds_share(self, seq: Sequence) -> bool:
-        """Whether its tenant would hold more than its share of the blocks with this sequence. One sequence always may run."""
+        """Whether the sequence's tenant would hold more than its share of the blocks with this sequence. One sequence may always run."""
         share = seq.request.tier.kv_share
         if share is None:
             return False
@@ -107,15 +107,15 @@ class Room:
     # room for the head of the queue
 
     def note_short(self, seq: Sequence, num_blocks: int) -> None:
-        """A sequence was not admitted because it lacks this many blocks."""
+        """Note that a sequence did not start because it lacks this many blocks."""
         self._short, self._num_short = seq, num_blocks
 
     def make(self, now: float, costs: StepCosts) -> Sequence | None:
-        """Preempt running sequences for the head of the queue and for those of its tenant behind it, if slots or blocks are lacking and
-        others have to make room.
+        """Preempt running sequences for the head of the queue, and for waiting sequences of the same tenant, if slots or blocks are lacking
+        and other sequences have to make room.
 
-        Returns the head if room was made for it. It is to be admitted first: what was preempted waits with the rest. No row of the step may
-        have been planned.
+        Returns the head if room was made for it, else None. The caller starts the head before any other sequence, since the preempted
+        sequences wait in the same queue. No row of the step may have been planned.
         """
         sequences, queue = self.sequences, self.sequences.queue
         lacks_slot = not sequences.slots.has_free
@@ -140,8 +140,12 @@ class Room:
         return head if num_preempted else None
 
     def _candidates(self, head: Sequence, num_preempted: int) -> list[Sequence]:
-        """Running sequences that have to make room for a waiting one, `num_preempted` having done so for its tenant. One that was preempted
-        does again only after some progress (`Sequence.start`), so that each gets on."""
+        """Running sequences that have to make room for the waiting sequence `head`.
+
+        num_preempted  sequences that were already preempted for the tenant of `head`
+
+        A sequence that was preempted before makes room again only after some progress (`Sequence.start`), so that every sequence ends.
+        """
         queue, running = self.sequences.queue, self.sequences.slots.running
         counts = Counter(seq.request.tenant for seq in running)
         crowd = CROWD_FACTOR * (counts[head.request.tenant] + num_preempted + 1) / head.request.tier.weight

@@ -203,7 +203,7 @@ class SequenceTable:
 
     def start(self, seq: Sequence, now: float) -> None:
         """Move a waiting sequence into a slot. The caller asked `slots.has_free` first."""
-        self.queue.admit(seq, now)
+        self.queue.start(seq, now)
         self.waiting.remove(seq)
         self.slots.start(seq, now)
 
