@@ -45,16 +45,15 @@ Command = Callable[[Mapping[str, object], Hear], Coroutine[Any, Any, list[str]]]
 
 
 class AdminRequests(Protocol):
-    """Requests to the socket that are not about processes: keys, tenants, caches."""
+    """Answers requests to the admin socket that are not about processes: keys, tenants, caches."""
 
     async def answer(
         self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
     ) -> tuple[int, object] | None:
-        """
+        """Answer a request. Returns (status, JSON data), or None for a path that this object does not serve.
+
         path   its parts: ("keys", "key-1")
         actor  name of the user at the other end
-
-        Returns status and JSON; None where this is no request of these.
         """
         ...
 
@@ -63,7 +62,8 @@ class AdminRequests(Protocol):
 async def admin_socket(
     folder: Path, control: FleetControl, requests: Sequence[AdminRequests] = (), address: AdminAddress | None = None
 ) -> AsyncIterator[None]:
-    """Answer on the socket in `folder`, and at an address, until the block ends. Raises ConfigError where either cannot be had.
+    """Answer requests on the socket in `folder`, and at `address` if there is one, until the block ends. Raises ConfigError if either
+    cannot be listened at.
 
     requests  asked in turn
     """
@@ -78,7 +78,7 @@ async def admin_socket(
 
 
 async def _listen_at_socket(runner: web.AppRunner, path: Path) -> None:
-    """Raises ConfigError."""
+    """Listen at the Unix socket. Raises ConfigError."""
     from aiohttp import web
 
     try:
@@ -89,7 +89,7 @@ async def _listen_at_socket(runner: web.AppRunner, path: Path) -> None:
 
 
 async def _listen_at_address(runner: web.AppRunner, address: AdminAddress) -> None:
-    """Raises ConfigError."""
+    """Listen over TCP. Raises ConfigError."""
     from aiohttp import web
 
     try:
@@ -102,7 +102,7 @@ async def _listen_at_address(runner: web.AppRunner, address: AdminAddress) -> No
 
 @asynccontextmanager
 async def _answering(server: _AdminServer, listen: Callable[[web.AppRunner], Awaitable[None]]) -> AsyncIterator[None]:
-    """Raises ConfigError as `listen`."""
+    """Serve requests while the block runs. Raises the errors of `listen`."""
     from aiohttp import web
 
     app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -128,7 +128,7 @@ def _write_token(path: Path) -> str:
 
 
 class _AdminServer:
-    """Requests to commands, and what they say to lines of JSON."""
+    """Carries out HTTP requests on a deployment, and streams a command's progress as lines of JSON."""
 
     def __init__(self, control: FleetControl, token: str, requests: Sequence[AdminRequests]) -> None:
         self._control = control
@@ -149,7 +149,7 @@ class _AdminServer:
         return web.json_response(await self._control.status())
 
     async def request(self, request: web.Request) -> web.Response:
-        """One of `AdminRequests`. An answer comes only with the token, whatever the path."""
+        """Answer a request through `AdminRequests`. Without the token every path gets the same refusal."""
         from aiohttp import web
 
         self._authenticate(request)
@@ -161,7 +161,7 @@ class _AdminServer:
         raise web.HTTPNotFound(text="There is no such request.")
 
     async def command(self, request: web.Request) -> web.StreamResponse:
-        """Lines of JSON: progress as it comes, then how the command ended. It goes on when the client leaves."""
+        """Run a command. The answer is lines of JSON: progress, then how the command ended. The command goes on if the client leaves."""
         from aiohttp import web
 
         self._authenticate(request)
@@ -188,7 +188,7 @@ class _AdminServer:
         return response
 
     async def _audited(self, name: str, body: Mapping[str, object], actor: str, hear: Hear) -> list[str]:
-        """Do a command and record it; the end of the whole deployment is recorded first, because it ends this task too."""
+        """Run a command and record it. The end of the whole deployment is recorded first, because it also ends this task."""
         ends_all = name == "drain" and body.get("replica") is None
         if ends_all:
             await self._control.audit.record(actor, name, body, hear)
@@ -257,7 +257,7 @@ def _certificate_name(transport: asyncio.BaseTransport) -> str:
 
 
 def _end_of(task: asyncio.Task[list[str]]) -> dict[str, object]:
-    """The last line of a command."""
+    """The last line of a command's answer: how the command ended."""
     if task.cancelled():
         return {"event": "failed", "reason": "The deployment ends."}
     error = task.exception()

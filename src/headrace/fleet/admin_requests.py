@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReloadBody:
-    """Nothing: the file says all."""
+    """No fields: everything is in the configuration file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBody:
-    """model: None for all of them. The rest: see `policy.deployment.RolloutOptions`"""
+    """model: None for all models. Other fields: see `policy.deployment.RolloutOptions`"""
 
     model: str | None = None
     max_surge: int = 1

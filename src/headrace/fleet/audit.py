@@ -19,7 +19,7 @@ WriteAudit = Callable[[str, str, str, Mapping[str, object]], Awaitable[None]]
 
 
 async def not_kept(actor: str, action: str, subject: str, detail: Mapping[str, object]) -> None:
-    """A `WriteAudit` of a deployment that keeps no records."""
+    """A `WriteAudit` that records nothing."""
 
 
 class CommandAudit:
@@ -27,10 +27,10 @@ class CommandAudit:
         self._write = write
 
     async def record(self, actor: str, name: str, asked: Mapping[str, object], hear: Hear, failures: list[str] | None = None) -> None:
-        """Record a command of this name. A record that cannot be written is logged, and its operator hears of it.
+        """Record a command. If the record cannot be written, log that and report it to the operator.
 
-        asked     what the command was given
-        failures  what of it failed
+        asked     the command's arguments
+        failures  the parts of the command that failed
         """
         subject = str(asked.get("replica") or asked.get("model") or "deployment")
         try:

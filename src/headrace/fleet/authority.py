@@ -45,7 +45,7 @@ REMAKE = "Remove it to have a new one made, or leave it out."
 
 @dataclass(frozen=True, slots=True)
 class SiteAuthority:
-    """The key that signs and its certificate."""
+    """The site authority's private key and certificate."""
 
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
@@ -56,8 +56,8 @@ class SiteFolder:
     """One folder to copy to a machine.
 
     names        host names and addresses in the certificate; empty for a gateway
-    valid_until  of its certificate
-    is_new       made now; False: it was there and is kept
+    valid_until  when the certificate expires
+    is_new       True: it was made now; False: it existed and is kept
     """
 
     path: Path
@@ -68,11 +68,11 @@ class SiteFolder:
 
 
 def init_site(folder: Path, hosts: Sequence[Sequence[str]] = (), *, now: datetime | None = None) -> list[SiteFolder]:
-    """Make what is missing of a site: the authority, the token, the gateways' folder, and a folder for each engine host.
+    """Make the missing parts of a site: the authority, the token, the gateways' folder, and a folder for each engine host.
 
-    hosts  names and addresses of each machine that runs engines; its folder is called after the first
+    hosts  names and addresses of each machine that runs engines; its folder is named after the first one
 
-    Raises: ConfigError for a host's name that is none, or something in the folder that is not what would be made.
+    Raises ConfigError for an invalid host name, and for existing files that do not belong to this site.
     """
     now = now or datetime.now(UTC)
     for names in hosts:
@@ -105,7 +105,7 @@ def make_authority(now: datetime) -> SiteAuthority:
 def make_certificate(
     authority: SiteAuthority, role: TlsRole, names: Sequence[str], now: datetime, *, days: int = CERTIFICATE_DAYS
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """A new key and its certificate for one role, which ends no later than the authority's. names: hosts and addresses that it is for."""
+    """A new key and its certificate for one role. It ends no later than the authority's. names: hosts and addresses it is valid for"""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -198,7 +198,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _open_authority(folder: Path, now: datetime) -> tuple[SiteAuthority, str]:
-    """The authority and the token in `folder`, made where there are none. Raises ConfigError for a folder that has something else."""
+    """The authority and the token in `folder`; both are made if there are none. Raises ConfigError if the folder holds something else."""
     parts = [folder / name for name in (AUTHORITY_KEY_NAME, CA_NAME, TOKEN_NAME)]
     present = [part for part in parts if part.exists()]
     if len(present) == len(parts):
@@ -243,7 +243,7 @@ def _site_folder(path: Path, role: TlsRole, names: tuple[str, ...], authority: S
 
 
 def _checked_certificate(path: Path, names: Sequence[str], authority: SiteAuthority) -> x509.Certificate:
-    """The certificate in a folder that is there. Raises ConfigError unless the folder is whole, of this authority and for these names."""
+    """The certificate in an existing folder. Raises ConfigError unless the folder is complete, and of this authority and these names."""
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
 
@@ -263,7 +263,7 @@ def _checked_certificate(path: Path, names: Sequence[str], authority: SiteAuthor
 
 
 def _check_rest(path: Path, certificate: x509.Certificate, authority: SiteAuthority, token: str) -> None:
-    """Raises ConfigError unless a folder that is there has the site's authority and token, and its certificate's key."""
+    """Raises ConfigError unless an existing folder has the site's authority and token, and its certificate's key."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -279,7 +279,7 @@ def _check_rest(path: Path, certificate: x509.Certificate, authority: SiteAuthor
 
 
 def _write_folder(path: Path, content: Mapping[str, bytes]) -> None:
-    """Whole or not at all. Certificates may be read by all users, the rest by this one. Raises ConfigError."""
+    """Write a folder, complete or not at all. All users may read certificates, only this user the rest. Raises ConfigError."""
     new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

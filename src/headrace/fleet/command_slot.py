@@ -14,7 +14,7 @@ class ControlBusy(HeadraceError):
 
 
 class CommandSlot:
-    """holder: name of the command that has it; empty while none has"""
+    """Lets one command at a time change the deployment. holder: name of the running command; empty while none runs"""
 
     def __init__(self) -> None:
         self.holder = ""
@@ -22,12 +22,13 @@ class CommandSlot:
         self._free.set()
 
     async def wait_free(self) -> None:
-        """Until no command has it. Another one may take it before the caller does."""
+        """Wait until no command holds the slot. Another command may take the slot before the caller does."""
         await self._free.wait()
 
     @contextmanager
     def held(self, name: str) -> Iterator[Callable[[], None]]:
-        """Held until the block ends, or until it calls what it is given. Raises ControlBusy where another command has it."""
+        """Hold the slot until the block ends, or until the block calls the yielded function. Raises ControlBusy if another command holds
+        it."""
         if self.holder:
             raise ControlBusy(f"{self.holder} is running. Wait for it: `headrace status` shows how far it is.")
         self.holder = name

@@ -102,7 +102,7 @@ class FleetConfig:
 
     @property
     def key_variables(self) -> frozenset[str]:
-        """Environment variables that hold the keys of foreign servers. The gateway alone reads them; engines do not inherit them."""
+        """Names of the environment variables with keys of foreign servers. Only the gateway reads them; engines do not inherit them."""
         upstreams = [upstream for model in self.models for upstream in model.upstreams]
         return frozenset(str(upstream["api_key_env"]) for upstream in upstreams if "api_key_env" in upstream)
 
@@ -117,7 +117,7 @@ class FleetConfig:
         return int(str(self.gateway.get("workers", 1)))
 
     def with_site_key(self) -> FleetConfig:
-        """This value with a key of the site, drawn where none was configured."""
+        """This value with a site key: the configured one, or a random one."""
         return replace(self, site_key=self.site_key or secrets.token_hex(KEY_BYTES))
 
 
@@ -143,7 +143,7 @@ def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
 
 
 def _check_foreign_names(where: str, model: ModelSpec) -> None:
-    """Replicas that are started here get names of their own, now and later: no foreign server of the model may have one of them."""
+    """Raises ConfigError if a foreign server has a name that a replica started here has, or may get later."""
     names_of_replicas = re.compile(re.escape(replica_prefix(model.name)) + r"-\d+")
     for index, upstream in enumerate(model.upstreams):
         name = str(upstream.get("name") or f"foreign-{index}")
@@ -152,7 +152,7 @@ def _check_foreign_names(where: str, model: ModelSpec) -> None:
 
 
 def _check_key_variable(where: str, name: str) -> None:
-    """The gateway reads it in its own environment, where some variables are not."""
+    """Raises ConfigError for a variable that the gateway cannot read, because its environment does not have it."""
     if name.startswith(SECRET_VARIABLES):
         reason = f"{name!r} is not passed on to the gateway, as no variable is that begins with {', '.join(SECRET_VARIABLES)}"
         raise ConfigError(where, reason, "Give it another name, or use api_key_file.")

@@ -19,12 +19,12 @@ FIXED_GATEWAY = ("host", "port", "workers")
 
 
 def runs_alike(before: ModelSpec, after: ModelSpec) -> bool:
-    """Engines of both have the same options: a process of one serves for the other."""
+    """Whether engines of both have the same options, so that a process of one can serve for the other."""
     return (before.folder, dict(before.engine)) == (after.folder, dict(after.engine))
 
 
 def with_choices_of_start(before: FleetConfig, after: FleetConfig) -> FleetConfig:
-    """`after` with the key and the port that this site has had since its start, where `after` leaves them open."""
+    """`after` with the site key and port that were chosen at the start, where `after` does not set them."""
     kept = {"port": before.gateway["port"]} if not after.gateway.get("port") and "port" in before.gateway else {}
     return replace(after, site_key=after.site_key or before.site_key, gateway={**after.gateway, **kept})
 

@@ -29,24 +29,23 @@ STARTS_S = 10.0
 
 
 class ConfigSource(Protocol):
-    """Where the deployment's configuration comes from, to be read again."""
+    """Where the deployment's configuration is read again."""
 
     def read(self) -> FleetConfig:
-        """The whole configuration as it is now, checked. May block. Raises ConfigError."""
+        """The whole current configuration, checked. May block. Raises ConfigError."""
         ...
 
     def differences(self) -> Sequence[str]:
-        """What was read last against what holds, a line each, without secrets."""
+        """The differences between the last configuration read and the one in force, one line each, without secrets."""
         ...
 
     def accept(self) -> None:
-        """What was read last holds from now on."""
+        """The last configuration read is now in force."""
         ...
 
 
 class FleetControl:
-    """The commands. Each returns what failed, a line per model; empty when all is as it was asked. `hear` gets the lines of progress
-    about the models of a command, for its operator alone."""
+    """The operator's commands. Each returns its failures, one line per model. `hear` gets the command's progress lines."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class FleetControl:
                 return await self._converged([model], hear, let_others_in)
 
     async def drain(self, replica: str, within_s: float, *, allow_outage: bool, hear: Hear = no_operator) -> list[str]:
-        """Retire one replica; what it has not finished in time moves to another one. Raises ConfigError, ReloadRefused."""
+        """Retire one replica. Requests not finished within `within_s` seconds move to another one. Raises ConfigError, ReloadRefused."""
         _check_within(within_s)
         replicas = self._reconciler.deployment.replicas
         if replica not in replicas:
@@ -145,7 +144,7 @@ class FleetControl:
         return []
 
     async def drain_all(self, within_s: float) -> list[str]:
-        """Begin to end the whole deployment within this time. Raises ConfigError."""
+        """Begin to end the whole deployment, with `within_s` seconds for running requests. Raises ConfigError."""
         _check_within(within_s)
         await self._drain_all(within_s)
         return []
@@ -157,8 +156,10 @@ class FleetControl:
         return model
 
     async def _converged(self, models: Collection[str], hear: Hear, let_others_in: Callable[[], None]) -> list[str]:
-        """Wait until the models have what they should have; what failed. An engine may start for long, or hang at it: a command that waits
-        for nothing else lets other commands in after STARTS_S."""
+        """Wait until each model has the replicas that it should have. Returns the failures.
+
+        An engine may take long to start, or hang: once nothing else is left to wait for, other commands may run after STARTS_S.
+        """
         converged = asyncio.create_task(self._reconciler.until(lambda: not self._unconverged(models)))
         try:
             if starting := await self._only_starting(models, converged):
@@ -176,7 +177,7 @@ class FleetControl:
         return [model for model in models if not deployment.is_converged(model)]
 
     async def _only_starting(self, models: Collection[str], converged: asyncio.Task[None]) -> list[str]:
-        """The replicas that start, once nothing else has been waited for during STARTS_S; empty when `converged` is done first."""
+        """The starting replicas, after STARTS_S in which nothing else was waited for; empty if `converged` is done before that."""
         loop = asyncio.get_running_loop()
         since = loop.time()
         while not converged.done():
@@ -189,7 +190,7 @@ class FleetControl:
         return []
 
     def _failure_of(self, model: str) -> str:
-        """Why a model has not what it should have; empty where it has."""
+        """Why a model does not have the replicas that it should have; empty if it has them."""
         reconciler = self._reconciler
         if model in reconciler.failures:
             return f"{model}: {reconciler.failures[model]}"
@@ -231,13 +232,13 @@ class FleetControl:
 
 
 def _say(hear: Hear, text: str) -> None:
-    """A line of one command alone, which is logged as well."""
+    """Log a line, and pass it to the operator of one command."""
     log.info("%s", text)
     hear(text)
 
 
 def _inherited(before: FleetConfig, after: FleetConfig) -> str:
-    """Which keys of foreign servers running engines have inherited, in a sentence; empty for none."""
+    """A sentence that names the keys of foreign servers that running engines have inherited; empty for none."""
     if not (added := sorted(after.key_variables - before.key_variables)):
         return ""
     verb = "is" if len(added) == 1 else "are"

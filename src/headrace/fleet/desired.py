@@ -8,9 +8,10 @@ from headrace.policy.deployment import Deployment, RolloutOptions
 
 
 class DesiredState:
-    """
-    config   with the secrets of this site filled in
-    options  by model and revision
+    """What the deployment should be.
+
+    config   the configuration, with the secrets of this site filled in
+    options  (model, revision) -> the options that its processes are started with
     """
 
     def __init__(self, config: FleetConfig) -> None:
@@ -23,9 +24,10 @@ class DesiredState:
         return made
 
     def follow(self, config: FleetConfig, deployment: Deployment) -> list[str]:
-        """Have `deployment` aim at another configuration. Changed options of a model are a rollout, and what failed is tried again.
+        """Set another configuration, and `deployment`'s targets by it. Changed options of a model begin a rollout; failed replicas are
+        tried again.
 
-        Returns the models whose earlier failures say nothing any more.
+        Returns the models whose earlier failures no longer apply.
         """
         self.config = config
         specs = {model.name: model for model in config.models if model.replicas}
@@ -43,7 +45,7 @@ class DesiredState:
         return anew
 
     def note_revisions(self, deployment: Deployment) -> None:
-        """A revision that a command has made runs with the options of the file."""
+        """Give a revision that a command has made the options of the configuration."""
         for spec in self.config.models:
             if (target := deployment.targets.get(spec.name)) is not None:
                 self.options.setdefault((spec.name, target.revision), spec)

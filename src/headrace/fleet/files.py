@@ -30,7 +30,7 @@ MAX_DIR_BYTES = 90
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFiles:
-    """One engine process: its name, its model's, where it will listen and the file it reads."""
+    """The files of one engine process: its replica's name, its model, its address, and its configuration file."""
 
     name: str
     model: str
@@ -44,9 +44,9 @@ class ReplicaFiles:
 
 @contextmanager
 def run_dir(parent: Path | None) -> Iterator[Path]:
-    """A fresh directory of ours alone, removed at the end. Raises ConfigError when its path is too long or its parent unusable.
+    """A new directory for this process alone, removed at the end. Raises ConfigError if its path is too long or its parent unusable.
 
-    What a killed supervisor left behind in the same place is removed first: its files hold keys.
+    Directories that killed supervisors left in the same place are removed first: their files hold keys.
     """
     base = parent or _default_parent()
     remove_unlocked(base, PREFIX, LOCK)
@@ -64,7 +64,7 @@ def run_dir(parent: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """Whatever the disk answers becomes a ConfigError: an error in writing does not say by itself what was written."""
+    """Turn OSError into a ConfigError that names `path`: an error of writing does not itself say what was being written."""
     try:
         yield
     except OSError as error:
@@ -74,14 +74,14 @@ def _written(path: Path) -> Iterator[None]:
 
 
 def running_deployments(parent: Path | None) -> list[Path]:
-    """Folders of deployments that run now. parent: as for `run_dir`; None: of this user's, where they are by themselves"""
+    """Folders of the deployments that run now. parent: as for `run_dir`; None: the default place, and this user's deployments alone"""
     may_be_another_users = parent is not None and os.geteuid() == 0
     locks = sorted((parent or _default_parent()).glob(f"{PREFIX}*/{LOCK}"))
     return [lock.parent for lock in locks if is_running(lock.parent) and (may_be_another_users or _owner(lock.parent) == os.geteuid())]
 
 
 def is_running(folder: Path) -> bool:
-    """A supervisor has its files in `folder` now. Folders are private: another user's is seen by the superuser alone."""
+    """Whether a supervisor uses `folder` now. Folders are private: only the superuser sees those of other users."""
     return is_locked(folder, LOCK)
 
 
@@ -91,17 +91,17 @@ def _owner(folder: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MachineShare:
-    """The part of this machine that one engine keeps to: CPUs and memory, part `index` of `total` equal ones."""
+    """The part of this machine's CPUs and memory that one engine keeps to: part `index` of `total` equal parts."""
 
     index: int
     total: int
 
 
 def write_engine_file(config: FleetConfig, model: ModelSpec, folder: Path, *, name: str, number: int, share: MachineShare) -> ReplicaFiles:
-    """The file that one engine process reads.
+    """Write the configuration file of one engine process.
 
-    name    of the replica
-    number  in the names of its files; never the same twice in one folder, since a socket's name may still be in use
+    name    name of the replica
+    number  number in the names of its files. Never used twice in one folder, since an old socket may still be in use
     """
     replica = ReplicaFiles(name, model.name, f"unix:{folder / f'e{number}.sock'}", folder / f"e{number}.json")
     content = {
@@ -119,7 +119,7 @@ def write_engine_file(config: FleetConfig, model: ModelSpec, folder: Path, *, na
 
 
 def _memory_share(device: str, share: MachineShare) -> dict[str, object]:
-    """The GPU that an engine keeps to, dealt in turn, and with how many others it divides the memory of that GPU, or of the machine."""
+    """The GPU of an engine, given out in turn, and the number of other engines that share the memory of that GPU, or of the machine."""
     names = find_gpus().names if device == "cuda" else ()
     if not names:
         return {"num_neighbours": share.total - 1}
@@ -127,9 +127,9 @@ def _memory_share(device: str, share: MachineShare) -> dict[str, object]:
 
 
 def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:
-    """The CPUs of a share: all of them when it is the only one, equal parts, or one in turn when there are too few.
+    """The CPUs of a share: equal parts, or one CPU in turn if there are too few. Empty (no binding) if the share is the only one.
 
-    cpus  None where the system does not say which are allowed: engines are bound to none then
+    cpus  allowed CPUs; None: not known, and engines are not bound
     """
     number, total = share.index, share.total
     if total == 1 or cpus is None:
@@ -140,7 +140,7 @@ def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:
 
 
 def write_gateway_file(content: Mapping[str, object], folder: Path) -> Path:
-    """The file that all gateways of this machine read. content: see `gateway_content`"""
+    """Write the configuration file of all gateways of this machine. content: see `gateway_content`"""
     path = folder / GATEWAY_FILE
     _write(path, content)
     return path
@@ -149,10 +149,10 @@ def write_gateway_file(content: Mapping[str, object], folder: Path) -> Path:
 def gateway_content(
     config: FleetConfig, replicas: Sequence[ReplicaFiles] = (), unavailable: Mapping[str, str] | None = None
 ) -> dict[str, object]:
-    """What the gateway reads: its options, and where each model's replicas listen. Raises ConfigError.
+    """The configuration of the gateways: their options, and the addresses of each model's replicas. Raises ConfigError.
 
     replicas     the engines of this machine
-    unavailable  model that has none of them now -> why, in words that clients may read
+    unavailable  for each model without engines now: the reason, in words that clients may read
     """
     models = [_gateway_model(model, replicas, (unavailable or {}).get(model.name, "")) for model in config.models]
     salt_key = site_secret(config.site_key, SALTS)
@@ -180,7 +180,7 @@ def _with_drain(config: FleetConfig) -> dict[str, object]:
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
-    """Whole or not at all: a process that is being started again may be reading it."""
+    """Replace the file whole or not at all: a process that is being started again may be reading it."""
     new = path.with_suffix(".new")
     with _written(path):
         new.touch(mode=0o600)
@@ -189,7 +189,7 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _default_parent() -> Path:
-    """XDG_RUNTIME_DIR when it is as the standard requires (owned by this user, closed to all other users), else the temporary directory."""
+    """XDG_RUNTIME_DIR if it is owned by this user and closed to all others, as its standard requires; else the temporary directory."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     if given and os.path.isdir(given):
         info = os.stat(given)

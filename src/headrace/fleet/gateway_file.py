@@ -22,14 +22,14 @@ NO_REPLICA = "It has no replica now."
 
 
 class TextRefused(ConfigError):
-    """A replica whose model's tokenizer or chat template no gateway can use."""
+    """A replica's model has a tokenizer or chat template that no gateway can use."""
 
 
 class GatewayFile:
-    """path: what gateways are started with"""
+    """The configuration file of the gateways. path: passed to gateways when they are started"""
 
     def __init__(self, folder: Path, gateways: GatewayGroup, content: Mapping[str, object]) -> None:
-        """Writes the first content, before any gateway runs. Raises ConfigError where it cannot."""
+        """Write the first content, before any gateway runs. Raises ConfigError if the file cannot be written."""
         self._folder = folder
         self._gateways = gateways
         self._content = content
@@ -37,10 +37,10 @@ class GatewayFile:
         self.path = write_gateway_file(content, folder)
 
     async def offer(self, content: Mapping[str, object]) -> None:
-        """Have every gateway follow this content, if it is another one.
+        """Have every gateway follow this content, unless it is the current one.
 
-        Raises: ReloadRefused with a gateway's reason, or once `limit_drain` was called, and ConfigError where it cannot be written; the one
-        before holds again then.
+        Raises ReloadRefused with a gateway's reason, or after `limit_drain`; ConfigError if the file cannot be written. The content before
+        then stays in force.
         """
         if self._is_final:
             raise ReloadRefused(ENDS)
@@ -60,10 +60,10 @@ class GatewayFile:
         self._content = content
 
     async def limit_drain(self, drain_s: float, notice_s: float) -> None:
-        """Have every gateway give running requests `drain_s` seconds once it is asked to end. No other content follows, an offer that is
-        under way included.
+        """Have every gateway give running requests `drain_s` seconds once it is asked to end. Any other content, also one being offered
+        now, is refused from here on.
 
-        Returns after `notice_s` at the latest: a gateway that hangs, loads or refuses, and a disk that is full, hold nothing up.
+        Returns after `notice_s` seconds at the latest, whether a gateway hangs, loads or refuses, or the disk is full.
         """
         self._is_final = True
         timeouts = self._content["timeouts"]
@@ -81,9 +81,9 @@ class GatewayFile:
 
 
 def why_unavailable(failures: Iterable[HeadraceError]) -> str:
-    """Why a model has no replica that gateways may ask, in words that clients may read: no path, nothing of a configuration.
+    """Why a model has no usable replica, in words that clients may read: no paths, nothing of the configuration.
 
-    failures  of its replicas
+    failures  failures of its replicas
     """
     found = [*failures]
     if any(isinstance(failure, TextRefused) for failure in found):

@@ -29,15 +29,14 @@ Hung = tuple[str, int | None, int]
 
 
 class HangWatch:
-    """Watches the gateways and engines of one deployment. Where `hang_timeout_s` of its configuration, which a reload may change, is 0,
-    nothing is killed."""
+    """Kills processes of one deployment that hang: gateways and engines. While `hang_timeout_s`, which a reload may change, is 0: none."""
 
     def __init__(self, reconciler: Reconciler) -> None:
         self._reconciler = reconciler
         self._looks: dict[Hung, int] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look at all processes every LOOK_S, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -46,7 +45,7 @@ class HangWatch:
                 log.exception("looking for processes that hang failed")
 
     async def look(self) -> None:
-        """One look at all processes."""
+        """Look once at all processes, and kill those that hang."""
         limit_s = self._reconciler.config.hang_timeout_s
         if not limit_s:
             self._looks.clear()
@@ -68,8 +67,8 @@ class HangWatch:
         return (keeper for keeper in self._reconciler.gateways.keepers if keeper.label in silent)
 
     def _lost_engines(self) -> Iterator[tuple[ProcessKeeper, str]]:
-        """Engines that have served and that every gateway reports lost, with the first one's reason. One that never was ready at a gateway
-        is not here: a new process would not be either."""
+        """Engines that every gateway reports lost, with the first gateway's reason. Only engines that have served: where no gateway ever
+        found the engine ready, a new process would not help."""
         view = self._reconciler.view
         for name, replica in self._reconciler.deployment.replicas.items():
             keeper = self._reconciler.processes[name].keeper

@@ -34,14 +34,14 @@ MAX_START_FAILURES = 3
 
 
 class FleetFailed(HeadraceError):
-    """A process of the fleet cannot be kept running; names it and its reason."""
+    """A process of the fleet cannot be kept running. The message names the process and the reason."""
 
 
 class ProcessKeeper:
-    """Keeps one role of the fleet (the gateway, or one replica) filled with a running process.
+    """Keeps a process running for one role of the fleet (a gateway, or one replica).
 
-    ready    set once it has served for the first time
-    facts    what the latest process to serve reported when it was ready
+    ready    set once a process has served for the first time
+    facts    the facts that the latest process reported when it served
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class ProcessKeeper:
 
     @property
     def status(self) -> int | None:
-        """How the last process ended; negative: the signal. None while it runs."""
+        """Exit status of the last process; negative: the signal. None while it runs."""
         return self._child.exited.result() if self._child is not None and self._child.exited.done() else None
 
     @property
     def was_cut(self) -> bool:
-        """The last process served and did not end by itself: what it still had was cut. One that was just starting had nothing."""
+        """Whether the last process had served and did not end cleanly, so that its open work was cut."""
         child = self._child
         return child is not None and child.ready.done() and not child.ready.cancelled() and self.status != 0
 
@@ -86,13 +86,13 @@ class ProcessKeeper:
 
     @property
     def is_serving(self) -> bool:
-        """A process runs and has reported that it serves."""
+        """Whether a process runs and has reported that it serves."""
         child = self._child
         return child is not None and not child.exited.done() and child.ready.done() and not child.ready.cancelled()
 
     @property
     def asked(self) -> LeashRequests | None:
-        """What the running process is asked through its leash; None while no process runs."""
+        """Requests to the running process through its leash; None while no process runs."""
         return self._child.asked if self._child is not None and not self._child.exited.done() else None
 
     def kill(self) -> None:
@@ -113,7 +113,7 @@ class ProcessKeeper:
             self._child.terminate()
 
     async def keep(self) -> None:
-        """Until `stop`. Raises ConfigError or FleetFailed when there is no use in going on. Leaves no process behind."""
+        """Keep a process running until `stop`. Raises ConfigError or FleetFailed when trying again is useless. Leaves no process behind."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, STABLE_S)
         num_failures = 0
         while not self._stopping.is_set():
@@ -128,7 +128,7 @@ class ProcessKeeper:
             await self._pause(pause_s)
 
     async def _run_once(self) -> float:
-        """One process from start to end; the seconds it served."""
+        """Run one process from start to end. Returns the seconds that it served."""
         loop = asyncio.get_running_loop()
         self.num_starts += 1
         try:

@@ -32,7 +32,7 @@ LAST_WORDS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a child ended, as it reported. can_retry False: it would fail again."""
+    """The reason that a child reported for its end. can_retry: False if it would fail again"""
 
     reason: str
     can_retry: bool
@@ -41,10 +41,10 @@ class Failure:
 class Child:
     """A running process.
 
-    ready    done with the facts the child reported once it served; cancelled when it ended before
-    exited   done with its exit status (negative: the signal), after its output and leash were read
-    failure  the reason it reported for its end, if any
-    asked    what it is asked through the leash; a child that is still starting answers once it serves
+    ready    the facts that the child reported once it served; cancelled if the child ended before
+    exited   exit status (negative: the signal), set after output and leash were read to their end
+    failure  the reason that the child reported for its end, if any
+    asked    requests through the leash; a child that is still starting answers once it serves
     """
 
     def __init__(self, label: str, process: asyncio.subprocess.Process, leash: socket.socket) -> None:
@@ -63,11 +63,11 @@ class Child:
         return self._process.pid
 
     def terminate(self) -> None:
-        """Asks it to drain and leave."""
+        """Ask the child to drain and leave."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it and everything it started."""
+        """Kill the child and everything it started."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -121,7 +121,7 @@ class Child:
             self.asked.take(message)
 
     async def _forward(self, stream: asyncio.StreamReader) -> None:
-        """Line by line, a partial one when it grows too long or the stream ends."""
+        """Log the child's output line by line. A line is cut where it grows too long or the stream ends."""
         rest = b""
         while chunk := await stream.read(MAX_LINE_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
@@ -137,34 +137,37 @@ class Child:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the variables that `headrace serve` reads keys from. Children get what they need in a file of their own,
-    and /proc shows an environment to every process of the user."""
+    """An environment without the variables from which `headrace serve` reads keys.
+
+    Children get their secrets in a file of their own: /proc shows a process's environment to every process of the same user.
+    """
     return {name: value for name, value in environment.items() if not name.startswith(SECRET_VARIABLES)}
 
 
 class Launcher(Protocol):
-    """Starts a process somewhere. `ProcessLauncher` does it here; other machines are other implementations."""
+    """Starts a process. `ProcessLauncher` starts it on this machine; other implementations may use other machines."""
 
     async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child: ...
 
 
 class ProcessLauncher:
-    """Child processes of this one."""
+    """Starts child processes of this process."""
 
     def __init__(self, *, environment: Mapping[str, str] | None = None, log_format: LogFormat = LogFormat.AUTO) -> None:
         """
-        environment  added to our own
-        log_format   of children that write to our own stdout and stderr
+        environment  variables added to those of this process
+        log_format   for children that write to this process's stdout and stderr
         """
         # gRPC's C core prints lines of its own to stderr otherwise, one for each failed connection; its exceptions say the same.
         self._environment = {"GRPC_VERBOSITY": "NONE", "PYTHONUNBUFFERED": "1", **without_secrets(os.environ), **(environment or {})}
         self._log_format = log_format
 
     async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child:
-        """
+        """Start a child.
+
         command   without the leash, which is appended as `--parent-fd N`
-        forward   True: its output is logged here under its label; False: it writes to our stdout and stderr itself
-        withheld  environment variables that this child does not inherit
+        forward   True: log the child's output here under its label; False: the child writes to this process's stdout and stderr
+        withheld  environment variables that the child does not inherit
 
         Raises: OSError when the program cannot be started.
         """

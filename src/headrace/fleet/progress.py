@@ -21,14 +21,14 @@ class ModelProgress:
 
 
 class Progress:
-    """Gives each line to the listeners for its model."""
+    """Passes progress lines to the listeners for their model."""
 
     def __init__(self) -> None:
         self._listeners: list[tuple[Hear, Collection[str]]] = []
 
     @contextmanager
     def heard(self, hear: Hear, models: Collection[str]) -> Iterator[None]:
-        """Until the block ends `hear` gets every line about these models."""
+        """While the block runs, `hear` gets every line about these models."""
         listener = hear, models
         self._listeners.append(listener)
         try:
@@ -44,4 +44,4 @@ class Progress:
 
 
 def no_operator(text: str) -> None:
-    """Hears nothing: of a command whose lines go to the log alone."""
+    """Ignores a line: for a command whose lines go to the log alone."""

@@ -55,15 +55,15 @@ the gateway knows another tokenizer, or cannot reach it."""
 class Reconciler:
     """Owns the engine processes of one deployment, and the gateways' file.
 
-    deployment   what is, and what to do next
-    gateway_file  that all gateways read
-    processes    by the names of their replicas, each until it has ended
-    failures     model -> why its last rollout ended early
-    progress     what is done, for the log and the commands
+    deployment    the targets and replicas, and what to do next
+    gateway_file  the configuration file of all gateways
+    processes     replica's name -> its process, until the process has ended
+    failures      model -> why its last rollout ended early
+    progress      passes lines on what is done to the log and the commands
     """
 
     def __init__(self, config: FleetConfig, folder: Path, launcher: Launcher, gateways: GatewayGroup) -> None:
-        """folder: the deployment's own. Raises ConfigError where its files cannot be written"""
+        """folder: private directory of the deployment. Raises ConfigError if its files cannot be written"""
         self._desired = DesiredState(config)
         self._wake = asyncio.Event()
         self.deployment = Deployment()
@@ -82,15 +82,16 @@ class Reconciler:
 
     @property
     def config(self) -> FleetConfig:
-        """What should be, with the secrets of this site filled in."""
+        """The configuration to reach, with the secrets of this site filled in."""
         return self._desired.config
 
     # -- what commands do ----------------------------------------------------------------------------------------------------------
 
     async def change(self, command: Callable[[Deployment], Iterable[ModelProgress]]) -> None:
-        """Give the deployment a command and begin what follows from it; the lines that it returns are said then.
+        """Apply a command to the deployment and begin the actions that follow from it. The command's lines are reported once it is
+        accepted.
 
-        Raises the command's errors, and ReloadRefused and ConfigError where gateways cannot follow; nothing was changed then.
+        Raises the command's errors, and ReloadRefused or ConfigError if the gateways cannot follow. Nothing is changed then.
         """
 
         def apply() -> list[ModelProgress]:
@@ -126,7 +127,7 @@ class Reconciler:
         self._wake.set()
 
     def _memory_note(self, model: str) -> Iterator[ModelProgress]:
-        """A line where successors would size their KV cache by what memory their predecessors leave."""
+        """A line for a rollout whose successors size their KV cache by the memory that their predecessors leave free."""
         rollout = self.deployment.targets[model].rollout
         [engine] = [each.engine for each in self.config.models if each.name == model]
         is_fixed = any(engine.get(name) is not None for name in ("num_kv_blocks", "kv_cache_bytes"))
@@ -136,8 +137,8 @@ class Reconciler:
         yield ModelProgress(model, f"{model}: {reason}; num_kv_blocks makes it a fixed size, --max-surge 0 ends the predecessor first")
 
     async def _all_or_nothing(self, apply: Callable[[], Iterable[ModelProgress]]) -> None:
-        """One round after `apply`, whose lines are said once nothing can be refused any more. Raises what either of them raises; what was
-        planned before holds again then."""
+        """Run `apply` and one round. The lines of `apply` are reported once nothing can be refused any more. If either raises, the error is
+        raised after the plan before it is restored."""
         async with self._lock:
             await self._observe()
             before = self._desired.copy(), self.deployment.copy(), {**self.failures}, {**self._drain_s}
@@ -159,7 +160,7 @@ class Reconciler:
         await self.change(command)
 
     async def look(self) -> None:
-        """Ask the gateways what they see, for `view`."""
+        """Ask the gateways what they see, and store the answer in `view`."""
         self.view = await self.gateways.view()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -170,9 +171,9 @@ class Reconciler:
     # -- the loop ------------------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Round after round, whenever a process reports something, until cancelled.
+        """Run a round whenever a process reports something, until cancelled.
 
-        Raises: the first failure where no model of the configuration can be served, and none has ever been.
+        Raises the first failure if no model of the configuration can be served and none ever was.
         """
         while (failure := self._hopeless_failure()) is None:
             self._wake.clear()
@@ -183,11 +184,11 @@ class Reconciler:
         raise failure
 
     def freeze(self) -> None:
-        """Start and retire nothing from now on: the deployment ends."""
+        """Start and retire nothing from now on, since the deployment ends."""
         self._is_frozen = True
 
     async def _try_round(self) -> float:
-        """One round; seconds until the next one has to follow."""
+        """Run one round. Returns the seconds until the next one must follow."""
         if self._is_frozen:
             return POLL_S
         try:
@@ -208,7 +209,7 @@ class Reconciler:
             return
 
     def _is_busy(self) -> bool:
-        """The gateways have to be asked: a replica comes or goes."""
+        """Whether a replica comes or goes, so that the gateways must be asked regularly."""
         if any(target.rollout is not None for target in self.deployment.targets.values()):
             return True
         return any(
@@ -219,7 +220,7 @@ class Reconciler:
     # -- one round -----------------------------------------------------------------------------------------------------------------
 
     async def _observe(self) -> None:
-        """Tell the deployment what became of each process, and what the gateways see."""
+        """Update the deployment with the state of each process, and with what the gateways see."""
         self.view = await self.gateways.view()
         now = asyncio.get_running_loop().time()
         for name, replica in [*self.deployment.replicas.items()]:
@@ -268,8 +269,10 @@ class Reconciler:
                 process.keeper.kill()
 
     async def _round(self, lines: Iterable[ModelProgress]) -> None:
-        """Plan, have the gateways follow, say `lines`, and start and end processes. Raises ReloadRefused and ConfigError: no process was
-        touched."""
+        """Plan, have the gateways follow, report `lines`, then start and end processes.
+
+        Raises ReloadRefused or ConfigError before any process is touched.
+        """
         if self._is_frozen:
             raise ConfigError("the deployment", "ends, and changes no more")
         self._plan()
@@ -308,7 +311,7 @@ class Reconciler:
         self._say(action.model, f"{action.model}: the rollout has ended, since {action.failed} cannot be started", logging.ERROR)
 
     def _carry_out(self) -> None:
-        """Start what was planned, and end what is planned no more. Every gateway has the list of replicas."""
+        """Start and end processes as planned. Every gateway has the new list of replicas already."""
         now = asyncio.get_running_loop().time()
         for name, process in [*self.processes.items()]:
             replica = self.deployment.replicas.get(name)
@@ -347,8 +350,7 @@ class Reconciler:
     # -- the start of the deployment -----------------------------------------------------------------------------------------------
 
     async def first_service(self) -> None:
-        """Wait until every replica has served or failed, but no longer than STRAGGLERS_S once something is served. Does not return where
-        `run` raises."""
+        """Wait until every replica has served or failed, but at most STRAGGLERS_S once a model is served. Never returns if `run` raises."""
         await self.until(lambda: self._is_all_decided() or self._is_anything_served())
         with suppress(TimeoutError):
             async with asyncio.timeout(STRAGGLERS_S):
@@ -361,11 +363,11 @@ class Reconciler:
         return self._is_served_elsewhere() or self.processes.has_served
 
     def _is_served_elsewhere(self) -> bool:
-        """A model needs no engine of this machine."""
+        """Whether some model needs no engine of this machine."""
         return any(model.upstreams or not model.replicas for model in self.config.models)
 
     def _hopeless_failure(self) -> HeadraceError | None:
-        """The first failure, where nothing is served, nothing ever was and nothing is being started."""
+        """The first failure, if nothing is served, nothing ever was, and nothing is being started; else None."""
         return None if self._is_anything_served() else self.processes.failure_of_all()
 
     def _is_decided(self, name: str) -> bool:

@@ -28,15 +28,15 @@ class ReplicaProcess:
     """One replica's process.
 
     failure       why it could not be started; None while it runs or is being started
-    is_unlisted   no gateway sends it new requests
-    task          keeps it; None before `launch`
-    drain_until   on the event loop's clock: requests that are still open then move to another replica
+    is_unlisted   whether gateways have stopped to send it new requests
+    task          the task that keeps the process running; None before `launch`
+    drain_until   seconds on the event loop's clock: requests still open then move to another replica
     """
 
     def __init__(
         self, files: ReplicaFiles, spec: ModelSpec, share: MachineShare, keeper: ProcessKeeper, on_change: Callable[[], None]
     ) -> None:
-        """on_change  called when it serves, fails or has ended"""
+        """on_change: called when the replica serves, fails or has ended"""
         self.files = files
         self.spec = spec
         self.share = share
@@ -56,7 +56,7 @@ class ReplicaProcess:
 
     @property
     def has_ended(self) -> bool:
-        """No process of it runs or will."""
+        """Whether no process of this replica runs or will run."""
         return self._is_cancelled if self.task is None else self.task.done()
 
     @property
@@ -65,7 +65,7 @@ class ReplicaProcess:
 
     @property
     def why_failed(self) -> str:
-        """The reason of its failure, without its name; empty without one."""
+        """The reason of the replica's failure, without its name; empty without a failure."""
         name = self.files.name
         return "" if self.failure is None else str(self.failure).removeprefix(f"{name}: ").removeprefix(f"{name} ")
 
@@ -74,7 +74,7 @@ class ReplicaProcess:
         self.task.add_done_callback(lambda _: self._on_change())
 
     def end(self) -> None:
-        """Ask the process, which has no requests, to leave; kill it when it does not."""
+        """Ask the process, which has no requests, to leave. Kill it if it does not."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end(), name=f"ending {self.files.name}")
 
@@ -85,7 +85,7 @@ class ReplicaProcess:
             self.task.cancel()
 
     def give_up_unless_connected(self, now: float, timeout_s: float, reason: str) -> None:
-        """Count it as failed once its engine has served for `timeout_s` and no gateway is connected to it. reason: the gateway's"""
+        """Fail the replica if its engine has served for `timeout_s` seconds without a gateway connecting. reason: the gateway's"""
         if not self.keeper.is_serving:
             self._serving_since = None
         elif self._serving_since is None:
@@ -94,12 +94,12 @@ class ReplicaProcess:
             self.give_up(FleetFailed(f"{self.files.name} serves, and a gateway does not find it ready after {timeout_s:g} s: {reason}"))
 
     def give_up(self, failure: HeadraceError) -> None:
-        """End the process, whatever it does: it is of no use to the gateways."""
+        """Kill the process and mark the replica failed: it is of no use to the gateways."""
         self.failure = failure
         self.cancel()
 
     async def close(self) -> None:
-        """Ends it now. The files stay: the folder is removed whole."""
+        """Kill the process now. Its files stay: the whole folder is removed later."""
         tasks = [task for task in (self.task, self._ending) if task is not None]
         for task in tasks:
             task.cancel()
@@ -119,7 +119,7 @@ class ReplicaProcess:
             serving.cancel()
 
     async def _has_failed(self) -> bool:
-        """Run until the process was stopped (False), or cannot be started (True)."""
+        """Run the process until it is stopped (False) or cannot be started (True)."""
         try:
             await self.keeper.keep()
         except (ConfigError, FleetFailed) as error:

@@ -20,10 +20,10 @@ from headrace.policy.deployment import Deployment, PlannedReplica, ReplicaPhase
 
 
 class ReplicaProcesses(Mapping[str, ReplicaProcess]):
-    """Name of a replica -> its process, from `make` until `forget`.
+    """Replica's name -> its process, from `make` until `forget`.
 
-    folder     the deployment's own, where each engine's file is written
-    on_change  called when one of them serves, fails or has ended
+    folder     private directory of the deployment, for the engines' files
+    on_change  called when a replica serves, fails or has ended
     """
 
     def __init__(self, folder: Path, launcher: Launcher, on_change: Callable[[], None]) -> None:
@@ -44,9 +44,9 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         return len(self._by_name)
 
     def make(self, config: FleetConfig, deployment: Deployment, replica: PlannedReplica, spec: ModelSpec, replaces: str) -> None:
-        """A process for a planned replica, not yet launched. Raises ConfigError where its file cannot be written.
+        """Make the process of a planned replica, without launching it. Raises ConfigError if its file cannot be written.
 
-        replaces  name of the replica that leaves for it; "" for none
+        replaces  name of the replica that this one replaces; "" for none
         """
         share = self._share(deployment, replaces)
         files = write_engine_file(config, spec, self._folder, name=replica.name, number=next(self._numbers), share=share)
@@ -61,7 +61,8 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         self._by_name[replica.name] = ReplicaProcess(files, spec, share, keeper, self._on_change)
 
     def _share(self, deployment: Deployment, replaces: str) -> MachineShare:
-        """The part of the machine of the replica that leaves, else the first that no process has; of as many as there should be engines."""
+        """The machine share of a new replica: that of the replica it replaces, else the first free one of as many as there are planned
+        engines."""
         total = sum(target.num_replicas for target in deployment.targets.values())
         stay = (ReplicaPhase.STARTING, ReplicaPhase.SERVING)
         staying = {name for name, replica in deployment.replicas.items() if replica.phase in stay}
@@ -71,13 +72,13 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         return MachineShare(index, max(total, index + 1))
 
     def launch(self) -> None:
-        """Start every process that was made and not started."""
+        """Launch every process that is not launched yet."""
         for process in self.values():
             if not process.is_launched:
                 process.launch()
 
     def forget(self, name: str) -> None:
-        """End a process whose replica is planned no more, and remove its files."""
+        """End the process of a replica that is not planned any more, and remove its files."""
         process = self._by_name.pop(name)
         self._has_forgotten_served |= process.has_served
         process.cancel()
@@ -85,7 +86,7 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """One per process that was launched; done when it has ended for good."""
+        """The tasks of launched processes; each is done when its process has ended for good."""
         return [task for process in self.values() if (task := process.task) is not None]
 
     async def close(self) -> None:
@@ -93,11 +94,11 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
 
     @property
     def has_served(self) -> bool:
-        """One of them has served, now or before it was forgotten."""
+        """Whether any replica has served, forgotten ones included."""
         return self._has_forgotten_served or any(process.has_served for process in self.values())
 
     def failure_of_all(self) -> HeadraceError | None:
-        """The first failure where every process has failed."""
+        """The first failure if every process has failed; else None."""
         failures = [process.failure for process in self.values()]
         return failures[0] if failures and all(failures) else None
 

@@ -58,12 +58,12 @@ class FleetExit(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FleetReady:
-    """What can serve does.
+    """The facts of a deployment that has started.
 
-    gateway   what the first gateway reported: "host" and "port" that all of them listen on
-    replicas  name -> what its engine reported: "address", "instance_id", "decided" (lines for people)
+    gateway   facts of the first gateway: "host" and "port", which all gateways share
+    replicas  name -> facts of its engine: "address", "instance_id", "decided" (lines for people)
     failed    name -> why it cannot be started
-    starting  names of replicas that take longer than the first one
+    starting  names of replicas that take longer to start than the others
     """
 
     gateway: Mapping[str, object]
@@ -73,7 +73,7 @@ class FleetReady:
 
 
 class Supervisor:
-    """Owns every process of one deployment for the length of `run`."""
+    """Owns every process of one deployment while `run` runs."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Supervisor:
         return [] if self._reconciler is None else [process.keeper for process in self._reconciler.processes.values()]
 
     async def run(self) -> FleetExit:
-        """Until drained. Raises ConfigError or FleetFailed when nothing can be served. Leaves no process behind."""
+        """Run the deployment until it is drained. Raises ConfigError or FleetFailed if nothing can be served. Leaves no process behind."""
         reload = asyncio.Event()
         self._admin = None if self._config.admin is None else self._config.admin.opened()
         with (
@@ -124,7 +124,7 @@ class Supervisor:
 
     @contextmanager
     def _address(self) -> Iterator[None]:
-        """Keeps the gateways' address for the length of the block; a port that was free takes the place of 0 in the configuration."""
+        """Reserve the gateways' address while the block runs. Port 0 in the configuration is replaced by a free one."""
         with reserved_port(*self._config.gateway_address) as port:
             self._config = replace(self._config, gateway={**self._config.gateway, "port": port})
             yield
@@ -177,7 +177,7 @@ class Supervisor:
         return FleetReady(self.gateways[0].facts, served, failed, [name for name in processes if name not in {*served, *failed}])
 
     async def _drain_all(self, reconciler: Reconciler, stop: StopSignals, within_s: float) -> None:
-        """End the deployment, with this many seconds from now for running requests. Whatever hangs, it begins after NOTICE_S."""
+        """End the deployment, with `within_s` seconds for running requests. The end begins after NOTICE_S at the latest, whatever hangs."""
         asyncio.get_running_loop().call_later(within_s, stop.ask, f"{within_s:g} s are over")
         self._within_s = within_s
         reconciler.freeze()
@@ -186,7 +186,7 @@ class Supervisor:
             stop.ask(f"drained within {within_s:g} s")
 
     async def _drain(self, gateways: list[asyncio.Task[None]], reconciler: Reconciler, stop: StopSignals) -> FleetExit:
-        """Gateways first, so that no stream loses its engine while it may still finish."""
+        """End the gateways first, so that no stream loses its engine while it may still finish; then the engines."""
         reconciler.freeze()
         log.info("stopping %s, then %s", _named(self.gateways), counted(len(self.engines), "engine"))
         _stop(self.gateways)

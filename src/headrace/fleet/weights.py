@@ -18,14 +18,14 @@ NEVER_FETCHED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.py", "*.gguf", "*.onnx")
 
 
 def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Path = FOLDER) -> Path:
-    """The folder of a model, fetched first if its name is a hub id that is not in the cache; made in the cache for a GGUF file.
+    """The local folder of a model. A hub id that is not in the cache is fetched; for a GGUF file a folder is made in the cache.
 
-    A bundled name wins over a folder of the same name in the working directory: write ./name for that one.
+    A bundled name wins over a folder of the same name in the working directory: write ./name for the folder.
 
     experimental  allow what has not been run where Headrace is tested: fetching from a hub
 
-    Raises: ConfigError when there is no such model, the name cannot be one, or the hub cannot be reached; CheckpointError for a GGUF
-    file that is damaged or not supported.
+    Raises ConfigError if there is no such model, the name is invalid, or the hub cannot be reached; CheckpointError for a GGUF file that is
+    damaged or not supported.
     """
     if not name_or_path or "\0" in name_or_path:
         raise ConfigError("model", f"{name_or_path!r} is not a name or a path")

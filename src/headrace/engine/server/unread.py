@@ -41,7 +41,8 @@ class UnreadUpdate:
     __slots__ = ("_facts", "_logprobs", "_prompt_logprobs", "_token_ids", "num_entries", "num_units")
 
     def __init__(self, update: SequenceUpdate) -> None:
-        """num_entries  the update's size in a frame
+        """
+        num_entries  the update's size in a frame
         num_units    the update's charge in memory units
         """
         self._facts = SequenceUpdate(update.request_id, update.epoch, update.index)  # all but tokens and log-probabilities
