@@ -16,10 +16,10 @@ from headrace.gateway.http.errors import ClientLeft, SlowReader
 
 
 class UntilClose(int):
-    """The content length of an answer that ends with its connection.
+    """The expected content length of an answer without a length, which ends with its connection.
 
-    uvicorn subtracts what it writes from the length that it expects, refuses to write more than is left, and complains at the end unless
-    nothing is left. Here subtracting changes nothing, nothing is too much, and what is left counts as nothing.
+    uvicorn subtracts each write from the expected length, refuses a write beyond it, and complains at the end if the rest is not 0. This
+    value is unchanged by a subtraction, smaller than nothing, and equal to everything.
     """
 
     def __lt__(self, other: int) -> bool:
@@ -35,11 +35,11 @@ class UntilClose(int):
 
 
 class ClientTransport:
-    """The transport as uvicorn and the application see it. The protocol closes it; it knows how the connection ended.
+    """The transport as uvicorn and the application see it. It is closed by the protocol, and records how the connection ended.
 
-    close           what uvicorn calls after the last answer, whether the client's body is complete or not
-    is_half_closed  the sending half is closed and some of the client's bytes are still to come: closed, as far as uvicorn knows
-    has_left        the client closed the connection or its half of it
+    close           called by uvicorn after the last answer, also when the client's body is not complete
+    is_half_closed  the sending half is closed, and the rest of the client's bytes is being discarded; uvicorn sees a closed connection
+    has_left        the client closed the connection, or its sending half
     cycle           uvicorn's state of the latest request
     """
 
@@ -62,12 +62,12 @@ class ClientTransport:
         return self.is_half_closed or self.transport.is_closing()
 
     def has_body(self, scope: Scope) -> bool:
-        """Whether the body of this request has arrived whole. False where a later request waits behind it."""
+        """Whether this request's body has arrived whole. False when a later request of the connection waits."""
         cycle = self.cycle
         return cycle is not None and cycle.scope is scope and not (cycle.more_body or cycle.waiting_for_100_continue)
 
     def watch(self, on_left: Callable[[], None]) -> None:
-        """Call `on_left` once the connection is lost, at once if it is. Reads on, as a client that leaves is noticed by that alone."""
+        """Call `on_left` when the connection is lost, or at once if it was. Resumes reading, without which a lost client is not noticed."""
         if self.cycle is None:
             on_left()
             return
@@ -79,14 +79,15 @@ class ClientTransport:
             self._on_left = None
 
     def connection_lost(self) -> None:
-        """Called by the protocol, last."""
+        """Called by the protocol at the end of its own `connection_lost`."""
         on_left, self._on_left, self.cycle = self._on_left, None, None
         if on_left is not None:
             on_left()
 
     def has_room(self, scope: Scope) -> bool:
-        """Whether the next bytes of this request's answer could be written at once: `RequestResponseCycle.send` would not wait, would
-        not drop them, and would send them as one HTTP chunk. False while a later request waits behind this one.
+        """Whether `write_chunk` may be used: `RequestResponseCycle.send` would not wait, drop the bytes or send more than one HTTP chunk.
+
+        False while a later request of the connection waits.
         """
         cycle = self.cycle
         if cycle is None or cycle.scope is not scope or not cycle.chunked_encoding:
@@ -94,11 +95,11 @@ class ClientTransport:
         return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or self.is_closing())
 
     def join_writes(self) -> None:
-        """Keep what is written next, an answer's head, until the write after it: one system call for both, and one packet."""
+        """Keep the next write, an answer's head, and join it with the write after it: one system call and one packet."""
         self.write = self._keep
 
     def end_join(self) -> None:
-        """Write what is kept, where nothing came after it."""
+        """End `join_writes`, and write a kept head that no write followed."""
         if self._kept:
             self._write_kept(b"")
         self.write = self.transport.write
@@ -113,7 +114,7 @@ class ClientTransport:
         self.write(head + body)
 
     def write_chunk(self, body: bytes) -> None:
-        """Right after `has_room`. body: not empty."""
+        """Write an HTTP chunk. Call right after `has_room`. body: not empty"""
         self.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def cut(self) -> None:
@@ -122,7 +123,7 @@ class ClientTransport:
         self.transport.abort()
 
     def lost(self) -> ClientLeft | SlowReader | None:
-        """Why nothing reaches the client any more; None while something may."""
+        """The error of a lost connection; None while the client may still read."""
         if self._is_cut:
             return SlowReader("The client did not read its answer.")
         return ClientLeft("The client left.") if self.has_left else None

@@ -39,7 +39,7 @@ class HttpTls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Caps at the border. Each is inclusive; what exceeds one is refused with field, limit, value and remedy."""
+    """Upper bounds of requests and of the gateway's resources, inclusive. A request beyond one is refused with field, limit and remedy."""
 
     max_body_bytes: int = option(1 << 20, "A request's body.", low=1)
     max_connections: int = option(
@@ -83,9 +83,10 @@ class Limits:
 
     @property
     def max_text_queue(self) -> int:
-        """Waiting jobs of less than 64 KiB, and as many larger ones; beyond it the tenant with most of them gets 429.
+        """Most waiting text jobs below 64 KiB, and most larger ones. Beyond it the tenant with the most waiting jobs gets 429.
 
-        A request has one job at a time. As many again are of requests that are not counted: bodies being parsed, and those that tokenize.
+        Each request has at most one job. The factor 2 is for requests that `max_requests` does not count: those whose body is being parsed,
+        and those that only tokenize.
         """
         return 2 * self.max_requests
 
@@ -129,7 +130,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What the HTTP server reads of the gateway's configuration."""
+    """The parts of the gateway's configuration that the HTTP server reads."""
 
     host: str
     port: int
@@ -155,7 +156,7 @@ def check_names(hosts: tuple[str, ...], origins: tuple[str, ...]) -> None:
 
 
 def check_networks(where: str, networks: Sequence[str]) -> None:
-    """Raises ConfigError for what is no network in CIDR notation."""
+    """Raises ConfigError for a text that is no network in CIDR notation."""
     for index, network in enumerate(networks):
         try:
             ip_network(network)

@@ -88,7 +88,7 @@ def protocol_for(config: ServerConfig, on_refused: OnRefused) -> type[BoundedPro
 
 
 def refusal_bytes(status: int, request_id: str, error: ErrorObject, headers: Headers) -> bytes:
-    """An answer without the application, after which the connection is closed. headers: beside those of every such answer"""
+    """The bytes of an error answer by the protocol itself, after which the connection is closed. headers: added to the usual ones"""
     body = msgspec.json.encode(ErrorBody(error))
     own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-request-id", request_id.encode())]
     lines = [b"%b: %b\r\n" % header for header in (*own, *headers, (b"connection", b"close"))]
@@ -96,7 +96,7 @@ def refusal_bytes(status: int, request_id: str, error: ErrorObject, headers: Hea
 
 
 class _Refusal(NamedTuple):
-    """An answer that is given here. written: its bytes"""
+    """An error answer by the protocol itself. written: the whole answer in bytes"""
 
     request_id: str
     status: int
@@ -105,7 +105,7 @@ class _Refusal(NamedTuple):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Use a subclass from `protocol_for`."""
+    """uvicorn's protocol with the bounds of the module's header. Use a subclass from `protocol_for`."""
 
     origins: Origins
     tls_notice: TlsNotice
@@ -113,11 +113,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @classmethod
     def follow(cls, config: ServerConfig) -> None:
-        """Let the pages that `config` lists read what every connection of this class answers from now on."""
+        """Apply the allowed origins of `config` to later answers of all connections of this class."""
         cls.origins = Origins(config.allowed_origins)
 
     def log_refusal(self, request_id: str, status: int, message: str) -> None:
-        """Called after each answer that is given here."""
+        """Called after each error answer by the protocol itself."""
         raise NotImplementedError
 
     _has_begun = False
@@ -155,7 +155,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing came after an answer. Close, and drop bytes that the client does not take, which would hold the socket for ever."""
+        """Close an idle connection. Unsent bytes get WRITE_S; without that, a client that never reads would hold the socket for ever."""
         if not self.transport.is_closing():
             self._close()
 
@@ -192,7 +192,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(400, "The body's chunks carry too little.")
 
     def _parse(self, data: bytes) -> None:
-        """Replaces uvicorn's parsing, which drops what follows an offer of another protocol in the same read."""
+        """Parse, and ignore offers of another protocol. uvicorn's own parsing drops the bytes after such an offer in the same read."""
         rest: bytes | memoryview = data
         try:
             while (behind := self._after_offer(rest)) is not None and not self._is_ending:
@@ -202,7 +202,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(400, NO_HTTP2 if self.parser.get_method() == b"PRI" else NO_HTTP)
 
     def _after_offer(self, data: bytes | memoryview) -> memoryview | None:
-        """Parse. Returns what follows a head that offers another protocol, where the parser stops; None where all was parsed."""
+        """Parse. None: all was parsed; else the bytes after a head that offers another protocol, where the parser stops."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
@@ -211,8 +211,9 @@ class BoundedProtocol(HttpToolsProtocol):
         return None
 
     def _ignore_offer(self) -> None:
-        """Parse the same head once more, in a parser of its own and without `Upgrade`. The parser that saw the offer reads no body behind
-        it: it would take the body's bytes for the next request.
+        """Parse the same head again in a new parser, without `Upgrade`.
+
+        The parser that saw the offer expects no body after the head: it would take the body's bytes for the next request.
         """
         wire_bytes, version = self._wire_bytes, self.parser.get_http_version().encode()
         lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
@@ -261,7 +262,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._client.cycle = self.cycle
 
     def _has_other_coding(self) -> bool:
-        """Whether chunks carry something that would have to be decoded. The parser refuses a list that does not end with chunked."""
+        """Whether Transfer-Encoding has a coding beside chunked. The parser itself refuses a list that does not end with chunked."""
         values = b",".join(value for name, value in self.headers if name == b"transfer-encoding")
         codings = [coding for word in values.lower().split(b",") if (coding := word.strip(b" \t"))]
         return codings[-1:] == [b"chunked"] and len(codings) > 1
@@ -302,7 +303,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._time_writing()  # no write follows that would time the bytes that are left
 
     def _refuse(self, status: int, message: str, headers: Headers = ()) -> None:
-        """Answer instead of the application, once the answers to earlier requests are written, and close. headers: of this answer alone"""
+        """Answer with an error and close, after the answers to earlier requests. headers: added to this answer"""
         if self._is_ending:
             return
         is_earlier_due = self._is_earlier_due
@@ -325,12 +326,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_ending(self) -> bool:
-        """Whether nothing more that the client sends is read as a request."""
+        """Whether the connection is closing or refused, so that further bytes of the client are not parsed."""
         return self._refusal is not None or self.transport.is_closing()
 
     @property
     def _is_earlier_due(self) -> bool:
-        """Whether an answer is not complete that belongs before the one to what is being read."""
+        """Whether the answer to an earlier request of the connection is not complete yet."""
         if self._is_in_body:
             return bool(self.pipeline)
         return self.cycle is not None and not self.cycle.response_complete
@@ -348,7 +349,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Between an answer and the next request."""
+        """Whether all answers are complete and no next request has begun."""
         is_answered = self.cycle is not None and self.cycle.response_complete
         return is_answered and not (self._is_in_head or self._is_in_body or self.pipeline)
 
@@ -361,7 +362,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def _hang_up(self) -> None:
-        """Called where uvicorn would close; the client may still be sending the body that was answered."""
+        """Called by uvicorn to close the connection. A client that is still sending its body gets time to read the answer."""
         if self._is_in_body and self._linger_timer is None:
             self._half_close()
         else:
@@ -385,13 +386,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._linger_timer = self._after(LINGER_S, self._close)
 
     def _close(self) -> None:
-        """Close once written bytes are sent; a client that does not take them is cut off."""
+        """Close once the written bytes are sent, and cut off a client that does not read them within WRITE_S."""
         self._client.transport.close()
         if self.transport.get_write_buffer_size() and self._write_timer is None:
             self._time_writing()
 
     def _time_writing(self) -> None:
-        """Give the client WRITE_S for the next 64 KiB of unsent bytes, or for all of them where they are fewer."""
+        """Give the client WRITE_S to read the next SEND_BUFFER_BYTES of unsent bytes, or all if there are fewer."""
         self._write_goal_bytes = max(0, self.transport.get_write_buffer_size() - SEND_BUFFER_BYTES)
         self._stop_timers("_write_timer")
         self._write_timer = self._after(WRITE_S, self._write_late)

@@ -39,7 +39,7 @@ MAX_WINDOW_LOG = 23
 
 
 class Stream(Protocol):
-    """What the decompressors of zlib and of zstd have in common. One stream each."""
+    """A decompressor of one stream: the common part of those of zlib and zstd."""
 
     @property
     def eof(self) -> bool: ...
@@ -50,10 +50,11 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """
-    begin        a decompressor for a stream that begins with these two bytes; None where none does
-    has_several  streams may follow
-    has_padding  zeros may follow, and nothing behind them
+    """One format of compression.
+
+    begin        makes a decompressor, by the stream's first two bytes; None: no stream of this format begins with them
+    has_several  a body may be several streams, one after the other
+    has_padding  zeros may follow the last stream
     """
 
     begin: Callable[[bytes], Stream | None]
@@ -66,13 +67,13 @@ def _begin_gzip(first: bytes) -> Stream | None:
 
 
 def _begin_deflate(first: bytes) -> Stream:
-    """In zlib's frame, as RFC 9110 has it, or bare, as many clients send it: no encoder of bare streams begins one as that frame does."""
+    """With zlib's header (RFC 9110) or without, as many clients send it. No encoder's raw stream begins like a zlib header."""
     is_framed = first[0] & 0x0F == 8 and int.from_bytes(first) % 31 == 0
     return zlib.decompressobj(15 if is_framed else -15)
 
 
 def _begin_zstd(first: bytes) -> Stream | None:
-    """A frame, or one to skip. The window is taken as output is made: a head that announces 8 MiB costs no memory by itself."""
+    """A zstd frame, or a skippable one. Memory for the window grows with the output, not with the announced size."""
     is_frame = first == b"\x28\xb5" or (first[0] & 0xF0 == 0x50 and first[1:] == b"\x2a")
     return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: MAX_WINDOW_LOG}) if is_frame else None
 
@@ -89,7 +90,7 @@ class StreamDecoder:
     """Undoes one coding."""
 
     def __init__(self, name: str, max_bytes: int) -> None:
-        """max_bytes: of its whole output"""
+        """name: key of CODINGS; max_bytes: most decoded bytes in all"""
         self._name, self._coding, self._max_bytes = name, CODINGS[name], max_bytes
         self._stream: Stream | None = None
         self._first = b""  # less than a stream's first two bytes
@@ -122,7 +123,7 @@ class StreamDecoder:
             raise InvalidRequest("body", f"a whole {self._name} stream", remedy="The body ends before the stream does.")
 
     def _begin(self, chunk: bytes) -> bytes:
-        """Begin the next stream once its first two bytes are there. Returns the bytes that it is to decode."""
+        """Begin the next stream once its first two bytes have arrived. Returns the bytes for its decompressor."""
         first = self._first + chunk
         if self._is_padding or (self._num_ended and self._coding.has_padding and first[:1] == b"\0"):
             self._is_padding = True
@@ -143,7 +144,7 @@ class StreamDecoder:
         return first
 
     def _decode(self, stream: Stream, chunk: bytes) -> tuple[bytes, bytes]:
-        """At most SLICE_BYTES of output, and what is left of the chunk."""
+        """At most SLICE_BYTES of output, and the rest of the chunk."""
         try:
             part = stream.decompress(chunk, SLICE_BYTES)
         except (zlib.error, zstd.ZstdError) as error:
@@ -168,13 +169,13 @@ class BodyDecoder:
     """Decodes the bytes of one body, chunk by chunk."""
 
     def __init__(self, decoders: Sequence[StreamDecoder]) -> None:
-        """decoders: in the order in which codings are undone, the last one first; none: the body has no Content-Encoding"""
+        """decoders: in the order of decoding, which is the reverse of the header's; empty: the body has no Content-Encoding"""
         self._decoders = decoders
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
-        """The decoded bytes of a chunk, in slices that are made when they are asked for: at least one, which may be empty.
+        """The decoded bytes of a chunk in one or more slices, some perhaps empty. A slice is decoded when the iterator reaches it.
 
-        Raises InvalidRequest for damaged bytes, BodyTooLarge before a slice that ends beyond the cap.
+        Raises InvalidRequest for damaged bytes, and BodyTooLarge in place of a slice that exceeds the cap.
         """
         found: Iterator[bytes] = iter((chunk,))
         for decoder in self._decoders:
@@ -188,9 +189,12 @@ class BodyDecoder:
 
 
 def decoder_of(values: Sequence[bytes], max_bytes: int) -> BodyDecoder:
-    """values: of every Content-Encoding header. max_bytes: of the decoded body
+    """The decoder of a request's body.
 
-    Raises UnsupportedEncoding for a coding that is not read here, or too many.
+    values     values of all Content-Encoding headers
+    max_bytes  most bytes of the decoded body
+
+    Raises UnsupportedEncoding for an unknown coding, or more than MAX_CODINGS.
     """
     words = [word.strip(" \t") for word in b",".join(values).decode("latin-1").lower().split(",")]
     names = [word for word in words if word not in ("", "identity")]

@@ -38,7 +38,7 @@ MAX_REFUSALS = 64
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimit:
-    """max_connections are served at one time; of the connections beyond that, max_refusals at one time are answered 503 and closed."""
+    """max_connections: connections served at a time; max_refusals: further connections that are being answered 503 at a time"""
 
     max_connections: int
     max_refusals: int
@@ -47,12 +47,13 @@ class ConnectionLimit:
 def connection_limit(
     max_connections: int, num_replicas: int, num_foreign: int = 0, *, num_text_workers: int, num_connections: int = 0
 ) -> ConnectionLimit:
-    """What this process, or a child it starts now, can serve of `max_connections`; the soft limit is raised for them.
+    """The connections that this process, or a child it starts now, can serve. Raises the soft limit of open files if necessary.
 
-    num_foreign      foreign servers, over all models
-    num_connections  of clients, open now. Where there are any, open connections to replicas count twice: the limit is a little too low
+    num_foreign      foreign servers of all models
+    num_connections  client connections that are open now. Beside them, open connections to replicas are counted twice, so the result is a
+                     little too low
 
-    Raises: ConfigError, see `divide`.
+    Raises ConfigError as `divide`.
     """
     kept = OWN + PER_REPLICA * num_replicas + (MAX_FOREIGN_CONNECTIONS + PER_FOREIGN) * num_foreign + num_text_workers + TEXT_HOST
     taken = num_open() - num_connections + kept
@@ -61,10 +62,12 @@ def connection_limit(
 
 
 def divide(max_connections: int, taken: int, most: int) -> ConnectionLimit:
-    """Descriptors that remain: an eighth for refusals, the rest for connections.
+    """Divide the free descriptors: an eighth for refusals, the rest for connections.
 
-    taken  in use or kept;  most  may be open in all
-    Raises: ConfigError when MIN_CONNECTIONS do not fit.
+    taken  descriptors in use or reserved
+    most   limit of open descriptors
+
+    Raises ConfigError when MIN_CONNECTIONS do not fit.
     """
     free = most - taken
     refusals = max(2, min(MAX_REFUSALS, free // 8))

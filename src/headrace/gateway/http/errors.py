@@ -36,7 +36,7 @@ MAX_PARAM_CHARS = 200
 class HeadRefused(HeadraceError):
     """The request line or a header is refused.
 
-    rule  why, without what the client sent: the reason in the request log
+    rule  the broken rule for the request log, without any text of the client
     """
 
     def __init__(self, message: str, *, rule: str) -> None:
@@ -65,9 +65,9 @@ class UnsupportedMediaType(HeadraceError):
 
 
 class UnsupportedEncoding(UnsupportedMediaType):
-    """A Content-Encoding that `http.content_encoding` does not undo.
+    """A Content-Encoding that `http.content_encoding` cannot decode.
 
-    rule  why, without what the client sent: the reason in the request log
+    rule  the broken rule for the request log, without any text of the client
     """
 
     def __init__(self, given: str, why: str = "is not read here") -> None:
@@ -83,13 +83,13 @@ class BodyTooLarge(RequestTooLarge):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and output together do not fit the context. The message is OpenAI's: fallbacks of clients hang on its words and code.
+    """Prompt and output together do not fit the context. The message and code are OpenAI's, since clients recognize the error by them.
 
-    limit, remedy  the message's sentences: `context_overflow` and `foreign_overflow` make them
+    limit, remedy  sentences of the message, made by `context_overflow` and `foreign_overflow`
     """
 
     def of_tier(self, tier: str) -> ContextLengthExceeded:
-        """This error, where the tier's limit is the smaller one."""
+        """The same error in the words for a tier's limit below the model's."""
         limit = self.limit.replace(_MODELS_CONTEXT, f"The tier {tier}'s maximum context length (max_context_tokens)", 1)
         return ContextLengthExceeded(self.field, limit, None, self.remedy)
 
@@ -105,8 +105,8 @@ def context_overflow(
 ) -> ContextLengthExceeded:
     """The error of a request that does not fit.
 
-    part        what the client calls its prompt: "messages" or "prompt"
-    max_tokens  None: as many as the context leaves, at least 1
+    part        the prompt's name in the request: "messages" or "prompt"
+    max_tokens  wanted output tokens; None: as many as the context leaves, at least 1
     is_least    the counts are lower bounds, because nothing was tokenized
     """
     completion_tokens = max_tokens or 1
@@ -120,15 +120,15 @@ def context_overflow(
 
 
 def foreign_overflow() -> ContextLengthExceeded:
-    """The error of a request that does not fit a foreign server's model. The server's own message is not shown."""
+    """The error of a request that does not fit the context of a foreign server. The server's own message is not shown."""
     limit = f"{_MODELS_CONTEXT} is shorter than what you requested, says the server behind it."
     return ContextLengthExceeded("prompt", limit, None, "Please reduce the length of the prompt or completion.")
 
 
 class RateLimitExceeded(Overloaded):
-    """A limit of the caller has no room now. Retried after `retry_after_s`, the request has it if the caller sends no other one.
+    """A limit of the caller is exhausted now. After `retry_after_s` the request fits, if the caller sends no other one meanwhile.
 
-    limit  label of the limit: the option that sets it, key_OPTION for one of the key's own
+    limit  label of the limit: the option that sets it; key_OPTION for a limit of the key itself
     """
 
     def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
@@ -137,11 +137,11 @@ class RateLimitExceeded(Overloaded):
 
 
 class QuotaExhausted(RateLimitExceeded):
-    """The tokens or the money of a day or a month do not suffice."""
+    """The caller's rest of tokens or money for the day or the month is too small for the request."""
 
 
 class NotNow(HeadraceError):
-    """Something that may pass by itself. retry_after_s: None where it cannot"""
+    """A conflict that may pass by itself. retry_after_s: None if it cannot pass"""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         self.retry_after_s = retry_after_s
@@ -149,25 +149,25 @@ class NotNow(HeadraceError):
 
 
 class UnknownStream(NotNow):
-    """A Last-Event-ID that names no stream of this tenant: it never did, it is too old, or the stream has not ended yet elsewhere."""
+    """A Last-Event-ID that names no kept stream of this tenant: unknown, too old, or still being sent by another gateway."""
 
 
 class StreamConflict(NotNow):
-    """A stream that another request continues, for which `retry_after_s` is set, or that cannot be continued by this one."""
+    """The stream cannot be continued by this request. With `retry_after_s` if another request continues it now."""
 
 
 class UnknownSession(HeadraceError):
-    """A session that this tenant does not have: it never did, it was deleted, or its time is over."""
+    """The tenant has no session of this id: unknown, deleted, or expired."""
 
 
 class SessionConflict(HeadraceError):
-    """Another request of the session is being answered, or was answered meanwhile."""
+    """Another request has the session, or has changed it meanwhile."""
 
     retry_after_s = 1.0
 
 
 class IdempotencyConflict(NotNow):
-    """The first request with this Idempotency-Key is still running, for which `retry_after_s` is set, or its answer was not kept."""
+    """The first request with this Idempotency-Key still runs (with `retry_after_s`), or its answer was not kept (without)."""
 
 
 class IdempotencyMismatch(HeadraceError):
@@ -179,16 +179,16 @@ class ReadTimeout(HeadraceError):
 
 
 class ClientLeft(HeadraceError):
-    """The client closed the connection. The answer is not read; the status, nginx's 499, is for the log."""
+    """The client closed the connection, so no answer can reach it. The status, 499 as nginx has it, is for the log."""
 
 
 class SlowReader(HeadraceError):
-    """The client reads slower than its answer is made, and the bound on unsent bytes was reached."""
+    """The client reads its answer too slowly: the bound on unsent bytes was reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """What a client gets for one class of errors: the HTTP status, and `type` and `code` of the error body."""
+    """HTTP status, and `type` and `code` of the error body, for one class of errors."""
 
     status: int
     type: str
@@ -242,7 +242,7 @@ class ErrorBody(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error as an answer, which `http.framing` writes in the form of its API. body: the JSON of ErrorBody, OpenAI's"""
+    """An error as an answer. body: JSON of `ErrorBody`, in OpenAI's form; `http.framing` may convert it for another API"""
 
     status: int
     error: ErrorObject
@@ -254,7 +254,7 @@ class ErrorReply:
 
 
 def error_reply(error: BaseException) -> ErrorReply:
-    """The answer to an error, by the table. Never raises. An error that the table lacks is answered with INTERNAL_MESSAGE."""
+    """The answer to an error, by the table; INTERNAL_MESSAGE for an error that is not in it. Never raises."""
     row = row_of(error)
     message = printable(str(error)[:MAX_MESSAGE_CHARS])[:MAX_MESSAGE_CHARS] if row is not INTERNAL else INTERNAL_MESSAGE
     param = printable(error.field)[:MAX_PARAM_CHARS] if isinstance(error, InvalidRequest) else None

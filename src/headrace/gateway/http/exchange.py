@@ -42,7 +42,7 @@ _JSON = (b"content-type", b"application/json")
 
 
 class Watching:
-    """While inside, a client that leaves is noticed at once: `end_reason` is set and the callbacks run. The body was read before."""
+    """Inside the block, a client that leaves ends the answer at once, with the callbacks of `on_ended`. Enter it after reading the body."""
 
     __slots__ = ("_exchange", "_task")
 
@@ -67,19 +67,19 @@ class Watching:
 class Exchange:
     """One request and its answer.
 
-    framing        of the path's API
+    framing        framing of the path's API
     generates      the path generates tokens, and its requests are counted by outcome
     is_quiet       a completed answer is not logged
-    arrived_at     the service clock when the request's headers were complete
-    end_reason     why the answer will not be completed, once that is known: its client left, its deadline passed, the server shuts down
-    more_headers   what `add_headers` was given
-    late_headers   gives the headers whose values are known when the answer begins: what is left of the caller's limits
-    ignored        fields of the body that were accepted and changed nothing, for x-headrace-ignored: names of fields, never values
-    logged_prompt  messages or prompts as JSON, of tenants that have them logged; else None
-    body_digest    of the path, the session and the body, where the request may be one of several that must be equal: a stream that is
-                   continued, and a retry with an Idempotency-Key
+    arrived_at     time on the service's clock at which the request's headers were complete
+    end_reason     error that ends the answer early (client left, deadline passed, shutdown); None: it goes on
+    more_headers   headers from `add_headers`
+    late_headers   called when the answer begins, for headers known only then: the rest of the caller's limits
+    ignored        names, never values, of body fields that were accepted and changed nothing, for x-headrace-ignored
+    logged_prompt  messages or prompts as JSON, for a tenant that has them logged; else None
+    body_digest    digest of path, session and body, for requests that must equal an earlier one: a continued stream, a retry with an
+                   Idempotency-Key
     pending_bytes  bytes of the running write that the transport has not taken yet
-    connection     of the client, where the server gives one
+    connection     the client's transport; None: the ASGI server gives none
     """
 
     __slots__ = (
@@ -146,18 +146,18 @@ class Exchange:
         self._on_ended: list[Callable[[], None]] = []
 
     def use(self, count: UseCount) -> None:
-        """Be one of `count`'s users, and no longer of the one before it."""
+        """Enter `count`, and leave the count that was entered before."""
         count.enter()
         if self._used is not None:
             self._leave()
         self._used = count
 
     def count_unsent(self, unsent: UnsentRequest) -> None:
-        """Count the request as unsent until a replica was sent it, at the latest until it is over."""
+        """Count the request as unsent until it is sent to a replica, at most until its end."""
         self._unsent = unsent
 
     def release(self) -> None:
-        """The request is over and uses nothing any more. Nothing it held refers back to it, so its memory is free without a collection."""
+        """Leave all counts at the request's end, and break reference cycles, so that its memory is freed without a garbage collection."""
         self.late_headers = None
         self._leave()
 
@@ -172,17 +172,17 @@ class Exchange:
     # -- the request -------------------------------------------------------------------------------------------------------------
 
     def header(self, name: bytes) -> bytes | None:
-        """The value of a header that is there exactly once."""
+        """The value of a header that the request has exactly once; else None."""
         return None if name in self._repeated else self._values.get(name)
 
     def has_header(self, name: bytes) -> bool:
-        """Whether a header is there, once or several times."""
+        """Whether the request has a header, once or several times."""
         return name in self._values
 
     async def json_body(self, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]) -> bytes:
-        """The bytes of a body that says it is JSON.
+        """The bytes of a body whose Content-Type is JSON.
 
-        hold  called with the size of each part as it arrives; may raise to refuse it
+        hold  called with the bytes of each part as it arrives; may raise to refuse the body
 
         Raises: UnsupportedMediaType, InvalidRequest for damaged compression, BodyTooLarge, ReadTimeout or ClientLeft.
         """
@@ -192,8 +192,9 @@ class Exchange:
         return await self.body(max_bytes=max_bytes, timeout_s=timeout_s, hold=hold)
 
     async def body(self, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]) -> bytes:
-        """The whole body, its Content-Encoding undone. Stops reading at the first byte beyond the cap, inflated or not, and before the
-        first one if its length was announced.
+        """The whole body, decoded by its Content-Encoding. Raises as `json_body`.
+
+        max_bytes bounds the received and the decoded bytes. A larger Content-Length is refused before reading.
         """
         if self.connection is not None and self.connection.has_body(self.scope):
             return await self._read_body(max_bytes, hold)
@@ -229,7 +230,7 @@ class Exchange:
                 return b"".join(chunks)
 
     def add_headers(self, *headers: tuple[bytes, bytes]) -> None:
-        """Every answer to this request has these, an error too."""
+        """Add headers to the answer, also if it is an error."""
         self.more_headers = (*self.more_headers, *headers)
 
     # -- an answer that ends early ------------------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class Exchange:
         self.end(self._lost() or ClientLeft("The client left."))
 
     async def wait_left(self) -> None:
-        """For a server that gives no `connection`: read until it says that the client has left."""
+        """Wait until the ASGI server says that the client has left. For a server without `connection`."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.client_left()
@@ -257,9 +258,9 @@ class Exchange:
             self._on_ended.append(callback)
 
     async def unless_ended(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
-        """The result of `work`. When the answer ends early, or has already ended, `work` is cancelled and `end_reason` raised.
+        """The result of `work`. If the answer ends or has ended early, `work` is cancelled and `end_reason` raised.
 
-        It runs in the caller's task, as one of its own would cost another turn of the event loop.
+        `work` runs in the caller's task: another task would cost a round of the event loop.
         """
         if self.end_reason is not None:
             work.cancel() if isinstance(work, asyncio.Future) else work.close()
@@ -286,7 +287,7 @@ class Exchange:
                 self._on_ended.remove(cancel)
 
     def end(self, error: HeadraceError) -> None:
-        """End the answer with `error`, which a client that still reads gets. A later call changes nothing."""
+        """End the answer early with `error`, which is sent to the client if it still reads. A later call changes nothing."""
         if self.end_reason is None:
             self.end_reason = error
             callbacks, self._on_ended = self._on_ended, []
@@ -325,9 +326,9 @@ class Exchange:
         await self.write(b"", is_last=True)
 
     async def reply_in_pieces(self, pieces: AsyncGenerator[bytes]) -> None:
-        """A whole answer (200) of a length that is not known yet; each piece is made when the one before it has left.
+        """A whole answer (200) of unknown length. Each piece is made after the transport has taken the one before.
 
-        pieces  closed at the end, whatever happened
+        pieces  closed at the end in every case
         """
         async with aclosing(pieces):
             await self.start(200, [_JSON])
@@ -336,7 +337,7 @@ class Exchange:
             await self.write(b"", is_last=True)
 
     async def fail(self, error: ErrorReply) -> None:
-        """The answer is an error: with its status before the first byte, as an event in a stream that has begun."""
+        """Answer with an error: with the error's status, or as an event if a stream has begun."""
         with suppress(HeadraceError):  # the client has left
             if not self.is_started:
                 await self.reply(error.status, self.framing.error_body(error), [_JSON, *self.framing.error_headers(error)])
@@ -363,9 +364,9 @@ class Exchange:
         )
 
     async def write(self, body: bytes, *, is_last: bool = False) -> None:
-        """Hand the bytes to the transport, piece by piece as it has room: a client that does not read makes this wait.
+        """Write bytes in pieces, each when the transport has room: a client that does not read makes this wait.
 
-        Raises `end_reason` when the connection was lost before it had taken all bytes; without one, ClientLeft or SlowReader.
+        Raises, when the connection is lost before all bytes are written, `end_reason` if it is set, else ClientLeft or SlowReader.
         """
         if self._closed:
             return
@@ -380,19 +381,19 @@ class Exchange:
 
     @property
     def has_room(self) -> bool:
-        """Whether `write` would return at once: nothing is being written or waits, and the client is there."""
+        """Whether `write` would return at once: no bytes wait, and the client is connected."""
         if self.connection is None or self.pending_bytes or self._closed or self.end_reason is not None:
             return False
         return self.connection.has_room(self.scope)
 
     def write_now(self, body: bytes) -> None:
-        """`write` without waiting, right after `has_room`."""
+        """`write` without waiting. Call right after `has_room`."""
         assert self.connection is not None
         if body:
             self.connection.write_chunk(body)
 
 
 def _repeated(headers: Headers) -> frozenset[bytes]:
-    """Names that several headers have."""
+    """Names of headers that occur more than once."""
     counts = Counter(name for name, _ in headers)
     return frozenset(name for name, count in counts.items() if count > 1)

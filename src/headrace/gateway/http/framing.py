@@ -18,13 +18,15 @@ def _openai_event(error: ErrorReply) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """
-    key_header   lower-case name of the header with the key; key_scheme  what stands before the key in it
+    """How one API writes keys, errors and the ends of streams.
+
+    key_header   lower-case name of the header with the key
+    key_scheme   word before the key in that header; empty: none
     error_type   wire type of an error
-    error_body   of an error as a whole answer
-    error_event  of an error in a stream that has begun, which it ends
-    ping         keeps a quiet stream alive
-    end          what a whole stream ends with, and one that broke off does not
+    error_body   makes the body of an error answer
+    error_event  makes the last event of a stream that an error ends
+    ping         bytes that keep a quiet stream alive
+    end          last bytes of a whole stream; a broken stream does not have them
     """
 
     key_header: bytes = b"authorization"
@@ -36,12 +38,12 @@ class Framing:
     end: bytes = b"data: [DONE]\n\n"
 
     def error_headers(self, error: ErrorReply) -> Headers:
-        """A refused key names the scheme of HTTP that is asked for, where the API has one."""
+        """Headers of an error answer: with status 401, the scheme of the key in WWW-Authenticate."""
         return [*error.headers, (b"www-authenticate", self.key_scheme)] if error.status == 401 and self.key_scheme else error.headers
 
     @property
     def security_scheme(self) -> dict[str, str]:
-        """Where the key stands, as OpenAPI says it."""
+        """OpenAPI's description of where the key is."""
         if self.key_scheme:
             return {"type": "http", "scheme": self.key_scheme.decode().lower()}
         return {"type": "apiKey", "in": "header", "name": self.key_header.decode()}

@@ -21,7 +21,7 @@ STAMP_S = 1.0
 
 
 class ServerCertificate:
-    """The certificate as its files have it now."""
+    """The port's certificate, read again when its files change."""
 
     def __init__(self, files: HttpTls, clock: Clock = time.monotonic) -> None:
         """Raises ConfigError with the file that cannot be used and why."""
@@ -31,7 +31,7 @@ class ServerCertificate:
         self._context = load_context(files)
 
     def context(self) -> ssl.SSLContext:
-        """For a new connection. Changed files that cannot be used are logged once; the last good ones stay."""
+        """The TLS context of a new connection. Changed files that are unusable are logged once; the last good ones stay."""
         now = self._clock()
         if now - self._looked_at >= STAMP_S:
             self._looked_at = now
@@ -51,7 +51,7 @@ class ServerCertificate:
 
 
 def load_context(files: HttpTls) -> ssl.SSLContext:
-    """Raises ConfigError for a file that cannot be read, a key that is open to other users or does not fit."""
+    """Raises ConfigError for a file that cannot be read, and a key that other users can read or that does not match the certificate."""
     check_private_file("tls.key", files.key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -81,10 +81,10 @@ HANDSHAKE_FAILED = "a TLS handshake failed (%s)%s: http:// to this https port gi
 
 
 class TlsNotice:
-    """Logs that a client spoke what this port does not, which sees no more than its connection close."""
+    """Logs that clients spoke the wrong protocol (TLS on a plain port, or the reverse). Such a client only sees its connection close."""
 
     def __init__(self, clock: Clock = time.monotonic, *, text: str = SPOKE_HTTPS) -> None:
-        """text: with places for what is known of the client, and for how many more there were"""
+        """text: format with two places, for a word about the client and for the number of further clients"""
         self._text = text
         self._clock = clock
         self._due_at = -math.inf

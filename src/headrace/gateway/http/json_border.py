@@ -31,9 +31,11 @@ MAX_KEY_CHARS = 80
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Upper bounds of a body, inclusive: depth of nesting, number of values (counted as commas), number of keys (counted as colons).
+    """Upper bounds of a body, inclusive.
 
-    values leaves room for a prompt of 128 Ki token ids, keys for the most messages and parts of a chat.
+    depth   depth of nesting
+    values  values, counted as commas; enough for a prompt of 128 Ki token ids
+    keys    keys, counted as colons; enough for the most messages and parts of a chat
     """
 
     depth: int = 32
@@ -46,9 +48,9 @@ CAPS = Caps()
 
 
 def decode_object(body: bytes, caps: Caps = CAPS) -> dict[str, object]:
-    """The object in `body`. Raises InvalidRequest or UnsupportedMediaType; cost is linear in the size, a few times a plain parse.
+    """The object in `body`. Raises InvalidRequest, RequestTooLarge or UnsupportedMediaType. Cost: linear, a few times a plain parse.
 
-    The parser holds the GIL from its first byte to its last. A body that would take it long is refused before, by a scan that does not.
+    The parser holds the GIL until its end, so a body that would take long is refused by a scan before.
     """
     body = body.removeprefix(BYTE_ORDER_MARK)
     try:
@@ -65,8 +67,8 @@ def decode_object(body: bytes, caps: Caps = CAPS) -> dict[str, object]:
 
 
 def _check_caps(body: bytes, caps: Caps) -> None:
-    """Raise InvalidRequest or RequestTooLarge where a cap is exceeded. Counting bytes is enough for nearly every body; only where it finds
-    too many marks, the marks inside strings are left out of the count.
+    """Raise InvalidRequest or RequestTooLarge beyond a cap. Marks are first counted everywhere, which passes nearly every body; only if
+    that count is too high, marks inside strings are left out.
     """
     is_small = body.count(b",") <= caps.values and body.count(b":") <= caps.keys
     if is_small and body.count(b"[") + body.count(b"{") <= caps.depth:
@@ -137,9 +139,9 @@ def _check_strings(value: object) -> None:
 
 
 def _strings(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Every string of a tree, keys included, with its dotted path. The depth was bounded before.
+    """Every string of a JSON value, keys included, with its dotted path. The depth must be bounded already.
 
-    A path has only the first MAX_KEY_CHARS of a key: a path is made for every value, and a long key would cost its length each time.
+    A path has only the first MAX_KEY_CHARS of a key, since a long key would be copied for every value below it.
     """
     if isinstance(value, str):
         yield path or "body", value

@@ -52,9 +52,9 @@ class Origins:
         self._allowed = frozenset(origin.lower() for origin in allowed)
 
     def check(self, exchange: Exchange, host: str) -> None:
-        """Gives `exchange` the headers that its answer needs. host: the Host that the request named.
+        """Check the request's Origin, and add the CORS headers to its answer. host: value of the request's Host header
 
-        Raises Forbidden for a page of another origin that is not listed.
+        Raises Forbidden for a page of another origin that is not allowed.
         """
         exchange.add_headers(*self.answer_headers(exchange.headers))
         if not exchange.has_header(b"origin"):
@@ -65,7 +65,7 @@ class Origins:
             raise Forbidden(_refusal(origins[0].lower()), rule="Requests of pages from this Origin are not answered.")
 
     def answer_headers(self, headers: Headers) -> Headers:
-        """What the answer to a request with these headers, an error included, says to browsers and caches."""
+        """The CORS and Vary headers of the answer to a request with these headers, also of an error."""
         if not self._allowed:
             return ()
         vary = (b"vary", b"Origin")  # of every answer: a cache must not give one page's to another
@@ -79,13 +79,13 @@ class Origins:
 
 
 def is_preflight(exchange: Exchange) -> bool:
-    """Whether this is a preflight: a browser's question, before it sends a page's request, whether it may. Call `Origins.check` before."""
+    """Whether the request is a CORS preflight, by which a browser asks if a page may send a request. Call `Origins.check` first."""
     is_options = exchange.scope["method"] == "OPTIONS"
     return is_options and exchange.has_header(b"origin") and exchange.has_header(b"access-control-request-method")
 
 
 async def answer_preflight(exchange: Exchange) -> None:
-    """Allow whatever headers the browser asks for: their values are checked when the request comes."""
+    """Allow all headers that the browser asks for. Their values are checked in the request that follows."""
     asked = exchange.header(b"access-control-request-headers") or b""
     headers: Headers = [
         (b"access-control-allow-methods", METHODS),
@@ -129,12 +129,12 @@ class HostCheck:
             self._allowed = LOOPBACK_NAMES | {bound_to.lower()} | (self._allowed or set())
 
     def __call__(self, exchange: Exchange, *, is_probe: bool) -> str:
-        """The Host of a request that may be answered; empty where an HTTP/1.0 client sent none.
+        """The request's Host, if it is allowed; empty for an HTTP/1.0 request without one.
 
-        is_probe  its path is public and says nothing but how the server is. Load balancers ask such a path under an address of the
-                  server or without a Host, so every name is answered there
+        is_probe  the path is public and shows only the server's health: every name is allowed, since load balancers send an address of the
+                  server or no Host
 
-        Raises InvalidRequest for no, several or malformed Host headers, Forbidden for one that is not answered to.
+        Raises InvalidRequest for no, several or malformed Host headers, and Forbidden for a name that is not allowed.
         """
         value = exchange.header(b"host")
         if value is None and self._may_lack_host(exchange, is_probe=is_probe):
@@ -166,14 +166,14 @@ MAX_HOPS = 32
 
 class TrustedProxies:
     def __init__(self, networks: Sequence[str]) -> None:
-        """networks: that `check_networks` lets pass"""
+        """networks: in CIDR notation, checked by `check_networks`"""
         self._networks = [ip_network(network) for network in networks]
 
     def client_of(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """The address of the client: of the peer, or what trusted proxies wrote down of the one before them.
+        """The client's address: the peer's, or for a trusted proxy the one that it forwarded.
 
-        The chain is read from its end, where the nearest proxy wrote, up to the first address that is not a trusted proxy's: what stands
-        before that is the client's own invention. A word that is no address ends it likewise.
+        The forwarded addresses are read from the end, where the nearest proxy wrote, up to the first that is no trusted proxy's. The client
+        may have invented everything before it. Reading also stops at a word that is no address.
         """
         if not self._networks:
             return peer
@@ -190,9 +190,9 @@ class TrustedProxies:
 
 
 def _from_the_end(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[str]:
-    """The addresses as words, from the nearest proxy's on, of `Forwarded` where it is there, else of `X-Forwarded-For`.
+    """The addresses in `Forwarded`, or without it in `X-Forwarded-For`, as words, the nearest proxy's first.
 
-    A client of any kind sends these headers. Each word is read only when it is asked for, and each byte of it a fixed number of times.
+    Any client can send these headers, so words are read lazily and in linear time.
     """
     forwarded = [value for name, value in headers if name == b"forwarded"]
     if forwarded:
@@ -202,7 +202,7 @@ def _from_the_end(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[str]:
 
 
 def _parts_from_the_end(values: Sequence[bytes]) -> Iterator[str]:
-    """What stands between commas, the last part of the last header first."""
+    """The comma-separated parts of all headers, last part first."""
     for value in reversed(values):
         end = len(value)
         while end >= 0:
@@ -212,7 +212,7 @@ def _parts_from_the_end(values: Sequence[bytes]) -> Iterator[str]:
 
 
 def _named_for(part: str) -> str:
-    """The value of `for` in one part of a `Forwarded` header, without its quotes; empty where it has none."""
+    """The unquoted value of `for` in one part of a `Forwarded` header; empty: the part has none."""
     for pair in part.split(";"):
         name, equals, value = pair.strip().partition("=")
         if equals and name.lower() == "for":
@@ -221,7 +221,7 @@ def _named_for(part: str) -> str:
 
 
 def _address(word: str) -> Address | None:
-    """An address, perhaps with a port, or in brackets; IPv4 in IPv6 is IPv4."""
+    """The address in a word, without port and brackets, and with IPv4-mapped IPv6 as IPv4; None: the word is no address."""
     text = word.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]

@@ -47,10 +47,10 @@ UNAVAILABLE = ErrorObject(MESSAGE, "service_unavailable_error", None, "unavailab
 
 
 class Listener:
-    """Accepts the connections of one listening socket. uvicorn closes it as it would close the event loop's server.
+    """Accepts the connections of one listening socket, in place of asyncio's server. uvicorn calls `close` and `wait_closed`.
 
     limit        may be replaced; a lower one closes no connection
-    certificate  of new connections; may be replaced. None: they speak plain HTTP
+    certificate  TLS certificate of new connections, may be replaced; None: they speak plain HTTP
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Listener:
         on_refused: OnRefused,
         certificate: ServerCertificate | None = None,
     ) -> None:
-        """connections: the protocols of open connections, in the server's own collection"""
+        """connections: uvicorn's live collection of the protocols of open connections"""
         self._socket, self._make_protocol, self.limit = listening, make_protocol, limit
         self._connections, self._on_refused = connections, on_refused
         self.certificate = certificate
@@ -87,7 +87,7 @@ class Listener:
             self._drop(client)
 
     async def wait_closed(self) -> None:
-        """uvicorn waits for this after `close`, which leaves nothing to wait for."""
+        """Returns at once: `close` leaves nothing to wait for. uvicorn calls it."""
 
     @property
     def _is_full(self) -> bool:
@@ -133,7 +133,7 @@ class Listener:
             log.warning("a connection could not be taken: %r", error)
 
     def _wait(self, error: OSError) -> None:
-        """Readiness would be reported again at once, for ever."""
+        """Stop accepting for PAUSE_S. Without the pause the event loop would report the socket as ready in every round."""
         log.warning("no connection can be accepted for %g s: %s", PAUSE_S, error.strerror)
         self._loop.remove_reader(self._socket.fileno())
         self._pause = self._loop.call_later(PAUSE_S, self._resume)
@@ -215,7 +215,7 @@ class Server(uvicorn.Server):
     async def start(self, *, shares_port: bool = False) -> int:
         """Listen. Returns the port. Raises OSError when the address cannot be bound (uvicorn would end the process).
 
-        shares_port  other processes of this user may listen there as well, and each gets a part of the connections
+        shares_port  other processes of this user may listen at the same port (SO_REUSEPORT), and each gets a part of the connections
         """
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
@@ -233,15 +233,15 @@ class Server(uvicorn.Server):
         return port
 
     def _protocol(self) -> asyncio.Protocol:
-        """As uvicorn's own `startup` makes it."""
+        """The protocol of a new connection, made as uvicorn's `startup` does."""
         make: Any = self.config.http_protocol_class
         made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         return made
 
     def follow(self, config: ServerConfig, limit: ConnectionLimit, certificate: ServerCertificate | None) -> None:
-        """Bound connections by another configuration, open ones too. Only `keep_alive_s` is an open connection's own, and its certificate.
+        """Apply another configuration to new and open connections. An open connection keeps its `keep_alive_s` and its certificate.
 
-        certificate  of new connections
+        certificate  TLS certificate of new connections
         """
         self.listener.certificate = certificate
         self._bounds.follow(config)
@@ -249,7 +249,7 @@ class Server(uvicorn.Server):
         self.listener.limit = limit
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then close idle connections at once, and busy ones after their answer or after DRAIN_GRACE_S."""
+        """Serve until `stop`. Then close idle connections at once, and busy ones after their answer, at most DRAIN_GRACE_S later."""
         counter = 0
         while not stop.is_set():
             counter = (counter + 1) % 864_000
@@ -269,5 +269,5 @@ class Server(uvicorn.Server):
 
 
 def _keep_alive_s(config: ServerConfig) -> int:
-    """uvicorn counts in whole seconds."""
+    """`keep_alive_s` in whole seconds, as uvicorn needs it."""
     return max(1, round(config.timeouts.keep_alive_s))

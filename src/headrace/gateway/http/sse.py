@@ -56,8 +56,8 @@ class SseStream:
 
     def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], logprob_bytes: int, clock: Clock) -> None:
         """
-        unread_bytes  gives the size of what was produced for this stream and is not encoded yet
-        logprob_bytes   bytes of log-probabilities that may wait beyond the bound of every stream
+        unread_bytes   gives the bytes of events that arrived for this stream and are not encoded yet
+        logprob_bytes  bytes of log-probabilities that may wait beyond MAX_PENDING_BYTES
         """
         self._exchange = exchange
         self._watch = watch
@@ -85,10 +85,10 @@ class SseStream:
         await self._send(payload, is_last=False)
 
     async def write_slices(self, slices: AsyncGenerator[bytes], *, num_bytes: int) -> None:
-        """`write` of events that are larger than what should wait for a client: a slice is made when the one before it has left.
+        """`write` of large events: each slice is made after the transport has taken the one before.
 
-        slices     closed at the end, whatever happened
-        num_bytes  size of the events that the slices are made of, which waits meanwhile
+        slices     closed at the end in every case
+        num_bytes  bytes of the events that the slices are made of, which count as waiting meanwhile
         """
         self._unwritten_bytes = num_bytes
         self._is_inside = True
@@ -101,7 +101,7 @@ class SseStream:
             self._unwritten_bytes = 0
 
     async def end(self, payload: bytes) -> None:
-        """Send the last events, which may be none, and what ends a stream of this API."""
+        """Send the last events, if any, and the framing's `end`."""
         await self._send(payload + self._exchange.framing.end, is_last=True)
 
     async def _send(self, payload: bytes, *, is_last: bool) -> None:
@@ -120,33 +120,33 @@ class SseStream:
         return (self._ping is None or self._ping.done()) and self._exchange.has_room
 
     def write_now(self, payload: bytes, now: float) -> None:
-        """`write` without waiting, right after `has_room`. now: on the watch's clock"""
+        """`write` without waiting. Call right after `has_room`. now: time on the watch's clock"""
         self._exchange.write_now(payload)
         self.last_write_at = now
 
     def bound(self) -> bool:
-        """Cut the stream off if more waits for its client than it may; whether it was."""
+        """Cut the stream off if too many bytes wait for its client. Returns whether it was cut off."""
         if self.waiting_bytes <= MAX_PENDING_BYTES + self.logprob_bytes:
             return False
         self.cut(f"More than {MAX_PENDING_BYTES} bytes of the answer waited for the client.")
         return True
 
     def ping(self, now: float) -> None:
-        """A comment line, unless something waits for the client anyway."""
+        """Write a comment line, unless bytes wait for the client already."""
         if not (self._exchange.pending_bytes or self._is_inside):
             self.last_write_at = now
             self._ping = asyncio.create_task(self._send_ping())
 
     @property
     def waiting_bytes(self) -> int:
-        """For the client; what was made while it read at once is on its way. 0 once the connection was dropped."""
+        """Bytes that wait for the client; 0 while it reads everything at once, and after the connection was dropped."""
         if self.is_cut or not self._exchange.pending_bytes:
             return 0
         return self._exchange.pending_bytes + self._unwritten_bytes + self.unread_bytes()
 
     def cut(self, reason: str) -> None:
-        """Drop the connection with what waits in it. A stream that has ended already, while its task waits for the socket, keeps its
-        reason; its bytes go all the same."""
+        """Drop the connection with its waiting bytes. A stream that has already ended, and whose task still waits for the socket, keeps its
+        first `end_reason`."""
         self.is_cut = True
         self._exchange.abort(SlowReader(reason))
 
@@ -158,8 +158,8 @@ class SseStream:
 class StreamWatch:
     """Checks all open streams every TICK_S, while inside `async with`.
 
-    writing  the streams that are writing an event or a comment: only for these may bytes wait for the client
-    on_lag   called with how late each check came, in seconds: the delay of every task of this event loop at that moment
+    writing  streams that are writing an event or a comment: only these can have bytes that wait for the client
+    on_lag   called at each check with its delay in seconds, which is the event loop's delay at that moment
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class StreamWatch:
         self._task: asyncio.Task[None] | None = None
 
     def change(self, *, ping_s: float) -> None:
-        """Another silence before a comment line, for open streams too."""
+        """Change the silence before a comment line, in seconds, for open streams too."""
         self._ping_s = ping_s
 
     def open(self, exchange: Exchange, unread_bytes: Callable[[], int], *, logprob_bytes: int = 0) -> SseStream:
@@ -196,7 +196,7 @@ class StreamWatch:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def enforce(self) -> None:
-        """Cut off streams over a bound and send pings that are due. Apart from the timer, for tests."""
+        """Cut off streams beyond a bound, and send the pings that are due. Separate from the timer for tests."""
         now = self._clock()
         for stream in list(self.writing):
             self.num_cut += stream.bound()
@@ -206,7 +206,7 @@ class StreamWatch:
             stream.ping(now)
 
     def _cut_largest(self, writing: list[SseStream]) -> None:
-        """Cut streams off, the one with the most waiting bytes first, until the waiting bytes of all fit what the budget has left."""
+        """Cut streams off, those with the most waiting bytes first, until all waiting bytes fit the rest of the memory budget."""
         waiting = sorted((size, number) for number, stream in enumerate(writing) if (size := stream.waiting_bytes))
         excess = sum(size for size, _ in waiting) - max(0, self._left_bytes())
         while excess > 0 and waiting:
