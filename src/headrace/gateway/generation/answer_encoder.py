@@ -32,14 +32,14 @@ class AnswerEncoder(Protocol):
     """
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
-        """Server-sent events of `events`, in pieces. Yields nothing if the events have no visible content.
+        """`events` as server-sent events, in pieces. Yields nothing if the events have no visible content.
 
         Each piece is encoded on demand, in less than a millisecond; a piece may be empty, so that long work can pause. Content shared by
         several choices is yielded as the same object, so do not join large answers."""
         ...
 
     def encode_end(self, usage: TokenUsage) -> bytes:
-        """The last events of a stream: usage, if the request asked for it. Empty where there are none. The framing's `end` follows."""
+        """The last server-sent events: usage, if the request asked for it, else empty. The caller writes the framing's `end` after them."""
         ...
 
     def add(self, events: Sequence[OutputEvent]) -> None: ...
@@ -50,7 +50,7 @@ class AnswerEncoder(Protocol):
 
 
 class EventRecorder(Protocol):
-    """Gets every event of an answer once, whether its client gets it or not."""
+    """Receives every event of an answer once, also when the client has left."""
 
     def add(self, events: Sequence[OutputEvent]) -> None: ...
 
@@ -68,7 +68,7 @@ class DirectChunkWriter:
         clock: Clock,
         record: Callable[[Sequence[OutputEvent]], None] | None,
     ) -> None:
-        """record: `Generation.record_events`; None: the answer has no recorder, and a token costs no call"""
+        """record: `Generation.record_events`; None: the answer has no recorder, which saves a call per token"""
         self._encoder, self._progress, self._sse, self._clock, self._record = encoder, progress, sse, clock, record
 
     @property
@@ -85,7 +85,7 @@ class DirectChunkWriter:
 
 
 class EncodingTurns:
-    """num_pending  answers queued or being encoded"""
+    """Encodes large answers one slice at a time, in turns. num_pending: answers queued or being encoded"""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -93,7 +93,7 @@ class EncodingTurns:
         self.num_pending = 0
 
     async def slices(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
-        """`pieces` joined into slices of about PIECE_BYTES at most. A slice is made when it is asked for."""
+        """`pieces` joined into slices of at most about PIECE_BYTES. A slice is encoded when the iterator reaches it."""
         self.num_pending += 1
         try:
             is_over = False

@@ -49,22 +49,23 @@ MAX_INLINE_LOGPROBS = 4096
 
 
 def prompt_logprob_bytes(num_top: int | None, *, num_tokens: int) -> int:
-    """Memory that the columns of the prompt's log-probabilities take until the answer is written. Choices that show the same ones share it.
+    """Bytes of the columns of prompt log-probabilities, held until the answer is written. Choices of one prompt share them.
 
-    num_tokens  of all prompts
+    num_top     alternatives per token; None: no prompt log-probabilities were asked for
+    num_tokens  tokens of all prompts
     """
     return 0 if num_top is None else num_tokens * (PROMPT_TOKEN_LOGPROB_BYTES + num_top * PROMPT_ALTERNATIVE_BYTES)
 
 
 def encoded_prompt_logprob_bytes(num_top: int | None, *, num_tokens: int, num_encodings: int) -> int:
-    """Charged beforehand for the JSON that the answer keeps of them. num_encodings: see `ParsedRequest.num_kept_encodings`"""
+    """Bytes charged in advance for kept JSON of prompt log-probabilities. num_encodings: `ParsedRequest.num_kept_encodings`"""
     return 0 if num_top is None else num_tokens * num_encodings * (num_top + 1) * ENCODED_PROMPT_LOGPROB_BYTES
 
 
 def check_output_logprobs(num_top: int | None, *, num_tokens: int) -> None:
-    """An answer that is not streamed is held in memory until it is whole. Raises RequestTooLarge.
+    """Raises RequestTooLarge for an answer without streaming that would hold too many log-probabilities in memory until it is whole.
 
-    num_tokens  of all choices
+    num_tokens  output tokens of all choices
     """
     if num_top is not None and num_tokens * (num_top + 1) > MAX_OUTPUT_LOGPROBS:
         rule = f"tokens of all choices ({num_tokens}) x (alternatives + 1) <= {MAX_OUTPUT_LOGPROBS} without stream"
@@ -72,7 +73,7 @@ def check_output_logprobs(num_top: int | None, *, num_tokens: int) -> None:
 
 
 def first_answer_bytes(num_top: int | None, *, num_tokens: int | None) -> int:
-    """Bytes charged before an answer that is not streamed begins. num_tokens: of all sequences, at most; None: not known"""
+    """Bytes charged before an answer without streaming begins. num_tokens: most output tokens of all sequences; None: not known"""
     first = FIRST_TEXT_BYTES + (0 if num_top is None else FIRST_LOGPROB_BYTES)
     token_bytes = OUTPUT_TOKEN_BYTES + (0 if num_top is None else (num_top + 1) * OUTPUT_LOGPROB_BYTES)
     return first if num_tokens is None else min(first, num_tokens * token_bytes)
@@ -82,11 +83,12 @@ PROMPT_TOKEN_BYTES = 36
 """Memory of one prompt token: a reference in a tuple, and the integer object."""
 
 HOLD_STEP_BYTES = 16 << 10
-"""An answer that is held, as it is not streamed or will be kept, asks the memory budget each time it has grown by this many bytes."""
+"""An answer that is held in memory (not streamed, or stored later) charges its growth in steps of this many bytes."""
 
 
 class AnswerMemory:
-    """
+    """The memory charges of one request's tokens and answer.
+
     num_prompt_logprobs   log-probabilities of the prompt that the answer shows, 0 before `reserve`
     unread_logprob_bytes  bytes of log-probabilities that may wait for a streaming client beyond `sse.MAX_PENDING_BYTES`
     """
@@ -101,7 +103,7 @@ class AnswerMemory:
         self._uncharged_bytes = 0  # negative while the advance charge is not used up
 
     def reserve(self, prepared: Prepared) -> None:
-        """Charge the prompt's tokens and what the answer surely takes. Raises RequestTooLarge or Overloaded."""
+        """Charge the prompt's tokens, and the bytes that the answer needs in any case. Raises RequestTooLarge or Overloaded."""
         parsed, params, answers = self._parsed, self._params, self._charges.answers
         num_tokens = prepared.prompt_tokens or 0
         self.num_prompt_logprobs = self._checked_prompt_logprobs(num_tokens)
@@ -122,7 +124,7 @@ class AnswerMemory:
         answers.add(column_bytes + self._precharged_json_bytes + piece_bytes + first_bytes)
 
     def _checked_prompt_logprobs(self, num_tokens: int) -> int:
-        """How many the answer has of prompt tokens. Raises RequestTooLarge beyond MAX_PROMPT_LOGPROBS."""
+        """Number of prompt log-probabilities in the answer. Raises RequestTooLarge beyond MAX_PROMPT_LOGPROBS."""
         num_top, num_shown, field = self._params.prompt_logprobs, self._parsed.num_shown, self._parsed.logprobs_field
         num_logprobs = 0 if num_top is None else num_tokens * (num_top + 1) * num_shown
         if num_logprobs > MAX_PROMPT_LOGPROBS:
@@ -131,7 +133,7 @@ class AnswerMemory:
         return num_logprobs
 
     def hold_json(self, num_bytes: int) -> None:
-        """Count JSON of prompt log-probabilities that the answer keeps. Bytes beyond those charged beforehand are charged now.
+        """Count bytes of kept JSON of prompt log-probabilities, and charge those beyond the advance charge.
 
         Raises RequestTooLarge or Overloaded.
         """
@@ -141,7 +143,7 @@ class AnswerMemory:
             self._precharged_json_bytes = 0
 
     def collect(self, events: Sequence[OutputEvent]) -> None:
-        """Count events of an answer that is not streamed. Raises RequestTooLarge or Overloaded."""
+        """Count and charge events of an answer without streaming. Raises RequestTooLarge or Overloaded."""
         num_new = sum([event.num_logprob_tokens for event in events])
         self._num_collected += num_new
         check_output_logprobs(self._params.logprobs, num_tokens=self._num_collected)

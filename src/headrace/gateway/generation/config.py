@@ -14,7 +14,7 @@ from headrace.policy.limits.price import Price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestConfig:
-    """prices: of tokens, by name of the model; metrics: which series of the metrics page a reader sees"""
+    """The parts of the configuration that requests read. prices: model name -> price; metrics: which series a reader of the page sees"""
 
     limits: Limits
     timeouts: Timeouts

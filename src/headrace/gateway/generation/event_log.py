@@ -22,14 +22,14 @@ _EVENT_ID = re.compile(r"([0-9a-f]{24})/([1-9][0-9]{0,8})")
 
 
 class EventId(NamedTuple):
-    """answer_id: of the request that began the answer"""
+    """The id of one event of a stream. answer_id: id of the request that began the answer"""
 
     answer_id: RequestId
     number: int
 
 
 def last_event(exchange: Exchange) -> EventId | None:
-    """The event after which the request continues a stream. None: it begins one. Raises InvalidRequest."""
+    """The last event that the client has, by its Last-Event-ID. None: the request begins a new stream. Raises InvalidRequest."""
     given = (exchange.header(LAST_EVENT_ID) or b"").decode("latin-1")
     if given in ("", NO_EVENT):
         return None
@@ -40,13 +40,13 @@ def last_event(exchange: Exchange) -> EventId | None:
 
 
 class EventLog:
-    """The sequence of every event that carries output, in order, and the event's offset there (`OutputEvent.offset`).
+    """One entry for every event with output, in order: which sequence the event belongs to, and its `OutputEvent.offset`.
 
-    An entry is offset * num_sequences + index, four bytes. Event N has the entry N - 1. The usage after all of them has the next number and
-    no entry.
+    An entry is offset * num_sequences + index, in four bytes. Event number N has entries[N - 1]. The usage after the last event has the
+    next number and no entry.
 
-    num_seen  events that the client has already: 0 unless the stream is continued
-    prefix    of every event's line, before its number
+    num_seen  events that the client has from an earlier stream; 0 for a new stream
+    prefix    bytes of every event's `id` line before the number
     """
 
     __slots__ = ("answer_id", "entries", "num_seen", "num_sequences", "prefix")
@@ -59,17 +59,17 @@ class EventLog:
         self.num_seen = num_seen
 
     def line(self, index: int, offset: int) -> bytes:
-        """Enter the next event; its line in the stream."""
+        """Enter the next event. Returns its `id` line."""
         self.entries.append(offset * self.num_sequences + index)
         return b"%b%d\n" % (self.prefix, len(self.entries))
 
     def usage_line(self) -> bytes:
-        """The line of the usage, which comes after all other events and has no entry."""
+        """The `id` line of the usage, which comes after all other events and has no entry."""
         return b"%b%d\n" % (self.prefix, len(self.entries) + 1)
 
     @property
     def is_usage_seen(self) -> bool:
-        """Once all output is entered: the client has the usage too."""
+        """Whether the client has the usage. Valid once every event is entered."""
         return self.num_seen > len(self.entries)
 
 

@@ -59,11 +59,12 @@ BUSY, BUSY_RETRY_S = "Another request continues this stream now.", 1.0
 class KeptStream(StoredEntry, frozen=True):
     """One stream in the store.
 
-    body           digest of the path and the body of its request
+    body           digest of the path and the body of the stream's request
     created        Unix seconds of the answer's beginning
-    num_sequences  of the request;  entries: as `EventLog` has them
-    state          the upstream's, for `EarlierOutput`
-    is_claimed     a request continues the stream: entries are empty, and state is drawn, so that no two claims are equal
+    num_sequences  sequences of the request
+    entries        bytes of `EventLog.entries`
+    state          the upstream's state for `EarlierOutput`
+    is_claimed     a request continues the stream now; entries are empty, and state is random, so that no two claims are equal
     """
 
     tenant: str
@@ -80,10 +81,10 @@ _encode, _decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(KeptStream)
 
 @dataclass(frozen=True, slots=True)
 class ContinuedStream:
-    """A stream that the client may have.
+    """A kept stream that a request may continue.
 
-    num_seen  events that it has already
-    value     the entry as it was found, which a claim replaces
+    num_seen  events that the client has already
+    value     bytes of the store's entry, which a claim replaces
     """
 
     answer_id: RequestId
@@ -105,10 +106,10 @@ class ContinuedStream:
 
 @dataclass(slots=True, eq=False)
 class OpenStream:
-    """A stream that is being sent, or that has ended and whose entry is being written.
+    """A stream that is being sent, or has ended and is being written to the store.
 
-    begun_at  on the event loop's clock
-    closed    neither any more
+    begun_at  start of the sending, in seconds of the event loop's clock
+    closed    set once the stream is neither sent nor written any more
     """
 
     exchange: Exchange
@@ -125,22 +126,22 @@ class OtherWorkers(Protocol):
 
 
 def body_digest(path: str, body: bytes, headers: Sequence[bytes] = ()) -> bytes:
-    """Digest of what makes two requests equal. headers: values of those that change the answer, without zero bytes"""
+    """A digest that is the same for equal requests. headers: values, without zero bytes, of the headers that change the answer"""
     digest = blake2b(b"\0".join((path.encode(), *headers, b"")), digest_size=16)
     digest.update(body)
     return digest.digest()
 
 
 def is_worth_keeping(error: BaseException | None) -> bool:
-    """Whether the client may want the rest of a stream that ended so. None: it was sent whole, and perhaps not received."""
+    """Whether the client may want the rest of a stream that ended with `error`. None: sent whole, but perhaps not received whole."""
     return error is None or isinstance(error, ClientLeft | SlowReader | Unavailable | asyncio.CancelledError)
 
 
 class KeptStreams:
-    """The streams of one gateway, and its way to the store. `close` writes what is left."""
+    """The open streams of one gateway, and the store of kept ones. `close` finishes the writes."""
 
     def __init__(self, store: GuardedStore | None, *, ttl_s: float, metrics: ResumeMetrics) -> None:
-        """store: closed by `close`; None: no stream is kept, and events have no ids"""
+        """store: closed by `close`; None: no stream is kept, and events have no ids. ttl_s: seconds that a stream is kept"""
         self._store = store
         self._ttl_s = ttl_s
         self._metrics = metrics
@@ -148,7 +149,7 @@ class KeptStreams:
         self._siblings: OtherWorkers | None = None
 
     def join(self, siblings: OtherWorkers) -> None:
-        """Have the other workers of this port end streams that continue here, and end streams that continue there."""
+        """Connect with the other workers of this port: a stream that continues at one worker is ended at the worker that still sends it."""
         self._siblings = siblings
         siblings.handle(END_STREAM, self._end_for_sibling)
 
@@ -168,8 +169,9 @@ class KeptStreams:
     # -- continuing ----------------------------------------------------------------------------------------------------------------
 
     async def find(self, exchange: Exchange) -> ContinuedStream | None:
-        """The stream that the request's Last-Event-ID names; None: it names none. A stream that is still being sent here ends, since its
-        client has plainly lost it; nothing else is changed.
+        """The stream that the request's Last-Event-ID names; None: it names none.
+
+        A stream that this gateway still sends is ended, since its client has lost the connection. Nothing else is changed.
 
         Raises InvalidRequest, UnknownStream, StreamConflict, or Unavailable where the store does not answer.
         """
@@ -190,7 +192,7 @@ class KeptStreams:
             return self._checked(event, value, exchange)
 
     async def claim(self, stream: ContinuedStream) -> None:
-        """Take the stream, right before it is continued. Raises StreamConflict where another request has taken it, or Unavailable."""
+        """Claim the stream right before continuing it. Raises StreamConflict when another request has claimed it, or Unavailable."""
         assert self._store is not None
         claim = _encode(msgspec.structs.replace(stream.kept, entries=b"", state=secrets.token_bytes(CLAIM_BYTES), is_claimed=True))
         with self._counted():
@@ -207,8 +209,10 @@ class KeptStreams:
         return await store.swap(stream.answer_id, value, expected=expected, tenant=stream.kept.tenant, ttl_s=self._ttl_s)
 
     async def _give_back(self, store: Store, stream: ContinuedStream, claim: bytes) -> None:
-        """Put the entry in the place of a claim whose request has given up. The store may get to the claim only now, so this is tried for a
-        while; a claim of another request stays."""
+        """Replace a claim by the entry, after the claiming request has given up. A claim of another request stays.
+
+        The store may carry out the late claim at any moment, so the replacement is tried several times.
+        """
         for pause_s in GIVE_BACK_PAUSES_S:
             if await self._swapped(store, stream, stream.value, expected=claim):
                 return
@@ -216,7 +220,7 @@ class KeptStreams:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count how asking the store ends, unless it ends well; failures of the store become Unavailable."""
+        """Count errors of the block in the metrics, and raise Unavailable for a failure of the store."""
         try:
             yield
         except StoreFailed:
@@ -252,8 +256,10 @@ class KeptStreams:
         await stream.closed.wait()
 
     async def _has_ended_at_sibling(self, answer_id: RequestId, exchange: Exchange) -> bool:
-        """Whether another worker of this port was sending the stream, has ended it and has kept it. Raises StreamConflict where it has just
-        begun there."""
+        """Ask the other workers of this port to end the stream. True: one of them sent it, has ended it and has kept it.
+
+        Raises StreamConflict when the stream has just begun there.
+        """
         if self._siblings is None:
             return False
         try:
@@ -266,7 +272,7 @@ class KeptStreams:
         return HAS_ENDED in answers
 
     async def _end_for_sibling(self, argument: str) -> bytes:
-        """The answer to END_STREAM."""
+        """Answer END_STREAM of another worker: end the stream that it names, if this worker sends it."""
         answer_id, _, owner = argument.partition(" ")
         stream = self._open.get(RequestId(answer_id))
         if stream is None or _owner(stream.exchange) != owner:
@@ -280,11 +286,11 @@ class KeptStreams:
     # -- keeping -------------------------------------------------------------------------------------------------------------------
 
     def begin(self, answer_id: RequestId, exchange: Exchange) -> None:
-        """The stream is being sent from here on; `keep` or `forget` ends that."""
+        """Note that a stream is being sent, until `keep` or `forget`."""
         self._open[answer_id] = OpenStream(exchange, _now())
 
     def forget(self, answer_id: RequestId, *, is_claimed: bool) -> None:
-        """The stream has ended and is not kept. is_claimed: it was continued, and its claim is removed"""
+        """End a stream without keeping it. is_claimed: the stream was continued, and its claim in the store is removed"""
         if is_claimed:
             self._write(answer_id, 0, lambda store: store.delete(answer_id), lambda _: None)
         else:
@@ -317,7 +323,7 @@ class KeptStreams:
 
 
 def _owner(exchange: Exchange) -> str:
-    """Names the tenant and the body of a request, in hexadecimal."""
+    """Hex digest of a request's tenant and body."""
     return blake2b(exchange.principal.tenant_key.encode() + b"\0" + exchange.body_digest, digest_size=16).hexdigest()
 
 

@@ -26,15 +26,15 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
 
     model        name or alias; None: the only served model
     sampling     the parameters the client gave, by the names of `SamplingParams`
-    grammar      what the answer must match; None: any text
+    grammar      grammar that the answer must match; None: any text
     has_priority  the client named a priority class
     cache_salt   the client's own part of the salt
-    cache        what the client wants of the response cache
+    cache        the client's options of the response cache
     logprobs_field  name of the field that asked for prompt log-probabilities, for refusals
     num_shown    choices that show the prompt's log-probabilities
-    num_kept_encodings  JSON forms of these that stay in memory until the answer is written
-    fitting      what is done with a conversation that does not fit the context
-    metadata     of a conversation, as the client gave it
+    num_kept_encodings  JSON forms of the prompt's log-probabilities that stay in memory until the answer is written
+    fitting      how a conversation that does not fit the context is shortened
+    metadata     the client's `metadata` of a conversation
     """
 
     model: str | None
@@ -56,7 +56,7 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
         return structs.replace(self, prompt=prompt)
 
     def check_caps(self, own: PriorityClass) -> None:
-        """Raises InvalidRequest for more sequences or messages than there may be, and for a priority class above the key's own."""
+        """Raises InvalidRequest beyond MAX_SEQUENCES or MAX_MESSAGES, and for a priority class above `own`, the key's."""
         num_prompts = 1
         if isinstance(self.prompt, Conversation):
             check_num_messages("prompt", len(self.prompt.messages))
@@ -71,6 +71,6 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
 
 
 def check_num_messages(field: str, num_messages: int) -> None:
-    """Raises InvalidRequest for more messages of a conversation, the value of `field`, than there may be."""
+    """Raises InvalidRequest about `field` for more than MAX_MESSAGES messages."""
     if num_messages > MAX_MESSAGES:
         raise InvalidRequest(field, f"at most {MAX_MESSAGES} messages", num_messages, "Drop the oldest ones.")

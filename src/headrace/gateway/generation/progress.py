@@ -32,7 +32,7 @@ class _Sequence:
 
 
 class RequestProgress:
-    """ttft_s  seconds from arrival to the first token of any sequence, None before it"""
+    """Times and token counts of one running request. ttft_s: seconds from arrival to the first token of any sequence; None before it"""
 
     __slots__ = ("_arrived_at", "_instruments", "_sequences", "_stream", "num_sequences", "ttft_s")
 
@@ -60,7 +60,7 @@ class RequestProgress:
                 sequence.finish = event.finish
 
     def record_replayed(self, event: OutputEvent) -> None:
-        """An event that an earlier stream of the request made: it has no latency here."""
+        """Take the finish reason of an event of an earlier stream. Its tokens and latencies were counted there."""
         if event.finish is not None:
             self._sequences[event.index].finish = event.finish
 
@@ -72,7 +72,7 @@ class RequestProgress:
                 metrics.time_to_first_token.observe(self.ttft_s)
 
     def close(self, now: float, *, n: int) -> None:
-        """Observe what is known only at the end, however the request ended. n: sequences per prompt; they wait in the queue together."""
+        """Observe latency, queue time and TPOT, however the request ended. n: sequences per prompt, which share one queue time"""
         if (metrics := self._metrics_of(0)) is not None:
             metrics.request_latency.observe(now - self._arrived_at)
         for index in range(0, self.num_sequences, n):
@@ -108,7 +108,7 @@ DEADLINE_PASSED = "The request's deadline passed before it was complete."
 
 
 def raise_if_failed(finish: FinishReason, detail: str | None, record: RequestLogRecord) -> None:
-    """Raises the error of a sequence that ended otherwise than with an answer. detail: the engine's message, which `record` gets"""
+    """Raises the error of a sequence that ended without an answer. detail: the engine's message, which is written to `record`"""
     if finish.is_answer:
         return
     if finish is FinishReason.DEADLINE:
@@ -123,7 +123,7 @@ def raise_if_failed(finish: FinishReason, detail: str | None, record: RequestLog
 
 
 def record_end(record: RequestLogRecord, stream: EventStream, progress: RequestProgress, usage: TokenUsage) -> None:
-    """Write usage, times and finish reasons to the request's record. usage: of the stream and of the requests beside it"""
+    """Write usage, times and finish reasons to the request's record. usage: of the stream, and of summaries made for it"""
     record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
     record.completion_tokens = usage.charged.completion_tokens  # earlier ones are in the line of the request that produced them
     record.ttft_s, record.tpot_s = progress.ttft_s, progress.tpot_s

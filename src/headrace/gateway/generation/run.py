@@ -40,7 +40,7 @@ async def generate(generation: Generation, encoder_of: Callable[[Prepared], Answ
 
 
 async def _prepared(generation: Generation, stage: int) -> Prepared:
-    """The answer as the stages from this number on prepare it."""
+    """The request, prepared by the stages from number `stage` on."""
     if stage < len(STAGES):
         return await STAGES[stage](generation, partial(_prepared, generation, stage + 1))
     return await prepare(generation)
@@ -80,7 +80,7 @@ class _Answer:
             self._close()
 
     def _start_deadline_timer(self) -> asyncio.TimerHandle | None:
-        """Timer that ends the request where the engine does not, because its loop hangs. None: no deadline."""
+        """A timer that ends the request when a hanging engine does not. None: the request has no deadline."""
         deadline_at = self.generation.deadline_at
         if deadline_at is None:
             return None
@@ -106,8 +106,7 @@ class _Answer:
                 yield made
 
     async def _stream(self) -> None:
-        """Write a stream. Response headers are held back until the first event, so that a refusal keeps its own status; at most for
-        `sse_ping_s`."""
+        """Write a stream. Response headers wait for the first event, for at most `sse_ping_s`, so that a refusal has its own status."""
         generation, stream, encoder, progress = self.generation, self.stream, self.encoder, self.progress
         first: list[OutputEvent] | None = None
         if generation.replay is None:
@@ -137,7 +136,7 @@ class _Answer:
             await sse.write_slices(self._slices(self.encoder.encode_events(events)), num_bytes=sum([event.num_bytes for event in events]))
 
     async def _events(self) -> list[OutputEvent]:
-        """The next events; empty once every sequence has finished. Raises the request's error if it ended otherwise."""
+        """The next events; empty once every sequence has finished. Raises the error of a request that ended without an answer."""
         self._raise_if_ended()
         events = await self.stream.events()
         self.generation.record_events(events)
@@ -151,7 +150,7 @@ class _Answer:
         return events
 
     async def _read_to_end(self) -> None:
-        """Record the rest of an answer whose client has left: it will be asked for again."""
+        """Record the rest of an answer whose client has left, for the client's retry."""
         with suppress(HeadraceError):
             while events := await self.stream.events():
                 self.progress.record(events, self.service.clock())
@@ -160,7 +159,7 @@ class _Answer:
                 await self._before_end()
 
     async def _before_end(self) -> None:
-        """Raises a hook's error."""
+        """Run the `before_end` hooks. Raises a hook's error."""
         hooks, self.generation.before_end = self.generation.before_end, []
         try:
             for hook in hooks:

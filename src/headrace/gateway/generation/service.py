@@ -28,12 +28,13 @@ from headrace.observe.tenant_metrics import ShownTenants
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """
-    ledger     None: usage is not kept, since there is no state folder
-    stored_keys  None: keys are those of the configuration alone
-    salt_key   turns tenants into cache salts
-    clock      of arrivals, deadlines and latencies
-    unix_time  Unix seconds, for the `created` fields of answers
+    """The objects that every request may use.
+
+    stored_keys  keys of the store; None: only keys of the configuration exist
+    ledger       None: usage is not kept, since there is no state folder
+    salt_key     secret that turns tenants into cache salts
+    clock        monotonic seconds: arrivals, deadlines and latencies
+    unix_time    Unix seconds, for the `created` fields of answers
     """
 
     config: RequestConfig
@@ -58,5 +59,5 @@ class Service:
     unix_time: Clock
 
     def shown_tenants(self, reader: Principal) -> ShownTenants:
-        """Whose series of the metrics page a reader sees."""
+        """The tenants whose series of the metrics page a reader sees."""
         return self.config.metrics.shown_to(reader, has_several=self.tenant_share.has_several)

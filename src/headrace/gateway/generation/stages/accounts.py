@@ -9,7 +9,7 @@ from headrace.gateway.upstream.seam import Prepared
 
 
 async def log_prompt(generation: Generation, call_next: CallNext) -> Prepared:
-    """For tenants that have their prompts logged."""
+    """Keep the prompt for the usage record, for a tenant that has chosen it."""
     exchange = generation.exchange
     if exchange.principal.logs_prompts:
         prompt = generation.parsed.prompt
@@ -18,7 +18,7 @@ async def log_prompt(generation: Generation, call_next: CallNext) -> Prepared:
 
 
 async def reserve_memory(generation: Generation, call_next: CallNext) -> Prepared:
-    """Raises RequestTooLarge or Overloaded."""
+    """Charge the memory that the request needs in any case. Raises RequestTooLarge or Overloaded."""
     if (grammar := generation.parsed.grammar) is not None:
         generation.charges.prompts.add(grammar.num_bytes)
     prepared = await call_next()
@@ -27,7 +27,7 @@ async def reserve_memory(generation: Generation, call_next: CallNext) -> Prepare
 
 
 async def reserve_limits(generation: Generation, call_next: CallNext) -> Prepared:
-    """Take the most that the answer may use, and count at its end what it has used. Raises the errors of `LimitReservation.reserve`."""
+    """Reserve the most that the answer may use, and count its real usage at the end. Raises as `LimitReservation.reserve`."""
     prepared = await call_next()
     reservation = generation.reservation
     await reservation.reserve(generation.price, prepared)

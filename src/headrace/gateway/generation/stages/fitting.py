@@ -14,7 +14,7 @@ from headrace.gateway.upstream.seam import EventStream, Prepared, added
 
 
 async def prepare(generation: Generation) -> Prepared:
-    """What `call_next` of the last stage calls. It is no stage: it asks the upstream for several prompts, where it fits a conversation.
+    """Prepare the request at its upstream, after the last stage. To fit a conversation, several prompts may be prepared.
 
     Raises the errors of `Upstream.prepare` and `ContextFitter.prepared`.
     """
@@ -39,7 +39,10 @@ async def prepare(generation: Generation) -> Prepared:
 
 @asynccontextmanager
 async def _side_stream(generation: Generation, prepared: Prepared) -> AsyncIterator[EventStream]:
-    """The events of a summary, which is reserved and charged with the answer. Raises the errors of `LimitReservation.reserve`."""
+    """The event stream of a summary, whose tokens are reserved and charged with the answer's.
+
+    Raises RateLimitExceeded or QuotaExhausted where the caller's limits have no room for the summary, Unavailable where the store fails.
+    """
     reservation = generation.reservation
     await reservation.reserve(generation.price, prepared)
     stream = prepared.stream()
@@ -52,7 +55,7 @@ async def _side_stream(generation: Generation, prepared: Prepared) -> AsyncItera
 
 
 def _count(generation: Generation, stream: EventStream) -> None:
-    """What no engine took costs nothing."""
+    """Count a summary's usage. A summary that no engine has begun costs nothing."""
     usage, record = stream.usage(), generation.exchange.record
     if not usage.completion_tokens and generation.exchange.end_reason is None:
         generation.reservation.count(None)

@@ -15,7 +15,7 @@ from headrace.observe.cache_metrics import CacheResult
 
 
 async def answer_once(generation: Generation, call_next: CallNext) -> Prepared:
-    """Raises InvalidRequest for an Idempotency-Key that cannot be honoured, and what `Replays.find` raises."""
+    """Answer a retry by the stored answer, or keep the first answer. Raises InvalidRequest for an unusable key, and as `Replays.find`."""
     exchange, config = generation.exchange, generation.service.config.idempotency
     key = retry_key(exchange, config)
     if not key:
@@ -37,7 +37,7 @@ async def answer_once(generation: Generation, call_next: CallNext) -> Prepared:
 
 
 def _check_can_be_kept(generation: Generation) -> None:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest for a request whose answer cannot be kept: a continued stream, or prompt log-probabilities."""
     continues = generation.exchange.header(LAST_EVENT_ID) is not None
     for other, is_given in ((LAST_EVENT, continues), ("prompt_logprobs", generation.client_params.prompt_logprobs is not None)):
         if is_given:
@@ -45,7 +45,7 @@ def _check_can_be_kept(generation: Generation) -> None:
 
 
 class FirstAnswer:
-    """The answer that is computed under a key, for its retries."""
+    """The first answer under a key, which is kept for retries."""
 
     def __init__(self, generation: Generation, claim: KeyClaim) -> None:
         self._generation, self._claim = generation, claim
@@ -57,11 +57,11 @@ class FirstAnswer:
         generation.outlives_client = self.outlives_client
 
     def outlives_client(self) -> bool:
-        """The answer goes on without its client, for the retry."""
+        """Whether the client has left, so that the answer is finished for the retry."""
         return isinstance(self._generation.exchange.end_reason, ClientLeft | SlowReader)
 
     def end(self) -> None:
-        """Keep the answer if it is whole. Else the next request with the key is the first. Returns at once."""
+        """Store a whole answer, in the background. Otherwise free the key, and its next request is the first again."""
         generation, recorder, replays = self._generation, self._recorder, self._generation.service.replays
         if recorder is None or not recorder.is_whole or generation.is_refused_at_end:
             replays.free(self._claim)

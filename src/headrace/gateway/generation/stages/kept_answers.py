@@ -17,10 +17,10 @@ from headrace.policy.admission.decision import AdmissionOutcome
 
 
 class AnswerRecorder:
-    """The events of one request while they come.
+    """Records the events of one running request.
 
-    max_bytes    of the largest answer that one of its stages keeps
-    is_given_up  they are more than may be kept
+    max_bytes    size of the largest answer that one of the request's stages keeps
+    is_given_up  the answer is too large, or the memory budget is full: nothing is recorded any more
     """
 
     def __init__(self, prepared: Prepared, model: str, charge: MemoryCharge) -> None:
@@ -49,7 +49,7 @@ class AnswerRecorder:
         return self._num_ended == self._prepared.num_sequences
 
     def answer(self, usage: TokenUsage, now: float) -> WholeAnswer | None:
-        """now: Unix seconds. None where it was too large."""
+        """The recorded answer; None if recording was given up. now: Unix seconds"""
         if self.is_given_up:
             return None
         prepared, recording = self._prepared, self._recording
@@ -67,7 +67,7 @@ class AnswerRecorder:
         )
 
     def _hold(self) -> None:
-        """Charge the bytes that have come; a budget without room ends the recording, not the request."""
+        """Charge the recorded bytes. A full memory budget ends the recording, not the request."""
         try:
             if self._num_bytes > self.max_bytes:
                 self.is_given_up = True
@@ -91,7 +91,7 @@ def recorder_of(generation: Generation, prepared: Prepared, *, max_bytes: int) -
 
 
 def given_again(generation: Generation, answer: WholeAnswer) -> Prepared:
-    """An answer that is there already, as this request's. A smaller model may have computed it."""
+    """A stored answer as this request's. The request's model becomes the answer's, which may be the smaller model."""
     exchange = generation.exchange
     with suppress(ModelNotFound):
         generation.model = generation.service.models.only(answer.model)
@@ -102,6 +102,6 @@ def given_again(generation: Generation, answer: WholeAnswer) -> Prepared:
 
 
 def report_cache(generation: Generation, result: CacheResult, *headers: tuple[bytes, bytes]) -> None:
-    """What every generating answer says of the response cache, and the headers that go with it."""
+    """Count the cache result, and add x-headrace-cache and `headers` to the answer."""
     generation.service.answer_cache.metrics.request(result)
     generation.exchange.add_headers((b"x-headrace-cache", result.encode()), *headers)

@@ -22,7 +22,7 @@ class ModelBusy(Overloaded):
 
 
 async def choose_model(generation: Generation, call_next: CallNext) -> Prepared:
-    """A stream that goes on is answered by its own model. Raises ModelBusy."""
+    """Choose the model that answers. A continued stream keeps its model. Raises ModelBusy."""
     if generation.earlier is None:
         _choose(generation)
     return await call_next()
@@ -52,7 +52,7 @@ def _choose(generation: Generation) -> None:
 
 
 def _queue(model: ServedModel, priority: PriorityClass, turn: TenantTurn) -> QueueState | None:
-    """As the newest request of a tenant finds it. turn: of the tenant among the tenants of this gateway"""
+    """The queue ahead of a tenant's newest request; None: not known. turn: the tenant's turn among the tenants of this gateway"""
     queue = model.upstream.queue(priority, model.unsent)
     return None if queue is None else queue.at_turn(turn)
 
@@ -62,7 +62,7 @@ def headers_of(model: ServedModel, outcome: AdmissionOutcome) -> AdmittedHeaders
 
 
 def refused_headers(headers: Sequence[tuple[bytes, bytes]]) -> AdmittedHeaders:
-    """The headers of an answer that refuses: a request that was admitted, and refused by its engine after that, was not served."""
+    """The headers with the reason `refused`, for a request that was admitted and then refused by its engine."""
     return tuple((name, AdmissionOutcome.REFUSED.encode() if name == REASON_HEADER else value) for name, value in headers)
 
 

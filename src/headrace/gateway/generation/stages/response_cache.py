@@ -14,7 +14,7 @@ from headrace.observe.cache_metrics import CacheResult, KeptAnswer
 
 
 async def use_cache(generation: Generation, call_next: CallNext) -> Prepared:
-    """A cache that fails costs only its own answers: nothing is raised here."""
+    """Answer from the response cache, or record the answer for it. A failing cache raises nothing: the answer is computed."""
     question = _question(generation)
     if not _may_cache(generation, question):
         report_cache(generation, CacheResult.OFF)
@@ -54,7 +54,7 @@ def _may_cache(generation: Generation, question: Question) -> bool:
 
 
 def _key_of(generation: Generation, question: Question) -> str:
-    """Name of the cached answer: made of the question, the model's version, and the caller's limits as far as they bound the output."""
+    """The store's key: a hash of the question, the model's version, and those limits of the caller that bound the output."""
     ceiling = generation.reservation.ceiling(generation.price)
     bound = ceiling.deciding(has_max_tokens=question.sampling.get("max_tokens") is not None)
     salt = entry_salt(generation.exchange.principal.tenant_key, generation.parsed.cache_salt)
@@ -62,7 +62,7 @@ def _key_of(generation: Generation, question: Question) -> str:
 
 
 class CacheEntry:
-    """One request's part in the entry of its question."""
+    """One request's use of a cache entry: reading it, and writing or ending its computation."""
 
     def __init__(self, generation: Generation, key: str, control: CacheControl) -> None:
         self._generation, self._cache = generation, generation.service.answer_cache
@@ -71,7 +71,7 @@ class CacheEntry:
         self._recorder: AnswerRecorder | None = None
 
     async def find(self) -> WholeAnswer | None:
-        """The cached answer, or that of an equal request that is running. None: the answer has to be computed."""
+        """The cached answer, or the answer of an equal running request after waiting for it. None: the answer must be computed."""
         control = self._control
         if control.no_cache:
             return None
@@ -84,14 +84,14 @@ class CacheEntry:
         return found
 
     def record(self, prepared: Prepared) -> None:
-        """Another model than the one that was asked for may answer: its answer is not the one that an equal request means."""
+        """Begin to record the answer. An answer by another model than the wanted one is not kept; waiting requests compute their own."""
         if self._generation.model is not self._generation.asked:
             self._end_computation()
         elif not self._control.no_store:
             self._recorder = recorder_of(self._generation, prepared, max_bytes=self._cache.max_entry_bytes)
 
     def end(self) -> None:
-        """Keep the answer if it is whole. Equal requests that wait compute their own where it is not. Returns at once."""
+        """Store a whole answer, in the background. Otherwise the equal requests that wait compute their own."""
         if self._recorder is not None and self._recorder.is_whole:
             self._keep(self._recorder)
         self._end_computation()

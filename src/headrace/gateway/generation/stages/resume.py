@@ -23,7 +23,8 @@ REPLAY_STEP = 64
 
 
 async def resume(generation: Generation, call_next: CallNext) -> Prepared:
-    """Raises the errors of `KeptStreams.find` and `KeptStreams.claim`, and StreamConflict for a stream that goes on nowhere."""
+    """Continue the stream that the request names, and give events ids. Raises as `KeptStreams.find` and `claim`, and StreamConflict when no
+    server of the model can continue the stream."""
     exchange, is_streaming = generation.exchange, generation.parsed.is_streaming
     kept_streams = generation.service.kept_streams
     if (last_event := exchange.header(LAST_EVENT_ID)) is None:
@@ -53,14 +54,14 @@ async def resume(generation: Generation, call_next: CallNext) -> Prepared:
 
 
 class ResumableStream:
-    """A stream whose events have numbers. continued: the one that it continues; None: it begins"""
+    """A stream whose events have ids. continued: the earlier stream that it continues; None: it is a new stream"""
 
     def __init__(self, generation: Generation, continued: ContinuedStream | None, event_log: EventLog) -> None:
         self._generation, self._continued, self._event_log = generation, continued, event_log
         self._is_replayed = continued is None
 
     async def replay(self, stream: EventStream, progress: RequestProgress, encoder: AnswerEncoder, sse: SseStream) -> None:
-        """Make the events of the earlier stream again, and send what the client lacks of them."""
+        """Make the events of the earlier stream again, and send those that the client does not have."""
         assert self._continued is not None
         entries, num_seen = self._continued.entries, self._continued.num_seen
         has_logprobs = self._generation.client_params.logprobs is not None
@@ -81,7 +82,7 @@ class ResumableStream:
         self._is_replayed = True
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """However the request ends, the stream is kept if its client may want the rest of it."""
+        """Keep the stream if the client may want the rest of it. Called at the end of every request."""
         kept_streams, answer_id = self._generation.service.kept_streams, self._generation.answer_id
         kept = self._kept() if is_worth_keeping(error) else None
         if kept is None:
@@ -90,7 +91,7 @@ class ResumableStream:
             kept_streams.keep(answer_id, kept)
 
     def _kept(self) -> KeptStream | None:
-        """What the store gets. None: there is nothing to continue."""
+        """The stream as the store keeps it. None: it cannot be continued, or has no event yet."""
         generation, log = self._generation, self._event_log
         if self._continued is not None and not self._is_replayed:
             return self._continued.kept

@@ -34,7 +34,7 @@ NOT_KEPT = ("reasoning_content", "reasoning")
 async def take_turn(generation: Generation, call_next: CallNext) -> Prepared:
     """Put the session's history before the request's messages, and add the answer to it.
 
-    Raises InvalidRequest or RequestTooLarge, SessionConflict or Unavailable.
+    Raises: InvalidRequest, RequestTooLarge; SessionConflict while another request has the session; Unavailable without the store's answer.
     """
     service, exchange, parsed = generation.service, generation.exchange, generation.parsed
     if not isinstance(parsed.prompt, Conversation):
@@ -61,7 +61,7 @@ async def take_turn(generation: Generation, call_next: CallNext) -> Prepared:
 
 
 def _named_session(generation: Generation) -> str | None:
-    """The session that a conversation belongs to; None: it is of none. Raises InvalidRequest."""
+    """The id of the request's session; None: it names none. Raises InvalidRequest for two different ids, or a malformed one."""
     exchange, metadata = generation.exchange, generation.parsed.metadata
     given = [(SESSION_HEADER, value.decode("latin-1")) for name, value in exchange.headers if name == RAW_HEADER]
     if "session_id" in metadata:
@@ -76,7 +76,7 @@ def _named_session(generation: Generation) -> str | None:
 
 
 def _check_one_line(parsed: ParsedRequest, prompt: Conversation) -> None:
-    """A session is one line of messages. Raises InvalidRequest for what would make another of it."""
+    """Raises InvalidRequest for fields that would break the session's single line of messages: n above 1, a continued final message."""
     if (n := parsed.sampling.get("n", 1)) != 1:
         raise InvalidRequest("n", "1 in a session", n)
     if prompt.continue_final_message:
@@ -84,16 +84,17 @@ def _check_one_line(parsed: ParsedRequest, prompt: Conversation) -> None:
 
 
 class SessionTurn:
-    """
-    history     what came before this turn
-    num_new     messages of the request
+    """One request's turn of a session.
+
+    history     messages before this turn
+    num_new     number of the request's messages
     """
 
     def __init__(self, sessions: Sessions, key: SessionKey, retry_key: str) -> None:
-        """retry_key: name of the request's Idempotency-Key; empty: it has none"""
+        """retry_key: `retry_key` of the request's Idempotency-Key; empty: it has none"""
         self._sessions, self._key, self._retry_key = sessions, key, retry_key
         self._owner = os.urandom(12)
-        """It names the turn in the store."""
+        """The turn's id in the store's claim."""
         self._is_freed = False
         self._renewing: asyncio.Task[None] | None = None
         self._found = ReadSession()
@@ -101,12 +102,13 @@ class SessionTurn:
         self.num_new = 0
 
     async def claim(self, continued_id: str) -> None:
-        """Read the session, which no other request has until `free`. Where its last turn gave the answer that the request continues, or had
-        the request's Idempotency-Key, the turn is that one again.
+        """Read the session and claim it until `free`.
 
-        continued_id  of the answer; empty: none
+        The session's last turn is replaced when the request repeats that turn: it continues the turn's answer, or has its Idempotency-Key.
 
-        Raises SessionConflict or Unavailable.
+        continued_id  id of the answer that the request continues; empty: none
+
+        Raises SessionConflict while another request has the session, or Unavailable.
         """
         self._found = await self._sessions.claimed(self._key, self._owner)
         self._renewing = asyncio.create_task(self._renew())
@@ -118,7 +120,7 @@ class SessionTurn:
         self.history = History(messages, stored.summary)
 
     async def _renew(self) -> None:
-        """Runs until it is cancelled."""
+        """Renew the claim until cancelled."""
         while True:
             await asyncio.sleep(RENEW_S)
             await self._sessions.renew(self._key, self._owner, RENEW_S)
@@ -133,7 +135,7 @@ class SessionTurn:
             self._sessions.free(self._key, self._owner)
 
     def conversation(self, new: Sequence[Message]) -> History:
-        """The history with the request's messages behind it. Raises RequestTooLarge, or InvalidRequest for too many messages."""
+        """The history followed by the request's messages. Raises InvalidRequest beyond MAX_MESSAGES messages."""
         self.num_new = len(new)
         made = self.history.with_messages(new)
         if len(made.messages) > MAX_MESSAGES:
@@ -142,19 +144,19 @@ class SessionTurn:
         return made
 
     def check_size(self, history: History) -> int:
-        """Bytes of a history as JSON. Raises RequestTooLarge for more than a session may have."""
+        """Bytes of a history as JSON. Raises RequestTooLarge beyond MAX_SESSION_BYTES."""
         num_bytes = len(messages_json(history.messages))
         if num_bytes > MAX_SESSION_BYTES:
             raise self._sessions.too_large()
         return num_bytes
 
     def preferred_replica(self, model: str) -> str:
-        """Name of the replica of `model` that gave the last answer; empty where another model gave it, or none."""
+        """Name of the replica of `model` that gave the session's last answer; empty: there is none, or another model gave it."""
         stored = self._found.stored
         return stored.replica if stored is not None and stored.model == model else ""
 
     def record(self, generation: Generation) -> None:
-        """Store the answer as this turn's before its last bytes are sent."""
+        """Record the answer, and store the turn before the answer's last bytes are sent."""
         answer = TurnRecorder()
         generation.recorders.append(answer)
         generation.before_end.append(partial(self._keep, generation, answer))
