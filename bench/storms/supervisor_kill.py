@@ -9,7 +9,7 @@ until it is whole. Every `--every` seconds, once all is ready, the supervisor is
 
 all_left_s     from each kill until no process of that deployment ran
 ready_again_s  from each kill until every replica of the next deployment was ready
-left_over      processes of a killed deployment that still ran when the next one was ready, by command; stale run directories beside its own
+orphans        processes of a killed deployment that still ran when the next one was ready, by command; stale run directories beside its own
 refusals       last line of each process that ended although it was not killed
 streams        whole answers; those that needed another try; those whose text was not that of an unbroken one
 """
@@ -56,7 +56,7 @@ KIND = "greedy"
 class Found:
     all_left_s: list[float] = field(default_factory=list)
     ready_again_s: list[float] = field(default_factory=list)
-    left_over: Counter[str] = field(default_factory=Counter)
+    orphans: Counter[str] = field(default_factory=Counter)
     refusals: list[str] = field(default_factory=list)
     whole: int = 0
     retried: int = 0
@@ -170,9 +170,9 @@ async def kill_once(running: Unit, found: Found) -> None:
     found.all_left_s.append(round(time.monotonic() - killed_at, 2))
     await running.wait_ready()
     found.ready_again_s.append(round(time.monotonic() - killed_at, 2))
-    found.left_over.update(" ".join(process.cmdline()[-4:]) for process in alive if process.is_running())
+    found.orphans.update(" ".join(process.cmdline()[-4:]) for process in alive if process.is_running())
     if num_stale := running.num_stale_directories():
-        found.left_over["run directory"] += num_stale
+        found.orphans["run directory"] += num_stale
 
 
 async def storm(running: Unit, given: argparse.Namespace) -> Found:

@@ -17,7 +17,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def given_kind(fields: object, *, field: str) -> str:
-    """The one of KINDS that an object's attribute gives. Raises InvalidRequest naming `field` for none and for several."""
+    """The name of the one attribute among KINDS that is set. Raises InvalidRequest naming `field` if none or several are."""
     given = [name for name in KINDS if getattr(fields, name) not in (None, False)]
     if len(given) != 1:
         raise InvalidRequest(field, f"exactly one of {', '.join(KINDS[:-1])} and {KINDS[-1]}", given)
@@ -26,11 +26,11 @@ def given_kind(fields: object, *, field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """One of KINDS says what the whole output must match.
+    """A rule that the whole output must match: exactly one of KINDS.
 
     json         a JSON schema, as a mapping or as JSON text
     regex        a regular expression, in the syntax of Rust's regex crate
-    choice       the output is one of these texts
+    choice       a list of texts, of which the output is one
     grammar      a grammar in Lark, or in llama.cpp's GBNF
     json_object  True: any JSON object
 
@@ -52,7 +52,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The one of KINDS that is given. Raises InvalidRequest for none and for several, and for what is not supported."""
+        """The one of KINDS that is set. Raises InvalidRequest if none or several are, and for parameters that are not supported."""
         for name, remedy in _REFUSED.items():
             if getattr(self, name) not in (None, False):
                 raise InvalidRequest(f"structured_outputs.{name}", "nothing: it is not supported", getattr(self, name), remedy)
@@ -60,11 +60,11 @@ class StructuredOutputsParams:
 
     @property
     def field(self) -> str:
-        """How errors name the one that is given, e.g. "structured_outputs.json". Raises as `kind`."""
+        """The name of the set parameter in error messages, such as "structured_outputs.json". Raises InvalidRequest where `kind` does."""
         return f"structured_outputs.{self.kind}"
 
     def as_grammar(self) -> Grammar:
-        """The grammar, checked. Raises InvalidRequest naming the field."""
+        """The rule as a checked grammar. Raises InvalidRequest naming the field."""
         kind, field = self.kind, self.field
         value = getattr(self, kind)
         if kind == "json":

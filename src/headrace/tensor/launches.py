@@ -22,7 +22,7 @@ class Mark(Protocol):
     """A point in the device's queue."""
 
     def synchronize(self) -> None:
-        """Wait until the device has reached it. Raises what the device raised before."""
+        """Wait until the device has reached this point. Raises RuntimeError when a kernel launched before has failed."""
         ...
 
 

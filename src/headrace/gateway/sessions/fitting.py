@@ -74,16 +74,19 @@ class ContextFitter:
     ) -> None:
         """
         max_context_tokens  of the tier; None: the model's own limit alone
-        open_stream         the events of a request for a summary, which is held to the caller's limits; may raise what refuses it
+        open_stream         opens the event stream of a request for a summary, whose tokens count towards the caller's limits; raises
+                            RateLimitExceeded, QuotaExhausted or Unavailable where the limits refuse that request
         """
         self._upstream, self._facts, self._open_stream = upstream, facts, open_stream
         self._fitting, self._history = fitting, history
         self._max_context_tokens = max_context_tokens
 
     async def prepared(self, request: GenerationRequest) -> tuple[Prepared, Fitted | None]:
-        """The request prepared, whole or shortened; None: whole, or no turn of it could be left out.
+        """(the prepared request, how the conversation was shortened; None: the conversation is whole).
 
-        Raises what `Upstream.prepare` raises: ContextLengthExceeded where the last turn alone does not fit; and what `open_stream` raises.
+        Raises ContextLengthExceeded where the last turn alone does not fit, InvalidRequest for a request that the model cannot take,
+        Overloaded and Unavailable where the upstream cannot prepare the request or makes no summary, and RateLimitExceeded and
+        QuotaExhausted where the caller's limits refuse a summary.
         """
         whole: Prepared | None = None
         num_turns = len(turn_starts(self._history))
@@ -141,7 +144,11 @@ class ContextFitter:
     async def _asked(
         self, request: GenerationRequest, earlier: str, messages: Sequence[Message], max_tokens: int
     ) -> tuple[str, TokenUsage]:
-        """Raises ContextLengthExceeded, what `open_stream` raises, or Unavailable where the model does not answer whole."""
+        """(summary of `earlier` and `messages`, tokens used by the request for the summary).
+
+        Raises ContextLengthExceeded where the messages do not fit, Unavailable where the model does not end its answer, and
+        RateLimitExceeded, QuotaExhausted or Unavailable where the caller's limits refuse the request.
+        """
         text = SUMMARY_REQUEST + (f"summary so far: {earlier}\n\n" if earlier else "") + transcript(messages)
         asked = GenerationRequest(
             request_id=RequestId(os.urandom(12).hex()),

@@ -47,7 +47,7 @@ class StoredSource(Protocol):
     def rounded(self, name: str, shape: tuple[int, ...], rows: slice) -> RoundedWeight | None:
         """Outputs `rows` of a weight, scales and zero points at most rounded to float16; None where there is no such form.
 
-        Raises as `WeightSource.read`.
+        Raises CheckpointError when a tensor of the weight is missing or has another shape or dtype.
         """
         ...
 

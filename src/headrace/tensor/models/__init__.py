@@ -286,9 +286,11 @@ def _open_checkpoint(
 def describe(
     folder: Path, *, dtype: torch.dtype | None = None, max_model_len: int | None = None, quantization: str = "none", has_fp8: bool = False
 ) -> ModelDescription:
-    """Sizes from config.json alone: no weight is opened, no memory used. Raises as `load_model` does.
+    """Sizes of a model, from config.json alone: no weight is read, and no memory is allocated for weights.
 
-    has_fp8  whether linears that are stored in FP8 are held as they are
+    has_fp8  whether linears that are stored in FP8 stay in FP8 in memory
+
+    Raises CheckpointError for a missing or invalid config.json, and ConfigError for an option that this model cannot be run with.
     """
     config = read_config(folder)
     architecture, spec = _read_spec(config)

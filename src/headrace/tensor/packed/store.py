@@ -70,7 +70,10 @@ class StoredTable:
         return self._held.resident_bytes
 
     def rows(self, ids: Tensor) -> Tensor:
-        """See `Table.rows`. Raises what `reread` raises when neither file can be read: the step fails, the engine goes on."""
+        """See `Table.rows`. When the packed file cannot be read, the whole table is read from the checkpoint into memory (logged).
+
+        Raises CheckpointError when the checkpoint cannot be read either. The step then fails, and the engine goes on.
+        """
         if self.resident_bytes == 0:
             try:
                 return self._read_rows(self._file.descriptor, self._start, *self._shape, self._dtype, ids)

@@ -1,4 +1,4 @@
-"""Grammar <-> its message. The rules of the value are `Grammar.checked`'s; here only the format is checked."""
+"""Encodes a Grammar as its protobuf message, and decodes the message. Only the format is checked; `Grammar.checked` checks the value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _SPAN = SameFields(ReasoningSpan, pb.ReasoningSpan)
 
 
 def encode_grammar(grammar: Grammar) -> pb.Grammar:
-    """Raises what protobuf raises for text that is not valid Unicode; `encode_submit` turns it into InvalidRequest."""
+    """The message of a grammar.
+
+    Raises ValueError for a source with a lone surrogate, which protobuf cannot encode; `encode_submit` makes an InvalidRequest of it.
+    """
     span = grammar.reasoning
     reasoning = None if span is None else _SPAN.encode(span)
     return pb.Grammar(kind=GRAMMAR_KIND[grammar.kind], source=grammar.source, reasoning=reasoning)

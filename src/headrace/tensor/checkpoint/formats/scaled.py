@@ -140,13 +140,16 @@ TENSOR, CHANNEL = Blocks(0, 0), Blocks(1, 0)
 
 
 def read_any(parts: StoredParts, name: str, shapes: Sequence[tuple[int, ...]], dtypes: tuple[str, ...]) -> Tensor:
-    """The part, stored in any of the shapes, reshaped to the first. Raises as `StoredParts.read_part`, naming the first."""
+    """The tensor `name`, stored in any of `shapes`, reshaped to the first of them.
+
+    Raises CheckpointError when the tensor is missing, has another shape or dtype, or holds values that are not finite.
+    """
     stored = parts.stored_shape(name)
     return parts.read_part(name, stored if stored in shapes else shapes[0], dtypes).reshape(shapes[0])
 
 
 def read_scales(parts: StoredParts, name: str, shapes: Sequence[tuple[int, ...]], dtypes: tuple[str, ...] = FLOATS) -> Tensor:
-    """Scales as float32, none NaN; bytes are E8M0. Raises as `read_any`, and CheckpointError for NaN."""
+    """The scales in the tensor `name` as float32; bytes are E8M0. Raises CheckpointError for NaN, and where `read_any` does."""
     stored = read_any(parts, name, shapes, dtypes)
     is_nan = stored == 255 if stored.dtype == torch.uint8 else stored.float().isnan()
     if (number := int(is_nan.sum())) > 0:
@@ -155,20 +158,30 @@ def read_scales(parts: StoredParts, name: str, shapes: Sequence[tuple[int, ...]]
 
 
 def read_scalar(parts: StoredParts, name: str) -> Tensor:
-    """One float32 of a whole tensor, as []. Raises as `read_any`."""
+    """The only value of the float32 tensor `name`, as a tensor of shape []. Raises CheckpointError for another shape or dtype."""
     return read_any(parts, name, [(1,), (), (1, 1)], ("F32",))[0]
 
 
 def read_e4m3(
     parts: StoredParts, stem: str, shape: tuple[int, int], *, scales: str, blocks: Blocks, dtypes: tuple[str, ...] = FLOATS
 ) -> ScaledWeight:
-    """A weight stored as E4M3, and its scales. scales: the tensor's name. Raises as `read_scales`."""
+    """A weight of `shape` that is stored as E4M3, with its scales.
+
+    stem    name of the weight without ".weight"
+    scales  name of the tensor of scales
+
+    Raises CheckpointError when a tensor is missing or has another shape or dtype, and for scales that are NaN.
+    """
     codes = parts.read_part(f"{stem}.weight", shape, (E4M3,))
     return ScaledWeight(codes, to_float, read_scales(parts, scales, blocks.stored_shapes(shape), dtypes), blocks)
 
 
 def read_e2m1(parts: StoredParts, stem: str, shape: tuple[int, int], *, codes: str, group: int, dtypes: tuple[str, ...]) -> ScaledWeight:
-    """A weight stored as E2M1 in the tensor `codes`, with a scale per output and group of inputs. Raises as `read_scales`."""
+    """A weight of `shape` that is stored as E2M1 in the tensor `codes`, with a scale per output and group of `group` inputs.
+
+    Raises CheckpointError when `group` does not divide the inputs, when a tensor is missing or has another shape or dtype, and for scales
+    that are NaN.
+    """
     outputs, inputs = shape
     if inputs % group:
         raise CheckpointError(stem, f"a weight of shape {list(shape)} has no groups of {group} inputs each")

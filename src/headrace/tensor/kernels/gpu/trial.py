@@ -1,6 +1,7 @@
-"""A first kernel: what would stand in the way of all others is found within a second or two, before weights are loaded.
+"""Compiles and runs a small Triton kernel when an engine starts, to find a broken GPU setup in a second or two, before weights are loaded.
 
-It is compiled anew at each start, with the launcher that Triton compiles in C, whatever earlier starts have kept.
+The kernel, and the C launcher that Triton makes for it, are compiled at every start: a cached kernel of an earlier start would hide a
+compiler that no longer works.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from headrace.core.gpus import MIN_CAPABILITY, too_old
 from headrace.tensor.kernels.gpu.compiler import TritonCompiler
 
 MAX_REASON = 300
-"""Characters of a foreign error that are shown."""
+"""Most characters that are shown of an error message of Triton or the driver."""
 MAX_AGE_S = 3600.0
-"""Seconds after which a trial's folder is no running one's."""
+"""Seconds after which the folder of a trial belongs to a trial that was killed."""
 _SIZE, _PREFIX = 64, "trial-"
 
 
@@ -34,7 +35,7 @@ def _double_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 def find_fault(device: str) -> str:
-    """Why no kernel can be compiled or run on the device, in words on one line; "" where one was, with the right result."""
+    """Why no kernel can be compiled or run on the device, as one line of text; "" when the trial kernel ran with the right result."""
     try:
         x = torch.arange(_SIZE, dtype=torch.float32, device=device)
         if x.is_cuda and (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
@@ -47,8 +48,8 @@ def find_fault(device: str) -> str:
     return "" if is_right else "a first kernel gives a wrong result"
 
 
-def _remove_left_over(folder: Path) -> None:
-    """Remove folders of trials that were killed."""
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the folders of killed trials that are older than MAX_AGE_S."""
     for old in folder.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another start removes it
             if time.time() - old.stat().st_mtime > MAX_AGE_S:
@@ -56,11 +57,11 @@ def _remove_left_over(folder: Path) -> None:
 
 
 def double(x: Tensor) -> Tensor:
-    """2 * x, for the trial's few numbers, by a kernel that is compiled in an empty folder of the private one."""
+    """2 * x, as a new tensor, computed by a kernel that is compiled in an empty folder inside Triton's private cache folder."""
     out = torch.empty_like(x)
     TritonCompiler()
     knobs = triton.knobs.cache
-    _remove_left_over(Path(knobs.dir))
+    _remove_abandoned(Path(knobs.dir))
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=knobs.dir) as folder, knobs.scope():
         knobs.dir = folder
         _double_kernel[(1,)](x, out, BLOCK=x.numel())
