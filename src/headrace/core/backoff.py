@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Backoff:
-    """
-    first_s   the first pause
-    max_s     no pause is longer
-    stable_s  an attempt that worked for this long resets the pause to `first_s`
+    """Pauses between attempts, which double.
+
+    first_s   seconds of the first pause
+    max_s     bound of a pause in seconds
+    stable_s  an attempt that worked for this many seconds resets the pause to `first_s`
     """
 
     first_s: float
@@ -22,7 +23,7 @@ class Backoff:
     _next_s: float = field(default=0.0, init=False)
 
     def pause_s(self, worked_s: float) -> float:
-        """Pause before the next attempt, after one that worked for `worked_s` seconds (0: it failed at once)."""
+        """Seconds to wait before the next attempt. worked_s: seconds that the last attempt worked; 0: it failed at once"""
         pause_s = self.first_s if worked_s >= self.stable_s else max(self.first_s, self._next_s)
         self._next_s = min(2 * pause_s, self.max_s)
         return pause_s

@@ -10,7 +10,8 @@ UNKNOWN_OPEN = 32
 
 
 def raise_limit(wanted: int) -> int:
-    """Raise the soft limit to `wanted`, as far as the hard one allows; it is never lowered. Returns what holds now."""
+    """Raise the soft limit on open files to `wanted`, or to the hard limit if that is lower. Never lowers it. Returns the limit in
+    force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (wanted if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     allowed = min(wanted, hard)

@@ -19,7 +19,7 @@ SECRET_KEYS = frozenset({"api_key", "block_key", "key", "salt_key", "sha256", "s
 
 
 class DifferenceKind(StrEnum):
-    """The values are the signs in front of a line."""
+    """The kind of a difference. The value is the sign before its line."""
 
     ADDED = "+"
     REMOVED = "-"
@@ -28,7 +28,7 @@ class DifferenceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One difference. path: dotted, with the names of items in brackets. text: both values, or what was added or removed; may be empty"""
+    """One difference. path: dotted, item names in brackets. text: both values, or the one added or removed; may be empty"""
 
     kind: DifferenceKind
     path: str
@@ -39,7 +39,7 @@ class Difference:
 
 
 def differences(before: object, after: object, path: str = "") -> Iterator[Difference]:
-    """Every difference of two values, in the order of their fields. path: of the values themselves"""
+    """Every difference of two values, in the order of their fields. path: prefix of the paths"""
     return _differences(before, after, path, is_secret=False)
 
 
@@ -74,7 +74,7 @@ def _of_items(before: Mapping[Any, object], after: Mapping[Any, object], path: A
 
 
 def _of_sequences(before: Sequence[object], after: Sequence[object], path: str, *, is_secret: bool) -> Iterator[Difference]:
-    """Items without names: those that only one of the two has."""
+    """The differences of two lists of items without names: items that only one list has, or another order."""
     for item in before:
         if item not in after:
             yield Difference(DifferenceKind.REMOVED, path, _item(item, is_secret=is_secret))
@@ -86,12 +86,12 @@ def _of_sequences(before: Sequence[object], after: Sequence[object], path: str, 
 
 
 def _item(item: object, *, is_secret: bool) -> str:
-    """An item as a line shows it. A dataclass says itself which of its fields are secrets."""
+    """An item as text, with secrets hidden. A dataclass hides its own."""
     return HIDDEN if is_secret and not isinstance(item, Mapping) and not is_dataclass(item) else _shown(item)
 
 
 def _by_name(value: object) -> dict[str, object] | None:
-    """Items by their names; None where one has none, or two have the same."""
+    """The items by name; None if an item has no name, or two have the same."""
     if not isinstance(value, list | tuple):
         return None
     names = [item.get("name") if isinstance(item, Mapping) else getattr(item, "name", None) for item in value]

@@ -16,7 +16,7 @@ TEXT_FILES: Mapping[str, tuple[str, ...]] = {
 
 
 def text_digests(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Hex SHA-256 per kind over the names and contents of its files; "" where the folder has none of them.
+    """For each kind of text file, hex SHA-256 over the names and contents of its files; "" where the folder has none.
 
     files  file name -> content, for the files of TEXT_FILES that exist
     """

@@ -84,7 +84,7 @@ MAX_FIELD_CHARS = 160
 
 
 class HeadraceError(Exception):
-    """Root of everything raised on purpose."""
+    """Root of every error that this code raises on purpose."""
 
 
 class InvalidRequest(HeadraceError):
@@ -92,7 +92,7 @@ class InvalidRequest(HeadraceError):
 
     field   dotted name as the client wrote it, e.g. "top_p" or "messages[3].content", shortened to MAX_FIELD_CHARS
     limit   the rule as text with its numbers, e.g. "0 < top_p <= 1"
-    value   what was given, shortened; None hides it. `given` is the same, whole
+    value   the client's value, shortened; None hides it. `given` is the whole value
     remedy  what to do instead
     """
 
@@ -104,7 +104,7 @@ class InvalidRequest(HeadraceError):
         super().__init__(f"{field}: expected {limit}{shown}." + (f" {remedy}" if remedy else ""))
 
     def at(self, field: str) -> InvalidRequest:
-        """This error about the field as the client wrote it."""
+        """This error with the field named as the client wrote it."""
         return InvalidRequest(field, self.limit, self.given, self.remedy)
 
 
@@ -115,15 +115,15 @@ class ModelNotFound(InvalidRequest):
 
 
 class RequestTooLarge(InvalidRequest):
-    """A cap of size, not of form: body bytes, prompt tokens, KV blocks."""
+    """A request exceeds a cap on its size: body bytes, prompt tokens, KV blocks. Its form is valid."""
 
 
 class Unauthorized(HeadraceError):
-    """No key, or not one of ours. Never says which."""
+    """The request has no key, or an unknown one. The message does not say which."""
 
 
 class UnusableKey(HeadraceError):
-    """A valid key whose tier, or whose tenant's, the configuration does not have. The log names it."""
+    """The key is valid, but the configuration lacks the tier of the key or of its tenant. The log names the tier."""
 
 
 class Overloaded(HeadraceError):
@@ -133,7 +133,7 @@ class Overloaded(HeadraceError):
 
 
 class QueueFull(Overloaded):
-    """An engine's waiting queue has no room. Its loop sends the refusal as Overloaded, with the time that the queue's length makes."""
+    """An engine's waiting queue has no room. The engine's loop sends it as Overloaded, with a retry time."""
 
 
 class Unavailable(HeadraceError):
@@ -143,7 +143,7 @@ class Unavailable(HeadraceError):
 
 
 class DeadlineExceeded(HeadraceError):
-    """The request's deadline passed before its answer was complete. A stream has delivered what was generated until then."""
+    """The request's deadline passed before its answer was complete. A stream has delivered everything generated before that."""
 
 
 class DeadlineBeforeStart(DeadlineExceeded):
@@ -155,14 +155,14 @@ class SequenceFailed(HeadraceError):
 
 
 class EngineFatal(HeadraceError):
-    """Going on could give wrong answers: the engine process ends with an exit code of its own and is started anew."""
+    """Going on could give wrong answers. The engine process ends with an exit status of its own and is started anew."""
 
 
 class ConfigError(HeadraceError):
     """A value of the configuration breaks a rule.
 
-    where   its path in the file, or the flag or variable that set it
-    reason  the rule and what breaks it; does not repeat `where`
+    where   the value's path in the file, or the flag or variable that set it
+    reason  the rule and how the value breaks it; does not repeat `where`
     remedy  what to do instead
     """
 
@@ -171,7 +171,7 @@ class ConfigError(HeadraceError):
         super().__init__(f"{where}: {reason}." + (f" {remedy}" if remedy else ""))
 
     def at(self, where: str) -> ConfigError:
-        """This error, of the same class, under another name of the same place: a path from further outside, a flag."""
+        """This error, of the same class, with another name for the same value: a longer path, or a flag."""
         moved = type(self).__new__(type(self))
         vars(moved).update(vars(self))
         ConfigError.__init__(moved, where, self.reason, self.remedy)
@@ -185,11 +185,11 @@ class CheckpointError(HeadraceError):
 
 
 class ShownValue(str):
-    """What `shorten` made of a value in another process: it stands in a message as it is."""
+    """A value that `shorten` made in another process. Messages show it unchanged."""
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """A client's value as JSON in ASCII, as the client wrote it: bounded and printable, so that it can stand in a message or a log line."""
+    """A client's value as JSON in ASCII, bounded and printable, so that a message or a log line may contain it."""
     if isinstance(value, ShownValue):
         return str(value)
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:

@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
 
     @property
     def is_answer(self) -> bool:
-        """True when the sequence ended as requested. These are the values that OpenAI's `finish_reason` may show."""
+        """Whether the sequence ended as requested. Only such values may be sent as OpenAI's `finish_reason`."""
         return self in (FinishReason.STOP, FinishReason.LENGTH)
 
 

@@ -38,14 +38,14 @@ _LARK_ONLY = re.compile(r"(?m)^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:))")
 
 
 def is_gbnf(source: str) -> bool:
-    """Whether a text is GBNF rather than Lark: outside comments it has `::=` (vLLM's test), and no line begins Lark's `start:`."""
+    """Whether a text is GBNF rather than Lark: it has `::=` outside comments (vLLM's test), and no line starts with Lark's `start:`."""
     if "::=" not in source or _LARK_ONLY.search(source):
         return False
     return any("::=" in _COMMENT.sub("", line) for line in source.split("\n"))
 
 
 def lark_of_gbnf(source: str, *, name: str = "grammar") -> str:
-    """The Lark grammar. Raises InvalidRequest, naming the field `name`, for what is no GBNF; the remedy says where and why."""
+    """A GBNF grammar rewritten as Lark. Raises InvalidRequest naming the field `name` for other texts; the remedy says where and why."""
     try:
         return _Writer(_Parser(source).rules()).lark()
     except NotGbnf as error:
@@ -53,7 +53,7 @@ def lark_of_gbnf(source: str, *, name: str = "grammar") -> str:
 
 
 class NotGbnf(Exception):
-    """Why a text is no GBNF, in words."""
+    """A text is no GBNF. The message says why."""
 
 
 # --------------------------------------------------------------------------------------------------------------------------- reading
@@ -61,7 +61,7 @@ class NotGbnf(Exception):
 
 @dataclass(slots=True)
 class _Lexeme:
-    """A literal or a set of characters, as Lark writes it."""
+    """A literal or a set of characters in Lark's notation."""
 
     lark: str
 
@@ -79,7 +79,7 @@ class _Repetition:
 
 @dataclass(slots=True)
 class _Alternatives:
-    """A rule's right side, or a group: one of its sequences matches."""
+    """The right side of a rule, or a group. It matches if one of `sequences` does."""
 
     sequences: list[list[_Part]] = field(default_factory=lambda: [[]])
 
@@ -89,7 +89,7 @@ _Match = re.Match[str]
 
 
 class _Parser:
-    """A rule begins where a name is followed by `::=`. Line ends separate nothing else, so that a rule may have several lines."""
+    """Parses GBNF. A name before `::=` begins a rule; line ends do not end one, so a rule may span several lines."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -110,7 +110,7 @@ class _Parser:
         return NotGbnf(f"{what} at line {line}, column {column}")
 
     def rules(self) -> dict[str, _Alternatives]:
-        """Rule name -> right side, in order."""
+        """Rule name -> right side, in the order of the source."""
         begins = [at - 1 for at, token in enumerate(self._tokens) if token.lastgroup == "define"]
         if not begins or begins[0] != 0:
             raise NotGbnf("It begins with no rule (name ::= ...)")
@@ -170,7 +170,7 @@ class _Parser:
         return re.sub(r"\s", "", count)
 
     def _chars(self, token: _Match, group: str) -> Iterator[tuple[str, bool]]:
-        """The characters of a literal or a set, and whether each is written as an escape."""
+        """The characters of a literal or set, each with whether it was written as an escape."""
         for match in _CHAR.finditer(token[group]):
             code = match[1] or match[2] or match[3]
             char = match[5] or _ESCAPES.get(match[4] or "")
@@ -206,7 +206,7 @@ def _in_regex(char: str) -> str:
 
 
 class _Writer:
-    """Writes rules as Lark. `_regular` has the names of those that reach no recursion."""
+    """Writes rules as Lark. `_regular`: names of the rules that reach no recursion"""
 
     def __init__(self, rules: Mapping[str, _Alternatives]) -> None:
         self._rules = rules
@@ -246,7 +246,7 @@ def _references(part: _Part) -> Iterator[str]:
 
 
 def _regular_rules(references: Mapping[str, set[str]]) -> set[str]:
-    """The rules from which no recursion is reached. references: of each rule. Raises NotGbnf for a rule that is not defined."""
+    """Names of the rules from which no recursion is reached. references: rule -> rules it names. Raises NotGbnf for an unknown rule."""
     users: dict[str, list[str]] = {name: [] for name in references}
     for name, used in references.items():
         for other in used:

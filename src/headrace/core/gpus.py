@@ -47,10 +47,11 @@ Status 100 says that there is no GPU."""
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """
-    names    as `CUDA_VISIBLE_DEVICES` takes them, those that engines may use
-    problem  why GPUs that are here cannot be used; "": none
-    remedy   what to do about it, in a sentence
+    """The GPUs that engines may use.
+
+    names    as in `CUDA_VISIBLE_DEVICES`
+    problem  why existing GPUs cannot be used; "": no problem
+    remedy   a sentence: what to do about the problem
     """
 
     names: tuple[str, ...] = ()
@@ -59,13 +60,13 @@ class Gpus:
 
 
 def unusable(problem: str, remedy: str) -> Gpus:
-    """No GPU, and why. remedy: what to do, without a full stop; the CPU is always the other choice."""
+    """A value without GPUs, with the reason. remedy: what to do, without a full stop; using the CPU is added as an alternative"""
     return Gpus(problem=problem, remedy=f"{remedy}, or use device = cpu.")
 
 
 @cache
 def find_gpus() -> Gpus:
-    """The GPUs of this machine and process environment. The answer does not change while the process runs."""
+    """The GPUs that this process may use. Cached: the answer does not change while the process runs."""
     visible = os.environ.get(VISIBLE)
     if visible == "" or not Path("/dev/nvidiactl").exists():
         return Gpus()
@@ -73,7 +74,7 @@ def find_gpus() -> Gpus:
 
 
 def parse_probe(output: str, error: str, visible: str | None, torch_cuda: str = "") -> Gpus:
-    """What the probe's process printed, as GPUs.
+    """The GPUs according to the probe process's output.
 
     visible     value of `CUDA_VISIBLE_DEVICES`; None: it is not set
     torch_cuda  CUDA version of the installed torch; "": not known
@@ -94,13 +95,13 @@ def parse_probe(output: str, error: str, visible: str | None, torch_cuda: str = 
 
 
 def too_old(capability: tuple[int, int]) -> Gpus:
-    """No GPU: the best one has this compute capability, below MIN_CAPABILITY."""
+    """A value without GPUs: the compute capability of the best one is below MIN_CAPABILITY."""
     found, least = (".".join(map(str, numbers)) for numbers in (capability, MIN_CAPABILITY))
     return unusable(f"the GPU has compute capability {found}, and the kernels need {least}", "Use a card of the Ampere generation or newer")
 
 
 def run_probe(code: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Run Python code in a process of its own. Returns what it printed and the last line of its errors, both without space around."""
+    """Run Python code in a new process. Returns its output and the last line of its errors, both stripped."""
     command = [sys.executable, "-P", "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
@@ -111,7 +112,7 @@ def run_probe(code: str, timeout_s: float, environment: Mapping[str, str] | None
 
 
 def _missing_software() -> Gpus | None:
-    """What engines need and is not installed; None where all is there."""
+    """The first required package that is not installed, as a value without GPUs; None where nothing is missing."""
     if find_spec("torch") is None:
         return unusable("torch is not installed", "Install a torch with CUDA")
     if _torch_cuda() is None:
@@ -120,9 +121,9 @@ def _missing_software() -> Gpus | None:
 
 
 def _torch_cuda() -> str | None:
-    """CUDA version that the installed torch is built for, "13.0"; None: a build without; "": it does not say.
+    """CUDA version that the installed torch is built for, such as "13.0". None: a build without CUDA; "": not known.
 
-    torch is not imported, which takes seconds: its version file is read.
+    Read from torch's version file, because importing torch takes seconds.
     """
     torch = find_spec("torch")
     version = None if torch is None or torch.origin is None else Path(torch.origin).with_name("version.py")
@@ -135,7 +136,7 @@ def _torch_cuda() -> str | None:
 
 
 def _missing_compiler(environ: Mapping[str, str]) -> Gpus | None:
-    """What Triton needs to compile the launchers of its kernels, looked for as Triton does; None where all is there."""
+    """The missing part of a C compiler, which Triton needs for the launchers of its kernels; None where all is there."""
     given = environ.get("CC")
     if given is not None and shutil.which(given) is None:
         return unusable(f"Triton compiles with CC, and {given!r} is not found", "Mend or unset CC")

@@ -51,7 +51,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningSpan:
-    """Free text that may precede what the grammar describes.
+    """Free text that may precede the part of the output that a grammar describes.
 
     start    text that opens it, e.g. "<think>"
     end      text that closes it; the grammar binds from there on
@@ -65,7 +65,8 @@ class ReasoningSpan:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """
+    """A grammar that an output must match.
+
     source     JSON text of the schema, the expression, or the Lark source
     reasoning  None: the grammar binds from the first output token
     """
@@ -76,20 +77,20 @@ class Grammar:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Grammar:
-        """The value of which these are the fields, as `asdict` of dataclasses gives them. Raises KeyError, TypeError, ValueError."""
+        """The value with these fields, as `asdict` of dataclasses gives them. Raises KeyError, TypeError, ValueError."""
         span = fields["reasoning"]
         return cls(GrammarKind(fields["kind"]), str(fields["source"]), None if span is None else ReasoningSpan(**span))
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object."""
+        """A grammar for any JSON object."""
         return cls(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, field: str = "choice") -> Grammar:
-        """One of these texts, exactly. Raises InvalidRequest naming `field` for none, and for an empty one.
+        """A grammar for exactly one of these texts. Raises InvalidRequest naming `field` if there are no texts, or an empty one.
 
-        They are one terminal, which the lexer matches: as alternatives of a rule more than 2,000 would be too many for the parser.
+        The texts become one terminal, which the lexer matches. As alternatives of a rule, more than 2,000 would be too many for the parser.
         """
         if not choices or not all(choices):
             raise InvalidRequest(field, "a list of at least one text, none of them empty", list(choices))
@@ -97,7 +98,7 @@ class Grammar:
 
     @classmethod
     def ebnf(cls, source: str, *, field: str = "grammar") -> Grammar:
-        """A grammar in Lark or in GBNF, which is rewritten as Lark. Raises InvalidRequest naming `field`."""
+        """A grammar given in Lark, or in GBNF, which is rewritten as Lark. Raises InvalidRequest naming `field`."""
         given = cls(GrammarKind.LARK, source).checked(field=field)
         return cls(GrammarKind.LARK, lark_of_gbnf(source, name=field)).checked(field=field) if is_gbnf(source) else given
 

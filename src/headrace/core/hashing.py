@@ -26,26 +26,26 @@ _BLOCK = blake2b(digest_size=DIGEST_BYTES, person=b"headrace-block")
 
 
 def check_secret(where: str, key: str) -> None:
-    """Raises ConfigError unless `key` is empty (drawn at start) or hex of 16 to 64 bytes: a keyed hash takes no more, fewer are guessed.
+    """Raises ConfigError unless `key` is empty (then a random one is drawn) or hex of 16 to 64 bytes.
 
-    The message does not show it.
+    Fewer bytes could be guessed, and a keyed hash takes no more. The message does not show the key.
     """
     if key and re.fullmatch(r"(?:[0-9a-fA-F]{2}){16,64}", key) is None:
         raise ConfigError(where, "is not an even number of 32 to 128 hex digits", "`openssl rand -hex 32` draws one.")
 
 
 def site_secret(site_key: str, purpose: bytes) -> str:
-    """The site's secret (hex) for one purpose. It tells neither the site's key nor another secret. Empty for an empty key."""
+    """A secret (hex) derived from the site's key for one purpose; "" for an empty key. Neither the key nor other secrets follow from it."""
     return blake2b(purpose, digest_size=32, key=bytes.fromhex(site_key), person=b"headrace-site").hexdigest() if site_key else ""
 
 
 def chain_root(key: bytes, *, model_digest: bytes, kv_dtype: str, salt: bytes = b"", adapter_digest: bytes = b"") -> BlockHash:
-    """The parent of a sequence's first block. Everything but the tokens enters here, once.
+    """The parent identity of a sequence's first block. Everything except the tokens enters the hash here, once.
 
-    key             secret of the deployment, at most 64 bytes; replicas that share blocks share it
+    key             secret of the deployment, at most 64 bytes; replicas that share blocks have the same
     model_digest    content digest of the weights and the configuration
     kv_dtype        name of the cache's element type, as rounded: "bfloat16", "int8"
-    salt            tenant's salt; equal salts share blocks
+    salt            tenant's salt; requests with equal salts share blocks
     adapter_digest  content digest of the LoRA adapter, empty without one
     """
     if len(key) > 64:

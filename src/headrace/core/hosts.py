@@ -15,7 +15,7 @@ _METADATA = frozenset(map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach `host`: `localhost` or a loopback address, IPv6 in brackets or without."""
+    """Whether `host` is reachable only from this machine: `localhost` or a loopback address, IPv6 in brackets or without."""
     if host.lower() == "localhost":
         return True
     address = _address(host)
@@ -23,15 +23,15 @@ def is_loopback(host: str) -> bool:
 
 
 def is_link_local(host: str) -> bool:
-    """Whether `host` is a link-local address (169.254.0.0/16, fe80::/10) or a cloud's metadata service, in any of the forms that IPv6 has
-    for an IPv4 address. False for a name: what it resolves to is to be asked."""
+    """Whether `host` is a link-local address (169.254.0.0/16, fe80::/10) or a cloud's metadata service, also as an IPv4 address inside an
+    IPv6 one. False for a name: check the addresses that it resolves to."""
     address = _address(host)
     meant = {address, *_embedded(address)} if isinstance(address, ipaddress.IPv6Address) else {address}
     return any(each is not None and (each.is_link_local or each in _METADATA) for each in meant)
 
 
 def _embedded(address: ipaddress.IPv6Address) -> Iterator[IPAddress | None]:
-    """The IPv4 addresses that an IPv6 address may stand for."""
+    """The IPv4 addresses that an IPv6 address may embed."""
     yield address.ipv4_mapped
     yield address.sixtofour
     yield from address.teredo or ()

@@ -29,5 +29,5 @@ class KvGroup:
         return len(self.layers) * 2 * block_size * self.kv_heads * (self.head_dim * self.dtype_bytes + self.scale_bytes)
 
     def tokens_needed(self, num_tokens: int) -> int:
-        """Tokens of a sequence of `num_tokens` that must be resident at once."""
+        """The most tokens of a sequence of `num_tokens` tokens that must be in the cache at once."""
         return num_tokens if self.window is None else min(num_tokens, self.window)

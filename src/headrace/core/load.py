@@ -16,7 +16,7 @@ STEP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 class FailureKind(Enum):
-    """What raised inside an engine. Each is logged there with its traceback (`engine.failures`)."""
+    """The operation that raised inside an engine. Each failure is logged there with its traceback (`engine.failures`)."""
 
     STEP = "step"
     """A step: undone, and repeated in parts."""
@@ -32,13 +32,13 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """How a row of EngineCounters is published.
+    """How a row of EngineCounters is published as a metric.
 
     metric  name of its metric family
     text    help text of the family
     vllm    name of the family at vLLM; "": vLLM has none
-    label   of the family's series; "": the counter is one number
-    values  of the label that are shown always; (): those that were counted
+    label   label of the family's series; "": the counter is one number
+    values  label values that are always shown; (): only values that were counted
     """
 
     metric: str
@@ -49,11 +49,11 @@ class Counter:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Its label, if it has one."""
+        """The names of its labels: one or none."""
         return (self.label,) if self.label else ()
 
     def series(self, counted: Any) -> list[tuple[tuple[str, ...], int]]:
-        """The values of `labels` and the count of each series. counted: the row's value"""
+        """Pairs of label values and count, one per series. counted: the row's value"""
         if not self.label:
             return [((), counted)]
         return [((value,), counted.get(value, 0)) for value in self.values or sorted(counted)]
@@ -63,11 +63,11 @@ class Counter:
 class EngineCounters:
     """Counters since the engine process started. They only grow, so a reader that is late or reads twice misses and repeats nothing.
 
-    A row says all that is to be known of a counter: what the wire carries and both names of its metric are derived from it (`COUNTERS`).
-    The histogram of step durations is the only one of its kind, and is spelt out where it is read.
+    The wire's field and both metric names of a counter are derived from its row (`COUNTERS`). Only the histogram of step durations is
+    written out where it is read.
 
-    step_seconds  sum over the steps' durations
-    step_buckets  how many steps fell between two of STEP_BOUNDS_S, below the first and above the last
+    step_seconds  sum of the steps' durations
+    step_buckets  number of steps between two neighbouring STEP_BOUNDS_S, below the first and above the last
     """
 
     prompt_tokens: Annotated[int, Counter("headrace_prompt_tokens", "Prompt tokens of accepted requests.", "vllm:prompt_tokens")] = 0
@@ -107,7 +107,7 @@ class EngineCounters:
         self.step_buckets[bisect_left(STEP_BOUNDS_S, seconds)] += 1
 
     def note_finished(self, reason: str) -> None:
-        """reason: a FinishReason's value."""
+        """Count a finished sequence. reason: a FinishReason's value"""
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
     def note_failure(self, kind: FailureKind) -> None:
@@ -150,28 +150,28 @@ def summed(classes: ClassLoads) -> ClassLoad:
 
 
 def plus(classes: ClassLoads, others: ClassLoads) -> ClassLoads:
-    """The sums of two loads, class by class."""
+    """Two loads added class by class."""
     return tuple(ClassLoad(*map(add, one, other)) for one, other in zip(classes, others, strict=True))
 
 
 def minus(classes: ClassLoads, others: ClassLoads) -> ClassLoads:
-    """As `plus`, the differences."""
+    """`others` subtracted from `classes`, class by class."""
     return tuple(ClassLoad(*map(sub, one, other)) for one, other in zip(classes, others, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSnapshot:
-    """A replica at one moment.
+    """A replica's load at one moment.
 
     num_running, num_waiting  sequences; num_waiting includes the sequences of requests that are still in the inbox
-    num_queued_tokens  tokens known and not planned yet: of waiting sequences, and what is left of prompts that are computed in chunks
-    max_num_seqs       sequences that may run at once: as configured, or fewer where goals of those that run allow no more; 0: not known
+    num_queued_tokens  known tokens not planned yet: those of waiting sequences, and the rest of prompts that are computed in chunks
+    max_num_seqs       sequences that may run at once: as configured, or fewer where goals of running ones allow no more; 0: not known
     kv_blocks_*        summed over KV groups; free + cached + used == total
     step_age_s         seconds the running step has taken so far; None when idle
     step_predicted_s   duration that the loop predicted for the running step
     step_fixed_s, step_token_s  a step of N tokens takes step_fixed_s + N * step_token_s, as fitted to recent steps; both 0: not known
-    step_prompt_tokens  most prompt tokens of a step beside the sequences that run now and their goals; 0: not known
-    classes            the parts of num_running, num_waiting and num_queued_tokens that each priority class has; empty: not known
+    step_prompt_tokens  most prompt tokens that a step can take beside the running sequences, within their goals; 0: not known
+    classes            num_running, num_waiting and num_queued_tokens by priority class; empty: not known
     loop_age_s         seconds since the loop last turned or woke (idle loops wake regularly)
     """
 

@@ -21,7 +21,7 @@ NOT_LOCKED_YET = ".new"
 
 
 class LockedFolder:
-    """A fresh directory of mode 0700, in use until `remove` or until this process ends."""
+    """A new directory of mode 0700, locked until `remove` or until this process ends."""
 
     def __init__(self, path: Path, lock_name: str, descriptor: int) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class LockedFolder:
 
     @classmethod
     def make(cls, base: Path, prefix: str, lock_name: str) -> Self:
-        """lock_name: other than that of other kinds of directories whose names may begin alike. Raises OSError."""
+        """Make a directory. lock_name: must differ from that of other kinds of directories with the same prefix. Raises OSError."""
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         try:
             return cls(path, lock_name, _lock(path, lock_name))
@@ -39,7 +39,7 @@ class LockedFolder:
             raise
 
     def remove(self) -> None:
-        """With all that is in it. May be called again."""
+        """Remove the directory with everything in it. May be called again."""
         _remove(self.path, self._lock_name)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -47,7 +47,7 @@ class LockedFolder:
 
 
 def is_locked(folder: Path, lock_name: str) -> bool:
-    """A process has `folder` in use now. False where this user cannot see it, and for a lock file that is not the folder's owner's."""
+    """Whether a process uses `folder` now. False if this user cannot see it, or if the lock file's owner is not the folder's."""
     try:
         descriptor = _open_lock(folder / lock_name)
     except OSError:
@@ -66,7 +66,7 @@ def is_locked(folder: Path, lock_name: str) -> bool:
 
 
 def remove_unlocked(base: Path, prefix: str, lock_name: str) -> None:
-    """Remove this user's directories in `base` whose process has ended."""
+    """Remove this user's directories in `base` whose processes have ended."""
     for path in base.glob(f"{prefix}*/{lock_name}"):
         with suppress(OSError):
             _remove_if_unlocked(path)
@@ -86,7 +86,7 @@ def _remove_if_unlocked(path: Path) -> None:
 
 
 def _remove(folder: Path, lock_name: str) -> None:
-    """The lock file last: what a process that is killed meanwhile leaves is found by the next one."""
+    """Remove the directory, the lock file last: if this process is killed meanwhile, another one finds the rest by it."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -97,7 +97,7 @@ def _remove(folder: Path, lock_name: str) -> None:
 
 
 def _open_lock(path: Path) -> int:
-    """In a directory that all users may write, a lock file may be anything: another user's FIFO or link must not block this process."""
+    """Open a lock file without following links or blocking: where all users may write, it may be another user's link or FIFO."""
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -107,7 +107,7 @@ def _is_lock_of(descriptor: int, uid: int) -> bool:
 
 
 def _lock(folder: Path, name: str) -> int:
-    """The descriptor that holds the lock. Python closes it in programs that this process starts."""
+    """Make and lock the lock file. Returns its descriptor, which is closed in programs that this process starts."""
     descriptor = os.open(folder / (name + NOT_LOCKED_YET), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -14,7 +14,7 @@ from headrace.core.cgroups import UNLIMITED, memory_left, memory_limit, read_tex
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Bytes that could be taken now, and where the number comes from. is_measured False: how many of them are free is not known."""
+    """Free memory in bytes, and the source of the number. is_measured: False if `num_bytes` is the whole memory, free or not"""
 
     num_bytes: int
     source: str
@@ -22,7 +22,7 @@ class Available:
 
 
 def read_available(root: Path = Path("/")) -> Available:
-    """The least of MemAvailable and what each memory cgroup above this process leaves; all memory of the machine without /proc/meminfo."""
+    """The least of MemAvailable and of what each memory cgroup of this process leaves. Without /proc/meminfo, all memory of the machine."""
     meminfo = read_text(root / "proc/meminfo")
     if meminfo is None:
         return Available(physical_bytes(), "the machine's memory; what is free is not measured there", is_measured=False)
@@ -33,7 +33,7 @@ def read_available(root: Path = Path("/")) -> Available:
 
 
 def machine_bytes(root: Path = Path("/")) -> int:
-    """Physical memory, or the cgroups' limit where that is less."""
+    """Physical memory in bytes, or the cgroups' limit if that is lower."""
     return min(physical_bytes(), memory_limit(root) or UNLIMITED)
 
 
@@ -42,6 +42,6 @@ def physical_bytes() -> int:
 
 
 def parse_meminfo(text: str) -> int:
-    """Bytes of MemAvailable; of MemFree on kernels that do not say."""
+    """MemAvailable in bytes, or MemFree on kernels that do not report it."""
     fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in text.splitlines()) if rest.split()}
     return fields.get("MemAvailable", fields.get("MemFree", 0))

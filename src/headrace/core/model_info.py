@@ -50,12 +50,12 @@ class ModelInfo:
 
     @property
     def numerics_digest(self) -> str:
-        """Equal where results are; "" while the weights' digest is not known."""
+        """A digest that is equal where equal requests give equal results; "" while the weights' digest is not known."""
         return numerics_digest(self.numerics)
 
     @property
     def version(self) -> str:
-        """Hex; changes with the content digests, the numerics and the end tokens."""
+        """A hex digest that changes with the content digests, the numerics and the end tokens."""
         facts = [f"{name}={value}" for part in (self.digests, self.numerics) for name, value in sorted(part.items())]
         facts.append(f"eos_token_ids={sorted(self.eos_token_ids)}")
         return blake2b("\n".join(facts).encode(), digest_size=16, person=b"headrace-version").hexdigest()

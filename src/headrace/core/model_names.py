@@ -15,7 +15,7 @@ def check_model_names(where: str, name: str, aliases: Sequence[str], taken: set[
 
     where  path of the model's section
 
-    Raises: ConfigError with the path of the name.
+    Raises ConfigError naming the path of a name that is invalid or taken.
     """
     for key, each in [("name", name), *((f"aliases[{index}]", alias) for index, alias in enumerate(aliases))]:
         if MODEL_NAME.fullmatch(each) is None:

@@ -17,7 +17,7 @@ Numerics = Mapping[str, str]
 
 
 def numerics_digest(facts: Numerics) -> str:
-    """Hex, over all facts; "" while the weights' digest is not known."""
+    """A hex digest over all facts; "" while the weights' digest is not known."""
     if not facts.get(WEIGHTS):
         return ""
     state = blake2b(digest_size=16, person=b"headrace-numeric")
@@ -28,7 +28,7 @@ def numerics_digest(facts: Numerics) -> str:
 
 
 def why_not_resume(first: Numerics, second: Numerics) -> str:
-    """Why a stream of a replica with the `first` facts may not go on at one with the `second`; "" when it may."""
+    """Why a stream of a replica with the facts `first` may not go on at a replica with the facts `second`; "" if it may."""
     for name, facts in (("first", first), ("second", second)):
         if not facts.get(WEIGHTS):
             return f"the weights of the {name} replica are not hashed yet"
@@ -37,9 +37,9 @@ def why_not_resume(first: Numerics, second: Numerics) -> str:
 
 
 def may_resume(first: str, second: str) -> bool:
-    """Whether a stream of a replica with the numerics digest `first` may go on at one with the digest `second`: known and equal.
+    """Whether a stream may go on at another replica: both numerics digests are known and equal.
 
-    The continuation is equal to the bit only where both run `deterministic` (one of the facts): elsewhere logits depend on the batch a
-    sequence happens to be computed in, at the first replica as at the second. `why_not_resume` gives the reason.
+    The continuation is equal to the bit only if both replicas run `deterministic`, which is one of the facts. Otherwise logits depend on
+    the batch in which a sequence happens to be computed, at either replica. `why_not_resume` gives the reason.
     """
     return bool(first) and first == second

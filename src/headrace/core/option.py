@@ -23,14 +23,14 @@ _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 class Reload(StrEnum):
-    """When a changed value holds."""
+    """When a changed option takes effect."""
 
     LIVE = "live"
     RESTART = "restart"
 
 
 class Role(StrEnum):
-    """Role has a reason to turn an option."""
+    """The role that has a reason to change an option."""
 
     DEVELOPER = "developer"
     """chooses a model and makes it fit its machine"""
@@ -46,18 +46,18 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is known of an option beside its field's type and default.
+    """Facts about an option beside its field's type and default.
 
-    help         for people: one sentence or a few words, in Markdown
-    default      value of the field where it is not set; None where `on` has it
-    shown        the default in words, where its value says too little ("the model's"); empty: the value says it
-    flags        of the commands; None: made from the name where a command has the flags of a whole class (`cli.engine_flags`), else none
-    one_of       values that are allowed; other_names: vLLM's names for some of them
-    low, high    what a number may be, both included; above: a bound that is not included; None: no limit
-    switch       (off, on): its flag is --x/--no-x, and these are the values
-    on           default by device, for a field that was not set; empty: one default for all devices
-    reload, role  None: as the section has it, in which the field stands
-    is_shared    the number counts over all requests of a site: each of several gateway workers gets its part
+    help         text for people: one sentence or a few words, in Markdown
+    default      value of a field that is not set; None where `on` has it
+    shown        the default in words, where its value says too little ("the model's"); empty: the value is shown
+    flags        its flags; None: made from the field's name by commands with a flag for each field (`cli.engine_flags`), else none
+    one_of       allowed values; other_names: vLLM's names for some of them
+    low, high    bounds of a number, both included; above: a bound that is not included; None: no bound
+    switch       (off, on): the values that its flag --x/--no-x sets
+    on           default by device, for a field that is not set; empty: one default for all devices
+    reload, role  None: as in the section that the field is in
+    is_shared    the number counts over all requests of a site, and each gateway worker gets its part
     """
 
     help: str
@@ -77,7 +77,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """For help texts, as Python writes it: `64, on a GPU 256` where it depends on the device."""
+        """The default for help texts, in Python's notation: `64, on a GPU 256` where it depends on the device."""
         return f"{self.on['cpu']!r}, on a GPU {self.on['cuda']!r}" if self.on else repr(self.default)
 
     @property
@@ -86,7 +86,7 @@ class Option:
         return _LINK.sub(r"\1", self.help).replace("`", "")
 
     def check(self, name: str, value: object) -> None:
-        """Raises ConfigError when `value` is none of `one_of`, or outside its bounds. None means that the option was not set."""
+        """Raises ConfigError if `value` is not in `one_of`, or outside the bounds. None, for a value that is not set, has no bounds."""
         if self.one_of and value not in self.one_of:
             raise ConfigError(name, f"{value!r} is not one of {', '.join(self.one_of)}")
         low = self.above if self.low is None else self.low
@@ -103,7 +103,7 @@ class Option:
 
     @property
     def _without(self) -> str:
-        """What leaving out an option does that is not set by default."""
+        """A remedy for an option that is unset by default: what leaving it out means. Else empty."""
         return f"Leave it out for {self.shown or 'no limit'}." if self.default is None and not self.on else ""
 
     @property
@@ -118,32 +118,32 @@ def _written(number: float) -> str:
 
 
 def option(default: Value, help: str, *flags: str, repr: bool = True, **about: object) -> Value:
-    """A field with its `Option`. flags, about: as there; repr: False of a secret"""
+    """A field with an `Option`. flags, about: fields of the `Option`; repr: False for a secret"""
     if flags:
         about["flags"] = flags
     return field(default=default, repr=repr, metadata={"option": Option(help=help, default=default, **about)})  # type: ignore[arg-type]
 
 
 def required(help: str, *flags: str, **about: object) -> Any:
-    """A field with its `Option`, which has no default."""
+    """A field with an `Option` and without a default."""
     if flags:
         about["flags"] = flags
     return field(metadata={"option": Option(help=help, **about)})  # type: ignore[arg-type]
 
 
 def by_device(cpu: Value, gpu: Value, help: str, *flags: str, **about: object) -> Value:
-    """A field with its `Option`, whose default depends on the device. None until the class that owns it fills it in."""
+    """A field with an `Option` whose default depends on the device. The field is None until its class fills it in."""
     return option(cast(Value, None), help, *flags, on={"cpu": cpu, "cuda": gpu}, **about)  # type: ignore[arg-type]
 
 
 def section(kind: type[Value], help: str, *, reload: Reload | None = None, role: Role | None = None) -> Value:
-    """A field that is a configuration of its own, with its defaults. reload, role: of its fields that say nothing else"""
+    """A field that is a nested configuration with its own defaults. reload, role: for its fields that set none"""
     made: Value = field(default_factory=kind, metadata={"option": Option(help=help, reload=reload, role=role)})
     return made
 
 
 def options(kind: type) -> Iterator[tuple[str, Option]]:
-    """(field, its `Option`) of every option of a class, in order."""
+    """(field name, `Option`) for every option of a class, in order."""
     for item in fields(kind):
         if "option" in item.metadata:
             yield item.name, item.metadata["option"]
@@ -157,11 +157,11 @@ def check_options(value: object, where: str = "") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A key that can stand in a configuration file.
+    """A key of a configuration file that holds a plain value.
 
-    path    with [N] for a place in a list and [NAME] for a name that the file chooses
+    path    with [N] for a list index and [NAME] for a name chosen in the file
     hint    type of the value
-    option  with `reload` and `role` filled in from the sections around it; None: the field has none
+    option  with `reload` and `role` filled in from the sections around it; an `Option` without help if the field has none
     """
 
     path: str
@@ -171,7 +171,7 @@ class Leaf:
 
 
 def leaves(kind: type, where: str = "", reload: Reload = Reload.RESTART, role: Role | None = None) -> Iterator[Leaf]:
-    """Every key of a file that is decoded as `kind`, in the order of the classes. reload, role: of the section around it"""
+    """Every key of a file that is decoded as `kind`, in the order of the fields. reload, role: of the section around it"""
     hints = get_type_hints(kind)
     for item in fields(kind):
         path, hint = joined(where, key_of(item.name)), inner(hints[item.name])
@@ -188,12 +188,12 @@ _PLACES: Mapping[object, str] = {tuple: "[N]", dict: "[NAME]"}
 
 
 def _of_items(hint: object) -> object:
-    """The type of a list's items or a mapping's values; `hint` itself of everything else."""
+    """The type of a list's items or a mapping's values; any other type as it is."""
     return get_args(hint)[-1 if get_origin(hint) is dict else 0] if get_origin(hint) in _PLACES else hint
 
 
 def live_paths(kind: type, where: str = "") -> Iterator[str]:
-    """Paths of the fields that say `Reload.LIVE` themselves: each with all below it may change while the process runs."""
+    """Paths of the fields marked `Reload.LIVE`. Each of them, with everything below it, may change while the process runs."""
     for name, described in options(kind):
         path = joined(where, name)
         nested = inner(get_type_hints(kind)[name])

@@ -65,13 +65,13 @@ UNKNOWN_COSTS = StepCosts()
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a runner needs of a sequence, sent once, in the plan in which the sequence takes a slot.
+    """A sequence that takes a slot in this plan: the facts that a runner needs, sent once.
 
     token_ids          known ids: prompt, then outputs so far (a resumed sequence has some)
-    num_prompt_tokens  how many of them are prompt
-    params             checked, seed drawn
+    num_prompt_tokens  number of leading ids that are the prompt
+    params             checked, with the seed drawn
     index              sequence index within its request: 0..n-1, part of the random key
-    grammar            what the output must match; it begins after the prompt, and outputs so far count as matched. None: any text
+    grammar            the output must match it from the prompt's end on; outputs so far count as matched. None: any text
     """
 
     slot: SlotId
@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def only_polls_moves(self) -> bool:
-        """Whether nothing is computed and nothing changes: the plan only asks for moves in flight."""
+        """Whether the plan computes and changes nothing, and only asks for the moves in flight."""
         return not (self.slots or self.started or self.ended or self.table_slots or self.move_kinds)
 
 
@@ -146,9 +146,9 @@ class Plan:
 class TokenLogprobs:
     """Log-probabilities at one position, under the raw model distribution (before penalties, temperature and filters).
 
-    logprob       of the token that stands there
-    rank          1 = it was the most probable
-    top_ids, top_logprobs   the k best, descending
+    logprob                 of the token at this position
+    rank                    1 = that token was the most probable
+    top_ids, top_logprobs   the k most probable, descending
     """
 
     token_id: int
@@ -160,7 +160,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns(Sequence[TokenLogprobs]):
-    """Many positions' `TokenLogprobs`, flat; read as a sequence, it makes each when it is asked for. Nothing is changed, only added.
+    """`TokenLogprobs` of many positions as flat columns. As a sequence, it makes each value when asked for. Positions are only ever
+    appended.
 
     Per position (equal lengths): token_ids, logprobs (32-bit float), ranks, top_counts; 64-bit: `wide_columns`
       rank 0  not asked for at this position
@@ -189,7 +190,7 @@ class LogprobColumns(Sequence[TokenLogprobs]):
     @overload
     def __getitem__(self, place: slice) -> LogprobColumns: ...
     def __getitem__(self, place: int | slice) -> TokenLogprobs | LogprobColumns:
-        """One position, or neighbouring ones as columns of their own."""
+        """One position; or a slice of neighbouring positions, as new columns."""
         if isinstance(place, int):
             row = range(len(self))[place]
             first = sum(islice(self.top_counts, row))
@@ -204,7 +205,7 @@ class LogprobColumns(Sequence[TokenLogprobs]):
         return LogprobColumns(*[*[column[begin:end] for column in rows], top_ids[flat], top_logprobs[flat]])
 
     def pages(self, size: int) -> Iterator[LogprobColumns]:
-        """All positions, up to `size` at a time (PAGE_TOKENS)."""
+        """All positions, in columns of at most `size` positions."""
         *rows, top_ids, top_logprobs = self.columns()
         end = 0
         for begin in range(0, len(self), size):
@@ -213,7 +214,7 @@ class LogprobColumns(Sequence[TokenLogprobs]):
             yield LogprobColumns(*[*page, top_ids[flat], top_logprobs[flat]])
 
     def append(self, entry: TokenLogprobs | None) -> None:
-        """One more position; None: not asked for."""
+        """Append one position. None: log-probabilities were not asked for there."""
         entry = entry or TokenLogprobs(0, 0.0, 0)
         self.token_ids.append(entry.token_id)
         self.logprobs.append(entry.logprob)
@@ -231,19 +232,19 @@ class LogprobColumns(Sequence[TokenLogprobs]):
             column.extend(more)
 
     def picked(self, places: Sequence[int]) -> LogprobColumns:
-        """These positions alone, in this order; of none, none."""
+        """These positions as new columns, in this order."""
         entries, found = self.entries(), LogprobColumns()
         for place in places if entries else ():
             found.append(entries[place])
         return found
 
     def columns(self) -> tuple[array[Any], ...]:
-        """In the order of the fields."""
+        """The columns, in the order of the fields."""
         return self.token_ids, self.logprobs, self.ranks, self.top_counts, self.top_ids, self.top_logprobs
 
     @property
     def num_bytes(self) -> int:
-        """What the columns take in memory, about."""
+        """Approximate memory of the columns."""
         return COLUMNS_BYTES + sum([len(column) * column.itemsize for column in self.columns()])
 
     def entries(self) -> list[TokenLogprobs | None]:
@@ -261,7 +262,7 @@ def wide_columns() -> LogprobColumns:
 
 
 def columns_of(positions: Sequence[TokenLogprobs]) -> LogprobColumns:
-    """`positions` as they are, if they are columns; else wide ones."""
+    """`positions` unchanged if they are columns, else copied into wide columns."""
     if isinstance(positions, LogprobColumns):
         return positions
     made = wide_columns()
@@ -308,7 +309,7 @@ class Result:
     errors: tuple[tuple[int, str], ...] = ()
 
     def prompt_entries(self) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """row -> its prompt positions' entries."""
+        """Row -> entries of its prompt positions."""
         entries = [entry for entry in self.prompt_logprobs.entries() if entry is not None]
         ends = accumulate(self.prompt_counts)
         return {row: tuple(entries[end - count : end]) for row, count, end in zip(self.prompt_rows, self.prompt_counts, ends, strict=True)}

@@ -35,7 +35,7 @@ ENTRY_BYTES = 4
 
 
 class PlanCodecError(HeadraceError):
-    """Bytes that are not a plan."""
+    """The bytes are no encoded plan."""
 
 
 def encode_plan(plan: Plan) -> bytes:
@@ -60,7 +60,7 @@ def decode_plan(data: bytes) -> Plan:
 
 
 def dump_plans(plans: Iterable[Plan]) -> bytes:
-    """A replay file's content."""
+    """The content of a replay file with these plans."""
     parts = [MAGIC]
     for plan in plans:
         data = encode_plan(plan)
@@ -114,7 +114,7 @@ def _columns(data: memoryview, lengths: list[int]) -> Iterator[array[int]]:
 
 
 def _little_endian(column: array[int]) -> array[int]:
-    """The column with its bytes in the file's order, or back in this machine's: the same exchange where they differ."""
+    """The column with its byte order changed between this machine's and little endian; the same both ways."""
     if sys.byteorder == "big":
         column = array("i", column)
         column.byteswap()

@@ -14,7 +14,7 @@ from headrace.core.sampling import MAX_N, SamplingParams, check_token_ids
 
 
 class PriorityClass(IntEnum):
-    """Lower is served first. Aging lets a waiting class overtake (policy.queues)."""
+    """A lower value is served first. Aging lets a waiting class overtake (policy.queues)."""
 
     PREMIUM = 0
     STANDARD = 1
@@ -23,12 +23,13 @@ class PriorityClass(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierTerms:
-    """A request's tier as its engine sees it: a name and numbers. docs/fairness.md says what the scheduler does with each.
+    """A request's tier as its engine sees it. docs/fairness.md says how the scheduler uses each number.
 
     name      opaque; tenants of one name share what the tier gets
     weight    share of the tier among the tiers of its class that have work, > 0
     kv_share  part of the KV blocks that a tenant's running sequences may hold while other tenants wait, in (0, 1]; None: no cap
-    ttft_ms   goal for the time from arrival at the engine to the first token;  tpot_ms  for each further token. None: no goal
+    ttft_ms   goal for the time from arrival at the engine to the first token; None: no goal
+    tpot_ms   goal for the time of each further token; None: no goal
     """
 
     name: str = ""
@@ -95,11 +96,11 @@ class EngineRequest:
 
     @property
     def indices(self) -> range:
-        """Indices of its sequences."""
+        """The indices of the request's sequences."""
         return range(self.first_index, self.first_index + self.params.n)
 
     def resumed(self, index: int, output_ids: Iterable[int], numerics_digest: str) -> EngineRequest:
-        """Sequence `index` alone, to be continued after `output_ids` at a replica with the numerics digest `numerics_digest`."""
+        """A request for sequence `index` alone, to go on after `output_ids`. numerics_digest: of the replica that computed them"""
         params = self.params.with_(n=1)
         return replace(self, params=params, first_index=index, output_ids=tuple(output_ids), numerics_digest=numerics_digest)
 

@@ -91,14 +91,14 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def end_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that end a sequence: the model's own, unless they are ignored, and the client's. Usually the given set itself."""
+        """Tokens that end a sequence: the model's own, unless they are ignored, and the client's. May be `eos_token_ids` itself."""
         ends = frozenset() if self.ignore_eos else eos_token_ids
         return ends.union(self.stop_token_ids) if self.stop_token_ids else ends
 
     def checked(self, *, vocab_size: int | None = None) -> SamplingParams:
         """This value if every rule holds.
 
-        vocab_size  when known, token ids in logit_bias and stop_token_ids are held against it
+        vocab_size  if known, token ids in logit_bias and stop_token_ids are checked against it
 
         Raises: InvalidRequest naming the first field that breaks a rule.
         """
@@ -113,7 +113,7 @@ class SamplingParams:
 
 
 def params_from_mapping(given: Mapping[str, Any], *, defaults: SamplingParams | None = None) -> SamplingParams:
-    """Parameters from decoded fields; keys not named in `given` keep `defaults`. Raises InvalidRequest for an unknown key."""
+    """Parameters from decoded fields. Fields missing in `given` are taken from `defaults`. Raises InvalidRequest for an unknown key."""
     known = {f.name for f in fields(SamplingParams)}
     for key in given:
         if key not in known:
@@ -124,8 +124,8 @@ def params_from_mapping(given: Mapping[str, Any], *, defaults: SamplingParams | 
 def with_default_max_tokens(params: SamplingParams, chosen: int | None, room: int) -> SamplingParams:
     """`params` with max_tokens set, for a request that has none.
 
-    chosen  default length from the model's generation_config.json; None: `params` unchanged
-    room    tokens that the context leaves for output; the result never exceeds it
+    chosen  default length from the model's generation_config.json; None: `params` are returned unchanged
+    room    tokens that the context leaves for output: an upper bound of the result
 
     Raises: InvalidRequest when min_tokens do not fit.
     """
@@ -136,10 +136,10 @@ def with_default_max_tokens(params: SamplingParams, chosen: int | None, room: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Which numbers a parameter may be.
+    """The numbers that a parameter may be.
 
-    kind            int, or float, which ints are as well
-    low, high       inclusive
+    kind            int, or float, which allows ints too
+    low, high       bounds, included
     is_low_outside  low itself is not allowed
     """
 
@@ -192,7 +192,7 @@ def check_bound(name: str, value: object) -> None:
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    """low <= value <= high; with `above` low itself is outside. NaN and infinities never pass."""
+    """Raise InvalidRequest unless low <= value <= high, or low < value with `above`. NaN and infinities are refused."""
     is_outside = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high
     if is_outside or (above and value == low):
         raise InvalidRequest(name, f"a number with {low:g} {'<' if above else '<='} {name} <= {high:g}", value)

@@ -6,10 +6,10 @@ from headrace.core.clock import Clock
 
 
 class SteadyUnixTime:
-    """The later of the wall clock and of the time at its making plus the seconds since.
+    """The later of two times: the wall clock, and the wall clock at creation plus the seconds since.
 
-    A wall clock that jumps back is not followed. One that jumps forward is, until it jumps back again: then this time goes on as if
-    neither had happened.
+    If the wall clock jumps back, this time goes on. If the wall clock jumps forward, so does this time; if the clock then jumps back, this
+    time returns to where it would be without either jump.
     """
 
     def __init__(self, unix_time: Clock, clock: Clock) -> None:

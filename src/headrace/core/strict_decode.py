@@ -37,13 +37,13 @@ _REMEDIES: dict[tuple[object, object], str] = {
 class UnknownKey(ConfigError):
     """A mapping has a key that its dataclass has no field for.
 
-    nearest  the known key that was probably meant, a key of the same mapping; None where no known key is near
+    nearest  the known key of the same mapping that was probably meant; None where none is similar
     """
 
     def __init__(self, where: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
         """
         where      path of the unknown key
-        elsewhere  path -> remedy, of known keys that must not be set in this file
+        elsewhere  path -> remedy, for known keys that must not be set in this file
         """
         around, _, key = where.rpartition(".")
         remedies = {name: elsewhere[path] for name in known if (path := joined(around, name)) in elsewhere}
@@ -61,9 +61,9 @@ class MissingKey(ConfigError):
 
 
 class NeedsExactlyOne(ConfigError):
-    """A mapping has both of two keys that exclude each other, or none of them.
+    """A mapping has both or neither of two keys that exclude each other.
 
-    keys  both of them
+    keys  the two keys
     """
 
     def __init__(self, where: str, first: str, second: str, remedy: str = "") -> None:
@@ -72,7 +72,7 @@ class NeedsExactlyOne(ConfigError):
 
 
 def read_json_object(path: str | Path) -> dict[str, object]:
-    """The object in a JSON file. Raises ConfigError."""
+    """The object in a JSON file. Raises ConfigError if the file cannot be read, or holds no JSON object."""
     try:
         data = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -83,7 +83,7 @@ def read_json_object(path: str | Path) -> dict[str, object]:
 
 
 def decode(kind: type[Value], data: object, where: str = "", *, elsewhere: Mapping[str, str] | None = None) -> Value:
-    """`data` as the dataclass `kind`.
+    """`data` decoded as the dataclass `kind`.
 
     where      path of `data` in its file; empty for the whole file
     elsewhere  see `UnknownKey`
@@ -94,7 +94,7 @@ def decode(kind: type[Value], data: object, where: str = "", *, elsewhere: Mappi
 
 
 def plain(value: object) -> Any:
-    """A dataclass as the plain data that `decode` reads again."""
+    """A dataclass as plain data: the inverse of `decode`."""
     if is_dataclass(value) and not isinstance(value, type):
         return {key_of(item.name): plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
@@ -105,13 +105,13 @@ def plain(value: object) -> Any:
 
 
 def key_of(field: str) -> str:
-    """The key of a dataclass's field."""
+    """The key in a file for a dataclass's field: without the "_" after a Python keyword."""
     word = field.removesuffix("_")
     return word if keyword.iskeyword(word) else field
 
 
 def inner(hint: object) -> object:
-    """The type in an optional one: X of `X | None`."""
+    """The type inside an optional type: X of `X | None`."""
     rest = [choice for choice in _choices(hint) if choice is not type(None)]
     return rest[0] if len(rest) == 1 else hint
 

@@ -32,7 +32,7 @@ class CallMode(StrEnum):
 class FunctionTool:
     """A function that the model may call.
 
-    parameters  JSON Schema of the arguments, an object; None: it takes none
+    parameters  JSON Schema of the arguments, an object; None: the function takes none
     is_strict   the arguments of every call match the schema, also where the model decides whether to call
     """
 
@@ -42,11 +42,11 @@ class FunctionTool:
     is_strict: bool = False
 
     def shown(self) -> dict[str, object]:
-        """The function as OpenAI writes it, which is what chat templates show to a model. `is_strict` is no business of the model's."""
+        """The function in OpenAI's format, for the model's chat template. Without `is_strict`, which does not concern the model."""
         return {"type": "function", "function": self._described()}
 
     def requested(self) -> dict[str, object]:
-        """The function as an entry of a request's `tools`."""
+        """The function in the format of a request's `tools`."""
         return {"type": "function", "function": self._described() | ({"strict": True} if self.is_strict else {})}
 
     def _described(self) -> dict[str, object]:
@@ -58,7 +58,7 @@ class FunctionTool:
         return described
 
     def checked(self, *, field: str = "tools") -> FunctionTool:
-        """This value if its name can be written in every format. Raises InvalidRequest naming `field`."""
+        """This value if every format can write its name. Raises InvalidRequest naming `field`."""
         if FUNCTION_NAME.fullmatch(self.name) is None:
             raise InvalidRequest(f"{field}.name", "1..64 letters, digits, _ and -", self.name)
         return self
@@ -66,9 +66,10 @@ class FunctionTool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """
+    """Which of a request's functions the model may call.
+
     name         with REQUIRED: the one function that is called; empty: any of them
-    allowed      names of the functions that may be called, of those that the model is shown; empty: all of them
+    allowed      names of the functions that may be called; empty: all that the model is shown
     is_parallel  one output may hold several calls
     """
 

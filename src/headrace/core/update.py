@@ -14,11 +14,11 @@ from headrace.core.plan import TokenLogprobs
 class StageSeconds(NamedTuple):
     """Seconds of a sequence's time in the engine, by stage. Each moment belongs to one stage: the sum is the time from arrival to end.
 
-    queue      until it was first given a slot, prerequisites included
+    queue      until the sequence is first given a slot, prerequisites included
     prefill    from then, or from when it runs again after a preemption, until the next token
     decode     from that token on
-    preempted  its blocks were taken; until it has a slot again
-    stalled    it has a slot, but a step was made without it: no blocks or no budget; until a step has it again
+    preempted  from the loss of its blocks until it has a slot again
+    stalled    while it has a slot, and steps are made without it for want of blocks or budget
     """
 
     queue: float = 0.0
@@ -29,18 +29,19 @@ class StageSeconds(NamedTuple):
 
 
 class SequenceUpdate(NamedTuple):
-    """New tokens of one sequence, or its end. Fields are given by name. A tuple, because one is made per sequence and step: a frozen
-    dataclass takes five times as long.
+    """New tokens of one sequence, or its end. Create it with keyword arguments.
+
+    A tuple, because one is made per sequence and step, and a frozen dataclass takes five times as long.
 
     index            sequence within the request
     token_ids        new tokens, possibly none; an end token that finished the sequence IS included
-    logprobs         one per token, or empty; columns (`plan.LogprobColumns`) where it came over the wire
-    prompt_logprobs  likewise, entries for prompt positions 1.. in order, arriving over one or more updates
+    logprobs         one per token, or empty; columns (`plan.LogprobColumns`) if it came over the wire
+    prompt_logprobs  likewise, entries for prompt positions 1.. in order, in one or more updates
     finish           set exactly once, on the last update
     stop_token_id    the token that ended it, if one did (an end token's text is not part of the answer)
     error            message beside FinishReason.ERROR
     num_cached_tokens  prompt tokens taken from the prefix cache; set on the update that carries the first token
-    queue_time_s     arrival at the engine until it is first given a slot; set on the same update
+    queue_time_s     seconds from arrival at the engine to the first slot; set on the same update
     stages           set on the last update
     """
 
@@ -60,7 +61,7 @@ class SequenceUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """The engine refuses a whole request before anything ran; the gateway may send it to another replica.
+    """The engine refuses a whole request before any of it ran. The gateway may send the request to another replica.
 
     error  the InvalidRequest or Overloaded to show, as the engine raised it
     """
