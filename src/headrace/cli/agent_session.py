@@ -22,13 +22,13 @@ SHOWN_CHARS = 300
 
 @dataclass(slots=True)
 class Turn:
-    """One answer as it arrives. calls: by number, as OpenAI writes them, arguments still growing."""
+    """One answer as it arrives. calls: by number, in OpenAI's format; their arguments are still growing"""
 
     texts: list[str] = field(default_factory=list)
     calls: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def add_call(self, piece: Mapping[str, object]) -> None:
-        """Raises ServerFailed for a piece that is none of a function's call."""
+        """Add a piece of a function call. Raises ServerFailed for a piece of any other kind of call."""
         function, number = piece.get("function"), piece.get("index", 0)
         if not isinstance(function, Mapping) or not isinstance(number, int):
             raise ServerFailed("the server sent a tool call that calls no function")
@@ -48,7 +48,7 @@ class Turn:
 
 
 class AgentSession(ChatSession):
-    """functions: by name. max_rounds: answers with calls to one question; the next answer is asked for without functions"""
+    """A conversation with a model that may call functions. functions: by name; max_rounds: answers with calls to one question"""
 
     def __init__(
         self,
@@ -66,9 +66,10 @@ class AgentSession(ChatSession):
         self.log = log
 
     def ask(self, text: str) -> None:
-        """Send the conversation with `text` at its end, and obey the calls of each answer. A failed question is forgotten whole.
+        """Send the conversation with `text` at its end, and run the calls of each answer. If a question fails, all of its messages are
+        removed.
 
-        An interrupted answer or call ends the question; what was said and called until then stays in the conversation.
+        An interrupted answer or call ends the question; its messages and calls up to then stay in the conversation.
         """
         num_before = len(self.messages)
         self.messages.append({"role": "user", "content": text})
@@ -83,7 +84,7 @@ class AgentSession(ChatSession):
             raise
 
     def _round(self, *, may_call: bool) -> bool:
-        """One answer, and the calls in it. False: the conversation needs no further answer."""
+        """Read one answer and run its calls. False: the answer has no calls, so it is the last one."""
         turn = Turn()
         try:
             self._read(turn, may_call=may_call)
@@ -108,7 +109,7 @@ class AgentSession(ChatSession):
                     self._print(text, end="")
 
     def _obey(self, turn: Turn) -> None:
-        """Call what the answer calls. After Ctrl-C the calls left over are answered for, because a template wants an answer to each."""
+        """Run the calls of an answer. After Ctrl-C, each remaining call has the result STOPPED: templates want one for every call."""
         interrupt: KeyboardInterrupt | None = None
         for _, call in sorted(turn.calls.items()):
             try:

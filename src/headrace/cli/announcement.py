@@ -34,9 +34,9 @@ ANY_PAGE = "allowed_origins is * and no API key is set: every web page that is o
 
 
 def announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
-    """Wait until the gateway answers, then announce it, with what does not serve.
+    """Wait until the gateway answers, then announce it, together with the replicas that do not serve.
 
-    The gateway is up when this is called, but may still be connecting to engines; engines elsewhere may not have been started.
+    The gateway runs when this is called, but may still be connecting to engines. Engines elsewhere may not have been started.
     """
     url = _url(ready.gateway)
     began = time.monotonic()
@@ -53,15 +53,14 @@ def announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
 
 
 def _becomes_ready(url: str, path: str, deadline: float) -> bool:
-    """Whether a probe has answered 200 before `deadline`, in monotonic seconds."""
+    """Whether a probe answers 200 before `deadline`, in monotonic seconds."""
     while not (is_serving := _is_serving(url, path)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return is_serving
 
 
 def _is_serving(url: str, path: str) -> bool:
-    """Whether a probe answers 200: /ready for one replica, strict for all. Probes are answered under every name, whatever allowed_hosts
-    are."""
+    """Whether a probe answers 200: /ready if one replica is ready, /ready?strict if all are. `allowed_hosts` does not apply to probes."""
     from http.client import HTTPException
 
     connection = _connection(url)
@@ -88,7 +87,7 @@ def _connection(url: str) -> HTTPConnection:
 
 
 def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
-    """Print text where stderr is a terminal and the log is not JSON; else write log events. `cli.child` reads the URL from either."""
+    """Print text if stderr is a terminal and the log is not JSON; else write log events. `cli.child` reads the URL from either form."""
     from headrace.cli.stored_keys import has_stored_keys
     from headrace.gateway.http.config import ANY_ORIGIN
     from headrace.observe.logs import LogFormat
@@ -110,7 +109,7 @@ def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
 
 
 def _decided(ready: FleetReady) -> dict[str, list[str]]:
-    """Names of the replicas that decided the same, joined -> the lines of what they decided."""
+    """Names of the replicas with the same decisions, joined -> the lines of these decisions."""
     names: dict[tuple[str, ...], list[str]] = {}
     for replica, facts in ready.replicas.items():
         decided = facts.get("decided")
@@ -128,7 +127,7 @@ def _print(decided: Mapping[str, list[str]], notes: list[str], serving: list[str
 
 
 def _url(gateway: Mapping[str, object]) -> str:
-    """The URL at which a client on this machine reaches the gateway. gateway: the facts it reported when it was up."""
+    """The URL of the gateway for a client on this machine. gateway: the facts that the gateway reported when it served"""
     host = str(gateway.get("host", ""))
     local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host).strip("[]")
     scheme = gateway.get("scheme", "http")

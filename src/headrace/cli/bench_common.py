@@ -17,7 +17,7 @@ Flag = typer.Option
 
 
 def _writable(file: Path | None) -> Path | None:
-    """The file, if it can be written. Checked before the run, since a run takes long. Raises BadParameter."""
+    """The file, if it can be written. Checked before the run, because a run takes long. Raises BadParameter."""
     if file is None:
         return None
     folder = file.parent
@@ -38,10 +38,10 @@ Bandwidth = Annotated[bool, Flag("--bandwidth/--no-bandwidth", help="Measure rea
 
 
 class RunConditions:
-    """The conditions of a run: the environment before it, and read bandwidth and load average before and after it.
+    """Conditions of a run: the environment before it, and read bandwidth and load average before and after it.
 
     bandwidth     bytes per second before the run; None when it is not known
-    no_bandwidth  the reason, when it is not known; else empty
+    no_bandwidth  why the bandwidth is not known; else empty
     """
 
     def __init__(self, with_bandwidth: bool, device: str = "cpu") -> None:

@@ -183,14 +183,14 @@ def _offline_shape(info: ModelInfo, inputs: int, outputs: int, spread: float, pr
 
 
 def _warm_up(shape: WorkloadShape) -> list[LoadRequest]:
-    """A few prompts of another seed, so that compiling and first touches are not measured."""
+    """Run a few prompts of another seed, so that compiling and first touches are not measured."""
     from headrace.lab.datasets import make_requests
 
     return make_requests(4, replace(shape, output_tokens=min(shape.output_tokens, 4), spread=0.0), seed=-1)
 
 
 def _config(model: str | None, engine: Given) -> EngineConfig:
-    """The configuration of the engine to measure. `_engine` resolves the model to a folder. Raises ConfigError."""
+    """The configuration of the engine to measure, its model resolved to a folder. Raises ConfigError."""
     from headrace.bundled import DEFAULT_MODEL
     from headrace.core.strict_decode import decode
     from headrace.engine.config import try_gpus

@@ -43,9 +43,9 @@ def chat(
 
 
 def client_of(stack: ExitStack, model: str | None, url: str | None, api_key: str | None) -> ApiClient:
-    """A client of the server at `url`, of the one that runs at DEFAULT_URL, or of one started for this command and stopped with it.
+    """A client of the server at `url`; or of the server running at DEFAULT_URL; or of a server that is started here and stopped at the end.
 
-    Raises UsageRefused for both a model and a URL.
+    Raises UsageRefused if both a model and a URL are given.
     """
     from headrace.cli.client import ApiClient
 
@@ -63,7 +63,7 @@ def client_of(stack: ExitStack, model: str | None, url: str | None, api_key: str
 
 
 def chosen_model(client: ApiClient, served_name: str | None) -> str:
-    """The served model that was named, or the first one. Raises ServerFailed where it is not served."""
+    """The served model named `model`, or the first one without a name. Raises ServerFailed if the model is not served."""
     names = client.models()
     if not names or (served_name is not None and served_name not in names):
         raise ServerFailed(f"{client.url} serves {', '.join(names) or 'no model'}, not {served_name or 'anything'}")

@@ -40,7 +40,7 @@ class ChatSession:
         self.settings: dict[str, object] = {}
 
     def handle(self, line: str) -> bool:
-        """Obey a command or send a message. False when the command is to leave. Raises ServerFailed when the server does not answer."""
+        """Run a command or send a message. False: the session is to end. Raises ServerFailed when the server does not answer."""
         if line.startswith("/"):
             name, _, rest = line[1:].partition(" ")
             return self._command(name.strip(), rest.strip())
@@ -51,7 +51,7 @@ class ChatSession:
     def ask(self, text: str) -> None:
         """Send the conversation with `text` at its end and print the answer as it arrives.
 
-        An interrupted answer stays in the conversation as far as it came; a failed question is forgotten.
+        The part of an interrupted answer that has arrived stays in the conversation; a failed question is removed.
         """
         self.messages.append({"role": "user", "content": text})
         answer: list[str] = []
@@ -75,7 +75,7 @@ class ChatSession:
                     yield text
 
     def _deltas(self, more: Mapping[str, object] | None = None) -> Generator[dict[str, Any]]:
-        """What is new in the answer to the conversation, chunk by chunk. more: fields of the body beside the conversation's"""
+        """The `delta` of each chunk of an answer to the conversation. more: further fields of the request's body"""
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
         body: dict[str, object] = {"model": self.model, "messages": [*system, *self.messages], **self.settings, **(more or {})}
         with closing(self.client.chat(body)) as chunks:

@@ -26,16 +26,16 @@ STOP_TIMEOUT_S = 30.0
 
 @contextmanager
 def started_server(model: str | None, arguments: Sequence[str] = (), *, api_key: str | None = None) -> Iterator[str]:
-    """Serve `model` (None: the bundled one) and yield the URL once it answers.
+    """Serve `model` (None: the bundled one) and yield the URL once the server answers.
 
-    api_key  the key its clients must send; passed in its environment, which other users cannot read
+    api_key  the key that clients must send; passed in the server's environment, which other users cannot read
 
-    The server's state folder is its own and removed with it: no key of this user is wanted, and nothing is counted as this user's.
+    The server has a temporary state folder, so that none of this user's keys applies, and no usage is recorded as this user's.
 
-    The server is in a process group of its own, so that Ctrl-C on the terminal reaches only this process. SIGHUP and SIGTERM leave the
-    block too, and so stop the server.
+    The server runs in a process group of its own: Ctrl-C on the terminal reaches only this process. SIGHUP and SIGTERM leave the block, and
+    so stop the server.
 
-    Raises: ServerFailed with the last lines of the server's log when it ends before it answers.
+    Raises ServerFailed with the last lines of the server's log if the server ends before it answers.
     """
     command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *arguments]
     environment = {**os.environ, **({"HEADRACE_API_KEY": api_key} if api_key else {})}
@@ -71,9 +71,9 @@ def _serving(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
 
 @contextmanager
 def _left_on(*numbers: signal.Signals) -> Iterator[None]:
-    """Make these signals leave the block as an exception does, instead of ending the process while the server runs on.
+    """Make these signals leave the block with an exception, instead of ending the process while the server runs on.
 
-    One that is ignored (SIGHUP under nohup, SIGTERM after a shell's `trap '' TERM`) does nothing here, as before.
+    A signal that was ignored (SIGHUP under nohup, SIGTERM after a shell's `trap '' TERM`) stays ignored.
     """
 
     def leave(number: int, frame: object) -> None:
@@ -94,7 +94,7 @@ def _left_on(*numbers: signal.Signals) -> Iterator[None]:
 
 
 class _LogReader(threading.Thread):
-    """Reads the server's log to its end, on a thread of its own: a full pipe would stop the server."""
+    """Reads the server's log to its end on a thread of its own: a full pipe would stop the server."""
 
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(name="server log", daemon=True)
@@ -117,7 +117,7 @@ class _LogReader(threading.Thread):
             self._is_known.set()
 
     def wait_for_url(self) -> str:
-        """Raises ServerFailed when the server ended before it served."""
+        """The URL in the log. Raises ServerFailed if the server ends before it serves."""
         self._is_known.wait()
         if self._url is None:
             raise ServerFailed("the server ended before it answered" + "".join(f"\n  {line}" for line in self._last_lines))

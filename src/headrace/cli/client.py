@@ -17,9 +17,9 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 def server_root(url: str) -> str:
-    """The root below which /v1/... is asked for: with its scheme, without /v1 and slashes at the end. Raises ServerFailed.
+    """The root URL of a server, to which /v1/... is appended: with a scheme, without /v1 and trailing slashes. Raises ServerFailed.
 
-    "localhost:8000", "http://localhost:8000/" and "http://localhost:8000/v1" are the same server; a path before /v1 is kept.
+    "localhost:8000", "http://localhost:8000/" and "http://localhost:8000/v1" are the same server. A path before /v1 is kept.
     """
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if "@" in parts.netloc:  # it would be kept in messages and recorded results
@@ -34,7 +34,7 @@ def server_root(url: str) -> str:
 
 
 class ApiClient:
-    """url: root of the server, as `server_root` takes it. api_key: sent as a bearer token when given."""
+    """A client of one server. url: the server's root, as `server_root` takes it; api_key: sent as a bearer token if given"""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self.url = server_root(url)
@@ -42,7 +42,7 @@ class ApiClient:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
     def get(self, path: str) -> dict[str, object]:
-        """A JSON document. Raises ServerFailed."""
+        """GET a JSON document. Raises ServerFailed."""
         connection = self._connect()
         try:
             return _decode(self._request(connection, "GET", path, None))
@@ -50,14 +50,14 @@ class ApiClient:
             connection.close()
 
     def models(self) -> list[str]:
-        """Names served. Raises ServerFailed."""
+        """Names of the served models. Raises ServerFailed."""
         data = self.get("/v1/models").get("data")
         return [str(entry["id"]) for entry in data if isinstance(entry, dict) and "id" in entry] if isinstance(data, list) else []
 
     def chat(self, body: dict[str, object]) -> Generator[dict[str, object]]:
-        """Chunks of a streamed chat completion. Closing the iterator closes the connection, which cancels the request.
+        """The chunks of a streamed chat completion. Closing the iterator closes the connection, which cancels the request.
 
-        Raises: ServerFailed for an unreachable server, an error answer, an in-band error, or a stream without its end.
+        Raises ServerFailed if the server cannot be reached, answers with an error, sends one in the stream, or ends the stream too early.
         """
         connection = self._connect()
         try:

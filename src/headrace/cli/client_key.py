@@ -8,7 +8,7 @@ import typer
 
 
 def first_key(given: str | None) -> str | None:
-    """The first key of a list separated by blanks: `HEADRACE_API_KEY` may hold all the keys that `serve` takes, a client sends one."""
+    """The first key of a list separated by blanks. `HEADRACE_API_KEY` may hold all keys that `serve` accepts, and a client sends one."""
     return next(iter((given or "").split()), None)
 
 

@@ -37,13 +37,13 @@ def load(
     flag_names: Mapping[str, str] | None = None,
     default_model: str = DEFAULT_MODEL,
 ) -> ServeConfig:
-    """The checked configuration: file, then environment, then flags.
+    """The checked configuration, from the file, then the environment, then flags.
 
     flags          dotted path -> value, e.g. "gateway.port"; "model." stands for the only model's section. None = not given
     flag_names     the same paths -> the flag as it was written, for errors
-    default_model  folder served when nothing names one
+    default_model  folder to serve when nothing names one
 
-    Raises: ConfigError, about a value of a flag under the flag's name, of the environment under the variable's, else under the path.
+    Raises ConfigError. It names a flag if the value is a flag's, a variable if it is the environment's, else the path in the file.
     """
     with named_by_origin(environment, ENV_PREFIX, flag_names or {}):
         config = load_settings(file, environment, flags, flag_names=flag_names, default_model=default_model)
@@ -61,7 +61,7 @@ def load_settings(
     flag_names: Mapping[str, str] | None = None,
     default_model: str = DEFAULT_MODEL,
 ) -> ServeConfig:
-    """As `load`, for a command that serves nothing: whether a key is wanted is not asked, and the secrets of Kafka are not read."""
+    """As `load`, for a command that serves nothing: a server open without keys is not refused, and secrets of Kafka are not read."""
     names = flag_names or {}
     raw = {} if file is None else read_yaml(file)
     default = None if "models" in raw else default_model
@@ -73,7 +73,7 @@ def load_settings(
 
 
 def check_wants_keys(config: ServeConfig) -> None:
-    """Raise ConfigError where other machines could use the server without a key, and nothing allows that."""
+    """Raise ConfigError if other machines could use the server without a key, unless `allow_open` is set."""
     gateway = config.gateway
     if not (is_loopback(gateway.host) or gateway.api_keys or config.allow_open or has_stored_keys(config.state, gateway.store)):
         raise ConfigError(
@@ -84,13 +84,13 @@ def check_wants_keys(config: ServeConfig) -> None:
 
 
 def from_raw(raw: Raw, default_model: str | None = None) -> ServeConfig:
-    """The checked configuration in plain data, which is filled up in place. Raises ConfigError with the path in it."""
+    """The checked configuration of plain data. Missing parts are added to `raw`, in place. Raises ConfigError with the path in `raw`."""
     config = decoded(raw, default_model).checked()
     return replace(config, gateway=_with_hashed_keys(config.gateway))
 
 
 def decoded(raw: Raw, default_model: str | None = None) -> ServeConfig:
-    """As `from_raw`, where each key and type is looked at, but not what values mean: a model's folder need not be there."""
+    """As `from_raw`, but only keys and types are checked, not values: a model's folder need not exist."""
     _refuse_computed(raw)
     _fill(raw, default_model)
     return decode(ServeConfig, raw, elsewhere=ELSEWHERE)
@@ -106,7 +106,7 @@ def _apply_flags(raw: Raw, flags: Mapping[str, object], names: Mapping[str, str]
 
 
 def _fill(raw: Raw, default_model: str | None) -> None:
-    """Add what a file may leave out and `ServeConfig` may not: a model, and the gateway's list of models. Raises ConfigError."""
+    """Add the parts that a file may omit and `ServeConfig` requires: a model, and the gateway's list of models. Raises ConfigError."""
     if "models" not in raw:
         default_model = default_model or DEFAULT_MODEL  # so that a file may say nothing of models
     if default_model is not None and not raw.get("models"):
@@ -123,7 +123,7 @@ def _fill(raw: Raw, default_model: str | None) -> None:
 
 
 def _refuse_computed(raw: Raw) -> None:
-    """Raise ConfigError for a key that is computed from another one: its value here would be ignored."""
+    """Raise ConfigError for a key whose value is computed from another key, since its value here would be ignored."""
     for path, remedy in ELSEWHERE.items():
         *sections, name = path.split(".")
         section: object = raw
@@ -134,6 +134,6 @@ def _refuse_computed(raw: Raw) -> None:
 
 
 def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:
-    """Plain keys are forgotten as early as possible: from here on only digests travel."""
+    """The gateway with only digests of its API keys: plain keys are dropped as early as possible."""
     hashed = [replace(key, key="", sha256=key.sha256 or hashlib.sha256(key.key.encode()).hexdigest()) for key in gateway.api_keys]
     return replace(gateway, api_keys=tuple(hashed))

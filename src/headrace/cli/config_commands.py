@@ -85,7 +85,7 @@ def load_to_start(file: Path | None, flags: Mapping[str, object], flag_names: Ma
 
 
 def leave_if_faulty(file: Path) -> None:
-    """Print every fault of a file and the environment, and raise typer.Exit; nothing happens when there is none."""
+    """Print every fault of a file and the environment, and raise typer.Exit. Returns if there is none."""
     from headrace.cli.config_faults import faults
 
     if found := faults(file, os.environ):
@@ -105,7 +105,7 @@ def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: t
 
 
 def begun_file(model: str, digest: str) -> str:
-    """The text that a configuration file begins with. digest: of an API key"""
+    """The text of a new configuration file. digest: of an API key"""
     from headrace.policy.limits.tier import BUILT_IN_TIERS
     from headrace.policy.queues import QUEUES
 
@@ -130,13 +130,14 @@ def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; de
 
 
 def shown(value: object) -> object:
-    """A config as plain data. A field without repr is a secret: it is hidden, but for the first characters of a digest."""
+    """A configuration as plain data for people. Fields without repr are secrets: they are hidden, except for the first characters of a
+    digest."""
     if is_dataclass(value):
         plain: dict[str, object] = {}
         for item in fields(value):
             inner = getattr(value, item.name)
             if not item.repr and isinstance(inner, str):
                 inner = f"{inner[:8]}..." if inner and item.name == "sha256" else "(hidden)" if inner else ""
-            plain[item.name] = shown(inner)
+            plain[item.name] = shown(inner, path)
         return plain
     return [shown(item) for item in value] if isinstance(value, tuple | list) else value

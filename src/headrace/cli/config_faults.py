@@ -24,20 +24,20 @@ OTHER_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_CACHE_DIR", "HEADRACE_KEEP_PACK
 
 @dataclass(frozen=True, slots=True)
 class ConfigFault:
-    """One fault. line: in the file, from 1; None for a fault in a variable, which `error` names."""
+    """One fault. line: line in the file, from 1; None for a fault of a variable, which `error` names"""
 
     error: ConfigError
     line: int | None
 
     def message(self, file: Path) -> str:
-        """The line to print, which begins with file and line where the fault has one."""
+        """The line to print. It begins with the file and the line, if the fault has a line."""
         return str(self.error) if self.line is None else f"{file}:{self.line}: {self.error}"
 
 
 def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
-    """All faults of a file and the environment, in the order of the lines.
+    """All faults of a file and the environment, in the order of their lines.
 
-    Raises: ConfigError for a file that cannot be read or is not YAML; nothing else of it can be checked then.
+    Raises ConfigError if the file cannot be read or is not YAML: nothing else of it can be checked then.
     """
     document = parse_document(read_text(file), str(file))
     raw, lines = mapping_of(document.value, file), document.lines
@@ -60,14 +60,14 @@ def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
 
 
 def _line(lines: Mapping[str, int], where: str) -> int:
-    """The line of the value at `where`, or of the nearest section around it that the file has."""
+    """The line of the value at `where`, or else of the nearest section around it that is in the file."""
     while where and where not in lines:
         where = parent(where)
     return lines.get(where, 1)
 
 
 def unread_variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """A message for each HEADRACE_ variable that is not read, except those that Kubernetes sets for a service named headrace."""
+    """A message for each HEADRACE_ variable that nothing reads, except those that Kubernetes sets for a service named headrace."""
     known = {name for name, _ in variables(environment, ENV_PREFIX)}
     for name, value in sorted(environment.items()):
         if not name.startswith(ENV_PREFIX) or name in known or name in OTHER_VARIABLES or _is_service(name, value):

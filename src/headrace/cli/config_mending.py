@@ -25,7 +25,7 @@ MOST_FAULTS = 100
 
 
 def each_error(raw: Raw) -> Iterator[ConfigError]:
-    """The errors in plain data, one per place, named as the file names it. `raw` is changed in place."""
+    """The errors in plain data, one per place, each with its path in the file. `raw` is changed in place."""
     mending = _Mending(raw)
     written, changed = set(), set()
     for _ in range(MOST_FAULTS):
@@ -43,7 +43,7 @@ def each_error(raw: Raw) -> Iterator[ConfigError]:
 
 
 class _Mending:
-    """Plain data, and what was moved in it.
+    """Plain data that is made valid step by step.
 
     moved  path of a moved value in the mended data -> its path in the file
     """
@@ -53,16 +53,16 @@ class _Mending:
         self.moved: dict[str, str] = {}
 
     def as_written(self, where: str) -> str:
-        """The path in the file of what is at `where` in the mended data."""
+        """The path in the file of the value at `where` in the mended data."""
         for path in sorted(self.moved, key=len, reverse=True):
             if (rest := rest_within(where, path)) is not None:
                 return self.moved[path] + rest
         return where
 
     def mend(self, error: ConfigError, *, is_again: bool) -> bool:
-        """Make the value at the error's place valid. Returns False when nothing changed.
+        """Make the value at the error's place valid. False: nothing changed.
 
-        is_again  the same place has failed before: what belongs to the error's class was not enough
+        is_again  the same place failed before, so that the change for the error's class was not enough
         """
         if not is_again and self._mend_class(error):
             return True
@@ -74,7 +74,7 @@ class _Mending:
         return False
 
     def _mend_class(self, error: ConfigError) -> bool:
-        """The change that keeps the most, for a class of errors that has one. Returns False where there is none."""
+        """Make the smallest change for the error's class. False: the class has none."""
         *outer, last = _steps(error.where) or [""]
         place = self._at(outer)
         match error, place:
@@ -89,7 +89,7 @@ class _Mending:
         return True
 
     def _rename(self, section: dict[str, object], error: UnknownKey) -> None:
-        """Give what an unknown key holds to the key that was meant, unless the section has both."""
+        """Move the value of an unknown key to the key that was probably meant. If the section has both keys, only drop the unknown one."""
         around, _, unknown = error.where.rpartition(".")
         value = section.pop(unknown)
         if error.nearest is not None and error.nearest not in section:
@@ -97,7 +97,7 @@ class _Mending:
             self.moved[joined(around, error.nearest)] = self.as_written(error.where)
 
     def _leave_one(self, items: list[object], error: NeedsExactlyOne) -> None:
-        """Leave an item the first of two keys that exclude each other; a new item behind the list's last gets the second."""
+        """Leave in an item only the first of two keys that exclude each other. The second moves to a new item at the end of the list."""
         first, second = error.keys
         around, number = parent(error.where), len(items)
         item = self._at(_steps(error.where))
@@ -109,7 +109,7 @@ class _Mending:
             self.moved[f"{around}[{number}].{second}"] = self.as_written(f"{error.where}.{second}")
 
     def _replace(self, where: str) -> bool:
-        """Put a stand-in at `where`; remove what is there if none is needed or it is there already. False when nothing changed."""
+        """Put a stand-in value at `where`. If no stand-in is needed, or it is there already, remove the value. False: nothing changed."""
         *outer, last = _steps(where)
         place = self._at(outer)
         stand_in = _stand_in(last if isinstance(place, dict) else f"{outer[-1]}[]" if outer else "", where)
@@ -124,7 +124,7 @@ class _Mending:
         return False
 
     def _at(self, steps: list[str]) -> object:
-        """What the data holds at the end of `steps`; None when it holds nothing there."""
+        """The value at the end of `steps`; None if there is none."""
         place: object = self.raw
         for step in steps:
             if isinstance(place, list):
@@ -135,7 +135,7 @@ class _Mending:
 
 
 def parent(where: str) -> str:
-    """The path of the section or list that holds the value at `where`; empty for a key at the top."""
+    """The path of the section or list that contains the value at `where`; empty for a key at the top."""
     return re.sub(r"((^|\.)[^.\[\]]*|\[\d+\])$", "", where)
 
 
@@ -144,7 +144,7 @@ def _steps(where: str) -> list[str]:
 
 
 def _stand_in(name: str, where: str) -> object:
-    """A valid value for a key that is required; None for a key that may be left out. `where` makes each name and API key unique."""
+    """A valid value for a required key; None for an optional one. Names and API keys get `where` into their value, to be unique."""
     digest = hashlib.sha256(where.encode()).hexdigest()
     unique_name = f"stand-in-{digest[-12:]}"
     model = {"name": unique_name, "engine": {"model": DEFAULT_MODEL}}

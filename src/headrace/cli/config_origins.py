@@ -12,10 +12,10 @@ from headrace.core.errors import ConfigError
 
 @contextmanager
 def named_by_origin(environment: Mapping[str, str], prefix: str, flag_names: Mapping[str, str]) -> Iterator[None]:
-    """Rename a ConfigError about a value that is not from the file after the flag or the variable that set it.
+    """Raise a ConfigError anew, naming the flag or variable that set the value, if the file did not.
 
     environment  of the process; variables with `prefix` are configuration
-    flag_names   path as `cli.config.load` takes it -> the flag as it was written; holds the given flags only
+    flag_names   path as `cli.config.load` takes it -> the flag as written; only flags that were given
     """
     try:
         yield
@@ -26,7 +26,7 @@ def named_by_origin(environment: Mapping[str, str], prefix: str, flag_names: Map
 
 
 def origin_of(where: str, environment: Mapping[str, str], prefix: str, flag_names: Mapping[str, str] | None = None) -> str | None:
-    """The flag or the variable that set the value at `where`; None for the file. Flags win over variables, later variables over earlier."""
+    """The flag or variable that set the value at `where`; None: the file. Flags win over variables, later variables over earlier ones."""
     for path, name in (flag_names or {}).items():
         if rest_within(where, shown_path(flag_steps(path))) is not None:
             return name

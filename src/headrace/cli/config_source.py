@@ -12,13 +12,13 @@ from headrace.fleet.config import FleetConfig
 
 
 class ServeSource:
-    """A `fleet.control.ConfigSource`."""
+    """The configuration of `headrace serve` as a `fleet.control.ConfigSource`."""
 
     def __init__(self, held: ServeConfig, load: Callable[[], ServeConfig], resolve: Callable[[str], Path]) -> None:
         """
-        held     what the deployment was started with
-        load     reads everything again
-        resolve  a model's name as the file has it -> its local folder
+        held     the configuration that the deployment was started with
+        load     reads the whole configuration again
+        resolve  name of a model in the file -> its local folder
         """
         self._held = self._last = held
         self._load = load
@@ -26,7 +26,7 @@ class ServeSource:
 
     @property
     def held(self) -> ServeConfig:
-        """What holds now."""
+        """The configuration in force."""
         return self._held
 
     def read(self) -> FleetConfig:

@@ -41,22 +41,22 @@ ELSEWHERE = {
 
 
 def apply_environment(kind: type, raw: Raw, environment: Mapping[str, str], prefix: str) -> None:
-    """Set `PREFIX_SECTION__KEY=value` in `raw`, in place: levels are joined by two underscores, list places are numbers.
+    """Set each variable `PREFIX_SECTION__KEY=value` in `raw`, in place. Two underscores separate levels; list indices are numbers.
 
-    A variable without `__` after the prefix is configuration only as one of TOP_LEVEL. Raises ConfigError for an unknown path.
+    A variable without `__` after the prefix is configuration only if TOP_LEVEL has it. Raises ConfigError for an unknown path.
     """
     for name, steps in variables(environment, prefix):
         apply_variable(kind, raw, name, steps, environment[name], prefix)
 
 
 def apply_variable(kind: type, raw: Raw, name: str, steps: Sequence[str], text: str, prefix: str) -> None:
-    """Set the value of one variable in `raw`, in place. Raises ConfigError naming the variable, with the nearest one."""
+    """Set the value of one variable in `raw`, in place. Raises ConfigError naming the variable and the nearest known one."""
     hint = _hint_at(kind, steps, name, prefix)
     set_at(raw, steps, text if inner(hint) is str else parse_yaml(text, name), name)
 
 
 def variables(environment: Mapping[str, str], prefix: str) -> Iterator[tuple[str, list[str]]]:
-    """(name, the steps of its path) of each variable that is configuration, in the order in which they are applied."""
+    """(name, steps of its path) of each variable that is configuration, in the order in which they are applied."""
     for name in sorted(environment):
         rest = name.removeprefix(prefix).lower()
         if name.startswith(prefix) and ("__" in rest or rest in TOP_LEVEL):
@@ -64,9 +64,9 @@ def variables(environment: Mapping[str, str], prefix: str) -> Iterator[tuple[str
 
 
 def known_variables(kind: object, prefix: str, number: str = "0") -> Iterator[str]:
-    """Names of variables for every value that can be set, apart from those below names that the file chooses (tiers, prices).
+    """Names of variables for every value that can be set, except below names chosen in the file (tiers, prices).
 
-    number  stands for places in lists
+    number  stands for list indices
     """
     hint = inner(kind)
     if get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
@@ -79,7 +79,7 @@ def known_variables(kind: object, prefix: str, number: str = "0") -> Iterator[st
 
 
 def nearest_variable(kind: type, name: str, prefix: str) -> str | None:
-    """The variable that was probably meant: the only one that ends alike, else the nearest by letters."""
+    """The known variable that was probably meant: the only one with the same ending, else the one with the most similar name."""
     elsewhere = {prefix + path.upper().replace(".", "__") for path in ELSEWHERE}
     number = next((step for step in name.split("__") if step.isdecimal()), "0")
     known = [each for each in known_variables(kind, prefix, number) if each not in elsewhere]
@@ -108,11 +108,11 @@ def _hint_at(kind: type, steps: Sequence[str], name: str, prefix: str) -> object
 
 
 def set_at(raw: Raw, steps: Sequence[str], value: object, name: str) -> None:
-    """Set one value deep in `raw`, in place; mappings and the next place of a list are made where they are missing or null.
+    """Set one value deep in `raw`, in place. Missing or null mappings are made, and the next item of a list.
 
     Nothing is set in a value of the wrong type (gateway: []): decoding refuses that value by its own path.
 
-    Raises: ConfigError naming `name` for a place beyond the list's next one.
+    Raises ConfigError naming `name` for an index beyond the list's next item.
     """
     place: object = raw
     for index, step in enumerate(steps):

@@ -26,10 +26,10 @@ MAX_INT_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class YamlDocument:
-    """A document, in which keys may be given twice. Lines count from 1.
+    """A YAML document, in which a section may have a key twice. Lines count from 1.
 
-    value     plain data; where a key is given twice, its last value
-    lines     path of each value, as errors write it -> line of its key
+    value     plain data; the last value of a key wins
+    lines     path of each value, as in errors -> line of its key
     repeated  (path, line, line of the first one) of each key that its section has already
     """
 
@@ -55,7 +55,7 @@ _RESOLVERS = (  # the first that matches; what begins otherwise is text
 class _PlainLoader(yaml.SafeLoader):
     """The safe loader without aliases and dates, with the scalars of YAML 1.2.
 
-    With aliases a file of a few lines could stand for gigabytes. No option is a date: 2026-11-23 stays a string, as a name may be.
+    With aliases, a file of a few lines could expand to gigabytes. No option is a date: 2026-11-23 stays a string, since a name may look so.
     """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  # as the base class declares it; filled below
@@ -85,7 +85,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """Quotes text that either version of YAML would read as something else."""
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
 
 
 def _construct_bool(loader: _PlainLoader, node: yaml.ScalarNode) -> bool:
@@ -105,7 +105,7 @@ def _construct_float(loader: _PlainLoader, node: yaml.ScalarNode) -> float:
 
 
 def _text(loader: _PlainLoader, node: yaml.ScalarNode, pattern: re.Pattern[str]) -> str:
-    """The scalar's text. Raises ValueError where a tag says that it is what it is not."""
+    """The scalar's text. Raises ValueError if a tag contradicts the scalar's type."""
     text = str(loader.construct_scalar(node))
     if pattern.match(text) is None:
         raise ValueError
@@ -131,7 +131,7 @@ def read_text(file: Path) -> str:
 
 
 def dump_yaml(value: object) -> str:
-    """Plain data as YAML that `parse_yaml` and other readers read as the same."""
+    """Plain data as YAML that `parse_yaml` and other parsers read back as the same data."""
     return yaml.dump(value, Dumper=_PlainDumper, sort_keys=False, allow_unicode=False)
 
 
@@ -141,7 +141,7 @@ def read_yaml(file: Path) -> Raw:
 
 
 def mapping_of(value: object, file: Path) -> Raw:
-    """What a file holds, as a mapping. Raises ConfigError."""
+    """The content of a file as a mapping. Raises ConfigError if it is none."""
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -158,7 +158,7 @@ def parse_yaml(text: str, where: str) -> object:
 
 
 def parse_document(text: str, where: str) -> YamlDocument:
-    """One YAML document, and where its values stand. Raises ConfigError with line and column."""
+    """One YAML document with the lines of its values. Raises ConfigError with line and column."""
     try:
         loader = _PlainLoader(text)
     except yaml.reader.ReaderError as error:  # the loader checks all characters before it reads
@@ -178,7 +178,7 @@ def parse_document(text: str, where: str) -> YamlDocument:
 
 
 def _note_lines(node: yaml.Node | None, steps: list[str], document: YamlDocument) -> None:
-    """Add the lines, and the keys given twice, of what is in `node` to `document`."""
+    """Add to `document` the lines of the values in `node`, and its repeated keys."""
     if isinstance(node, yaml.MappingNode):
         first_lines: dict[str, int] = {}
         for key, value in node.value:
@@ -197,5 +197,5 @@ def _note_lines(node: yaml.Node | None, steps: list[str], document: YamlDocument
 
 
 def shown_path(steps: list[str]) -> str:
-    """The steps as errors write them: "models[0].name" for ["models", "0", "name"]."""
+    """A path as errors show it: "models[0].name" for ["models", "0", "name"]."""
     return "".join(f"[{step}]" if step.isdecimal() else f".{step}" for step in steps).removeprefix(".")

@@ -109,7 +109,7 @@ def _client(run_dir: Path | None, admin: str | None, tls_dir: Path | None) -> Ad
 
 
 def _command(client: AdminClient, name: str, body: Mapping[str, object], *, ends_within_s: float = 0.0) -> CommandExitCode:
-    """Send a command and print what it says. ends_within_s: of a command for the whole deployment, its seconds until the end"""
+    """Send a command and print its progress. ends_within_s: for a command that ends the whole deployment, its seconds until then"""
     from headrace.cli.exits import CommandExitCode
 
     for said in client.command(name, body):

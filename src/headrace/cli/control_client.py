@@ -34,7 +34,7 @@ RUN_DIR_VARIABLE = "HEADRACE_RUN_DIR"
 def find_deployment(run_dir: Path | None) -> Path:
     """The folder of the one deployment that runs here.
 
-    run_dir  its folder, or the parent that its configuration names; None: HEADRACE_RUN_DIR, else where `headrace serve` puts it by itself
+    run_dir  the deployment's folder, or its configured parent; None: HEADRACE_RUN_DIR, else the default place of `headrace serve`
 
     Raises: ServerFailed when there is none, ConfigError when there are several.
     """
@@ -52,10 +52,10 @@ def find_deployment(run_dir: Path | None) -> Path:
 
 
 class AdminClient:
-    """Talks to one deployment. Raises ServerFailed when it does not answer, or ends before it has."""
+    """A client of one deployment. Methods raise ServerFailed if the deployment does not answer, or ends before the answer does."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: the deployment's own. Raises ServerFailed where its token cannot be read"""
+        """folder: the deployment's own. Raises ServerFailed if its token cannot be read"""
         self._folder = folder
         try:
             token = (folder / TOKEN_NAME).read_text(encoding="ascii")
@@ -67,7 +67,7 @@ class AdminClient:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Where the deployment is, for messages."""
         return f"in {self._folder}"
 
     def is_running(self) -> bool:
@@ -79,7 +79,7 @@ class AdminClient:
         return found
 
     def request(self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object] | None) -> Any:
-        """The JSON that answers a request about keys. Raises ServerFailed with the reason where the deployment refuses it."""
+        """The JSON answer to a request about keys. Raises ServerFailed with the reason if the deployment refuses the request."""
         target = "/" + "/".join(quote(part, safe="") for part in path) + (f"?{urlencode(query)}" if query else "")
         sent = None if body is None else json.dumps(body)
         with self._response(method, target, sent, timeout_s=STATUS_TIMEOUT_S, refusals=(400, 503)) as response:
@@ -89,7 +89,7 @@ class AdminClient:
             return found
 
     def command(self, name: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
-        """Every line of the answer as it comes; the last one says how the command ended."""
+        """Every line of the answer as it comes. The last line says how the command ended."""
         is_ended = False
         with self._response("POST", f"/{name}", json.dumps(body)) as response:
             for line in _lines(response):
@@ -115,8 +115,8 @@ class AdminClient:
         self, method: str, path: str, body: str | None = None, *, timeout_s: float | None = None, refusals: Collection[int] = ()
     ) -> Iterator[HTTPResponse]:
         """
-        timeout_s  for each wait for an answer; None: as long as it takes
-        refusals   statuses beside 200 that are an answer
+        timeout_s  for each wait for bytes; None: no limit
+        refusals   statuses beside 200 that count as an answer
         """
         with closing(self._connection(timeout_s)) as connection:
             try:
@@ -132,10 +132,10 @@ class AdminClient:
 
 
 class RemoteAdminClient(AdminClient):
-    """Talks to a deployment over TCP."""
+    """A client of a deployment over TCP."""
 
     def __init__(self, url: str, files: Path) -> None:
-        """files: a folder with the token, and beyond loopback this end's certificates. Raises ConfigError and UsageRefused"""
+        """files: folder with the token, and beyond loopback with this client's certificates. Raises ConfigError and UsageRefused"""
         import ssl
 
         from headrace.fleet.admin_listen import operator_context
@@ -173,7 +173,7 @@ class RemoteAdminClient(AdminClient):
 
 
 def open_client(run_dir: Path | None, admin: str | None, tls_dir: Path | None) -> AdminClient:
-    """The deployment that a command is for. Raises as `find_deployment` and the clients."""
+    """A client of the deployment that a command is for. Raises the errors of `find_deployment` and of the clients."""
     if admin is None:
         if tls_dir is not None:
             raise UsageRefused("--tls-dir: is for --admin URL.")
@@ -190,7 +190,7 @@ def _headers(token: str) -> dict[str, str]:
 
 
 def _lines(response: HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Lines of JSON until the answer ends, or breaks off."""
+    """The lines of JSON of an answer, until it ends or breaks off."""
     try:
         for line in response:
             yield json.loads(line)
@@ -212,7 +212,7 @@ class _UnixConnection(HTTPConnection):
 
 
 class _TcpConnection(HTTPConnection):
-    """Unlike `http.client`'s own it waits for an answer as long as the command takes."""
+    """A connection that waits for an answer for as long as the command takes, unlike that of `http.client`."""
 
     def __init__(self, host: str, port: int, context: SSLContext | None, timeout_s: float | None) -> None:
         super().__init__(host, port)

@@ -36,9 +36,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 @dataclass(frozen=True, slots=True)
 class KeyDirectory:
-    """The keys that a command is about: those of a state folder or a configuration's Redis, or with `admin` those of a deployment.
+    """The keys that a command is about: those of a state folder or of a configuration's Redis, or with `admin` those of a deployment.
 
-    admin, tls_dir  its URL, and the folder of this end's files
+    admin    URL of the deployment's admin address
+    tls_dir  folder of this client's token and certificates
     """
 
     file: Path | None
@@ -58,24 +59,24 @@ class KeyDirectory:
         return administered(self.file, self.state, lambda admin: answer_request(admin, method, path, query, body))
 
     def limits(self, kind: str, name: str) -> Any:
-        """What is used of the limits of one of `kind`, keys or tenants. Raises as `ask`."""
+        """The limits of a key or tenant, with what is used of each. kind: "keys" or "tenants". Raises as `ask`."""
         if self.file is None and not self.is_remote:
             print("headrace: limits are those of built-in tiers; where the server has a configuration file, give --config", file=sys.stderr)
         return self._report(lambda report: report.of(kind, name), kind, name)
 
     def deployment_limits(self) -> Any:
-        """What is used of the budget that all tenants share. Raises as `ask`."""
+        """The budgets that all tenants share, with what is used of each. Raises as `ask`."""
         return self._report(lambda report: report.of_deployment())
 
     def _report(self, work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]], *path: str) -> Any:
-        """What `work` makes of a report; path: where a deployment answers it, before /limits. Raises as `ask`."""
+        """The rows that `work` returns for a report. path: path of the same report at a deployment, before /limits. Raises as `ask`."""
         if self.is_remote:
             return self._ask_deployment("GET", *path, "limits")
         config = _settings(self.file, self.state)
         return administered(self.file, self.state, lambda admin: read_limits(config, admin, work))
 
     def note_unpriced_models(self, budget: float | None, names: Sequence[str] = ()) -> None:
-        """Say on stderr of which models a request costs nothing in a budget. names: those that it is for; none: all"""
+        """Print on stderr the models without a price, whose requests do not count for a budget. names: a key's models; none: all"""
         if not budget or self.is_remote:
             return
         if self.file is None:
@@ -87,7 +88,7 @@ class KeyDirectory:
             print(f"headrace: --budget: {self.file} has no price of {', '.join(unpriced)}: such requests cost nothing", file=sys.stderr)
 
     def note_unknown_models(self, names: Sequence[str]) -> None:
-        """Say on stderr which of these models the configuration does not have: a key for them alone can ask for nothing."""
+        """Print on stderr which of these models the configuration lacks: a key for unknown models alone is useless."""
         if self.file is None or not names:
             return
         served = [model for section in _settings(self.file, self.state).models for model in (section.served_name, *section.aliases)]
@@ -96,7 +97,7 @@ class KeyDirectory:
                 print(f"headrace: {self.file} has no model {name}; it has {', '.join(served)}", file=sys.stderr)
 
     def purge(self, tenant: str, *, is_all: bool) -> int:
-        """Remove what is kept of a tenant: its answers, or with `is_all` everything. Returns the number of entries. Raises as `ask`."""
+        """Remove a tenant's kept answers, or with `is_all` all its kept entries. Returns the number of entries. Raises as `ask`."""
         from headrace.gateway.control.purge import purge
 
         if self.is_remote:
@@ -106,7 +107,7 @@ class KeyDirectory:
 
     @property
     def is_remote(self) -> bool:
-        """It is a deployment's, reached through its admin address."""
+        """Whether the keys are a deployment's, reached through its admin address."""
         return self.admin is not None or self.tls_dir is not None
 
     def _ask_deployment(
@@ -121,7 +122,7 @@ class KeyDirectory:
 
 
 def of_directory(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the flags that say which keys it is about, instead of its first parameter."""
+    """A command whose first parameter is replaced by the flags that choose a `KeyDirectory`."""
 
     def run(
         *words: Any,
@@ -143,7 +144,7 @@ def of_directory(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def administered(file: Path | None, state: str | None, work: Callable[[Administration], Awaitable[T]]) -> T:
-    """What `work` gives, done on the keys and tenants of a server. Raises ConfigError, InvalidRequest and StoreFailed."""
+    """The result of `work` on the keys and tenants of a server. Raises ConfigError, InvalidRequest and StoreFailed."""
     import asyncio  # brings ssl, which takes its time
 
     config = _settings(file, state)
@@ -161,7 +162,7 @@ def administered(file: Path | None, state: str | None, work: Callable[[Administr
 async def read_limits(
     config: ServeConfig, admin: Administration, work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]]
 ) -> list[dict[str, object]]:
-    """What `work` makes of a report on the limits of a configuration's tenants. Raises as `LimitReport`."""
+    """The rows that `work` returns for a report on the limits of a configuration's tenants. Raises as `LimitReport`."""
     from headrace.gateway.limits.report import LimitReport
     from headrace.gateway.limits.store import open_limits
     from headrace.policy.limits.tier import all_tiers
@@ -174,14 +175,14 @@ async def read_limits(
 
 
 def _settings(file: Path | None, state: str | None) -> ServeConfig:
-    """Raises ConfigError."""
+    """The configuration that a command needs. Raises ConfigError."""
     from headrace.cli.config import load_settings
 
     return load_settings(file, os.environ, {"state": state})
 
 
 def open_administration(config: ServeConfig, *, actor: str) -> Administration:
-    """actor: see `AuditRecord`. Raises ConfigError"""
+    """The keys and tenants of a configuration, to be changed. actor: see `AuditRecord`. Raises ConfigError."""
     from headrace.cli.state import make_state_folder
     from headrace.gateway.access.administration import Administration
     from headrace.gateway.access.key_store import open_keys

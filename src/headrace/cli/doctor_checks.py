@@ -44,7 +44,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """name: what was checked. found: what is there. remedy: what to do; empty when nothing is wrong."""
+    """The result of a check. name: what was checked; found: its state; remedy: what to do, empty if nothing is wrong"""
 
     name: str
     health: Health
@@ -70,9 +70,9 @@ def examine(port: int) -> list[Finding]:
 
 
 def check_python(build_flags: str | None) -> Finding:
-    """Version and build. build_flags: the arguments CPython was configured with; None where they are not recorded.
+    """Check version and build of Python. build_flags: the arguments CPython was configured with; None where they are not recorded
 
-    A Python built without --enable-optimizations (pyenv's default) takes half again as long for everything that is not a kernel.
+    Without --enable-optimizations (pyenv's default), everything outside kernels takes half as long again.
     """
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < MIN_PYTHON:
@@ -84,7 +84,7 @@ def check_python(build_flags: str | None) -> Finding:
 
 
 def check_cpu(cpuinfo: str) -> Finding:
-    """Features of the CPU, read as the kernels read them. cpuinfo: text of /proc/cpuinfo; empty where there is none."""
+    """Check the features of the CPU, parsed as the kernels do it. cpuinfo: text of /proc/cpuinfo; empty where there is none"""
     from headrace.tensor.host.cpu_features import CpuFeatures, parse_cpu_flags
 
     features = CpuFeatures(platform.machine(), parse_cpu_flags(cpuinfo))
@@ -103,7 +103,7 @@ def check_cpu(cpuinfo: str) -> Finding:
 
 
 def check_threads(quota: float | None, environment: Mapping[str, str]) -> Finding:
-    """quota: CPUs the cgroup allows, None without a limit."""
+    """Check the number of CPUs and the variables of OpenMP. quota: CPUs that the cgroup allows; None: no limit"""
     cpus = allowed_cpus()
     allowed = "which of them are allowed is not measured here" if cpus is None else f"{len(cpus)} allowed"
     found = f"{os.cpu_count()} CPUs, {allowed}" + (f", cgroup quota {quota:g}" if quota is not None else "")
@@ -116,7 +116,7 @@ def check_threads(quota: float | None, environment: Mapping[str, str]) -> Findin
 
 
 def check_memory(root: Path) -> Finding:
-    """What an engine could take now, as it will see it itself."""
+    """Check the memory that an engine could take now, measured as the engine does it."""
     from headrace.core.memory import read_available
 
     available = read_available(root)
@@ -129,7 +129,7 @@ def check_memory(root: Path) -> Finding:
 
 
 def check_threading_layer() -> Finding:
-    """The threading layers that Numba can load: a parallel region costs 2 us with OpenMP, 50-110 us with the workqueue."""
+    """Check the threading layers that Numba can load: a parallel region costs 2 us with OpenMP, 50-110 us with the workqueue."""
     from importlib import import_module
 
     layers = []
@@ -146,7 +146,7 @@ def check_threading_layer() -> Finding:
 
 
 def check_files(soft: int, hard: int) -> Finding:
-    """The limit of open files; a stream takes one."""
+    """Check the limit of open files: each stream takes one."""
     if soft == resource.RLIM_INFINITY or soft >= MIN_FILES:
         return Finding("open files", Health.OK, f"limit {soft}")
     remedy = f"A stream takes one: ulimit -n {min(65536, hard) if hard > 0 else 65536}."
@@ -164,7 +164,7 @@ def check_port(port: int) -> Finding:
 
 
 def check_cache(folder: Path) -> Finding:
-    """The folder of compiled kernels, which this user must be able to write, and no other user."""
+    """Check the folder of compiled kernels: this user must be able to write it, and no other user."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -185,7 +185,7 @@ def check_bundled() -> Finding:
 
 
 def check_gpus(gpus: Gpus) -> Finding:
-    """gpus: as `tensor.backends.find_working_gpus` finds them, and as `--device auto` takes them."""
+    """Check the GPUs. gpus: those that `--device auto` would take (`tensor.backends.find_working_gpus`)"""
     if gpus.problem:
         return Finding("gpu", Health.WARN, gpus.problem, f"{gpus.remedy} Until then models run on the CPU, and --device cuda is refused.")
     if not gpus.names:

@@ -72,7 +72,7 @@ def engine(
 
 
 def set_log_format(log_format: str) -> None:
-    """For this process and its children. Raises UsageRefused."""
+    """Set the log format of this process and its children. Raises UsageRefused."""
     from headrace.cli.exits import UsageRefused
     from headrace.observe.logs import ENVIRONMENT, LogFormat
 
@@ -82,7 +82,7 @@ def set_log_format(log_format: str) -> None:
 
 
 def _from_file(path: Path, given: Mapping[str, object], *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
-    """Raises ConfigError, or UsageRefused for flags beside the file."""
+    """The configuration from a file. Raises ConfigError, or UsageRefused for flags beside the file."""
     from headrace.cli.config_yaml import read_yaml
     from headrace.cli.exits import UsageRefused
     from headrace.engine.server.config import process_config_from
@@ -95,7 +95,7 @@ def _from_file(path: Path, given: Mapping[str, object], *, experimental: bool) -
 
 
 def _from_flags(given: Mapping[str, object], engine: Given, *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
-    """Raises ConfigError about the flag that was written, or UsageRefused."""
+    """The configuration from flags. Raises ConfigError naming the flag, or UsageRefused."""
     from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.exits import UsageRefused
     from headrace.core.errors import ConfigError

@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"(?P<sign>-?)(?P<whole>\d+)(?P<rest>\.\d+)?(?P<unit>[kmgtK
 
 
 def whole_number(text: str | int) -> int:
-    """A whole number as vLLM reads one: 4096, 4k (4,000), 4K (4,096), 1.5m (1,500,000). Raises typer.BadParameter."""
+    """A whole number in vLLM's notation: 4096, 4k (4,000), 4K (4,096), 1.5m (1,500,000). Raises typer.BadParameter."""
     if isinstance(text, int):
         return text
     found = _NUMBER.fullmatch(text.strip())
@@ -46,7 +46,7 @@ def whole_number(text: str | int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineFlag:
-    """One option on a command line. field: of EngineConfig; names: spellings; kind: type of the value."""
+    """One flag of an engine option. field: of EngineConfig; names: spellings; kind: type of the value"""
 
     field: str
     names: tuple[str, ...]
@@ -55,17 +55,17 @@ class EngineFlag:
 
     @property
     def parameter(self) -> str:
-        """The name of the command's parameter: the first spelling as a Python name."""
+        """The name of the command's parameter: the first spelling as a Python identifier."""
         return self.names[0].partition("/")[0].strip("-").replace("-", "_")
 
     def value(self, given: object) -> object:
-        """The value for EngineConfig; `given` is as typer read it."""
+        """The value for EngineConfig. given: the value as parsed by typer"""
         if self.option.switch is not None and isinstance(given, bool):
             return self.option.switch[given]
         return self.option.other_names.get(given, given) if isinstance(given, str) else given
 
     def signature(self) -> inspect.Parameter:
-        """The parameter as typer reads it. Its default, None, stands for "not given"."""
+        """The parameter for typer's signature. Its default, None, means "not given"."""
         about: dict[str, Any] = {"help": self._help()}
         if self.kind is int:
             about |= {"parser": whole_number, "metavar": "<int>"}
@@ -98,13 +98,13 @@ ENGINE_FLAGS = tuple(_flags())
 
 
 def engine_values(params: Mapping[str, object]) -> dict[str, object]:
-    """The engine options among a command's parameters that were given, as fields of EngineConfig."""
+    """The given engine options among a command's parameters, by field of EngineConfig."""
     given = [(flag, params.get(flag.parameter)) for flag in ENGINE_FLAGS]
     return {flag.field: flag.value(value) for flag, value in given if value is not None}
 
 
 def with_engine_flags(*fields: str, without: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Give a command a flag for each of `fields` in place of its parameter `engine`; without `fields`, for all but `without`."""
+    """Replace a command's parameter `engine` by a flag for each of `fields`; without `fields`, by one for every field not in `without`."""
     taken = [flag for flag in ENGINE_FLAGS if (flag.field in fields if fields else flag.field not in without)]
 
     def decorate(command: Command) -> Command:

@@ -27,11 +27,11 @@ class CommandExitCode(IntEnum):
 
 
 class UsageRefused(HeadraceError):
-    """A flag of another server that is not supported here, or flags that contradict each other. The message says what to do."""
+    """A flag of another server is not supported here, or flags contradict each other. The message says what to do."""
 
 
 class ServerFailed(HeadraceError):
-    """A server that could not be reached, or whose answer was an error."""
+    """A server could not be reached, or answered with an error."""
 
 
 CODES: tuple[tuple[type[HeadraceError], CommandExitCode], ...] = (

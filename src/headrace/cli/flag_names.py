@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def flag_names(context: typer.Context, words: Sequence[str], paths: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Configuration path -> what set it: the flag as it is written in `words`, the argument's name, or the flag's variable.
+    """Configuration path -> the flag as written in `words`, the argument's name, or the flag's variable, whichever set the path.
 
     paths  parameter of the command -> paths that it sets
     """
@@ -28,7 +28,7 @@ def flag_names(context: typer.Context, words: Sequence[str], paths: Mapping[str,
 
 
 def _name_in(words: Sequence[str], param: Parameter) -> str:
-    """The last spelling of a flag in `words`, which is the one that counts; for an argument, its name in the help."""
+    """The last spelling of a flag in `words`, since the last one counts. For an argument, its name in the help."""
     if param.param_type_name == "argument":
         return param.human_readable_name
     spellings = (*param.opts, *param.secondary_opts)

@@ -113,7 +113,7 @@ def gateway(
 
 
 def _run_supervised(file: Path, parent_fd: int, index: int | None) -> int:
-    """index: which worker this is; None: the only gateway. Returns the exit status."""
+    """Run a gateway under a supervisor. index: number of this worker; None: it is the only gateway. Returns the exit status."""
     from headrace.gateway.config import load_config
     from headrace.gateway.process import load_part, run_gateway
     from headrace.gateway.site.worker import GatewayWorker
@@ -124,7 +124,7 @@ def _run_supervised(file: Path, parent_fd: int, index: int | None) -> int:
 
 
 def _run_by_hand(context: typer.Context, file: Path | None) -> int:
-    """From file, environment and flags; several workers under a supervisor. Returns the exit status.
+    """Run a gateway from file, environment and flags; several workers run under a supervisor. Returns the exit status.
 
     Raises: ConfigError, UsageRefused, and typer.Exit where the faults of a file were printed.
     """
@@ -158,18 +158,18 @@ def _run_by_hand(context: typer.Context, file: Path | None) -> int:
 
 
 def _changed_gateway(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
-    """The gateway of a file that was read again. Raises ConfigError for what this command alone reads and cannot change."""
+    """The gateway of a file that was read again. Raises ConfigError for a changed option that only this command reads and cannot change."""
     from headrace.core.errors import ConfigError
-    from headrace.core.option import options
+    from headrace.core.option import Reload, options
 
     for name, described in options(type(config)):
-        if described.reload is None and name != "gateway" and getattr(config, name) != getattr(before, name):
+        if described.reload is not Reload.LIVE and name != "gateway" and getattr(config, name) != getattr(before, name):
             raise ConfigError(name, "cannot change while the gateway runs", "Start the gateway again, or write what it was.")
     return gateway_of(config)
 
 
 def check_no_engines(config: ServeConfig) -> None:
-    """Raises ConfigError for models whose engines `headrace serve` would start."""
+    """Raises ConfigError for models whose engines only `headrace serve` would start."""
     from headrace.core.errors import ConfigError
 
     for index, section in enumerate(config.models):
@@ -179,7 +179,7 @@ def check_no_engines(config: ServeConfig) -> None:
 
 
 def gateway_of(config: ServeConfig) -> GatewayConfig:
-    """The gateway of a configuration without a supervisor around it. Raises ConfigError."""
+    """The gateway's configuration, for running without a supervisor. Raises ConfigError."""
     from headrace.core.errors import ConfigError
     from headrace.fleet.files import gateway_content
     from headrace.fleet.launcher import without_secrets
@@ -220,7 +220,7 @@ def flags_of(params: Mapping[str, object]) -> dict[str, object]:
 
 
 def _replica(word: str) -> dict[str, str]:
-    """NAME=ADDRESS. Raises UsageRefused."""
+    """A replica given as NAME=ADDRESS. Raises UsageRefused for other texts."""
     from headrace.cli.exits import UsageRefused
 
     name, separator, address = word.partition("=")

@@ -100,7 +100,7 @@ def plan(
 
 
 def _folder_of(model: str) -> str:
-    """The folder that is made for a GGUF file; any other name as it is. Raises CheckpointError, ConfigError."""
+    """The folder made for a GGUF file; any other name unchanged. Raises CheckpointError, ConfigError."""
     from headrace.tensor.checkpoint.gguf.folder import make_folder
 
     return str(make_folder(Path(model))) if is_gguf(model) and Path(model).is_file() else model
@@ -115,7 +115,7 @@ def _draw(file: Path, plans: list[CapacityPlan]) -> None:
 
 
 def _print(plans: list[CapacityPlan], explain: bool, as_json: bool) -> None:
-    """The cheapest plan, and beside others the best of each device."""
+    """Print the cheapest plan, and if there are several devices the best plan of each."""
     from headrace.lab.plan.report import as_object, comparison, lines
 
     if as_json:
@@ -139,7 +139,7 @@ def _devices(gpu: str | None, known: Catalogue) -> list[Device]:
 
 
 def _cheapness(plan: CapacityPlan) -> tuple[bool, float, int]:
-    """Plans that serve the traffic first, then what a token costs, or an hour where a rate is asked for."""
+    """Sort key of plans: those that serve the traffic first, then cost per token, or cost per hour if a rate is asked for."""
     cost = plan.dollars_per_hour if plan.need.traffic.tokens_per_s else plan.cost_per_1m_tokens
     return not plan.is_met, math.inf if cost is None else cost, plan.best.num_devices
 
@@ -147,7 +147,7 @@ def _cheapness(plan: CapacityPlan) -> tuple[bool, float, int]:
 def _traffic(
     shape: ModelShape, context: int | None, users: int | None, tokens_per_user: float | None, requests_per_second: float | None
 ) -> tuple[Traffic, list[str]]:
-    """What is asked for, and what was assumed for it. An answer's length follows from users, their speed and the rate of requests."""
+    """The traffic asked for, and the assumptions made. The length of an answer follows from users, their speed and the rate of requests."""
     from headrace.lab.plan.plan import OUTPUT_SHARE
     from headrace.policy.placement.layout import Traffic
 

@@ -17,7 +17,7 @@ from headrace.core.option import Option, Reload, Role, check_options, option, re
 from headrace.core.strict_decode import NeedsExactlyOne, plain
 from headrace.engine.config import EngineConfig
 from headrace.fleet.admin_listen import AdminListen
-from headrace.fleet.config import FleetConfig, ModelSpec
+from headrace.fleet.config import MAX_REPLICAS, MAX_TIMEOUT_S, FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.ledger.config import UsageConfig
@@ -45,9 +45,9 @@ class RemoteSection:
     """The engines of one model that this supervisor does not start."""
 
     model: str = required(
-        "What the engines serve: a folder on this machine, a bundled model or a hub id. The gateway reads its tokenizer and template.",
+        "What the engines serve: a folder on this machine, a bundled model or a hub id. The gateway reads its tokenizer and template. "
+        "Another one takes a restart of `headrace serve`.",
         "MODEL",
-        reload=Reload.RESTART,
     )
     replicas: tuple[RemoteReplica, ...] = required("Where its engines listen.")
     tls_dir: str = option(
@@ -90,7 +90,9 @@ class ModelSection:
         shown="the hub id, the folder's name, or `model` of the first of `upstreams`",
     )
     aliases: tuple[str, ...] = option((), "Further names for it: the flag's from the second on.", "--served-model-name")
-    replicas: int = option(1, "Engine processes, each with its own copy of the weights: more throughput, more memory.", "--replicas")
+    replicas: int = option(
+        1, "Engine processes, each with its own copy of the weights: more throughput, more memory.", "--replicas", low=1, high=MAX_REPLICAS
+    )
     smaller: str = option(
         "",
         "Name of another served model that answers, by its own name, while this one is busy ([tenancy.md](tenancy.md#busy-models)).",
@@ -166,6 +168,8 @@ class ServeConfig:
         30.0,
         "Seconds that running streams may take after SIGTERM, when no new work is accepted.",
         "--drain-timeout",
+        low=0.0,
+        high=MAX_TIMEOUT_S,
         reload=Reload.LIVE,
         role=Role.OPERATOR,
     )
@@ -173,6 +177,8 @@ class ServeConfig:
         1800.0,
         "A gateway or an engine that has not served within these seconds of its start is killed and counts as failed "
         "([fleet.md](fleet.md#what-happens-when)); 0: never. Longer than the slowest load of weights.",
+        low=0.0,
+        high=MAX_TIMEOUT_S,
         reload=Reload.LIVE,
         role=Role.OPERATOR,
     )
@@ -180,6 +186,8 @@ class ServeConfig:
         60.0,
         "An engine that has served, and that no gateway can use for these seconds, is killed and started again; a gateway that answers "
         "nothing, after about 10 s. At least 15; 0: never, for work with a debugger.",
+        low=0.0,
+        high=MAX_TIMEOUT_S,
         reload=Reload.LIVE,
         role=Role.OPERATOR,
     )

@@ -132,10 +132,11 @@ def _print(site: _Site, reports: Sequence[tuple[float | None, LoadReport]], as_j
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """
+    """The site to simulate.
+
     title           model, replicas and devices
-    details         what was assumed of memory and steps
-    price_per_hour  of all replicas; None where no device with a price is named
+    details         assumptions about memory and steps
+    price_per_hour  of all replicas; None if no device with a price is named
     """
 
     model: SimulatedModel
@@ -154,7 +155,7 @@ class _Site:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The flags that say what is simulated."""
+    """The flags that say what to simulate."""
 
     file: Path | None
     model: str | None
@@ -166,7 +167,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """A model of a file of `headrace serve`. named: engine options that the file has"""
+    """A model in a file of `headrace serve`. named: engine options that the file sets"""
 
     engine: EngineConfig
     named: Collection[str]
@@ -175,7 +176,7 @@ class _Section:
 
 
 def _site(asked: _Asked, lengths: WorkloadShape | None) -> _Site:
-    """lengths: of the requests; None for a trace"""
+    """The site that the flags describe. lengths: of the requests; None for a trace"""
     if (asked.gpu is None) == (asked.steps is None):
         raise UsageRefused("Give --gpu, whose roofline is used, or --steps, a file of measured times: exactly one of them.")
     section = _section(asked.file, asked.model)
@@ -246,7 +247,7 @@ def _shape(engine: EngineConfig, models: Mapping[str, Mapping[str, object]]) -> 
 
 
 def _check_lengths(lengths: WorkloadShape, max_model_len: int) -> None:
-    """Refuse, before anything is drawn, lengths that no engine would take."""
+    """Refuse lengths that no engine would accept, before any request is drawn."""
     from headrace.lab.simulate.load import MAX_TOKENS
 
     most = min(max_model_len, MAX_TOKENS)
@@ -260,7 +261,7 @@ def _check_lengths(lengths: WorkloadShape, max_model_len: int) -> None:
 
 
 def _traffic(lengths: WorkloadShape | None, longest: int) -> Traffic:
-    """What a layout is chosen for. The lengths of a trace are not known before it is read: what `headrace plan` assumes is taken."""
+    """The traffic to choose a layout for. A trace's lengths are not known before it is read: they are assumed as in `headrace plan`."""
     from headrace.cli.plan import DEFAULT_CONTEXT
     from headrace.lab.plan.plan import OUTPUT_SHARE
     from headrace.policy.placement.layout import Traffic
@@ -273,7 +274,7 @@ def _traffic(lengths: WorkloadShape | None, longest: int) -> Traffic:
 
 
 def _section(file: Path | None, model: str | None) -> _Section | None:
-    """The model's part of the file. Folders need not exist: a name of the catalogue will do. None without a file."""
+    """The model's section of the file; None without a file. Folders need not exist: a name in the catalogue is enough."""
     from headrace.cli.config import decoded
     from headrace.cli.config_yaml import read_yaml
 
@@ -294,7 +295,7 @@ def _section(file: Path | None, model: str | None) -> _Section | None:
 
 
 def _named(raw: Mapping[str, object], index: int) -> Collection[str]:
-    """Engine options that a model of the file has."""
+    """Engine options that the file sets for a model."""
     models = raw.get("models")
     section = models[index] if isinstance(models, list) else None
     engine = section.get("engine") if isinstance(section, dict) else None

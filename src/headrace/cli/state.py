@@ -17,7 +17,7 @@ VARIABLE = "HEADRACE_STATE"
 
 
 def state_folder(given: str, environment: Mapping[str, str]) -> Path:
-    """The absolute path of the folder; nothing is made. given: by flag, variable or file; empty: the user's own."""
+    """The absolute path of the state folder; nothing is created. given: by flag, variable or file; empty: the user's default folder"""
     if given:
         return Path(given).expanduser().absolute()
     base = environment.get("XDG_STATE_HOME", "")
@@ -27,9 +27,9 @@ def state_folder(given: str, environment: Mapping[str, str]) -> Path:
 
 
 def make_state_folder(folder: Path) -> None:
-    """Make the folder, closed to other users, where it is not there yet. Raises ConfigError where it is not safe or cannot be written.
+    """Make the folder, closed to other users, if it does not exist. Raises ConfigError if it is not safe or cannot be written.
 
-    An existing folder keeps its mode: the files in it are closed to other users by themselves.
+    An existing folder keeps its mode: its files are closed to other users by themselves.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ ASK_S = 5.0
 
 
 def has_stored_keys(state: str, store: StoreConfig) -> bool:
-    """Whether a key was ever created there; nothing is made. Raises ConfigError where the store cannot be asked.
+    """Whether the store has ever had a key; nothing is created. Raises ConfigError if the store cannot be asked.
 
     state, store  as `open_keys` takes them
     """
@@ -47,6 +47,6 @@ async def _has_keys(state: str, store: StoreConfig) -> bool:
 
 
 def _run_apart(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, also below a running event loop: a reload reads the configuration there."""
+    """`asyncio.run` that also works below a running event loop, where a reload reads the configuration."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()

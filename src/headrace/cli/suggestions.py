@@ -17,7 +17,7 @@ from headrace.cli.vllm_flags import TABLE, RefusedFlag
 
 
 class SuggestingGroup(TyperGroup):
-    """A group of commands in which an unknown flag, of the group or of a command, is answered with the nearest known one."""
+    """A group of commands that answers an unknown flag, its own or a command's, with the nearest known one."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         with _nearest_flag_suggested():

@@ -110,12 +110,12 @@ def remove(
 
 
 def _change(tier: str | None, budget: float | None, options: Sequence[str] | None) -> dict[str, object]:
-    """Body of a request that creates or changes a tenant."""
+    """The body of a request that creates or changes a tenant."""
     return {"tier": tier, "budget": budget, "options": dict(map(_option, options or ()))}
 
 
 def _option(word: str) -> tuple[str, object]:
-    """NAME=VALUE, where VALUE is JSON or a word; nothing for the default. Raises UsageRefused."""
+    """An option given as NAME=VALUE: VALUE is JSON or a word, and nothing means the default. Raises UsageRefused."""
     from headrace.cli.exits import UsageRefused
 
     name, separator, value = word.partition("=")

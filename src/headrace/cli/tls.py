@@ -74,5 +74,5 @@ def _shown_folder(made: SiteFolder) -> list[str]:
 
 
 def _host(name: str) -> str:
-    """With an IPv6 address in brackets, as addresses with a port and scp want it."""
+    """The host, an IPv6 address in brackets: addresses with a port and scp need them."""
     return f"[{name}]" if ":" in name else name

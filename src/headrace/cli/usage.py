@@ -74,7 +74,7 @@ def _nothing(query: UsageQuery, where: str) -> str:
 
 
 def read_rows(folder: Path, query: UsageQuery) -> list[dict[str, object]]:
-    """Rows of everything that was recorded; none where there is no usage.db. Raises ConfigError."""
+    """Rows of all recorded usage; none if there is no usage.db. Raises ConfigError."""
     from headrace.gateway.ledger.ledger import ship_orphaned
     from headrace.gateway.ledger.usage_db import FILE
     from headrace.gateway.ledger.usage_query import usage_rows
@@ -94,7 +94,7 @@ def read_rows(folder: Path, query: UsageQuery) -> list[dict[str, object]]:
 
 
 def site_rows(config: ClickHouseConfig, query: UsageQuery) -> list[dict[str, object]]:
-    """Rows of everything that ClickHouse has. Raises ConfigError."""
+    """Rows of all usage in ClickHouse. Raises ConfigError."""
     from headrace.gateway.ledger.clickhouse import clickhouse_rows
     from headrace.gateway.ledger.record import SinkFailed
 
@@ -105,7 +105,7 @@ def site_rows(config: ClickHouseConfig, query: UsageQuery) -> list[dict[str, obj
 
 
 def shown(names: Sequence[str], rows: Sequence[dict[str, object]]) -> list[str]:
-    """A table as lines: words to the left, numbers to the right."""
+    """The lines of a table: words to the left, numbers to the right."""
     columns = [_aligned([name, *(_cell(name, row[name]) for row in rows)], is_word=isinstance(rows[0][name], str)) for name in names]
     return ["  ".join(line) for line in zip(*columns, strict=True)]
 

@@ -19,17 +19,17 @@ _FLAG = re.compile(r"--?[a-zA-Z]|--$")
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word is a flag, and so never the value of the flag before it. "-1" is a value."""
+    """Whether a word is a flag, and so cannot be the value of the flag before it. "-1" is a value."""
     return _FLAG.match(word) is not None
 
 
 def dashed(name: str) -> str:
-    """A flag with dashes: vLLM also takes underscores."""
+    """A flag with dashes, since vLLM also accepts underscores."""
     return name.replace("_", "-") if name.startswith("--") else name
 
 
 def refuse_missing_values(command: Command, words: Sequence[str]) -> None:
-    """Check the words of a command line of `command` and its sub-commands. Raises UsageRefused for a flag without its value."""
+    """Check the words of a command line for `command` and its sub-commands. Raises UsageRefused for a flag without its value."""
     for word, following in pairwise([*words, "--"]):
         if word == "--":
             return

@@ -18,10 +18,10 @@ from headrace.core.vllm_options import REMEDIES, WITHOUT_EFFECT
 
 @dataclass(frozen=True, slots=True)
 class RefusedFlag:
-    """A flag that is refused.
+    """A flag of vLLM that is refused.
 
     remedy    what to do instead
-    accepted  values that ask for what happens anyway; None: the flag takes no value
+    accepted  values that ask for the behaviour that Headrace has anyway; None: the flag takes no value
     """
 
     remedy: str
@@ -32,14 +32,14 @@ class RefusedFlag:
         return self.accepted is not None
 
     def message(self, name: str, value: str = "") -> str:
-        """The refusal of flag `name`."""
+        """The refusal of the flag `name`."""
         allowed = f" Only {' or '.join(self.accepted)} is accepted." if self.accepted else ""
         return f"{f'{name} {value}'.rstrip()}: not supported.{allowed} {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)
 class IgnoredFlag:
-    """A flag that changes nothing here. why: the end of the notice "--flag has no effect: ...". accepted: values without a notice."""
+    """A flag without effect here. why: the end of the notice "--flag has no effect: ..."; accepted: values that need no notice"""
 
     why: str
     takes_value: bool = False
@@ -48,7 +48,7 @@ class IgnoredFlag:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedFlag:
-    """A flag with an equal. ours: the arguments to replace it with; its value, if it takes one, follows them."""
+    """A flag with an equivalent here. ours: the arguments that replace it; its value, if it takes one, is appended"""
 
     ours: tuple[str, ...]
     takes_value: bool = False
@@ -139,9 +139,9 @@ SEVERAL = ("--served-model-name", "--api-key", "--allowed-hosts", "--allowed-ori
 
 
 def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(arguments for the parser, notices about flags without effect). Everything after a bare `--` is left as it is.
+    """(arguments for the parser, notices about flags without effect). Everything after a bare `--` is unchanged.
 
-    Raises: UsageRefused for the first flag that is not supported, or has no value where it needs one.
+    Raises UsageRefused for the first flag that is not supported, or that lacks a value.
     """
     kept: list[str] = []
     notices: list[str] = []
@@ -177,7 +177,7 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _entry_of(name: str) -> tuple[RefusedFlag | IgnoredFlag | TranslatedFlag | None, bool]:
-    """The row of a flag, and whether the flag is the row's with `--no-` before it: `--no-enable-lora` asks for what happens anyway."""
+    """The row of a flag, and whether it is written with `--no-`: `--no-enable-lora` asks for what Headrace does anyway."""
     if name in TABLE or not name.startswith("--no-"):
         return TABLE.get(name), False
     entry = TABLE.get(f"--{name.removeprefix('--no-')}")
@@ -186,9 +186,9 @@ def _entry_of(name: str) -> tuple[RefusedFlag | IgnoredFlag | TranslatedFlag | N
 
 
 def _one_value_each(arguments: Sequence[str]) -> Iterator[str]:
-    """The arguments, with the flag repeated before each of its values: `--api-key a b` becomes `--api-key a --api-key b`.
+    """The arguments with a flag repeated before each of its values: `--api-key a b` becomes `--api-key a --api-key b`.
 
-    Without a MODEL before it, a second word after the flag of `serve` is taken for MODEL, not for a second value.
+    If no MODEL precedes the flag, a second word after `serve`'s flag is taken for MODEL, not for a second value.
     """
     has_model = list(arguments[:1]) != ["serve"] or not arguments[1:2] or not arguments[1].startswith("-")
     has_model = has_model or any(word.partition("=")[0] == "--model" for word in arguments)
