@@ -38,7 +38,7 @@ MAX_MESSAGE_CHARS = 200
 
 
 class ClickHouseRefused(SinkFailed):
-    """The server answered with an error. code: ClickHouse's own number of it; 0: none was given"""
+    """The server answered with an error. code: ClickHouse's error number; 0: the answer has none"""
 
     def __init__(self, code: int, message: str) -> None:
         self.code = code
@@ -46,12 +46,12 @@ class ClickHouseRefused(SinkFailed):
 
 
 class ClickHouseSink:
-    """A `Sink`. A record that was shipped before is one row again once ClickHouse merges, and at once for a query with FINAL."""
+    """A `Sink` in ClickHouse. A record that is shipped twice becomes one row when ClickHouse merges, or at once for a query with FINAL."""
 
     name = CLICKHOUSE
 
     def __init__(self, config: ClickHouseConfig, *, answer_s: float = ANSWER_S) -> None:
-        """Connects with the first call. answer_s: for a connection, and for each part of an answer. Raises ConfigError."""
+        """Connects at the first call. answer_s: most seconds for a connection, and for each part of an answer. Raises ConfigError."""
         self._config = config
         self._answer_s = answer_s
         self._headers = _headers(config)
@@ -75,7 +75,7 @@ class ClickHouseSink:
         self.query(create_table(self._config))
 
     def query(self, statement: str, body: bytes = b"", *, settings: Mapping[str, float] = INSERT_SETTINGS) -> bytes:
-        """The answer to a statement, which the body's rows follow. settings: of ClickHouse. Raises SinkFailed."""
+        """The answer to a statement. body: rows sent after the statement; settings: ClickHouse settings. Raises SinkFailed."""
         path = "/?" + urlencode({"query": statement, **settings})
         is_kept = self._connection is not None
         try:
@@ -168,7 +168,7 @@ DAY = "toString(toDate(intDiv(time_ms, 86400000)))"
 
 
 def clickhouse_dialect(config: ClickHouseConfig) -> SqlDialect:
-    """Rows that were shipped twice and are not merged yet are one row by FINAL."""
+    """ClickHouse's dialect. FINAL counts a record once that was shipped twice and is not merged yet."""
     return SqlDialect(
         table=f"{config.full_table} FINAL",
         day=DAY,
@@ -178,7 +178,7 @@ def clickhouse_dialect(config: ClickHouseConfig) -> SqlDialect:
 
 
 def clickhouse_rows(config: ClickHouseConfig, query: UsageQuery, *, timeout_s: float) -> list[dict[str, object]]:
-    """None where nothing was ever shipped. Raises SinkFailed and ConfigError."""
+    """Rows from ClickHouse; None if its table does not exist, because nothing was ever shipped. Raises SinkFailed and ConfigError."""
     client = ClickHouseSink(config, answer_s=timeout_s)
     statement = f"{usage_statement(query, clickhouse_dialect(config))} FORMAT JSONCompact"
     try:
@@ -206,18 +206,18 @@ class ClickHouseUsage:
             return await loop.run_in_executor(self._threads, lambda: clickhouse_rows(self._config, query, timeout_s=timeout_s))
 
     def close(self) -> None:
-        """Questions that were asked before are answered still."""
+        """Take no further queries. Running queries are answered."""
         self._threads.shutdown(wait=False)
 
 
 def _quantiles(field: str) -> str:
-    """An empty array where no record of the group has the field: of no numbers ClickHouse gives zeros, or no numbers, by its version."""
+    """The SQL of a field's quantiles; an empty array for a group without values, of which ClickHouse gives zeros or NaN by its version."""
     found = f"quantilesExact({', '.join(map(str, QUANTILES))})({field})"
     return f"arraySlice({found}, 1, if(count({field}) = 0, 0, {len(QUANTILES)}))"
 
 
 def _literal(value: int | str) -> str:
-    """Parameters of statements are newer than the oldest server that is asked here."""
+    """A value as an SQL literal. The oldest supported server has no query parameters."""
     if isinstance(value, int):
         return str(value)
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")

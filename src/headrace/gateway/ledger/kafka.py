@@ -43,7 +43,7 @@ _key_of = msgspec.json.Decoder(MessageKey).decode
 
 
 class KafkaSink:
-    """A `Sink`. A record may be in the topic twice, after a crash or a timeout: both messages have its key and the same content."""
+    """A `Sink` in Kafka. After a crash or a timeout a record may be in the topic twice, with equal key and content."""
 
     name = KAFKA
 
@@ -97,7 +97,7 @@ class KafkaSink:
 
 
 class _Delivery:
-    """Messages of one batch that are under way, and why the last one failed that did."""
+    """The undelivered messages of one batch, and the latest failure."""
 
     def __init__(self, count: int) -> None:
         self.num_left = count
@@ -110,7 +110,7 @@ class _Delivery:
 
 
 def producer_properties(config: KafkaConfig) -> dict[str, Any]:
-    """librdkafka's properties of a producer that keeps order and makes no duplicates within its life. Raises ConfigError."""
+    """librdkafka's properties of a producer that keeps order and makes no duplicates until it is closed. Raises ConfigError."""
     return client_properties(config) | {
         "enable.idempotence": True,
         "acks": "all",
@@ -149,7 +149,7 @@ FILL_S = 1.0
 
 
 class Archive:
-    """num_archived: records that ClickHouse has, since this began"""
+    """Moves usage records from Kafka to ClickHouse. num_archived: records inserted since the start"""
 
     def __init__(self, config: UsageConfig) -> None:
         """Raises ConfigError."""
@@ -172,7 +172,7 @@ class Archive:
         self._stopping.set()
 
     def run(self, *, until_end: bool = False) -> None:
-        """Until it is stopped; with `until_end` until every record has been archived that the topic has. Raises SinkFailed."""
+        """Archive until `stop`; with `until_end`, until every record of the topic is archived. Raises SinkFailed."""
         try:
             while not self._stopping.is_set():
                 payloads, is_at_end = self._next_batch()
@@ -187,7 +187,7 @@ class Archive:
             self._sink.close()
 
     def _next_batch(self) -> tuple[list[bytes], bool]:
-        """Records that came, and whether every partition was read to its end."""
+        """The records that have arrived, and whether every partition was read to its end."""
         payloads = []
         for message in self._consumer.consume(MAX_MESSAGES, FILL_S):
             place = (message.topic(), message.partition())
@@ -203,14 +203,14 @@ class Archive:
         return payloads, bool(assigned) and assigned <= self._at_end
 
     def _commit(self) -> None:
-        """Have the records not read again. Where that fails they are, and are one row each all the same."""
+        """Commit the offsets. After a failure the records are read and inserted again, which changes no row."""
         try:
             self._consumer.commit(asynchronous=False)
         except self._exception as error:
             log.warning("usage: kafka: %s", error.args[0])
 
     def _insert(self, payloads: Sequence[bytes]) -> None:
-        """Until ClickHouse has them. Raises SinkFailed once it is stopped."""
+        """Insert records, again after a failure until `stop`. Raises SinkFailed then."""
         retry_s = FIRST_RETRY_S
         while True:
             try:

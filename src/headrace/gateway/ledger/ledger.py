@@ -35,10 +35,10 @@ QUERY_S = 5.0
 
 
 class Ledger:
-    """Made by `open_ledger`. It follows every change of `usage` while it runs."""
+    """Writes usage records and answers usage queries. `open_ledger` makes it; `prepare` applies a changed configuration."""
 
     def __init__(self, spool: Spool, usage_db: UsageDb, local: LocalUsage, config: UsageConfig) -> None:
-        """usage_db, local: the sink that every ledger has, and how it is read. Raises ConfigError."""
+        """usage_db: sink of every ledger; local: reads usage.db. Raises ConfigError."""
         self._spool = spool
         self._usage_db = usage_db
         self._local = local
@@ -50,9 +50,9 @@ class Ledger:
         start()
 
     def prepare(self, config: UsageConfig) -> Callable[[], None]:
-        """Open what a configuration names; what this returns uses it from then on. Raises ConfigError.
+        """Open the sinks that a configuration names. Calling the result uses them from then on. Raises ConfigError.
 
-        Records that wait for a sink which is not named any more stay in the spool, for a configuration that names it again.
+        Records that wait for a sink that is not named any more stay in the spool until a configuration names the sink again.
         """
         sinks: dict[str, Sink] = {sink.name: sink for sink in (self._usage_db, *far_sinks(config))}
         source = self._local if config.clickhouse is None else ClickHouseUsage(config.clickhouse)
@@ -81,14 +81,14 @@ class Ledger:
             former[name].stop()
 
     def write(self, record: UsageRecord) -> None:
-        """Never blocks, never raises: a record that finds no room is counted."""
+        """Queue a record. Never blocks and never raises: a record beyond the queue's bound is dropped and counted."""
         self._thread.put(record)
 
     async def rows(self, query: UsageQuery) -> list[dict[str, object]]:
-        """What was recorded up to about a second ago: in ClickHouse where it is configured, else by this machine's gateways.
+        """Rows of usage up to about a second ago: from ClickHouse where it is configured, else of this machine's gateways.
 
-        Raises Unavailable, and Overloaded while another query about the same tenant runs: it may take QUERY_S, and usage.db answers one
-        query after another.
+        Raises Unavailable, and Overloaded while another query about the same tenant runs: a query may take QUERY_S, and usage.db answers
+        them one after another.
         """
         if query.tenant in self._asking:
             raise Overloaded("Another request for this usage is being answered; ask again when it has ended.", retry_after_s=1.0)
@@ -98,7 +98,7 @@ class Ledger:
             raise Unavailable("Usage cannot be read now. Ask again, or for a shorter time (since, until).") from None
 
     def reading(self) -> UsageReading:
-        """For the metrics page."""
+        """The ledger's counters for the metrics page."""
         return UsageReading(
             num_recorded=self._thread.num_recorded,
             dropped=dict(self._thread.dropped),
@@ -120,7 +120,7 @@ class Ledger:
             shipper.join(deadline - time.monotonic())
 
     def _asked(self, query: UsageQuery) -> asyncio.Task[list[dict[str, object]]]:
-        """A task, since a client that leaves does not end its query."""
+        """A task that runs a query to its end, also when its client leaves."""
         tenant = query.tenant
         asked = asyncio.create_task(self._source.rows(query, QUERY_S), name="usage read")
         if tenant is not None:
@@ -143,7 +143,7 @@ class Ledger:
 
 
 def _close(source: LocalUsage | ClickHouseUsage) -> None:
-    """Usage.db stays open: a later configuration may read it again."""
+    """Close a former source. The reader of usage.db stays open, since a later configuration may use it again."""
     if isinstance(source, ClickHouseUsage):
         source.close()
 
@@ -159,7 +159,7 @@ def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | N
 
 
 def far_sinks(config: UsageConfig) -> list[Sink]:
-    """Where records go beside usage.db. With Kafka, ClickHouse gets them from there. Raises ConfigError."""
+    """The sinks beside usage.db. With Kafka there is no ClickHouse sink: ClickHouse gets the records from Kafka. Raises ConfigError."""
     if config.kafka is not None:
         return [KafkaSink(config.kafka)]
     return [] if config.clickhouse is None else [ClickHouseSink(config.clickhouse)]
@@ -170,9 +170,9 @@ SPOOL = "spool"
 
 
 def ship_orphaned(state: Path) -> None:
-    """Bring what ended gateways left in a spool to usage.db, where no gateway runs that does it.
+    """Ship the records that ended gateways left in a spool to usage.db.
 
-    Nothing happens while a gateway ships, nor in another user's folder, whose files would become this user's. Raises ConfigError.
+    Does nothing while a running gateway ships them, nor in another user's folder, where new files would be this user's. Raises ConfigError.
     """
     folder = state / SPOOL
     if not folder.is_dir() or folder.stat().st_uid != os.geteuid():

@@ -107,8 +107,8 @@ def prompt_json(prompt: Sequence[object]) -> str:
 def _billed_tokens(record: RequestLogRecord) -> tuple[int, int, int]:
     """Prompt, cached and generated tokens that count for this record.
 
-    An answer from a cache has none. A request that failed here before its first token has none: what its engine had computed is lost. One
-    that continues a stream has no prompt, which the request that began the stream has.
+    All are 0 for an answer from a cache, and for a request that failed in the gateway before its first token. For a continued stream the
+    prompt counts 0: it was counted for the request that began the stream.
     """
     completion_tokens = record.completion_tokens or 0
     if record.cache_tier is not None or (record.outcome is Outcome.FAILED and not completion_tokens):
@@ -127,20 +127,20 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.2, 10.0
 
 
 class SinkFailed(HeadraceError):
-    """A sink cannot be reached or refuses records. For the log: they stay in the spool and are sent again."""
+    """A sink cannot be reached, or refuses records. The message is for the log; the records stay in the spool and are sent again."""
 
 
 class Sink(Protocol):
-    """Used by one thread. name: of its folder in the spool, and in metrics"""
+    """A destination of usage records, used by one thread. name: its folder in the spool, and its label in metrics"""
 
     name: str
 
     def ship(self, payloads: Sequence[bytes]) -> None:
-        """Keep records, each as JSON of `UsageRecord`. They may have been shipped before. Raises SinkFailed where not all are kept."""
+        """Store records, each as JSON of `UsageRecord`. A record may have been shipped before. Raises SinkFailed unless all are stored."""
         ...
 
     def idle(self) -> None:
-        """Do what is due beside shipping. Called often while nothing waits. Raises SinkFailed."""
+        """Do periodic work beside shipping. Called often while no record waits. Raises SinkFailed."""
         ...
 
     def interrupt(self) -> None:

@@ -35,14 +35,14 @@ MAX_RECORD_BYTES = 1 << 20
 
 
 class SegmentContent(NamedTuple):
-    """payloads: of the whole records, in order;  num_damaged_bytes: of the file that belong to none of them"""
+    """payloads: payloads of the whole records, in order;  num_damaged_bytes: the file's bytes outside of whole records"""
 
     payloads: list[bytes]
     num_damaged_bytes: int
 
 
 def frame(payload: bytes) -> bytes:
-    """A record as it stands in the file."""
+    """A record in the file's form: length, checksum, payload."""
     assert 0 < len(payload) <= MAX_RECORD_BYTES
     return HEAD.pack(len(payload), crc32(payload)) + payload
 
@@ -66,7 +66,7 @@ def read_segment(data: bytes) -> SegmentContent:
 
 
 def num_whole(frames: Iterable[bytes], num_bytes: int) -> tuple[int, int]:
-    """How many of the frames lie whole within the first `num_bytes` of all, and how many bytes these are."""
+    """The number of frames that are whole within the first `num_bytes` of all frames, and the bytes of these."""
     count = size = 0
     for one in frames:
         if size + len(one) > num_bytes:
@@ -92,8 +92,9 @@ MAX_BYTES = 1 << 30
 
 
 class Spool:
-    """
-    folder  its path
+    """The spool's folder, shared by any number of processes.
+
+    folder  path of the folder
     sinks   names of the sinks that get every record
     """
 
@@ -116,7 +117,7 @@ class Spool:
         return sorted(self._segments(sink))
 
     def waiting_bytes(self, sink: str) -> int:
-        """Bytes that these take on the disk."""
+        """Disk space of the segments that wait for a sink, in bytes."""
         size = 0
         for path in self._segments(sink):
             with suppress(FileNotFoundError):
@@ -124,7 +125,7 @@ class Spool:
         return size
 
     def adopt(self) -> Counter[str]:
-        """Close what processes that have died left open. Returns, by sink, how many records found no room there."""
+        """Close the segments that dead processes left open. Returns, per sink, the records dropped because its spool is full."""
         num_dropped: Counter[str] = Counter()
         for path in self._segments(OPEN):
             with suppress(OSError), _locked(path) as is_abandoned:
@@ -133,9 +134,9 @@ class Spool:
         return num_dropped
 
     def close_segment(self, path: Path) -> Counter[str]:
-        """Have an open segment wait for every sink. The caller holds its lock. Returns, by sink, how many records found no room there.
+        """Close an open segment, so that it waits for every sink. The caller holds its lock. Returns dropped records per sink, as `adopt`.
 
-        Repeating it after a crash at any point is safe: sinks keep one record per request. Raises OSError.
+        A repetition after a crash at any point is safe: sinks keep one record per request. Raises OSError.
         """
         num_dropped: Counter[str] = Counter()
         for sink in self.sinks:
@@ -148,9 +149,9 @@ class Spool:
         return num_dropped
 
     def merge(self, sink: str) -> None:
-        """Make one file of the oldest segments, where many wait. For the process that ships for the sink. Raises OSError.
+        """Merge the oldest segments into larger files if many wait. Only for the process that ships for the sink. Raises OSError.
 
-        After a crash in between, records stand in two files; the sink keeps one.
+        After a crash in between a record may be in two files; the sink keeps one.
         """
         paths = self.waiting(sink)
         if len(paths) <= MANY_SEGMENTS:
@@ -168,7 +169,7 @@ class Spool:
 
     @contextmanager
     def shipping(self, sink: str) -> Iterator[bool]:
-        """Whether this process is the one that ships for a sink, for the length of the block. Raises OSError."""
+        """Try to become the process that ships for a sink until the block ends. Yields whether this process is. Raises OSError."""
         descriptor = os.open(self.folder / sink / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             yield _try_lock(descriptor)
@@ -183,12 +184,12 @@ class Spool:
 class OpenSegment:
     """A segment that this process appends to. Not thread-safe.
 
-    num_bytes  of what was written whole
-    error      why records are missing, where some could not be written
+    num_bytes  bytes of whole records that were written
+    error      the latest error of writing; None: no record is missing
     """
 
     def __init__(self, spool: Spool, *, serial: int) -> None:
-        """serial: of this process's segments. Raises OSError; BlockingIOError: another process took it. Then there is no segment."""
+        """Create a segment. serial: its number in this process. Raises OSError; BlockingIOError if another process adopted it."""
         self._spool = spool
         self.path = spool.folder / OPEN / f"{time.time_ns():020d}-{os.getpid()}-{serial}{SUFFIX}"
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -207,7 +208,7 @@ class OpenSegment:
             raise
 
     def append(self, frames: Sequence[bytes]) -> int:
-        """How many of the frames were written whole. What was written of the next one is cut off again."""
+        """Write frames. Returns how many were written whole; a partly written frame is cut off again."""
         data = memoryview(b"".join(frames))
         written = self._write(data)
         count, size = num_whole(frames, written)
@@ -223,14 +224,14 @@ class OpenSegment:
         os.fsync(self._descriptor)
 
     def close(self) -> Counter[str]:
-        """Have the sinks get it. Returns, by sink, how many records found no room there. Raises OSError; then it is adopted later."""
+        """Close the segment, so that it waits for the sinks. Returns dropped records per sink. Raises OSError; `adopt` closes it then."""
         try:
             return self._spool.close_segment(self.path)
         finally:
             os.close(self._descriptor)
 
     def _write(self, data: memoryview) -> int:
-        """Bytes that were written: less than all where the disk is full or fails."""
+        """Number of bytes written: fewer than all when the disk is full or fails."""
         written = 0
         try:
             while written < len(data):
@@ -242,7 +243,7 @@ class OpenSegment:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Whether the file is locked by the caller for the length of the block; False: another holds the lock, or has unlinked the file."""
+    """Lock the file until the block ends. Yields False when another process holds the lock, or has unlinked the file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         yield _try_lock(descriptor) and path.exists()

@@ -39,9 +39,10 @@ LOGGED_EVERY_S = 10.0
 
 
 class SpoolThread:
-    """
-    num_recorded  records that were written
-    dropped       those that were not, by reason: "queue", "disk", or "full:SINK" where too much waits for a sink
+    """Writes records from a queue to the spool, in a thread of its own.
+
+    num_recorded  records written to the spool
+    dropped       dropped records by reason: "queue", "disk", or "full:SINK" when too many bytes wait for a sink
     """
 
     def __init__(self, spool: Spool, *, on_segment: Callable[[], None], clock: Clock = monotonic) -> None:
@@ -124,7 +125,7 @@ class SpoolThread:
         return self._segment
 
     def _tend(self, *, is_last: bool) -> None:
-        """Close the segment and look for abandoned ones, where that is due."""
+        """Close the segment, and adopt abandoned ones, each when it is due."""
         now = self._clock()
         segment = self._segment
         if segment is not None and (is_last or now >= self._close_at or segment.num_bytes >= SEGMENT_BYTES or segment.error is not None):

@@ -71,7 +71,7 @@ DELETE_EVERY_S = 10.0
 
 
 class UsageDb:
-    """A `Sink`. A record that was shipped before changes nothing."""
+    """A `Sink` in SQLite. Shipping a record a second time changes nothing."""
 
     name = SQL
 
@@ -87,7 +87,7 @@ class UsageDb:
         self._transact(lambda: self._connection.executemany(_INSERT, rows))
 
     def idle(self) -> None:
-        """Forget what is too old."""
+        """Delete records older than the retention."""
         now = self._unix_time()
         if abs(now - self._deleted_at) >= DELETE_EVERY_S:
             self._deleted_at = now

@@ -46,13 +46,13 @@ TIME_RULE = "a day (2026-11-30), a time in UTC (2026-11-30T12:00:00Z), or how lo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlDialect:
-    """How one store writes what stores write differently.
+    """The SQL expressions in which stores differ.
 
-    table  with what makes a record that was shipped twice count once
-    requests  number of the requests in a group's rows
-    day    the UTC day of time_ms as text
-    value  name and value of a parameter -> how a statement refers to it
-    quantiles  a field -> its QUANTILES over a group's rows without null, as an array or its JSON
+    table      the table, with whatever makes a twice shipped record count once
+    requests   number of requests in a group
+    day        UTC day of time_ms as text
+    value      name and value of a parameter -> its expression in a statement
+    quantiles  field -> its QUANTILES over a group's rows, nulls left out, as an array or as JSON of one
     """
 
     table: str
@@ -64,12 +64,12 @@ class SqlDialect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What rows say of each group, beside what groups them.
+    """The figures in a row of each group, beside the columns that group.
 
     names       keys of a row
-    statement   name -> expression over the records of the group
-    values      what these gave -> the values of `names`
-    are_summed  the sums of days say it, too
+    statement   dialect -> name -> SQL expression over the group's records
+    values      results of these expressions -> values of `names`
+    are_summed  the figures can also be computed from the sums of days
     """
 
     names: Sequence[str]
@@ -89,12 +89,14 @@ USE = Figures(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuery:
-    """
-    figures       what rows say of each group
-    by            keys of GROUPS, at least one
-    since, until  Unix milliseconds of arrival: from, and before; None: from the first record, to the last
-    tenant        of this one alone; None: of all
-    max_rows      rows that are wanted at most; None: all
+    """One question about usage.
+
+    figures   figures of each group
+    by        keys of GROUPS, at least one
+    since_ms  Unix milliseconds of the earliest arrival, inclusive; None: no bound
+    until_ms  Unix milliseconds of the latest arrival, exclusive; None: no bound
+    tenant    records of this tenant alone; None: of all tenants
+    max_rows  most rows; None: all
     """
 
     by: Sequence[str]
@@ -111,7 +113,7 @@ class UsageQuery:
 
     @property
     def values(self) -> dict[str, int | str]:
-        """Parameters of the statement, by name: those that are not None."""
+        """Parameters of the statement that are not None: name -> value."""
         given = {"since_ms": self.since_ms, "until_ms": self.until_ms, "tenant": self.tenant, "max_rows": self.max_rows}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -130,7 +132,7 @@ SQLITE = SqlDialect(
 
 
 def usage_statement(query: UsageQuery, dialect: SqlDialect) -> str:
-    """One row per group, ordered by what groups: the columns that group, then those of the figures' statement."""
+    """The statement for one row per group: first the grouping columns, by which rows are ordered, then the expressions of the figures."""
     grouping = {name: dialect.day if name == DAY else field for name, field in query.columns.items()}
     computed = ", ".join(f"{expression} AS {name}" for name, expression in {**grouping, **query.figures.statement(dialect)}.items())
     limits = {"since_ms": "time_ms >= ", "until_ms": "time_ms < ", "tenant": "tenant = "}
@@ -151,8 +153,8 @@ def usage_rows(connection: sqlite3.Connection, query: UsageQuery) -> list[dict[s
 
 
 def table_of_days(query: UsageQuery) -> str:
-    """What is asked of usage.db as a table of its own: the sums of the whole days in the query's time, each with the time at which the
-    day begins, and the records of the parts of days before and after them.
+    """A subquery in place of the table `usage`: a row of sums for each whole day in the query's time, and the single records of the parts
+    of days before and after. A day's row has the time at which the day begins.
     """
     first = None if query.since_ms is None else -(-query.since_ms // DAY_MS)
     end = None if query.until_ms is None else query.until_ms // DAY_MS
@@ -173,7 +175,7 @@ def _records(since_ms: int | None, until_ms: int | None, tenant: str | None) -> 
 
 
 def _where(text: str, column: str, since: int | None, until: int | None, tenant: str | None) -> str:
-    """A statement's rows from `since` on and before `until`, of the parameter `tenant` where there is one."""
+    """The statement with conditions: `column` from `since` to before `until`, and the parameter `tenant` if there is one."""
     conditions = [] if tenant is None else ["tenant = :tenant"]
     conditions += [] if since is None else [f"{column} >= {since}"]
     conditions += [] if until is None else [f"{column} < {until}"]
@@ -181,7 +183,7 @@ def _where(text: str, column: str, since: int | None, until: int | None, tenant:
 
 
 def rows_of(query: UsageQuery, found: Iterable[Sequence[Any]]) -> list[dict[str, object]]:
-    """What a store answered to `usage_statement`, as rows with all names of the query."""
+    """A store's answer to `usage_statement` as rows with all names of the query."""
     first, values = len(query.columns), query.figures.values
     return [dict(zip(query.names, [*row[:first], *values(row[first:])], strict=True)) for row in found]
 
@@ -202,7 +204,7 @@ class QuantilesOfGroup:
 
 
 def groups_of(words: Sequence[str]) -> list[str]:
-    """Keys of GROUPS from words that may hold several, with commas between. Raises InvalidRequest."""
+    """Keys of GROUPS from words, each of which may be a comma-separated list. Raises InvalidRequest."""
     found = [word.strip() for words_of_one in words for word in words_of_one.split(",")]
     for word in found:
         if word not in GROUPS:
@@ -222,13 +224,13 @@ def unix_ms_of(field: str, text: str, now: float) -> int:
 
 
 class LocalUsage:
-    """Where a ledger reads usage of one machine: its usage.db, beside the gateways that write it."""
+    """Reads usage of one machine from usage.db, while gateways write to it."""
 
     def __init__(self, reader: SqliteThread) -> None:
         self._reader = reader
 
     async def rows(self, query: UsageQuery, timeout_s: float) -> list[dict[str, object]]:
-        """Raises StoreFailed, also where it takes longer than `timeout_s`."""
+        """Rows of usage. Raises StoreFailed, also after `timeout_s`."""
         return await self._reader.call(lambda: self._rows_in_time(query, timeout_s), is_read=True)
 
     async def close(self) -> None:
@@ -276,7 +278,7 @@ def _values(found: Sequence[Any]) -> Sequence[object]:
 
 
 def _numbers(quantiles: str | Sequence[float] | None) -> Sequence[float | None]:
-    """The numbers of an array or its JSON, which is null or empty where no record of the group has the field."""
+    """QUANTILES as numbers, from an array or its JSON; None for each when no record of the group has the field."""
     given = json.loads(quantiles) if isinstance(quantiles, str) else quantiles
     return [round(number, 3) for number in given] if given else [None] * len(QUANTILES)
 

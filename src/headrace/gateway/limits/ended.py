@@ -16,7 +16,7 @@ MAX_CHARGES = 500
 
 
 class _Ended(NamedTuple):
-    """A request that is over. number: of the requests that have ended so far"""
+    """An ended request. number: its number in the order in which requests ended"""
 
     number: int
     used: Amounts
@@ -26,7 +26,7 @@ _ByTenant = dict[str, dict[RequestId, _Ended]]
 
 
 class CarriedCharges:
-    """The charges that one call of the store carries. first_number: `number` of the request among them that ended first"""
+    """The charges in one call of the store. first_number: lowest `number` of their requests"""
 
     def __init__(self, gateway: str, by_tenant: _ByTenant) -> None:
         self.by_tenant = by_tenant
@@ -37,12 +37,12 @@ class CarriedCharges:
 
 
 class EndedRequests:
-    """Requests that have ended and are not charged yet, by tenant, and which call of the store has their charges.
+    """Ended requests that are not charged yet, by tenant, and the calls of the store that carry their charges.
 
-    A charge is in one call at a time. Where that call fails or is given up, the charge may have been made or not: it waits again, and a
-    second one finds nothing to charge.
+    A charge is in at most one call at a time. After a failed or cancelled call the charge may have been made or not. It waits again; a
+    second charge of the same request has no effect.
 
-    gateway  whose requests they are
+    gateway  name of the requests' gateway in the book
     """
 
     def __init__(self, gateway: str) -> None:
@@ -60,7 +60,7 @@ class EndedRequests:
         self.has_waiting.set()
 
     def used(self) -> dict[str, Amounts]:
-        """What each request used that is not charged yet, by reservation."""
+        """Request id -> amounts, for every ended request that is not charged yet."""
         found: dict[str, Amounts] = {}
         for ended in self._waiting.values():
             found |= {request_id: one.used for request_id, one in ended.items()}
@@ -70,13 +70,13 @@ class EndedRequests:
         return found
 
     def num_waiting(self, tenant: str) -> int:
-        """Requests of a tenant whose charges no call has."""
+        """Number of a tenant's charges that are in no call."""
         return len(self._waiting.get(tenant, ()))
 
     async def answered(self, tenant: str) -> None:
-        """Wait until no call has a charge of a request of this tenant that has ended by now. Raises StoreFailed where such a call fails.
+        """Wait for every call that carries a charge of this tenant's requests that have ended by now. Raises StoreFailed if one fails.
 
-        What ends meanwhile is not waited for, so a tenant with many refusals does not have its requests wait one after the other.
+        Charges of requests that end later are not waited for, so that many refused requests of a tenant do not wait for one another.
         """
         until = self.num_ended
         while (carried := next((one for one in self._carried.get(tenant, ()) if one.first_number < until), None)) is not None:
@@ -85,10 +85,10 @@ class EndedRequests:
                 raise StoreFailed(str(carried.failure))
 
     def carry(self, until_number: int, tenant: str | None = None) -> CarriedCharges | None:
-        """Charges for the next call, MAX_CHARGES at most. Its caller then calls `charged` or `put_back`.
+        """Charges for the next call, at most MAX_CHARGES. The caller must call `charged` or `put_back` afterwards.
 
-        until_number  of those that had ended when `num_ended` was this
-        tenant        of this one alone; None: of all
+        until_number  an earlier `num_ended`: only requests that had ended by then
+        tenant        only requests of this tenant; None: of all tenants
         """
         found: _ByTenant = {}
         left = MAX_CHARGES
@@ -110,12 +110,12 @@ class EndedRequests:
         return carried
 
     def charged(self, carried: CarriedCharges) -> None:
-        """The store has taken them."""
+        """Note that the store has made the charges."""
         self._end(carried)
         self.num_uncharged -= len(carried.charges.used)
 
     def put_back(self, carried: CarriedCharges, failure: StoreFailed | None) -> None:
-        """They may have been charged or not. failure: of the call; None: its caller has gone"""
+        """Let charges wait again that may have been made or not. failure: the call's error; None: the call was cancelled"""
         for tenant, ended in carried.by_tenant.items():
             self._waiting[tenant] = ended | self._waiting.get(tenant, {})
         carried.failure = failure

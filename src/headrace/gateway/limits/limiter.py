@@ -54,10 +54,10 @@ leaves one. The book finds such reservations by itself (`UNNAMED_BEATS`)."""
 
 
 class Limiter:
-    """gateway: name of this process in the book, another one at each start"""
+    """Holds one gateway's requests to their limits. gateway: name of this process in the book, drawn at each start"""
 
     def __init__(self, store: LimitStore, *, clock: Clock, budget: DeploymentBudget = NO_BUDGET) -> None:
-        """budget: of the deployment, for `budget_readings` alone"""
+        """budget: the deployment's, used by `budget_readings` alone"""
         self.gateway = secrets.token_hex(8)
         self._budget = budget
         self._budget_states: Sequence[LimitState] = ()
@@ -73,7 +73,7 @@ class Limiter:
     @classmethod
     @asynccontextmanager
     async def running(cls, store: LimitStore, *, clock: Clock, budget: DeploymentBudget = NO_BUDGET) -> AsyncIterator[Limiter]:
-        """A limiter that beats until the block ends, and the store closed then."""
+        """A limiter that beats until the block ends. The store is closed then."""
         limiter = cls(store, clock=clock, budget=budget)
         works = limiter._beats, limiter._charges, limiter._budget_reads
         tasks = [asyncio.create_task(work(), name=f"limits {work.__name__}") for work in works]
@@ -83,28 +83,28 @@ class Limiter:
             await limiter._leave(tasks)
 
     def admit(self, exchange: Exchange, limits: Limits) -> LimitReservation:
-        """Hold a generating request to its limits while inside the `async with` block; then it is charged.
+        """A reservation to use with `async with` around a request, which is charged when the block ends.
 
-        Entering it raises RateLimitExceeded, or Unavailable where the store fails.
+        Entering the block raises RateLimitExceeded, or Unavailable when the store fails.
         """
         return LimitReservation(self, exchange, budget=limits.budget, is_open_on_failure=limits.on_store_failure == FAIL_OPEN)
 
     def opened(self, reservation: LimitReservation) -> None:
-        """A request has begun."""
+        """Note that a request has begun."""
         self._reservations[reservation.request_id] = reservation
 
     def closed(self, reservation: LimitReservation) -> None:
-        """It has ended: charge it."""
+        """Note that a request has ended, and charge it."""
         del self._reservations[reservation.request_id]
         if reservation.is_held and (reservation.used != NOTHING or self.num_uncharged < MAX_GIVEN_UP):
             self._ended.add(reservation.principal.tenant_key, reservation.request_id, reservation.used)
 
     def reservation(self, request_id: RequestId) -> LimitReservation:
-        """What an open request has taken of its limits."""
+        """The reservation of an open request."""
         return self._reservations[request_id]
 
     async def take(self, reservation: LimitReservation, claims: Sequence[Claim]) -> TakeResult:
-        """Raises StoreFailed. A client's request that has ended is charged before its next one takes anything."""
+        """Take claims for a request. The tenant's ended requests are charged before. Raises StoreFailed."""
         holder = None
         if reservation.is_held:
             holder = Holder(id=reservation.request_id, gateway=self.gateway, beat=self._beat, saved=reservation.saved)
@@ -120,24 +120,24 @@ class Limiter:
 
     @property
     def num_uncharged(self) -> int:
-        """Requests that have ended and whose charges the store has not taken, as far as this gateway knows."""
+        """Number of ended requests whose charges the store has not confirmed."""
         return self._ended.num_uncharged
 
     def follow_budget(self, budget: DeploymentBudget) -> None:
-        """Read another budget from the next time on: the configuration has changed."""
+        """Read another budget from the next reading on, after a change of the configuration."""
         self._budget = budget
 
     def budget_readings(self) -> list[BudgetReading]:
-        """What was used of the deployment's budget a moment ago; none without one, and none where the store failed."""
+        """The latest reading of the deployment's budget; empty without a budget, or when the store failed."""
         return [BudgetReading(rule.label, rule.number / NANOS, used / NANOS) for rule, used, _ in self._budget_states]
 
     def check(self) -> None:
-        """Nothing is open or uncharged: for a gateway without requests."""
+        """Assert that no request is open or uncharged. For a gateway without requests."""
         assert not self._reservations
         assert not self.num_uncharged
 
     async def _carried(self, carried: CarriedCharges, call: Awaitable[T]) -> T:
-        """What a call gives that has these charges. Raises StoreFailed; the charges are kept then, and where the caller is cancelled."""
+        """The result of a call that carries these charges. Raises StoreFailed. After an error or a cancellation the charges wait again."""
         try:
             answer = await call
         except BaseException as error:
@@ -152,7 +152,7 @@ class Limiter:
             await self._carried(carried, self._store.charge(carried.charges))
 
     async def _charges(self) -> None:
-        """Charge what no `take` has carried within CARRY_S."""
+        """Make the charges that no `take` has carried within CARRY_S."""
         while not self._is_closing.is_set():
             await self._ended.has_waiting.wait()
             until_number = self._ended.num_ended
@@ -173,7 +173,7 @@ class Limiter:
             await self._pause(BEAT_S)
 
     async def _budget_reads(self) -> None:
-        """Not with the beats: a store that is slow twice would let this gateway seem dead."""
+        """Read the budget once per BUDGET_READ_S. A task apart from the beats: a slow reading must not delay a beat."""
         while not self._is_closing.is_set():
             try:
                 self._budget_states = await limits_now(self._store, deployment_rules(self._budget))
@@ -182,7 +182,7 @@ class Limiter:
             await self._pause(BUDGET_READ_S)
 
     async def _pause(self, seconds: float) -> None:
-        """So long, or until the end."""
+        """Sleep for `seconds`, or until the limiter closes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._is_closing.wait()
@@ -198,7 +198,7 @@ class Limiter:
                 log.warning("charged %s of a gateway that died", counted(num_charged, "request"))
 
     async def _leave(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Charge the rest, and be no gateway any more. tasks: see the flag besides being cancelled, which the package redis may swallow"""
+        """End the tasks, make the remaining charges, and leave the book. Tasks end by a flag: the redis package may swallow a cancel."""
         self._is_closing.set()
         self._ended.has_waiting.set()
         _, late = await asyncio.wait(tasks, timeout=CLOSE_S)

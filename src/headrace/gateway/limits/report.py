@@ -22,7 +22,7 @@ MAX_KEYS = 1000
 
 
 def tenant_principal(tenant: TenantRecord, tier: Tier) -> Principal:
-    """A caller whose limits are those of the tenant, without any key's or user's. tier: the tenant's, as it is configured"""
+    """A principal with the tenant's limits, without those of a key or a user. tier: the tenant's tier from the configuration"""
     own = replace(tier, user_requests_per_minute=None)
     if tenant.monthly_budget is not None:
         own = replace(own, monthly_budget=tenant.monthly_budget)
@@ -30,14 +30,14 @@ def tenant_principal(tenant: TenantRecord, tier: Tier) -> Principal:
 
 
 def key_principal(key: KeyRecord, tenant: TenantRecord, tier: Tier) -> Principal:
-    """A caller with this key. tier: the key's own, or the tenant's"""
+    """The principal of a key. tier: the key's own tier, or else the tenant's"""
     shared = tenant_principal(tenant, tier)
     own = replace(shared.tier, user_requests_per_minute=tier.user_requests_per_minute)
     return replace(shared, tier=own, user=key.user, key_id=key.id, limits=key.limits)
 
 
 class LimitReport:
-    """Made for one report. All methods raise InvalidRequest for an unknown name, ConfigError and StoreFailed."""
+    """The used part of limits, for one report. All methods raise InvalidRequest for an unknown name, ConfigError and StoreFailed."""
 
     def __init__(
         self, admin: Administration, store: LimitStore, tiers: Mapping[str, Tier], budget: DeploymentBudget, unix_time: Clock
@@ -49,7 +49,7 @@ class LimitReport:
         return await (self.of_key(name) if kind == "keys" else self.of_tenant(name))
 
     async def of_key(self, key_id: str) -> list[dict[str, object]]:
-        """Every limit that a request with the key is held to; none where the key is revoked or expired."""
+        """Every limit of a request with the key; empty for a revoked or expired key."""
         key = await self._admin.key(key_id)
         return await self._shown([await self._key_principal(key)] if key.is_active(self._unix_time()) else [])
 
@@ -62,7 +62,7 @@ class LimitReport:
         return await self._shown([tenant_principal(tenant, self._tier(tenant.tier, name)), *callers])
 
     async def of_deployment(self) -> list[dict[str, object]]:
-        """The budget that all tenants share; none where there is none."""
+        """The limits of the deployment's budget; empty without one."""
         return await self._shown([Principal(tenant="", tier=Tier())])
 
     async def _key_principal(self, key: KeyRecord, tenant: TenantRecord | None = None) -> Principal:
@@ -75,7 +75,7 @@ class LimitReport:
         return self._tiers[name]
 
     async def _shown(self, callers: Sequence[Principal]) -> list[dict[str, object]]:
-        """Each counter once, for the first caller that has it."""
+        """A row for each counter, under the first caller that has it."""
         rows: dict[str, tuple[str, LimitRule]] = {}
         for caller in callers:
             for rule in rules_of(caller, self._budget):
@@ -90,7 +90,7 @@ def _owner(caller: Principal, rule: LimitRule) -> str:
 
 
 def _row(of: str, state: LimitState) -> dict[str, object]:
-    """Requests, tokens, or money in the currency of `prices`; what is reserved counts as used."""
+    """A limit as JSON data: requests, tokens, or money in the currency of `prices`. Reserved amounts count as used."""
     return {
         "of": of,
         "limit": state.rule.label,
@@ -111,7 +111,7 @@ ReadLimits = Callable[[Administration, Callable[[LimitReport], Awaitable[list[di
 def limit_requests(read: ReadLimits) -> Handlers:
     """`GET /limits`, `/tenants/NAME/limits` and `/keys/ID/limits` on the admin socket.
 
-    read  gives what its argument makes of a report, opened for it alone
+    read  opens a report, and returns the rows that its second argument makes of it
     """
     return {
         ("GET", "limits"): lambda call: read(call.admin, LimitReport.of_deployment),

@@ -30,7 +30,7 @@ NOTHING = Amounts(requests=1)
 
 
 class _LimitsTaken(NamedTuple):
-    """One answered take."""
+    """The rules and claims of one `take`, with its result."""
 
     rules: Sequence[LimitRule]
     claims: Sequence[Claim]
@@ -46,10 +46,11 @@ class ReservationKeeper(Protocol):
 
 
 class LimitReservation:
-    """`async with` it: what it has taken is charged at the end of the block.
+    """The limits taken by one request. Use with `async with`: at the end of the block the request is charged for its use.
 
-    is_held the store has, or may have, a reservation of this request
-    saved   what to charge if the gateway dies now
+    is_held  the store has, or may have, a reservation of this request
+    used     amounts that the request has used so far
+    saved    amounts to charge if the gateway dies now
     """
 
     __slots__ = (
@@ -74,8 +75,8 @@ class LimitReservation:
 
     def __init__(self, limiter: ReservationKeeper, exchange: Exchange, *, budget: DeploymentBudget, is_open_on_failure: bool) -> None:
         """
-        budget              of the deployment
-        is_open_on_failure  the request goes on without a reservation where the store fails
+        budget              the deployment's budget
+        is_open_on_failure  the request goes on without a reservation when the store fails
         """
         self._limiter, self._exchange, self._is_open_on_failure = limiter, exchange, is_open_on_failure
         self.request_id = exchange.request_id
@@ -105,20 +106,20 @@ class LimitReservation:
         self._limiter.closed(self)
 
     def ceiling(self, price: Price) -> RequestCeiling:
-        """What an answer without `max_tokens` may use of a model with this price."""
+        """The most that an answer without `max_tokens` may use of a model with this price."""
         return ceiling_of(self._limits, price)
 
     async def begin(self) -> None:
-        """Take what needs no tokens. Raises RateLimitExceeded, or Unavailable where the store fails."""
+        """Take requests and open requests, before the tokens are known. Raises RateLimitExceeded, or Unavailable when the store fails."""
         limits = self._limits
         if limits.first_rules:
             self.is_held = limits.takes_open
             await self._take(limits.first_rules, limits.first_claims)
 
     async def reserve(self, price: Price, prepared: Prepared) -> None:
-        """Take the most that a prepared request may use, besides what was taken before; one output token where nothing bounds it here.
+        """Take the most that a prepared request may use, in addition to earlier takes. An unbounded output counts as one token.
 
-        Raises RateLimitExceeded, QuotaExhausted, or Unavailable where the store fails.
+        Raises RateLimitExceeded, QuotaExhausted, or Unavailable when the store fails.
         """
         num_sequences, max_output_tokens = prepared.num_sequences, prepared.max_output_tokens or 1
         self._price, self._num_sequences, self._max_prompt_tokens = price, num_sequences, prepared.max_prompt_tokens
@@ -136,17 +137,17 @@ class LimitReservation:
         self._reserved = _sum(self._reserved, wanted)
 
     def follow(self, usage: Callable[[], TokenUsage]) -> None:
-        """From now on save what `usage` says."""
+        """Let `save` read the running stream's usage from `usage`."""
         self._usage, self._last_completion = usage, 0
 
     def count(self, usage: TokenUsage | None) -> None:
-        """A stream has ended, and has used this much of the model it was reserved for. None: it never began."""
+        """Add the usage of an ended stream at the reserved price. usage None: the stream never began"""
         if usage is not None:
             self.used = _sum(self.used, self._of_usage(usage))
         self._usage, self.saved = None, self.used
 
     def save(self) -> Amounts:
-        """What to charge if the gateway dies within the next second: what has come, and as much again as in the last second."""
+        """Compute `saved` for a death within the next second: the present usage, and as many tokens again as in the last second."""
         if self._usage is None:
             return self.saved
         usage = self._usage()
@@ -160,9 +161,9 @@ class LimitReservation:
         return self.saved
 
     def _of_usage(self, usage: TokenUsage) -> Amounts:
-        """What a stream used. Prompt and output of an earlier stream, which it continues, were charged with that one.
+        """The amounts that a stream used, without the prompt and output of an earlier stream that it continues.
 
-        A prompt that nothing has counted is charged as it was reserved: its server counts it at the end, and the client may have left.
+        An uncounted prompt is charged as reserved: a foreign server counts it only at the end, and the client may leave before.
         """
         charged = usage.charged
         return amounts_of(
@@ -189,7 +190,7 @@ class LimitReservation:
             raise refusal(rules, claims, result)
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers of each limit as the last take found it."""
+        """The rate limit headers, by the last take of each limit."""
         first, tokens = self._first_taken, self._tokens_taken
         found = [] if tokens is None else states(*tokens)
         if first is not None:
@@ -198,7 +199,7 @@ class LimitReservation:
 
 
 def _sum(one: Amounts, other: Amounts) -> Amounts:
-    """Both together, of one request."""
+    """The sum of two amounts of one request, which count as one request."""
     if one == NOTHING:
         return other
     return Amounts(*map(int.__add__, one, other))._replace(requests=1)

@@ -65,7 +65,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LimitRule:
-    """One limit of a caller. option: the one that sets it; number: in tokens, requests or nano-units, inclusive"""
+    """One limit of a caller. option: name of the option that sets it; number: tokens, requests or nano-units, inclusive"""
 
     option: str
     scope: Scope
@@ -76,22 +76,22 @@ class LimitRule:
 
     @property
     def name(self) -> str:
-        """For refusals. A tenant's and a user's options differ; a key and the deployment have options of the same names as a tenant."""
+        """The limit's name in refusals. A key's or the deployment's option has the scope added, since a tenant has one of the same name."""
         return self.option if self.scope in (Scope.TENANT, Scope.USER) else f"{self.option} of this {self.scope}"
 
     @property
     def label(self) -> str:
-        """Its name for metrics and logs, of which there are as many as the tables above have rows, and one for users."""
+        """The limit's label in metrics and logs: one for each row of the tables above, and one for users."""
         return self.option if self.scope in (Scope.TENANT, Scope.USER) else f"{self.scope}_{self.option}"
 
     @property
     def is_of_deployment(self) -> bool:
-        """Whether other tenants count in it too: its number and what is used of it are not for a tenant's eyes."""
+        """Whether the limit counts all tenants. A tenant must not see its number or its use."""
         return self.scope is Scope.DEPLOYMENT
 
     @property
     def is_quota(self) -> bool:
-        """Whether it is used up for a day or a month, and not for a minute."""
+        """Whether the limit is for a day or a month."""
         return self.window in (Window.DAY, Window.MONTH)
 
     def claim(self, amount: int | None) -> Claim:
@@ -99,12 +99,12 @@ class LimitRule:
 
 
 def rules_of(principal: Principal, budget: DeploymentBudget = NO_BUDGET) -> tuple[LimitRule, ...]:
-    """Every limit of a caller; none where nothing has to be counted. budget: of the deployment, in which every caller's requests count"""
+    """Every limit of a caller; may be empty. budget: the deployment's, which counts the requests of every caller"""
     return tuple(_rules(principal.tenant_key, principal.tier, principal.user, principal.key_id, principal.limits, budget))
 
 
 def deployment_rules(budget: DeploymentBudget) -> tuple[LimitRule, ...]:
-    """The limits that all tenants share; none without a budget."""
+    """The limits that all tenants share; empty without a budget."""
     return tuple(_scope_rules(budget, DEPLOYMENT_LIMITS, Scope.DEPLOYMENT, "deployment"))
 
 
@@ -118,7 +118,7 @@ def _rules(tenant_key: str, tier: Tier, user: str, key_id: str, key_limits: KeyL
 
 
 def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], scope: Scope, counters: str) -> Iterator[LimitRule]:
-    """counters: what the names of their counters begin with"""
+    """The limits of one scope. counters: prefix of their counters' names"""
     for option, window, unit in limits:
         if (number := getattr(numbers, option)) is not None:
             counted = round(number * NANOS) if unit is Unit.NANOS else number
@@ -127,12 +127,13 @@ def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallerLimits:
-    """What depends on the caller of a request alone, made once for each caller.
+    """The limits of one caller, cached.
 
-    first_rules   which `first_claims` are of: taken or read before a body is read; none where nothing is taken then
-    takes_open    whether these need a reservation, which gives back an open request at its end
-    token_rules   what is taken once the prompt is tokenized
-    ceiling       of a free model
+    first_rules   rules that are taken or read before the body is read; empty: nothing is taken then
+    first_claims  one claim for each of `first_rules`
+    takes_open    `first_rules` limit open requests, so that a reservation must be given back at the end
+    token_rules   rules that are taken once the prompt is tokenized
+    ceiling       most that a request may use of a free model
     """
 
     first_rules: tuple[LimitRule, ...]
@@ -143,7 +144,7 @@ class CallerLimits:
 
 
 def limits_of(principal: Principal, budget: DeploymentBudget = NO_BUDGET) -> CallerLimits:
-    """budget: of the deployment"""
+    """The limits of a caller, from a cache. budget: the deployment's"""
     tier = principal.tier
     return _limits_of(principal.tenant_key, principal.tier_name, tier, principal.user, principal.key_id, principal.limits, budget)
 
@@ -152,7 +153,7 @@ def limits_of(principal: Principal, budget: DeploymentBudget = NO_BUDGET) -> Cal
 def _limits_of(
     tenant_key: str, tier_name: str, tier: Tier, user: str, key_id: str, key_limits: KeyLimits, budget: DeploymentBudget
 ) -> CallerLimits:
-    """The parameters are all that the limits depend on, so that a change of the key, the tenant or the tier is another caller."""
+    """`limits_of`. The cache's key is everything that the limits depend on, so a changed key, tenant or tier makes a new entry."""
     rules = tuple(_rules(tenant_key, tier, user, key_id, key_limits, budget))
     has_first = any(rule.unit in BEFORE_PARSING for rule in rules)
     first = tuple(rule for rule in rules if has_first and not rule.is_quota)
@@ -173,7 +174,7 @@ def _limits_of(
 
 @lru_cache(maxsize=MAX_CALLERS)
 def ceiling_of(limits: CallerLimits, price: Price) -> RequestCeiling:
-    """What a request of the caller may use at most of a model with this price."""
+    """The most that a request of the caller may use of a model with this price."""
     return replace(limits.ceiling, price=price)
 
 
@@ -182,7 +183,7 @@ def _least(rules: Sequence[LimitRule], unit: Unit) -> int | None:
 
 
 def amounts_of(price: Price, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Amounts:
-    """What one answered request uses. It is no longer open."""
+    """The amounts of one answered request, which is not open any more."""
     cost = price.cost_nanos(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens)
     return Amounts(
         requests=1,
@@ -213,7 +214,7 @@ _WINDOWS = {Window.OPEN: "at once", Window.MINUTE: "in any 60 s", Window.DAY: "i
 
 
 class LimitState(NamedTuple):
-    """One limit after a `take` at `now`. used: what counts then, this request's amount included"""
+    """One limit after a `take` at `now`. used: amount that counts then, with this request's"""
 
     rule: LimitRule
     used: int
@@ -237,7 +238,7 @@ def states(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResu
 
 
 async def limits_now(store: LimitStore, rules: Sequence[LimitRule]) -> list[LimitState]:
-    """What is used of these limits, without taking anything. Raises StoreFailed."""
+    """The present state of these limits, without taking anything. Raises StoreFailed."""
     claims = [rule.claim(None) for rule in rules]
     return states(rules, claims, await store.take(None, claims)) if rules else []
 
@@ -257,7 +258,7 @@ def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeRes
 
 
 def headers(found: Iterable[LimitState]) -> list[tuple[bytes, bytes]]:
-    """The headers of what `found` has limits for."""
+    """The x-ratelimit headers: for requests and for tokens, the limit of which the smallest part is left."""
     tightest: dict[HeaderNames, tuple[float, LimitState]] = {}
     for state in found:
         if (names := SHOWN.get(state.rule.unit)) is not None:
@@ -275,7 +276,7 @@ def headers(found: Iterable[LimitState]) -> list[tuple[bytes, bytes]]:
 
 
 def duration(ms: int) -> str:
-    """As OpenAI writes it: 120ms, 1.5s, 6m0s, 23h59m59s."""
+    """A duration as OpenAI writes it: 120ms, 1.5s, 6m0s, 23h59m59s."""
     if ms < 1000:
         return f"{ms}ms"
     seconds, rest_ms = divmod(ms, 1000)

@@ -42,7 +42,7 @@ _amounts_decoder = msgspec.msgpack.Decoder(Amounts)
 
 @dataclass(slots=True)
 class _Counter:
-    """window: name of the one that its buckets are of"""
+    """A counter's buckets. window: name of the window that they are of"""
 
     window: str = ""
     buckets: dict[int, int] = field(default_factory=dict)
@@ -127,8 +127,8 @@ class SqliteRows:
             self._changed_used[counter, bucket] = None
 
     def remove_minutes(self, running: int) -> None:
-        """Remove buckets of minutes that do not count: past ones, and those from before the machine was started again. Forget all counters,
-        of which some are of clients that send no more requests.
+        """Remove minute buckets that do not count any more: past ones, and those from before a restart of the machine. Also drop all
+        counters from memory, since some are of clients that send no more requests.
 
         running  number of the running minute's bucket
         """
@@ -241,10 +241,10 @@ BOOK = SqliteForm(
 
 
 class _OwedCharges:
-    """Charges that were asked for and that no transaction has written yet, by reservation.
+    """Charges that no transaction has written yet, by reservation.
 
-    Callers add, the thread makes them at the beginning of each transaction. So one that fails, or whose caller has gone before it began,
-    leaves its charges to the next.
+    Callers add charges; the thread makes them at the beginning of each transaction. A transaction that fails, or whose caller is cancelled
+    before it begins, leaves its charges to the next one.
     """
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ class _OwedCharges:
                 self._added.update(charges.used)
 
     def begin(self) -> Mapping[str, Amounts]:
-        """What the transaction that begins now has to charge: besides what was added, all of the last one if that has failed."""
+        """The charges of the transaction that begins now: those added since, and those of the last transaction if it failed."""
         if not self._has_failed:
             self._running.clear()
         self._has_failed = False
@@ -274,7 +274,7 @@ class _OwedCharges:
 
 
 class SqliteLimits:
-    """A `LimitStore`."""
+    """A `LimitStore` in SQLite."""
 
     is_in_order = True
     """The calls of a process are done one after the other, and each transaction begins with the charges that were asked for before it."""

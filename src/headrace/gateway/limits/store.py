@@ -22,20 +22,20 @@ from headrace.policy.limits.counters import Amounts
 
 
 class LimitStore(Protocol):
-    """Every method raises StoreFailed, and may be cancelled; what it asked for may then happen or not.
+    """A store of the limits' book. Every method raises StoreFailed. A failed or cancelled call may have taken effect or not.
 
-    is_in_order  a call finds charged what earlier calls were given to charge, also where one of them failed or its caller has gone
+    is_in_order  a call is made after the charges of all earlier calls, also of failed and cancelled ones
     """
 
     is_in_order: bool
     progress: StoreProgress
 
     async def take(self, holder: Holder | None, claims: Sequence[Claim], charges: Charges = NO_CHARGES) -> TakeResult:
-        """As `LimitBook.take`, charges and amounts in one step."""
+        """As `LimitBook.take`; the charges are made in the same transaction."""
         ...
 
     async def charge(self, charges: Charges) -> None:
-        """End reservations. One that is not there is left out: it was charged before."""
+        """Charge and end reservations. A reservation that is not there was charged before, and is left out."""
         ...
 
     async def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts]) -> dict[str, int]: ...
