@@ -9,7 +9,7 @@ from headrace.core.option import option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionConfig:
-    """What `gateway.sessions` has."""
+    """The key `gateway.sessions`."""
 
     ttl_s: float = option(
         3600.0,

@@ -28,11 +28,11 @@ class StoredSession(StoredEntry, frozen=True):
 
     created, updated  Unix seconds of the first and the last turn
     answer_id         id of the last turn's answer, which its client may continue
-    num_before        messages that came before the last turn's own
-    model, replica    that gave the last answer; replica is empty where it is not known
-    summary           of messages that were left out; empty: none were summarised
-    packed            the messages: JSON, compressed
-    retry_key         name of the last turn's Idempotency-Key, whose retry is that turn again; empty: it had none
+    num_before        number of messages before the last turn's own
+    model, replica    names of the model and replica of the last answer; replica is empty if unknown
+    summary           summary of messages that were left out; empty: none were summarised
+    packed            messages as compressed JSON
+    retry_key         `retry_key` of the last turn's Idempotency-Key: a request with the same key repeats that turn; empty: it had none
     """
 
     created: int
@@ -57,7 +57,7 @@ class History(Struct, frozen=True):
         return num_head(self.messages)
 
     def with_messages(self, new: Sequence[Message]) -> History:
-        """This history with a request's messages behind it. System messages at the head of `new` take the place of those here."""
+        """This history followed by a request's messages. System messages at the head of `new` replace those of this history."""
         count = num_head(new)
         head = new[:count] or self.messages[: self.num_head]
         return History([*head, *self.messages[self.num_head :], *new[count:]], self.summary)
@@ -71,7 +71,7 @@ _encode_messages, _messages_decoder = msgspec.json.encode, msgspec.json.Decoder(
 
 
 def num_head(messages: Sequence[Message]) -> int:
-    """System messages before the first other one."""
+    """Number of system messages before the first other message."""
     return next((number for number, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
@@ -93,7 +93,7 @@ def entry_of(stored: StoredSession) -> bytes:
 
 
 def stored_in(entry: bytes | None) -> StoredSession | None:
-    """As `entry_in`."""
+    """The session in a store's entry. None: no entry, or one of another `FORM`."""
     return entry_in(entry, _decoder, FORM)
 
 
@@ -107,7 +107,7 @@ SUMMARY_TITLE = "Summary of the earlier conversation:"
 
 
 class ContextFitting(StrEnum):
-    """What is done with a conversation that does not fit its window."""
+    """How a conversation that does not fit its window is treated."""
 
     REFUSE = "refuse"
     SLIDING_WINDOW = "sliding_window"
@@ -115,20 +115,20 @@ class ContextFitting(StrEnum):
 
 
 def turn_starts(history: History) -> list[int]:
-    """Where each turn begins: at a user's message. What comes between the head and the first of them belongs to the first turn."""
+    """Index of each turn's first message, a user's. Messages between the head and the first user's message belong to the first turn."""
     first = history.num_head
     users = [number for number, message in enumerate(history.messages) if number > first and message["role"] == "user"]
     return [first, *users] if len(history.messages) > first else []
 
 
 def last_turns(history: History, count: int) -> tuple[History, Sequence[Message]]:
-    """The history with its head and its last `count` turns, count >= 1, and the messages that it then lacks."""
+    """The history reduced to its head and its last `count` turns (at least 1), and the messages that were left out."""
     head, start = history.num_head, turn_starts(history)[-count]
     return History([*history.messages[:head], *history.messages[start:]], history.summary), history.messages[head:start]
 
 
 def prompt_messages(history: History) -> Sequence[Message]:
-    """The messages that the model reads: the summary stands in the system message."""
+    """The messages for the model, with the summary in the system message."""
     if not history.summary:
         return history.messages
     text = f"{SUMMARY_TITLE}\n{history.summary}"
@@ -141,8 +141,9 @@ def prompt_messages(history: History) -> Sequence[Message]:
 
 
 async def most_that_fit(fits: Callable[[int], Awaitable[bool]], limit: int) -> int:
-    """The largest count below `limit` that fits, or 1 where not even 2 do. `fits` is asked for small counts first, each at most twice as
-    large as one that did fit, for it costs time in proportion.
+    """The largest count below `limit` that fits; 1 if not even 2 fits.
+
+    The cost of `fits` grows with the count, so no count above twice a fitting one is tried.
     """
     fitting, too_many = 1, limit
     while fitting * 2 < too_many:

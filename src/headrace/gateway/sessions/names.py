@@ -17,7 +17,7 @@ SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def checked_session_id(field: str, given: object) -> str:
-    """Raises InvalidRequest, without the value: a session is known by its id alone."""
+    """The session id, if it is well-formed. Raises InvalidRequest without the value: the id alone gives access to a session."""
     if not isinstance(given, str) or SESSION_ID.fullmatch(given) is None:
         raise InvalidRequest(field, "1..128 of A-Z a-z 0-9 . _ : -", None)
     return given
@@ -40,5 +40,5 @@ class SessionKey:
 
 
 def tenant_digest(tenant: str) -> str:
-    """Begins every key of a tenant's. All gateways make the same, also those that share no secret."""
+    """The prefix of a tenant's keys in the store, the same at all gateways, without a shared secret."""
     return blake2b(tenant.encode(), digest_size=16, person=b"headrace-session").hexdigest()

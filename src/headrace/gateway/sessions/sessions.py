@@ -59,7 +59,7 @@ _BUSY = "Another request of this session is being answered; send this one again 
 
 @dataclass(frozen=True, slots=True)
 class ReadSession:
-    """A session as its turn found it. entry: its bytes in the store, None for a session that begins"""
+    """A session at the beginning of a turn. entry: its bytes in the store; None: a new session"""
 
     entry: bytes | None = None
     stored: StoredSession | None = None
@@ -97,7 +97,7 @@ class Sessions:
     # -- what a turn does ----------------------------------------------------------------------------------------------------------
 
     async def claimed(self, key: SessionKey, owner: bytes) -> ReadSession:
-        """The session, which no other request may change until `free`. Raises SessionConflict or Unavailable."""
+        """Claim and read the session; no other request may change it until `free`. Raises SessionConflict or Unavailable."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + CLAIM_WAIT_S
         while True:
@@ -116,11 +116,11 @@ class Sessions:
         return ReadSession(await store.get(key.entry))
 
     async def renew(self, key: SessionKey, owner: bytes, within_s: float) -> None:
-        """A failure is tried again by the next renewal; the swap of the history decides in the end."""
+        """Renew a claim. A failure is ignored: the next renewal follows, and `keep` detects a lost claim by its swap."""
         await self.store.tried(lambda store: store.swap(key.claim, owner, expected=owner, tenant=key.tenant, ttl_s=LEASE_S), within_s)
 
     async def keep(self, key: SessionKey, found: ReadSession, stored: StoredSession, messages: Sequence[Message]) -> None:
-        """Store the session as a turn leaves it. Raises SessionConflict, Unavailable, or RequestTooLarge."""
+        """Store the session after a turn. Raises SessionConflict if another request has changed it, Unavailable, or RequestTooLarge."""
         entry = entry_of(await self._packed(stored, messages))
         try:
             is_kept = await self._asked(lambda store: self._swapped(store, key, entry, found.entry))
@@ -132,14 +132,14 @@ class Sessions:
             raise SessionConflict("Another request of this session was answered meanwhile, so this answer is not in the session.")
 
     async def _swapped(self, store: Store, key: SessionKey, entry: bytes, expected: bytes | None) -> bool:
-        """Where the history was lost since it was read (its time was over, or the store was emptied), it is written again."""
+        """Replace the entry. A session that has vanished since it was read (expired, or the store was emptied) is written again."""
         for state in dict.fromkeys((expected, None)):
             if await store.swap(key.entry, entry, expected=state, tenant=key.tenant, ttl_s=self.config.ttl_s):
                 return True
         return False
 
     def free(self, key: SessionKey, owner: bytes) -> None:
-        """Give the claim back, if it is still `owner`'s, in the background, until it would end by itself."""
+        """Remove the claim in the background if it is still `owner`'s. Tried until the claim expires anyway."""
 
         async def freed(store: Store) -> None:
             if await store.get(key.claim) == owner:
@@ -174,7 +174,7 @@ class Sessions:
     # -- the store -----------------------------------------------------------------------------------------------------------------
 
     async def _asked(self, work: Callable[[Store], Awaitable[T]]) -> T:
-        """What `work` gets from the store. Raises EntryTooLarge, or Unavailable for every other failure."""
+        """The result of `work` on the store. Raises EntryTooLarge, or Unavailable for every other failure."""
         try:
             return await self.store.asked(work)
         except EntryTooLarge:
@@ -198,7 +198,7 @@ class Sessions:
 
 
 NAME = "sessions"
-"""Name of their part of the store."""
+"""Name of the sessions' part of the stores."""
 
 ENTRY_MARGIN = 2
 """An entry may have N times the bytes of a session's messages: the answer of its last turn is not counted before it is given."""

@@ -18,7 +18,7 @@ OPEN_REQUESTS = "open requests"
 
 
 class SiteMetrics:
-    """It shows this worker alone until it joins the other ones."""
+    """The metrics of all workers of the port; before `join`, of this worker alone."""
 
     def __init__(self, metrics: Metrics, num_open: Callable[[], Mapping[str, int]]) -> None:
         """num_open: tenant -> its generating requests in this process"""
@@ -26,7 +26,7 @@ class SiteMetrics:
         self._siblings: Siblings | None = None
 
     def join(self, siblings: Siblings) -> None:
-        """Answer the other workers of this port, and ask them."""
+        """Ask the other workers of this port for their metrics, and answer them."""
         self._siblings = siblings
         siblings.handle(METRICS, self._encoded_metrics)
         siblings.handle(OPEN_REQUESTS, self._encoded_num_open)
@@ -36,7 +36,7 @@ class SiteMetrics:
         return self._metrics.page(accept, None if self._siblings is None else await self._siblings.ask(METRICS), shown)
 
     async def num_open(self, shown: ShownTenants) -> int:
-        """Generating requests of all workers that answer: all of them, or one tenant's where the site's series are not shown."""
+        """Number of generating requests at all workers that answer; only one tenant's if `shown` excludes the site's series."""
         workers = [self._num_open()] if self._siblings is None else _counts(await self._siblings.ask(OPEN_REQUESTS))
         return sum(count for worker in workers for tenant, count in worker.items() if shown.has_site or shown.is_all or tenant == shown.own)
 
@@ -48,7 +48,7 @@ class SiteMetrics:
 
 
 def _counts(answers: Mapping[int, bytes]) -> list[Mapping[str, int]]:
-    """Tenant -> requests, of each worker that answered."""
+    """Tenant -> number of requests, for each worker that answered."""
     counts: list[Mapping[str, int]] = []
     for answer in answers.values():
         with suppress(ValueError):  # no answer, or one of a worker that is being replaced by a newer version

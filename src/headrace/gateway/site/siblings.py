@@ -27,7 +27,7 @@ Handler = Callable[[str], Awaitable[bytes]]
 
 
 class Siblings:
-    """`async with` answers the other workers' questions until the block ends."""
+    """The other gateway workers of this port: asks them, and answers their questions inside `async with`."""
 
     def __init__(self, worker: GatewayWorker, num_workers: int) -> None:
         self._worker = worker
@@ -36,7 +36,7 @@ class Siblings:
         self._server: asyncio.Server | None = None
 
     def handle(self, question: str, handler: Handler) -> None:
-        """Answer this question by what `handler` makes of its argument."""
+        """Have `handler` answer this question. It gets the question's argument."""
         self._handlers[question] = handler
 
     async def __aenter__(self) -> Siblings:
@@ -50,7 +50,7 @@ class Siblings:
             self._server.close()
 
     async def ask(self, question: str) -> dict[int, bytes]:
-        """Worker -> its answer, this one's included; empty for one that did not answer."""
+        """Worker -> its answer, this worker included; empty for a worker that did not answer."""
         answers = await asyncio.gather(*(self._ask(index, question) for index in self._others))
         return {self._worker.index: await self._handlers[question](""), **dict(zip(self._others, answers, strict=True))}
 
@@ -82,7 +82,7 @@ class Siblings:
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:
-    """Until the other end closes. Raises ValueError for more than MAX_ANSWER_BYTES."""
+    """All bytes until the other end closes. Raises ValueError beyond MAX_ANSWER_BYTES."""
     parts: list[bytes] = []
     num_bytes = 0
     while part := await reader.read(1 << 20):

@@ -7,21 +7,21 @@ SEVERAL_TENANTS_SHARE = 0.25
 
 
 class TenantShare:
-    """Share of each bound that one tenant may fill, the same of all. Whatever has such a bound asks for the share at each use.
+    """The share of every bound that one tenant may fill. Owners of bounds call it at each use, for the present share.
 
-    It follows the configuration, and the first stored key: keys may be of several tenants from then on.
+    The share changes with the configuration, and with the first stored key: from then on keys may be of several tenants.
     """
 
     def __init__(self, max_share: float | None, num_tenants: int) -> None:
         """
         max_share    `limits.max_tenant_share`
-        num_tenants  of the keys in the configuration
+        num_tenants  number of tenants of the keys in the configuration
         """
         self._has_stored_keys = False
         self.change(max_share, num_tenants)
 
     def change(self, max_share: float | None, num_tenants: int) -> None:
-        """The configuration has changed."""
+        """Apply a changed configuration."""
         self._max_share, self._num_tenants = max_share, num_tenants
 
     def note_stored_keys(self) -> None:
@@ -29,10 +29,10 @@ class TenantShare:
         self._has_stored_keys = True
 
     def __call__(self) -> float:
-        """In (0, 1], at this moment."""
+        """The present share, in (0, 1]."""
         return self._max_share or (SEVERAL_TENANTS_SHARE if self.has_several else 1.0)
 
     @property
     def has_several(self) -> bool:
-        """Whether keys may be of several tenants: stored ones may, whatever they are of now."""
+        """Whether keys may be of several tenants. True with any stored key, since later ones may be of others."""
         return self._has_stored_keys or self._num_tenants > 1

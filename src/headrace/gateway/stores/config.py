@@ -14,7 +14,7 @@ URL_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class InsecureStore(ConfigError):
-    """A store on another machine that would get records in the clear, or without proof of which sender it has."""
+    """A store on another machine that would get records unencrypted, or without authentication."""
 
     def __init__(self, where: str, lacks: str) -> None:
         super().__init__(where, f"is on another machine and has no {lacks}", "Set it, or allow that with allow_insecure: true.")
@@ -22,7 +22,7 @@ class InsecureStore(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """Without `url` entries are in the state folder, or without one in the memory of this process alone."""
+    """Where entries are stored. Without `url`: in the state folder, or without a state folder in this process's memory."""
 
     url: str = option(
         "",
@@ -45,7 +45,7 @@ class StoreConfig:
         return self
 
     def password(self) -> str | None:
-        """What its file holds now. Raises ConfigError."""
+        """The password in the file, read now. Raises ConfigError."""
         return read_token("store.password_file", self.password_file) if self.password_file else None
 
     def _check_is_safe(self) -> None:

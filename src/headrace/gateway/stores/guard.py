@@ -46,9 +46,9 @@ NO_ANSWER = "it does not answer in time"
 
 
 class WaitClock:
-    """A clock of one event loop that leaves out the loop's delays, and the waits that end by this clock.
+    """A clock that leaves out the delays of its event loop, and the waits that end by this clock.
 
-    While requests wait, one timer fires each TICK_S and serves all waits. The time by which the timer is late is left out.
+    While requests wait, one timer fires each TICK_S for all waits. The clock leaves out the time by which the timer is late.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -71,7 +71,7 @@ class WaitClock:
         self._waits.discard(wait)
 
     def _look_later(self, until: float) -> None:
-        """until: time of this clock after which the next look is too late for some wait"""
+        """Set the timer. until: earliest end of a wait, on this clock"""
         now = self._clock()
         seconds = min(TICK_S, max(0.0, until + self._late_s - now))
         self._due = now + seconds
@@ -94,7 +94,7 @@ _clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, WaitClock] = WeakKeyDictio
 
 
 class StoreWait:
-    """Calls within the block, and within tasks that it begins, are one request's. Outside of such a block each call is a request.
+    """Calls of stores within the block, and within tasks begun there, share one request's waiting time. A call outside has its own.
 
     waited_s  seconds that the request has waited for stores so far, on `clock`
     """
@@ -138,7 +138,7 @@ class _Wait:
         request.clock.begin(self)
 
     def expire(self) -> None:
-        """End the wait in the event loop's next round: what has come and is not seen yet comes first."""
+        """End the wait in the event loop's next round, so that an answer that has already arrived is read first."""
         self._timeout.reschedule(0.0)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -158,7 +158,7 @@ class _Wait:
 
 class StoreGuard:
     def __init__(self, name: str, progress: StoreProgress, clock: Clock = time.monotonic) -> None:
-        """name: of what is kept, for the log;  progress: of the store"""
+        """name: word for the entries, for the log;  progress: the store's"""
         self._name = name
         self.progress = progress
         self.clock = clock
@@ -167,33 +167,33 @@ class StoreGuard:
         self._next_log_at = 0.0
 
     def waiting(self) -> _Wait:
-        """A request waits for the block, which asks the store.
+        """An `async with` block for a request's calls of the store.
 
-        The block raises StoreFailed where the store does, at once while the store is left alone, and when the request has waited
-        REQUEST_WAIT_S for stores.
+        Raises StoreFailed as the store does, at once while the store is left alone, and when the request has waited REQUEST_WAIT_S for
+        stores.
         """
         return _Wait(self)
 
     def check_asked(self, left_s: float) -> None:
-        """Raises StoreFailed where the store is not to be asked. left_s: seconds for which the request may wait"""
+        """Raises StoreFailed while the store is left alone, or without waiting time. left_s: seconds for which the request may wait"""
         if left_s <= 0:
             raise StoreFailed("the request has waited for stores as long as it may")
         if self._retry_at and self.clock() < self._retry_at:
             raise StoreFailed("it did not answer a moment ago")
 
     def answered(self) -> None:
-        """The store works: ask it again."""
+        """Note an answer of the store, which ends a time of leaving it alone."""
         self._num_unanswered, self._retry_at = 0, 0.0
 
     def warn(self, reason: object) -> None:
-        """Log that something of the store failed, if nothing was logged of late."""
+        """Log a failure of the store, at most once per LOG_EVERY_S."""
         now = self.clock()
         if now >= self._next_log_at:
             self._next_log_at = now + LOG_EVERY_S
             log.warning("the store of %s: %s (at most one such line in %g s)", self._name, reason, LOG_EVERY_S)
 
     def unanswered(self, num_answers: int) -> None:
-        """A request was given up. num_answers: of the store when it began to wait"""
+        """Note a call without an answer in time. num_answers: the store's `num_answers` when the call began"""
         if self.progress.num_answers == num_answers:
             self._num_unanswered += 1
             if self._num_unanswered >= MAX_UNANSWERED:

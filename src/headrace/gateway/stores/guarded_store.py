@@ -34,12 +34,13 @@ class TooMuchToWrite(StoreFailed):
 
 
 class GuardedStore:
-    """A `Store` behind a guard: what a request asks is bounded, what no request waits for runs in the background. Writes there are tried
-    again where they fail, and bounded in number, bytes and time. One beyond these bounds is given up: the store is slower than answers
-    come.
+    """A `Store` behind a guard: calls that requests wait for are bounded, and writes run in the background.
 
-    store  the bare one, closed by `close`
-    guard  of what requests wait for
+    A failed write is tried again. Writes are bounded in number, bytes and time; a write beyond these bounds is given up, since the store is
+    slower than answers come.
+
+    store  the bare store, closed by `close`
+    guard  guard of the calls that requests wait for
     """
 
     def __init__(self, store: Store, name: str, clock: Clock = time.monotonic) -> None:
@@ -52,12 +53,12 @@ class GuardedStore:
         self._is_closing = False
 
     async def asked(self, work: Callable[[Store], Awaitable[T]]) -> T:
-        """What `work` gets from the store, while a request waits for it. Raises the errors of `StoreGuard.waiting`, and EntryTooLarge."""
+        """The result of `work` on the store, which a request waits for. Raises as `StoreGuard.waiting`, and EntryTooLarge."""
         async with self.guard.waiting():
             return await work(self.store)
 
     async def tried(self, work: Work, within_s: float) -> None:
-        """Do `work` in a task of its own, such as the renewal of a claim. A failure is only logged: it is tried again."""
+        """Do periodic `work`, such as renewing a claim, within `within_s`. A failure is only logged, since the caller repeats the work."""
         try:
             async with asyncio.timeout(within_s):
                 await work(self.store)
@@ -65,7 +66,10 @@ class GuardedStore:
             self.guard.warn(_as_failure(error))
 
     def write(self, work: Work, num_bytes: int, ended: Ended, *, within_s: float | None = None) -> None:
-        """Do `work` in the background, again where it fails; None: within WRITE_S. ended: called once, with why it was not done, or None"""
+        """Do `work` in the background, repeated after failures for `within_s` (None: WRITE_S).
+
+        ended  called once, with None after success, else with the failure
+        """
         if self._writing_bytes + num_bytes > MAX_WRITING_BYTES:
             ended(self._not_written(TooMuchToWrite(f"more than {MAX_WRITING_BYTES} bytes wait to be written")))
             return
@@ -80,7 +84,7 @@ class GuardedStore:
         return len(self._writes)
 
     async def close(self) -> None:
-        """Finish what is being written, as far as WRITE_S allows; what fails is not tried again."""
+        """Finish the running writes within WRITE_S, without repeating failed ones, and close the store."""
         self._is_closing = True
         if self._writes:
             await asyncio.wait(self._writes, timeout=WRITE_S)
@@ -104,7 +108,7 @@ class GuardedStore:
             ended(failure)
 
     async def _is_written(self, work: Work) -> bool:
-        """False: it failed, and may succeed later. Raises StoreFailed where it is not tried again."""
+        """Try a write. False: it failed and may be repeated. Raises StoreFailed if it must not be repeated."""
         async with self._turns:
             try:
                 await work(self.store)

@@ -24,8 +24,8 @@ MAX_STREAM_BYTES = 1 << 20
 class Stores:
     """The stores of one configuration, each a part of its own: none pushes out entries of another.
 
-    state         folder of the embedded ones; empty: entries are in the memory of this process
-    tenant_share  part of each store that one tenant may fill
+    state         folder of the embedded stores; empty: entries are in the memory of this process
+    tenant_share  gives the part of each store that one tenant may fill
     """
 
     config: StoreConfig
@@ -37,7 +37,7 @@ class Stores:
         return StoreLimits(entry=entry, total=total, tenant_share=self.tenant_share)
 
     def open(self, part: str, limits: StoreLimits) -> Store:
-        """part: its name on the server of `store.url`, or of its file. Raises ConfigError."""
+        """Open the store of a part. part: its name on the server of `store.url`, or the name of its file. Raises ConfigError."""
         if self.config.url:
             return RedisStore(open_redis(self.config.url, password=self.config.password()), limits, part)
         return SqliteStore(str(Path(self.state) / f"{part or 'entries'}.db") if self.state else IN_MEMORY, limits, self.unix_time)

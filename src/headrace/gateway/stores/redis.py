@@ -64,7 +64,7 @@ class RedisCalls:
         self.progress = StoreProgress()
 
     async def answer(self, call: Awaitable[T]) -> T:
-        """What a call gives. Raises StoreFailed for whatever goes wrong. The package's messages name the address and no password."""
+        """The result of a call. Raises StoreFailed for every error. The package's messages show the address, and no password."""
         task = asyncio.ensure_future(call)
         try:
             found = await asyncio.shield(task)
@@ -77,7 +77,7 @@ class RedisCalls:
         return found
 
     async def close(self) -> None:
-        """A server that hangs keeps no gateway from ending: a connection that cannot be closed in time is dropped."""
+        """Close the client. A connection that cannot be closed in time is dropped, so that a hanging server does not delay this process."""
         with suppress(Exception):
             await self._client.connection_pool.disconnect()  # ends what waits for an answer
         for task in list(self._given_up):
@@ -178,12 +178,12 @@ return #found
 
 
 class RedisStore(RedisCalls):
-    """A `Store`. It connects with the first call."""
+    """A `Store` in Redis, which connects at the first call."""
 
     def __init__(self, client: Any, limits: StoreLimits, part: str = "") -> None:
         """
-        client  what `open_redis` made
-        part    name of this store among those of one server; each has bounds of its own
+        client  from `open_redis`
+        part    name of this store among those of one server; each has its own bounds
         """
         super().__init__(client)
         self._prefix = PREFIX + (f"{part}:" if part else "")

@@ -36,7 +36,7 @@ ENTRIES = SqliteForm(
 
 
 class SqliteStore:
-    """A `Store`."""
+    """A `Store` in SQLite."""
 
     def __init__(self, path: str, limits: StoreLimits, unix_time: Clock) -> None:
         """path: as `open_sqlite` takes it. Raises ConfigError."""
@@ -95,8 +95,8 @@ class SqliteStore:
         self._connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", row)
 
     def _make_room(self, held: str, parameters: tuple[str, ...], limit: int, *, tenant: str | None = None) -> None:
-        """Remove the entries that were written first, of a tenant or of all, until the bytes that the query `held` gives are within the
-        limit. Each write gives its entry a new rowid, larger than all others."""
+        """Remove the oldest entries, of a tenant or of all, until the bytes from the query `held` are within the limit. Entries are ordered
+        by rowid, which each write raises above all others."""
         where = "" if tenant is None else "WHERE tenant = ? "
         oldest = f"DELETE FROM entries WHERE rowid = (SELECT rowid FROM entries {where}ORDER BY rowid LIMIT 1)"
         while ((self._connection.execute(held, parameters).fetchone() or (0,))[0] or 0) > limit:

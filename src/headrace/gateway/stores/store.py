@@ -18,24 +18,24 @@ from headrace.core.errors import HeadraceError
 
 
 class StoreFailed(HeadraceError):
-    """The store cannot be reached, is full or broken. For the log: a client is answered with an error of its own."""
+    """The store cannot be reached, is full or broken. The message is for the log; clients get other errors."""
 
 
 @dataclass(slots=True)
 class StoreProgress:
-    """num_answers: calls that a store has ended so far, as its client in this process has seen, with an error or without"""
+    """num_answers: calls of this process that the store has ended so far, with or without an error"""
 
     num_answers: int = 0
 
 
 def drop_error(task: asyncio.Future[Any]) -> None:
-    """Take the error of a task that has failed: asyncio would log it where all that waited for it have gone."""
+    """Done callback that retrieves a task's error, which asyncio would otherwise log when nothing waits for the task any more."""
     if not task.cancelled():
         task.exception()
 
 
 class StoredEntry(msgspec.Struct, array_like=True, frozen=True):
-    """A value as it is kept, in msgpack. form: that of the version that wrote it"""
+    """Base of stored values, in msgpack. form: number of the layout that the writing version used"""
 
     form: int
 
@@ -44,7 +44,7 @@ T = TypeVar("T", bound=StoredEntry)
 
 
 def entry_in(value: bytes | None, decoder: msgspec.msgpack.Decoder[T], form: int) -> T | None:
-    """None where there is no value, or another version wrote it in another form."""
+    """The decoded value. None: there is no value, or it has another form."""
     try:
         entry = None if value is None else decoder.decode(value)
     except msgspec.DecodeError:
@@ -53,16 +53,17 @@ def entry_in(value: bytes | None, decoder: msgspec.msgpack.Decoder[T], form: int
 
 
 class EntryTooLarge(StoreFailed):
-    """One entry has more bytes than an entry, or all entries of a tenant, may have."""
+    """An entry alone exceeds the bound of an entry, of a tenant, or of the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """Upper bounds in bytes, inclusive. entry: of one value; tenant, total: of the entries of a tenant, of all, with all that a store takes
-    for an entry beside its value.
+    """Upper bounds in bytes, inclusive. A write beyond `tenant` or `total` removes the oldest entries, of the tenant or of all.
 
-    Where a tenant's bound or the whole would be exceeded, the oldest entries of the tenant, or of all, are removed.
-    tenant_share: part of `total` that one tenant may fill, asked for at each write
+    entry         bytes of one value
+    tenant        bytes of a tenant's entries, with the store's overhead for each
+    total         bytes of all entries, with the store's overhead for each
+    tenant_share  gives the part of `total` that one tenant may fill; called at each write
     """
 
     entry: int
@@ -74,14 +75,14 @@ class StoreLimits:
         return int(self.total * self.tenant_share())
 
     def check(self, num_bytes: int, stored_bytes: int) -> None:
-        """Raises EntryTooLarge. num_bytes: of the value; stored_bytes: with what the store takes beside it"""
+        """Raises EntryTooLarge. num_bytes: the value's bytes; stored_bytes: with the store's overhead"""
         most = min(self.tenant, self.total)
         if num_bytes > self.entry or stored_bytes > most:
             raise EntryTooLarge(f"An entry has {num_bytes} bytes, {stored_bytes} as stored; at most {self.entry} and {most} are kept.")
 
 
 class Store(Protocol):
-    """Every method raises StoreFailed, and may be cancelled; what it asked for may then happen or not."""
+    """A store of entries by key. Every method raises StoreFailed. A failed or cancelled call may have taken effect or not."""
 
     progress: StoreProgress
 
@@ -92,8 +93,8 @@ class Store(Protocol):
     async def get(self, key: str) -> bytes | None: ...
 
     async def swap(self, key: str, value: bytes, *, expected: bytes | None, tenant: str, ttl_s: float) -> bool:
-        """As `put`, but only while the entry is `expected` (None: while there is none); whether it was. Atomic: of several at once one
-        succeeds.
+        """As `put`, if the present entry equals `expected` (None: there is no entry). Returns whether it did. Atomic: of concurrent swaps
+        one succeeds.
         """
         ...
 
