@@ -42,13 +42,13 @@ MAX_FRUITLESS_LOSSES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One prompt: all that is needed to run it, and to run it again.
+    """One prompt, with everything that is needed to run it, and to run it again.
 
-    request            of the call with all its sequences, as it is submitted first. Its parameters are checked and have their seed
-    max_output_tokens  per sequence, by the parameters or by what the context leaves
-    parsing            how the outputs are parsed; None: they are text
-    earlier            output of an earlier stream, after which the sequences go on
-    answer_id          of the earlier stream's call: tool calls are named by it; None: by this one's `request_id`
+    request            first submission, with all sequences of the call. Its parameters are checked and have their seed
+    max_output_tokens  most output tokens of a sequence, by the parameters or by the rest of the context
+    parsing            how the outputs are parsed; None: they are plain text
+    earlier            output of an earlier stream that the sequences continue
+    answer_id          id of the earlier stream's request, from which ids of tool calls are made; None: `request_id` is used
     preferred_replica, unsent, has_fallback  as in `GenerationRequest`
     """
 
@@ -64,15 +64,15 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """Sequences of a call that are submitted together: all of them at first, one each after a loss.
+    """Sequences of a call that are submitted together: at first all of them, after a loss one per group.
 
-    indices     of its sequences within the call
-    numerics    of the replica that computed their output ids; None: there are none, and any replica may begin
-    wait_until  after a loss: when waiting for a replica ends, on the pool's clock. None: nothing was lost
-    epoch       number of its submission
-    num_read    output ids that had been read of the call when the group was submitted
+    indices     indices of the sequences within the call
+    numerics    numerics of the replica that computed the output ids so far; None: there are none, and any replica may be used
+    wait_until  after a loss, the time on the pool's clock at which waiting for a replica ends; None: no loss
+    epoch       number of the group's submission
+    num_read    output ids of the whole call that were read before the group was submitted
     num_prompt_logprobs  prompt positions whose log-probabilities this submission has sent
-    is_earlier  its output ids come from an earlier stream of the client: nothing was lost here
+    is_earlier  the output ids come from an earlier stream of the client, not from a loss
     """
 
     indices: tuple[int, ...]
@@ -92,8 +92,8 @@ class SequenceGroup:
 class CallAttempts:
     """The attempts of one call.
 
-    output_ids   by sequence: every id that was read, including those whose text is held back. The reader adds them (`keep`)
-    replicas     by sequence: name of the one that computes it, or did last; None before it is submitted
+    output_ids   per sequence, every id that was read, also if its text is held back. The reader adds them by `keep`
+    replicas     per sequence, the name of its present or last replica; None before the first submission
     epoch        number of the latest submission
     num_resumes  submissions after a loss
     """
@@ -124,7 +124,8 @@ class CallAttempts:
     async def batch(self) -> list[SequenceUpdate]:
         """New updates of any sequence; empty once all have ended, or after `cancel`.
 
-        Raises Unavailable where no replica takes the call, ReplicaLost where a lost one cannot be continued, and a rejection that is final.
+        Raises Unavailable when no replica takes the call, ReplicaLost when a call cannot be continued after a loss, and the error of a
+        final rejection.
         """
         while self._groups:
             group, updates = await self._next()
@@ -134,7 +135,7 @@ class CallAttempts:
         return []
 
     def keep(self, index: int, token_ids: Sequence[int]) -> int:
-        """These ids of a sequence were read: another replica would continue after them. Returns how many are kept of it."""
+        """Keep output ids that were read, after which another replica could continue. Returns the sequence's number of kept ids."""
         kept = self.output_ids[index]
         room = self._max_output_tokens - len(kept)
         kept.extend(token_ids if len(token_ids) <= room else token_ids[:room])
@@ -142,8 +143,9 @@ class CallAttempts:
         return len(kept)
 
     def go_on(self, numerics: Numerics) -> None:
-        """Before the first `batch`: the ids that were kept are the output of an earlier stream, computed with these numerics. Each sequence
-        that has not ended is submitted after its own, as after a loss.
+        """Continue an earlier stream. Called before the first `batch`, after `keep` of the stream's output ids.
+
+        Each sequence that has not ended is submitted with its output ids, as after a loss. numerics: those the ids were computed with
         """
         self._numerics = numerics
         wait_until = self._pool.clock() + self._pool.failover_s
@@ -153,7 +155,7 @@ class CallAttempts:
         ]
 
     def end(self, index: int) -> None:
-        """The sequence has ended, here or at its engine. It is not submitted again."""
+        """Note that a sequence has ended, here or at its engine, so that it is not submitted again."""
         self._open.discard(index)
 
     def finish(self, index: int, keep_tokens: int, reason: FinishReason) -> None:
@@ -163,20 +165,20 @@ class CallAttempts:
                 group.replica.connection.finish(group.request_id, index, keep_tokens, reason)
 
     def handle_plain_rows(self, handler: PlainRowHandler | None) -> None:
-        """`handler` of every stream of updates, now and later (`wire.stream`)."""
+        """Set the plain row handler of present and later streams of updates (`wire.stream`)."""
         self._handler = handler
         for group in self._groups:
             if group.updates is not None:
                 group.updates.plain_row_handler = handler
 
     def cancel(self) -> None:
-        """Stop everything at the engines; `batch` ends. May be called at any time."""
+        """Cancel the call at its engines, and end `batch`. May be called at any time."""
         self._drop_all()
         for wait in self._waits:
             wait.cancel()
 
     async def close(self) -> None:
-        """As `cancel`, and no task is left."""
+        """`cancel`, and wait until no task is left."""
         self.cancel()
         tasks = list(self._reads)
         self._reads.clear()
@@ -199,7 +201,7 @@ class CallAttempts:
     # -- reading -------------------------------------------------------------------------------------------------------------------
 
     async def _next(self) -> tuple[SequenceGroup, list[SequenceUpdate]]:
-        """The first group that has anything. Tasks are made only where there are several: one group is read by the caller's own."""
+        """The next group with updates or an end. A single group is read in the caller's task; several groups have a task each."""
         if len(self._groups) == 1 and not self._reads:
             return self._groups[0], await self._read(self._groups[0])
         for group in self._groups:
@@ -230,7 +232,7 @@ class CallAttempts:
         return []
 
     def _trimmed(self, group: SequenceGroup, update: SequenceUpdate) -> SequenceUpdate:
-        """The update without what an earlier attempt has said."""
+        """The update without the values that an earlier attempt has already given."""
         if update.prompt_logprobs:
             begin = group.num_prompt_logprobs
             group.num_prompt_logprobs += len(update.prompt_logprobs)
@@ -251,7 +253,7 @@ class CallAttempts:
                 group.attempt.end()
 
     def _drop_all(self) -> None:
-        """Nothing more is read of any group, and the engines stop computing them."""
+        """Drop all groups and cancel them at their engines."""
         for group in list(self._groups):
             self._drop(group)
             if group.replica is not None and group.request_id is not None:
@@ -260,7 +262,7 @@ class CallAttempts:
     # -- submitting ----------------------------------------------------------------------------------------------------------------
 
     async def _place(self, group: SequenceGroup) -> None:
-        """Submit the group; after a loss as soon as a replica takes it. Raises Unavailable where nothing was lost, else ReplicaLost."""
+        """Submit the group. After a loss, wait for a replica that takes it. Raises Unavailable, or ReplicaLost after a loss."""
         silent_until = self._pool.clock() + SILENT_WAIT_S
         while group in self._groups:
             try:
@@ -277,7 +279,7 @@ class CallAttempts:
                     raise
 
     def _submit(self, group: SequenceGroup) -> None:
-        """Submit to the replica that routing picks; one that was lost in between counts as tried. Raises Unavailable."""
+        """Submit to the replica that routing picks, or to the next if that one is lost at this moment. Raises Unavailable."""
         whole = replace(self._call.request, epoch=self.epoch + 1)
         num_output, max_tokens = max(len(self.output_ids[index]) for index in group.indices), whole.params.max_tokens
         while True:
@@ -308,7 +310,7 @@ class CallAttempts:
             return
 
     def _resumed(self, group: SequenceGroup, whole: EngineRequest) -> EngineRequest:
-        """What is left of the call: the whole of it where nothing was read, else the group's only sequence after its output ids."""
+        """The request for the rest of the call: the whole call if nothing was read, else the group's only sequence with its output ids."""
         if whole.params.prompt_logprobs is not None and self._num_prompt_logprobs >= len(whole.prompt_ids) - 1:
             whole = replace(whole, params=whole.params.with_(prompt_logprobs=None))
         if len(group.indices) == len(self.output_ids):
@@ -321,10 +323,9 @@ class CallAttempts:
         return request.resumed(index, self.output_ids[index], numerics_digest(group.numerics or {}))
 
     async def _reroute(self, group: SequenceGroup, error: Exception) -> None:
-        """The replica rejected the group: it was full or draining (request and notice crossed), or has too little memory for it.
+        """Send a rejected group to another replica: once, or after a loss until `wait_until`. Otherwise raises the rejection's error.
 
-        Once it is sent to another replica; after a loss, again and again until the time for it is over. Raises the rejection where that
-        does not help.
+        A replica rejects when it is full, when it drains (its notice and the request crossed), or when it has too little memory.
         """
         group.updates = None
         if group.attempt is not None:
@@ -345,7 +346,7 @@ class CallAttempts:
     # -- after a loss --------------------------------------------------------------------------------------------------------------
 
     def _lose(self, group: SequenceGroup, error: Unavailable) -> None:
-        """The group's replica is gone. Its open sequences become groups that wait for another one. Raises ReplicaLost where none may."""
+        """Make groups of the open sequences of a lost replica, to wait for another one. Raises ReplicaLost if they must not wait."""
         assert group.updates is not None
         assert group.attempt is not None
         group.attempt.lose()
@@ -365,8 +366,9 @@ class CallAttempts:
             self._groups.append(SequenceGroup((index,), numerics if self.output_ids[index] else None, wait_until))
 
     def _may_resume_again(self, group: SequenceGroup) -> bool:
-        """Every loss after a new token, and the first without one; later ones as far as the budget allows. Groups that were at one replica
-        when it was lost have lost it once.
+        """Whether to resume after a loss: always after a new token, and at the first loss without one; later by the pool's budget.
+
+        Several groups at one lost connection count as one loss.
         """
         assert group.attempt is not None
         connection, last_epoch = self._last_loss
@@ -379,7 +381,7 @@ class CallAttempts:
         return self._num_fruitless < MAX_FRUITLESS_LOSSES and self._pool.resume_budget.withdraw()
 
     async def _wait(self, group: SequenceGroup, error: Exception) -> None:
-        """Until a replica has become ready, or some time has passed. Raises ReplicaLost when the group has waited long enough."""
+        """Wait for a ready replica, at most until `wait_until`. Raises ReplicaLost once that time is over."""
         assert group.wait_until is not None
         remaining_s = group.wait_until - self._pool.clock()
         if remaining_s <= 0 or (self._call.has_fallback and not self._num_read):
@@ -387,7 +389,7 @@ class CallAttempts:
         await self._wait_for_change(group, remaining_s)
 
     async def _wait_for_change(self, group: SequenceGroup, timeout_s: float) -> None:
-        """Until a replica has become ready, or the time is over. Every replica may be tried again then."""
+        """Wait for a ready replica, at most `timeout_s`. Every replica may be tried again then."""
         group.tried.clear()
         wait = asyncio.ensure_future(self._pool.wait_for_change())
         self._waits.add(wait)

@@ -24,7 +24,7 @@ ID_TYPE = "i"
 
 
 class EarlierSequence(Struct, array_like=True, frozen=True):
-    """output_ids: every id that was read, as bytes of ID_TYPE;  finish, stop_token_id: as the engine ended it, if it did"""
+    """output_ids: every id that was read, as bytes of ID_TYPE;  finish, stop_token_id: the engine's; None: it has not ended the sequence"""
 
     output_ids: bytes
     finish: str | None = None
@@ -34,9 +34,9 @@ class EarlierSequence(Struct, array_like=True, frozen=True):
 class EarlierCallOutput(Struct, array_like=True, frozen=True):
     """The output of one prompt.
 
-    prompt_digest  of the prompt's ids: a template may say today's date
-    numerics       of the replica that computed the output
-    num_counted_tokens  of the output, which the requests so far have counted as theirs; 0: another version did not write it
+    prompt_digest       digest of the prompt's ids: a template may write today's date, so that the same request has another prompt
+    numerics            numerics of the replica that computed the output
+    num_counted_tokens  output tokens that the requests so far were charged for; 0: written by a version without this field
     """
 
     seed: int
@@ -47,7 +47,7 @@ class EarlierCallOutput(Struct, array_like=True, frozen=True):
     num_counted_tokens: int = 0
 
     def up_to(self, offsets: Sequence[int]) -> EarlierCallOutput:
-        """Each sequence cut at an offset (`OutputEvent.offset`): what was read behind it is forgotten."""
+        """The output with each sequence cut at an offset (`OutputEvent.offset`)."""
         return msgspec.structs.replace(self, sequences=tuple(map(_cut, self.sequences, offsets)))
 
 
@@ -61,12 +61,12 @@ calls_of = msgspec.msgpack.Decoder(tuple[EarlierCallOutput, ...]).decode
 
 
 def state_of(*calls: EarlierCallOutput) -> bytes:
-    """Calls as `EventStream.saved_state` gives them."""
+    """Calls encoded for `EventStream.saved_state`."""
     return msgspec.msgpack.encode(calls)
 
 
 def joined_states(states: Sequence[bytes | None]) -> bytes | None:
-    """The states of the calls of one request as one; None where one of them cannot be continued."""
+    """One state of the states of a request's calls; None if one of the calls cannot be continued."""
     if None in states:
         return None
     return state_of(*[call for state in states if state is not None for call in calls_of(state)])
@@ -77,7 +77,7 @@ def prompt_digest(prompt_ids: Sequence[int]) -> bytes:
 
 
 class EarlierUpdates:
-    """One call's earlier output as updates, piece by piece. The first of sequence 0 says how many prompt tokens were cached."""
+    """Gives one call's earlier output as updates. The first update of sequence 0 has the number of cached prompt tokens."""
 
     def __init__(self, call: EarlierCallOutput, request_id: RequestId) -> None:
         self._request_id = request_id
@@ -86,7 +86,7 @@ class EarlierUpdates:
         self._offsets = [0] * len(call.sequences)
 
     def take(self, index: int, offset: int | None = None) -> SequenceUpdate:
-        """What was read of a sequence between the piece before and `offset`; None: all that is left."""
+        """A sequence's output from the previous offset up to `offset`; None: the rest."""
         sequence, ids, begin = self._call.sequences[index], self._ids[index], self._offsets[index]
         end = len(ids) if offset is None else min(offset, len(ids))
         finish = sequence.finish if (offset is None or offset > len(ids)) and begin <= len(ids) else None
@@ -104,9 +104,10 @@ class EarlierUpdates:
 
 @dataclass(slots=True)
 class RecomputedLogprobs:
-    """Log-probabilities of ids that were read before and are computed again for them.
+    """Collects log-probabilities of ids that were read earlier and are computed again, since ids are kept without them.
 
-    ids  in order: of the tokens whose text is held back where the client stopped reading
+    ids    ids of the tokens in order whose text was held back when the client stopped reading
+    found  their log-probabilities so far
     """
 
     ids: Sequence[int]
@@ -117,7 +118,7 @@ class RecomputedLogprobs:
         return len(self.found) == len(self.ids)
 
     def take(self, update: SequenceUpdate) -> SequenceUpdate | None:
-        """The update without the tokens that belong here. None: they came out differently, or not at all."""
+        """Take log-probabilities from an update. Returns the rest of the update; None: its tokens differ from `ids`, or are too few."""
         count = min(len(self.ids) - len(self.found), len(update.token_ids))
         begin = len(self.found)
         is_equal = tuple(self.ids[begin : begin + count]) == update.token_ids[:count]

@@ -19,11 +19,11 @@ from headrace.text.template_switch import TemplateSwitch
 class Conversation:
     """One prompt, to be rendered by a chat template.
 
-    messages             role, content, perhaps a name, calls, the id of the call that a tool answers (see `headrace.text.messages`)
+    messages             objects with role, content and perhaps name, tool calls, tool call id (see `headrace.text.messages`)
     tools                functions that the model may call
-    switches             fields of the request that set a variable of the template
-    separates_reasoning  the model's reasoning is no part of its text
-    reasoning_fields     the fields behind `switches` as the client wrote them, for a server that reads them itself
+    switches             template variables that fields of the request set
+    separates_reasoning  the model's reasoning is separated from its text
+    reasoning_fields     the client's fields behind `switches`, for a foreign server that reads them itself
     """
 
     messages: Sequence[Mapping[str, object]]
@@ -38,15 +38,15 @@ class Conversation:
 
     @property
     def shown_tools(self) -> Sequence[FunctionTool]:
-        """The functions that the prompt shows: none of them where the model must not call any."""
+        """The functions that the prompt shows; empty if the model must not call any."""
         return () if self.tool_choice.mode is CallMode.NONE else self.tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainPrompts:
-    """Prompts without a template, each a text or token ids; ids are taken as they are.
+    """Prompts without a template, each a text or token ids. Ids are used unchanged.
 
-    needs_text  the text of every prompt will be shown (echo): ids are decoded as well
+    needs_text  the text of every prompt will be shown (echo), so ids are decoded as well
     """
 
     prompts: Sequence[str | Sequence[int]]
@@ -56,11 +56,11 @@ class PlainPrompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedGrammar:
-    """What the output must match, for our engines and for servers that read the client's own field.
+    """The grammar that the output must match, for our engines, and the client's field with it, for foreign servers.
 
-    field       dotted name of the field that says it, as the client wrote it; errors name it
-    name        the field of the body that holds it
-    value_json  that field's value
+    field       dotted name of the client's field, for errors
+    name        name of the body's field that holds it
+    value_json  JSON value of that field
     """
 
     grammar: Grammar
@@ -70,23 +70,23 @@ class RequestedGrammar:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory of its strings."""
+        """Approximate memory of the strings in bytes."""
         return string_bytes(self.grammar.source) + string_bytes(self.value_json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What one client wants, checked as far as no model is needed for it.
+    """A generating request, checked as far as that is possible without a model.
 
     prompt       one conversation, or any number of plain prompts
     sampling     the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
-    grammar      what the output must match; None: any text
-    deadline_at  when the answer ends, finished or not, on the service's clock; None = no deadline
-    has_priority the client named a priority class; which one counts is in `PrincipalFacts`
-    earlier      what an earlier stream of the same request has given; the answer goes on there
-    preferred_replica  name of one whose prefix cache has the prompt's beginning; empty: none is known
-    unsent       counts the request until a replica was sent it; None: no admission decided on it
-    has_fallback  while nothing of the answer was read, another upstream can give it: the request does not wait for a replica
+    grammar      grammar that the output must match; None: any text
+    deadline_at  time on the service's clock at which the answer ends, finished or not; None: no deadline
+    has_priority the client named a priority class; `PrincipalFacts.priority` is the effective one
+    earlier      output of an earlier stream of the same request, which the answer continues
+    preferred_replica  name of a replica whose prefix cache has the prompt's beginning; empty: none is known
+    unsent       counts the request until it is sent to a replica; None: it was not counted by admission
+    has_fallback  another upstream can answer as long as no output was read, so the request does not wait for a replica
     """
 
     request_id: RequestId
@@ -105,9 +105,9 @@ class GenerationRequest:
 class EarlierOutput:
     """The output of a stream that ended before its client had all of it. See docs/failover.md, "A client that comes back".
 
-    answer_id  of the request that began the answer: its tool calls are named by it
-    state      as `EventStream.saved_state` gave it
-    offsets     per sequence: up to where the client has its output (`OutputEvent.offset`)
+    answer_id  id of the request that began the answer; ids of tool calls are made from it
+    state      from `EventStream.saved_state`
+    offsets    per sequence, the `OutputEvent.offset` up to which the client has the output
     """
 
     answer_id: RequestId
@@ -117,10 +117,11 @@ class EarlierOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrincipalFacts:
-    """What a request inherits from its key. `salt` separates prefix caches; it never comes from the client alone.
+    """Properties that a request has by its key.
 
     tier     the tier's share and goals
-    ceiling  bounds the context, and the output where the client gives no `max_tokens`
+    salt     separates prefix caches; never chosen by the client alone
+    ceiling  bounds the context, and the output of a request without `max_tokens`
     """
 
     tenant: str = ""
@@ -131,5 +132,5 @@ class PrincipalFacts:
 
 
 def string_bytes(text: str) -> int:
-    """Memory of a string's characters at most: one byte each, or four if any is not ASCII."""
+    """Upper bound of a string's memory in bytes: one per character, or four if any is not ASCII."""
     return len(text) if text.isascii() else 4 * len(text)

@@ -37,7 +37,7 @@ STEP_GRACE_FACTOR = 4.0
 
 
 def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
-    """Why a replica is not ready, in a form that may be shown to clients; empty = ready."""
+    """The reason why a replica is not ready, in words that clients may see; empty: ready."""
     if state is ConnectionState.DOWN:
         return "not connected"
     if state is ConnectionState.SILENT:
@@ -58,10 +58,11 @@ def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
 
 
 def stalled_s(state: ConnectionState, seen: SeenLoad | None, silent_s: float, now: float) -> float:
-    """Seconds without progress beyond the predicted step of a connected replica; 0 for one without a connection or a report.
+    """Seconds without progress of a connected replica, beyond its predicted step; 0 without a connection or a report.
 
-    silent_s  seconds without a frame, delays of this process left out. The age of the last report counts only as far as a replica may be
-              silent: beyond that it may be this process that was stopped
+    silent_s  seconds without a frame, less the delays of this process
+
+    The age of the last report counts for at most SILENT_AFTER_S: an older report may mean that this process was stopped.
     """
     if state is ConnectionState.DOWN or seen is None:
         return 0.0
@@ -91,13 +92,13 @@ class ReplicaCircuit:
         self._failed_connection: ConnectionKey | None = None
 
     def send(self, connection: ConnectionKey | None, clock: Clock) -> ReplicaAttempt:
-        """Note that a request is sent over a connection; None: it is gone already."""
+        """Note that a request is sent over a connection. None: the connection is lost already"""
         now = clock()
         ticket = self.breaker.send(now) if self.breaker.can_send(now) else NO_TICKET
         return ReplicaAttempt(self, connection, ticket, clock)
 
     def lose(self, connection: ConnectionKey | None, ticket: Ticket, now: float) -> None:
-        """A request was lost before its first token."""
+        """Note that a request was lost before its first token. Losses of one connection count once."""
         if connection is not None and connection == self._failed_connection:
             self.breaker.abandon(ticket, now)
             return
@@ -106,9 +107,9 @@ class ReplicaCircuit:
 
 
 class ReplicaAttempt:
-    """One submission. The first outcome that is reported counts; later ones change nothing.
+    """One submission of a request. Only its first reported outcome counts.
 
-    connection  over which it was sent
+    connection  connection that it was sent over
     """
 
     __slots__ = ("_circuit", "_clock", "_has_begun", "_is_over", "_ticket", "connection")
@@ -118,7 +119,7 @@ class ReplicaAttempt:
         self._has_begun = self._is_over = False
 
     def read(self, updates: Sequence[SequenceUpdate]) -> None:
-        """Its updates came: the answer has begun, or ended."""
+        """Note updates of the request, by which its answer begins or ends."""
         if self._is_over:
             return
         if not self._has_begun and any(update.token_ids for update in updates):
@@ -134,13 +135,13 @@ class ReplicaAttempt:
                 return
 
     def succeed(self) -> None:
-        """Answered, or refused for what the request asks."""
+        """Note that the replica worked: the request was answered, or refused for its own content."""
         if not self._is_over:
             self._is_over = True
             self._circuit.breaker.succeed(self._ticket)
 
     def lose(self) -> None:
-        """The replica is gone, or was given up. After the first token that says nothing about requests that would be sent now."""
+        """Note that the replica was lost or given up. It counts as a failure only before the first token."""
         if not self._is_over:
             self._is_over = True
             if self._has_begun:
@@ -149,8 +150,10 @@ class ReplicaAttempt:
                 self._circuit.lose(self.connection, self._ticket, self._clock())
 
     def end(self) -> None:
-        """No more of it is read: the client left, the replica was full, or a stop string ended the last sequence. If it had begun, it was
-        answered."""
+        """Note that reading ended: the client left, the replica was full, or a stop string ended the last sequence.
+
+        An answer that had begun counts as a success.
+        """
         if self._has_begun:
             self.succeed()
         elif not self._is_over:
@@ -171,28 +174,28 @@ class Replica:
 
     @property
     def instance(self) -> ReplicaInstance:
-        """Name and process id of the wire: a replica that was restarted counts as another instance and may be tried again."""
+        """Name and instance id. A restarted replica has another instance id, so it may be tried again."""
         info = self.connection.info
         return self.name, info.instance_id if info is not None else ""
 
     @property
     def max_model_len(self) -> int:
-        """0 before the replica has said Hello."""
+        """The replica's `max_model_len` in tokens; 0 before its hello."""
         info = self.connection.info
         return info.model.max_model_len if info is not None else 0
 
     def verdict(self, now: float) -> str:
-        """Why it is not ready; empty: it is."""
+        """The reason why the replica is not ready; empty: ready."""
         return verdict(self.connection.state, self.connection.snapshot, now)
 
     @property
     def numerics(self) -> Numerics:
-        """What its results depend on (`core.numerics`); empty before the replica has said Hello."""
+        """The facts that its results depend on (`core.numerics`); empty before its hello."""
         info = self.connection.info
         return info.model.numerics if info is not None else {}
 
     def health(self, reason: str, now: float) -> ReplicaHealth:
-        """reason: why it is not ready; empty: it is"""
+        """The replica's state. reason: why the replica is not ready; empty: ready"""
         connection = self.connection
         return ReplicaHealth(
             self.name,
@@ -205,6 +208,6 @@ class Replica:
         )
 
     def candidate(self, lowest: PriorityClass = PriorityClass.BATCH) -> Candidate:
-        """lowest: class of the requests sent since the snapshot that are counted, with the classes above it"""
+        """The replica as routing sees it. lowest: lowest class of the counted requests that were sent since the load snapshot"""
         seen, sent = self.connection.snapshot, self.connection.sent_since_snapshot(lowest)
         return Candidate(self.name, seen.load if seen else None, SentSince(len(sent), sum(sent)))

@@ -69,11 +69,11 @@ RETRY_S = 0.5
 class ReplicaPool:
     """All replicas of one model. `async with` keeps the connections open.
 
-    replicas       where new requests go
-    retired        no longer replicas, and still connected
-    unavailable    why there is no replica, in words that clients may read; empty where there are some
-    failover_s     how long a call whose replica was lost may wait for another one; 0: it ends
-    resume_budget  of resumes that follow one without a new token
+    replicas       replicas for new requests
+    retired        replicas without new requests that are still connected
+    unavailable    why there is no replica, in words that clients may read; empty if there are some
+    failover_s     most seconds that a call waits for another replica after a loss; 0: the call ends
+    resume_budget  budget of resumes after a resume without a new token
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class ReplicaPool:
         on_closed: Callable[[ReplicaId], None] = lambda _: None,
     ) -> None:
         """
-        slow_start_s  how long the share of a replica grows that has just connected (`policy.routing.slow_start`)
-        on_closed     called when the connection of a retired replica was closed
+        slow_start_s  seconds for which the share of a newly connected replica grows (`policy.routing.slow_start`)
+        on_closed     called after a retired replica's connection has closed
         """
         self.model = model
         self.replicas = tuple(replicas)
@@ -123,7 +123,7 @@ class ReplicaPool:
             await replica.connection.close()
 
     def follow(self, failover_s: float) -> None:
-        """Another value for later losses. A wait that has begun ends when it was to end."""
+        """Change `failover_s` for later losses. A wait that has begun keeps its end."""
         self.failover_s = failover_s
         self._start_watch()
 
@@ -132,7 +132,7 @@ class ReplicaPool:
             self._watching = asyncio.get_running_loop().create_task(self._watch(), name="replica watch")
 
     def change(self, *, add: Collection[Replica] = (), retire: Collection[Replica] = ()) -> None:
-        """Send requests to `add` as soon as they are connected, and none to `retire` from now on, which are among `replicas`."""
+        """Connect the replicas `add`, and send no new requests to `retire`, which must be among `replicas`."""
         assert set(retire) <= set(self.replicas), "a replica is retired once"
         self.replicas = (*(replica for replica in self.replicas if replica not in retire), *add)
         self.retired = (*self.retired, *retire)
@@ -144,7 +144,7 @@ class ReplicaPool:
             task.add_done_callback(self._closing.discard)
 
     async def _close_unused(self, replica: Replica) -> None:
-        """Close a retired replica's connection once no request is left at it. An engine that ends fails its requests, which move on."""
+        """Close a retired replica's connection after its last request. If its engine ends before, its requests move to other replicas."""
         while replica.connection.num_open:
             await asyncio.sleep(CLOSE_CHECK_S)
         await replica.connection.close()
@@ -152,7 +152,7 @@ class ReplicaPool:
         self._on_closed(replica.name)
 
     def check(self) -> None:
-        """Every replica is in use or retired, never both, and each retired one is being closed."""
+        """Assert that no replica is both in use and retired, and that each retired one is being closed."""
         assert len(set(self.replicas)) == len(self.replicas)
         assert len({replica.name for replica in self.replicas}) == len(self.replicas), "two replicas with one name"
         assert not set(self.replicas) & set(self.retired)
@@ -160,9 +160,9 @@ class ReplicaPool:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Model facts from the replica with the largest `max_model_len`; with none connected, the last ones known.
+        """Model facts from the replica with the largest `max_model_len`; without a connection, the last known facts.
 
-        Replicas of one model may differ in `max_model_len`: it follows from the memory each has.
+        `max_model_len` depends on a replica's memory, so replicas of one model may differ.
         """
         models = [info.model for replica in self.replicas if (info := replica.connection.info) is not None]
         self._last_info = max(models, key=lambda model: model.max_model_len, default=self._last_info)
@@ -170,7 +170,7 @@ class ReplicaPool:
 
     @property
     def has_silent(self) -> bool:
-        """Whether a replica is connected and does not answer or read now: it may in a moment."""
+        """Whether a connected replica is silent or not reading, so that it may recover in a moment."""
         silent = (ConnectionState.SILENT, ConnectionState.NOT_READING)
         return any(replica.connection.state in silent for replica in self.replicas)
 
@@ -183,14 +183,14 @@ class ReplicaPool:
         numerics: Numerics | None = None,
         preferred: str = "",
     ) -> Replica:
-        """The replica to send a request to. Raises Unavailable at once when none takes work that fits it and was not tried.
+        """The replica for a request. Raises Unavailable when no connected replica is left that fits the request and was not tried.
 
-        max_output_tokens  of one sequence; None where what the context leaves will do
-        numerics           a resume: of the replica that computed its output ids. Only a replica of equal numerics is chosen
-        preferred          name of one whose prefix cache has the prompt's beginning; empty: none is known
+        max_output_tokens  most output tokens of one sequence; None: any rest of the context is enough
+        numerics           for a resume, numerics of the replica that computed the output ids; only a replica of equal numerics is chosen
+        preferred          name of a replica whose prefix cache has the prompt's beginning; empty: none is known
 
-        A silent replica is never chosen. One that is connected and not ready (its step hangs, its heartbeats go on), or that failed several
-        requests in a row, is chosen only when no other is left.
+        A silent replica is never chosen. A connected replica that is not ready (its step hangs while its heartbeats go on), or that failed
+        several requests in a row, is chosen only when no other is left.
         """
         num_tokens = prompt_tokens + (max_output_tokens or 1)
         size = RequestSize(prompt_tokens, self._expected_output_tokens(max_output_tokens))
@@ -206,10 +206,11 @@ class ReplicaPool:
         return self._choose(first or connected, size, preferred)
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
-        """The shortest queue that a request of this class finds at a ready replica; None where none is ready, or none has reported its
-        load. Engines whose queue policy knows no classes serve all that waits before it.
+        """The shortest queue ahead of a request of this class at a ready replica; None: no ready replica has reported its load.
 
-        unsent  requests that the replicas will be sent, in equal parts
+        With a queue policy without classes all waiting requests are ahead.
+
+        unsent  admitted requests not sent yet, which are counted in equal parts for all replicas
         """
         info, size = self.info, RequestSize(0, self._expected_output_tokens(None))
         traits = traits_of(info.queue_policy if info else "")
@@ -224,28 +225,28 @@ class ReplicaPool:
         return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
 
     def note_sent(self, replica: Replica) -> ReplicaAttempt:
-        """A request was sent there. The caller reports how it ended."""
+        """Note that a request was sent. The caller must report its outcome to the result."""
         info = replica.connection.info
         return replica.circuit.send(None if info is None else (info.instance_id, info.connected_at), self.clock)
 
     def _ejected(self, ready: Sequence[Replica]) -> frozenset[ReplicaId]:
-        """The ready replicas that get no request, because they failed several."""
+        """The ready replicas that get no requests because several failed in a row."""
         return ejected({replica.name: replica.circuit.breaker for replica in ready}, self.clock())
 
     def _started(self, fit: Sequence[Replica]) -> list[Replica]:
-        """The replicas of `fit` that take part in a decision: a replica that has just connected does in a part of them."""
+        """The replicas of `fit` that take part in this decision. A newly connected replica takes part in a growing share of decisions."""
         now, infos = self.clock(), [replica.connection.info for replica in fit]
         connected_s = [0.0 if info is None else now - info.connected_at for info in infos]
         return started(fit, [started_share(seconds, self._slow_start_s) for seconds in connected_s], self._random)
 
     def why_unavailable(self) -> Unavailable:
-        """What a request gets that no replica takes."""
+        """The error of a request that no replica takes."""
         if self.unavailable and not self.replicas:
             return Unavailable(f"The model {self.model} cannot be served now. {self.unavailable}", retry_after_s=UNAVAILABLE_RETRY_S)
         return Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
 
     def _choose(self, fit: Sequence[Replica], size: RequestSize, preferred: str) -> Replica:
-        """One of at least one."""
+        """Choose one of `fit`, which is not empty."""
         if len(fit) == 1:
             return fit[0]
         info = self.info
@@ -260,28 +261,28 @@ class ReplicaPool:
         return next(replica for replica in fit if replica.name == chosen.replica_id)
 
     def _expected_output_tokens(self, max_output_tokens: int | None) -> int:
-        """Mean length of the answers that this model's replicas gave, as far as `max_output_tokens` allows it."""
+        """Mean output tokens of the model's finished requests, at most `max_output_tokens`."""
         num_finished, _, num_tokens = self._counted()
         mean = mean_output_tokens(num_finished, num_tokens)
         return mean if max_output_tokens is None else max(1, min(mean, max_output_tokens))
 
     def _counted(self) -> tuple[int, int, int]:
-        """Requests that this model's replicas finished, and the tokens of their prompts and outputs."""
+        """(finished requests, their prompt tokens, their output tokens), summed over the model's replicas."""
         counted = [seen.load.counters for replica in self.replicas if (seen := replica.connection.snapshot) is not None]
         num_finished = sum(sum(counters.finished.values()) for counters in counted)
         return num_finished, sum(counters.prompt_tokens for counters in counted), sum(counters.generation_tokens for counters in counted)
 
     def _joined(self, num_requests: int, num_replicas: int) -> SentSince:
-        """One replica's part of requests that join, whose prompts are taken to be of the mean length."""
+        """One replica's equal part of unsent requests, with prompts of mean length."""
         num_finished, num_tokens, _ = self._counted()
         mean = num_tokens // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
         num_each = -(-num_requests // num_replicas)
         return SentSince(num_each, num_each * mean)
 
     def why_not_resume(self, numerics: Numerics | None) -> str:
-        """Why no connected replica may continue a stream, with a reason for each; empty: one may.
+        """For each connected replica, the reason why it may not continue a stream; empty: one may.
 
-        numerics  of the replica that computed the stream's tokens so far; None: there are none, and any replica may begin
+        numerics  numerics of the replica that computed the stream's tokens so far; None: there are none, and any replica may begin
         """
         connected = [replica for replica in self.replicas if replica.connection.state is ConnectionState.CONNECTED]
         reasons = {replica.name: "" if numerics is None else why_not_resume(numerics, replica.numerics) for replica in connected}
@@ -304,7 +305,7 @@ class ReplicaPool:
     # -- the watch over its replicas -----------------------------------------------------------------------------------------------
 
     async def wait_for_change(self) -> None:
-        """Until a replica has become ready, or one still is after `RETRY_S`."""
+        """Wait until a replica becomes ready, or until RETRY_S have passed and a replica is ready."""
         if self._change is None:
             self._change = asyncio.get_running_loop().create_future()
             self._woken_at = self.clock()
@@ -323,9 +324,9 @@ class ReplicaPool:
                 log.exception("looking at the replicas failed")
 
     def _look_at(self, replica: Replica) -> None:
-        """Give up its requests where another replica can go on: all where it hangs, those it has not counted where it does not read.
+        """Move requests off a replica that hangs (all of them) or does not read (those that it has not counted).
 
-        Without another one of equal numerics, those of which nothing has come.
+        Requests without output may move to any ready replica, others only if one has equal numerics.
         """
         connection, name = replica.connection, replica.instance[0]
         is_hanging = stalled_s(connection.state, connection.snapshot, connection.silent_s, self.clock()) >= MOVE_AFTER_S
@@ -352,5 +353,5 @@ class ReplicaPool:
         self._last_ready = ready
 
     def _ready_instances(self) -> frozenset[tuple[str, str, str]]:
-        """Name, process and numerics digest of each ready replica. The digest may become known later."""
+        """Name, instance id and numerics digest of each ready replica. The digest may become known only later."""
         return frozenset((*replica.instance, numerics_digest(replica.numerics)) for replica in self.ready())

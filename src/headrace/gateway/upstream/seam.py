@@ -33,13 +33,13 @@ CALL_ID_CHARS = 24
 
 
 def made_call_id(call_key: str, number: int, num_chars: int | None = None) -> str:
-    """The id of a sequence's call. call_key: what distinguishes its calls from all others;  num_chars: length that the format demands"""
+    """The id of a tool call. call_key: text that is unique to the sequence;  num_chars: length that the format requires"""
     digest = blake2b(f"{call_key}/{number}".encode()).hexdigest()
     return digest[:num_chars] if num_chars else f"call_{digest[:CALL_ID_CHARS]}"
 
 
 class ToolCall(NamedTuple):
-    """A piece of a tool call, in OpenAI's terms: `call_id` and `name` come with a call's first piece, `arguments` piece by piece."""
+    """A piece of a tool call, as OpenAI streams it: the first piece has `call_id` and `name`, each piece a part of `arguments`."""
 
     number: int
     call_id: str | None
@@ -59,19 +59,19 @@ class ToolCall(NamedTuple):
 
 
 class OutputEvent(NamedTuple):
-    """What is new in one sequence. A tuple, because one is made per sequence and frame; fields are given by name.
+    """New output of one sequence. A tuple, because one is made per sequence and frame; fields are given by name.
 
-    index            of the sequence within the request: sequence i of prompt p is p * n + i
-    num_tokens       output tokens that the event carries
-    offset           of our engines: output ids of the sequence that were read when the event was made, plus one once it has ended
-    logprobs         of its tokens in order, in one or more parts, none of them empty; none where not asked for
+    index            number of the sequence in the request: sequence i of prompt p is p * n + i
+    num_tokens       number of output tokens in the event
+    offset           output ids of the sequence read so far, plus one once it has ended; only from our engines
+    logprobs         log-probabilities of the event's tokens in order, in non-empty parts; empty if not asked for
     prompt_logprobs  pages of prompt positions 1.. in order, over one or more events; `PreparedPrompt.decoded_logprobs` adds the texts
     finish           set exactly once, on the sequence's last event
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
-    error            beside FinishReason.ERROR: for the operator
+    error            beside FinishReason.ERROR: message for the operator
     is_call_cut      beside FinishReason.STOP: the client's stop string or stop token ended the output inside a call's arguments
     is_filtered      beside FinishReason.STOP: the moderation of a foreign server's provider ended the output
-    reasoning, tool_calls  what was separated from the text, here (`upstream.output_stage`) or by a foreign server
+    reasoning, tool_calls  output that was separated from the text, here (`upstream.output_stage`) or by a foreign server
     """
 
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
@@ -103,7 +103,7 @@ class OutputEvent(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """`text_bytes` and the memory of the output's log-probabilities. The prompt's are charged before the request runs."""
+        """`text_bytes` plus bytes of the output's log-probabilities. Those of the prompt are charged before the request runs."""
         num_bytes = self.text_bytes
         if self.logprobs:
             num_bytes += sum([part.num_bytes for part in self.logprobs])
@@ -116,7 +116,7 @@ class OutputEvent(NamedTuple):
 
     @classmethod
     def joined(cls, events: Sequence[OutputEvent]) -> OutputEvent:
-        """Consecutive events of one sequence as one. Log-probabilities are passed on by reference: cost is linear in the events."""
+        """Consecutive events of one sequence as one event. Log-probabilities are not copied, so the cost is linear in the events."""
         last = events[-1]
         if len(events) == 1:
             return last
@@ -138,7 +138,7 @@ class OutputEvent(NamedTuple):
 
 
 def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
-    """At most one event per sequence."""
+    """The events with those of one sequence joined: at most one event per sequence."""
     by_sequence: dict[int, list[OutputEvent]] = {}
     for event in events:
         by_sequence.setdefault(event.index, []).append(event)
@@ -148,9 +148,9 @@ def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
 class TokenUsage(NamedTuple):
     """Tokens that a request has used so far. A prompt counts once, however many sequences continue it.
 
-    reasoning_tokens  those of `completion_tokens` whose text is reasoning that was separated from the answer
-    earlier_tokens    those of `completion_tokens` that an earlier request has produced and counted, whose stream this one continues
-    earlier_prompt_tokens  those of `prompt_tokens` that it has counted
+    reasoning_tokens       part of `completion_tokens` whose text is reasoning, separated from the answer
+    earlier_tokens         part of `completion_tokens` that was counted for the earlier request whose stream this one continues
+    earlier_prompt_tokens  part of `prompt_tokens` that was counted for that request
     """
 
     prompt_tokens: int
@@ -162,7 +162,7 @@ class TokenUsage(NamedTuple):
 
     @property
     def charged(self) -> TokenUsage:
-        """What this request is charged for: the usage without what an earlier request has counted."""
+        """The usage without the part that an earlier request was charged for."""
         prompt_tokens = self.prompt_tokens - self.earlier_prompt_tokens
         return TokenUsage(prompt_tokens, self.completion_tokens - self.earlier_tokens, min(self.cached_tokens, prompt_tokens))
 
@@ -171,14 +171,14 @@ NO_USAGE = TokenUsage(0, 0, 0)
 
 
 def added(*usages: TokenUsage) -> TokenUsage:
-    """What these requests used together."""
+    """The sum of the usages."""
     return TokenUsage(*[sum(column) for column in zip(*usages, strict=True)])
 
 
 class ReplicaLost(Unavailable):
     """The replica of a running stream is gone and no other continued it in time; the request can be sent again.
 
-    why_not_resume  for the log: why no connected replica may continue from the tokens sent so far; empty: one may, but did not take it
+    why_not_resume  reason, for the log, why no connected replica may continue the stream; empty: one may, but did not take it in time
     """
 
     def __init__(self, message: str, *, why_not_resume: str) -> None:
@@ -187,21 +187,21 @@ class ReplicaLost(Unavailable):
 
 
 class EventListener(Protocol):
-    """Receives a stream's events without a wake-up of the consumer task, which waits in `events`."""
+    """Receives a stream's events while the consumer task waits in `events`, without waking the task."""
 
     @property
     def has_room(self) -> bool:
-        """Whether `take` can be done without waiting."""
+        """Whether `take` would return without waiting."""
 
     def take(self, events: Sequence[OutputEvent]) -> None: ...
 
 
 class SequenceFacts(NamedTuple):
-    """What is known by now of how a sequence is computed.
+    """Facts about the computation of a sequence that are known so far.
 
-    replica       configured name of the replica that runs it; None before it is known
-    queue_time_s  seconds that it waited for its first step; None before the engine has reported it
-    stages        seconds it spent in each stage, as the engine reports at its end; None where a stop string ended it in the gateway
+    replica       name of the replica that runs the sequence; None: not known yet
+    queue_time_s  seconds in the engine's queue; None: not reported yet
+    stages        seconds in each stage, reported at the sequence's end; None before, and if a stop string ended it in the gateway
     """
 
     replica: str | None = None
@@ -214,22 +214,25 @@ class EventStream(ABC):
 
     @property
     def unread_bytes(self) -> int:
-        """Approximate memory of events that have arrived and were not yet returned by `events`."""
+        """Approximate bytes of events that have arrived and that `events` has not returned yet."""
         return 0
 
     @property
     def num_resumes(self) -> int:
-        """How often a sequence was submitted again because its engine was lost."""
+        """Number of times that a sequence was submitted again after the loss of its engine."""
         return 0
 
     @abstractmethod
     async def events(self) -> list[OutputEvent]:
-        """Everything new, for a sequence that is being computed as one event; empty = ended. Raises a HeadraceError: rejected, or
-        `ReplicaLost`."""
+        """Wait for new events, one per sequence that is being computed; empty: the stream has ended.
+
+        Raises ReplicaLost, or the error of a rejected request.
+        """
 
     def listen(self, listener: EventListener | None) -> None:
-        """From now on the stream may hand plain events (no log-probabilities, no error) to `listener` while the consumer task waits in
-        `events`; that task is not woken for them. Order and content are the same. None ends it. A stream may ignore this.
+        """Let the stream give plain events (no log-probabilities, no error) to `listener` while the consumer task waits in `events`.
+
+        The task is not woken for these events; order and content stay the same. None: no listener any more. A stream may ignore this.
         """
         return
 
@@ -240,55 +243,56 @@ class EventStream(ABC):
         return SequenceFacts()
 
     def saved_state(self) -> bytes | None:
-        """What a later stream needs to go on from here (`EarlierOutput`), also after `cancel`. None: it cannot be continued."""
+        """The state from which a later stream can continue (`EarlierOutput`), also after `cancel`. None: it cannot be continued."""
         return None
 
     def replay(self, index: int, offset: int) -> OutputEvent:
-        """The event with what is new in a sequence between the previous call and `offset`. Called on a continued stream, before its first
-        `events`. The event has no log-probabilities.
+        """The event with a sequence's earlier output from the previous call's offset up to `offset`, without log-probabilities.
+
+        Called on a continued stream, before its first `events`.
         """
         raise AssertionError("a stream that keeps no events is never continued")
 
     @abstractmethod
     def cancel(self) -> None:
-        """Stop the request wherever it runs. `events` then ends. May be called at any time, more than once."""
+        """Stop the request and end `events`. May be called at any time, more than once."""
 
     async def close(self) -> None:
-        """As `cancel`, and wait until no task of the stream runs any more."""
+        """`cancel`, and wait until no task of the stream runs any more."""
         self.cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """One prompt as its upstream understood it.
+    """One prompt, prepared by its upstream.
 
     text        the prompt as echo shows it; empty for token ids whose text is not shown
-    num_tokens  None where only the server that answers can count them
+    num_tokens  tokens of the prompt; None: only the foreign server can count them
     """
 
     text: str
     num_tokens: int | None = None
 
     def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
-        """Every token of the prompt with its log-probability, a page at a time. Making a page is little work; a page may be empty, so that
-        long work can pause. The first token is a page by itself: it has no probability (rank 0).
+        """The prompt's tokens with their log-probabilities, in pages that are each made quickly. A page may be empty, so that long work can
+        pause. The first token, which has no probability (rank 0), is a page by itself.
 
-        logprobs  of positions 1.. in order, as collected from `OutputEvent.prompt_logprobs`; the pages end with them. A prompt without them
-                  has no page: another server reads it, or has read it and its answer is kept
+        logprobs  log-probabilities of positions 1.. in order, from `OutputEvent.prompt_logprobs`; the pages end with them. A prompt of a
+                  foreign server, or of a kept answer, has no pages
         """
         return iter(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A request that its upstream can take, before anything runs. Admission decides on these numbers.
+    """A request that its upstream can run, with the numbers that limits and memory are charged by. Nothing runs yet.
 
-    stream             opens the stream, which is submitted with the first call of its `events`
-    prompt_tokens      of all prompts; None where only the server that answers can count them
-    max_prompt_tokens  the same number, or the most that it can be
-    max_output_tokens  worst case over all sequences; None as above
-    num_sequences      over all prompts
-    seed               seed of the answer's random numbers; None where it is not known
+    stream             opens the stream; the first call of its `events` submits the request
+    prompt_tokens      tokens of all prompts; None: only the foreign server can count them
+    max_prompt_tokens  upper bound of `prompt_tokens`; equal to it if it is known
+    max_output_tokens  most output tokens of all sequences; None: not known
+    num_sequences      sequences of all prompts
+    seed               seed of the answer's random numbers; None: not known
     ignored            names of fields the client gave that have no effect
     keeps_events       the stream's events can be made again from `EventStream.saved_state`
     """
@@ -305,9 +309,9 @@ class Prepared:
 
 
 class Tokenization(NamedTuple):
-    """A prompt's tokens as JSON, for there may be a million.
+    """A prompt's tokens as JSON, since there may be a million.
 
-    texts_json  a list of them as the vocabulary spells them; null when not asked for
+    texts_json  list of the tokens as the vocabulary spells them; null if not asked for
     """
 
     num_tokens: int
@@ -319,12 +323,12 @@ class Tokenization(NamedTuple):
 class ReplicaHealth:
     """State of one replica of an upstream, now.
 
-    reason      why it is not ready, in a form that may be shown to clients; empty = ready
-    load        its last snapshot; None before the first one
-    is_foreign  it is no part of this site: its state is shown, and it counts as ready for /ready
-    num_open    requests of this gateway at it
-    has_tried   its first attempt to connect has ended, whether it succeeded or not
-    is_failing  its circuit is open: it failed what it was sent lately, and may get requests only because no other replica is left
+    reason      why the replica is not ready, in words that clients may see; empty: ready
+    load        the last load snapshot; None before the first one
+    is_foreign  a foreign server: its state is shown, and it counts as ready for /ready
+    num_open    requests of this gateway at the replica
+    has_tried   the first attempt to connect has ended, with or without success
+    is_failing  the circuit is open: requests failed lately, and new ones are sent only if no other replica is left
     """
 
     name: str
@@ -341,12 +345,12 @@ class Upstream(ABC):
     """Where the requests of one model go."""
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
-        """What a new request of this class would wait for, `unsent` included; None where it is not known."""
+        """The queue ahead of a new request of this class, `unsent` requests included; None: not known."""
         return None
 
     @property
     def max_model_len(self) -> int | None:
-        """Prompt and output together, at most; None while or where it is not known."""
+        """Most tokens of prompt and output together; None: not known, or not yet."""
         return None
 
     @property
@@ -356,19 +360,19 @@ class Upstream(ABC):
 
     @property
     def version(self) -> str:
-        """Changes with whatever an answer depends on: weights, precision, tokenizer, template. "" while or where it is not known."""
+        """A text that changes with all that an answer depends on: weights, precision, tokenizer, template. Empty: not known (yet)."""
         return ""
 
     @abstractmethod
     def replicas(self) -> list[ReplicaHealth]: ...
 
     def retired_replicas(self) -> list[ReplicaHealth]:
-        """What gets no new request and still has running ones, or will be closed in a moment."""
+        """Replicas that get no new request, until their last request has ended and they are closed."""
         return []
 
     @abstractmethod
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
-        """Raises InvalidRequest for what this model cannot take, Unavailable while it is starting, Overloaded."""
+        """Prepare a request. Raises InvalidRequest for a request beyond the model, Unavailable while the model is starting, Overloaded."""
 
     @abstractmethod
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:

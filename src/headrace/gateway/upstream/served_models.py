@@ -17,12 +17,12 @@ from headrace.policy.admission.unsent import UnsentRequests
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """One model as one configuration has it.
+    """One served model under one configuration.
 
-    created  when this gateway began to serve it, in Unix seconds
+    created  Unix seconds at which this gateway began to serve the model
     smaller  name of the model that answers while this one is busy; "" for none
-    users    the requests that asked for it and have not ended
-    unsent   its admitted requests that no replica was sent yet
+    users    count of the requests that asked for this model and have not ended
+    unsent   admitted requests that were not sent to a replica yet
     """
 
     name: str
@@ -39,17 +39,17 @@ class ServedModel:
 
     @property
     def is_alive(self) -> bool:
-        """True while at least one of its replicas is connected."""
+        """Whether at least one of the model's replicas is connected."""
         return any(replica.is_connected for replica in self.upstream.replicas())
 
     def readings(self) -> Iterator[ReplicaReading]:
-        """Its replicas first, then retired ones, which may have the same names."""
+        """Readings of the model's replicas, then of retired ones, which may have the same names."""
         for replica in (*self.upstream.replicas(), *self.upstream.retired_replicas()):
             yield ReplicaReading(self.name, replica.name, not replica.reason, replica.load)
 
 
 class ModelTable:
-    """Names and aliases to models. Nothing a client writes becomes a path: a name is in the table or it is refused."""
+    """Models by name and alias. A client's name is only looked up here, and never used as a path."""
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
         self.models = tuple(models)
@@ -60,18 +60,18 @@ class ModelTable:
         return list(self._by_name)
 
     def usable_by(self, principal: Principal) -> ModelTable:
-        """The models that a caller may use: for it there are no other ones."""
+        """The table of the models that a caller may use. Other models do not exist for the caller."""
         return self if principal.may_use_all else ModelTable(model for model in self.models if principal.may_use(*model.names))
 
     def get(self, name: str) -> ServedModel:
-        """Raises ModelNotFound naming what is served."""
+        """The model with this name or alias. Raises ModelNotFound, listing the served names."""
         model = self._by_name.get(name)
         if model is None:
             raise ModelNotFound(name, self.names)
         return model
 
     def only(self, name: str | None) -> ServedModel:
-        """The named model, or the single one where the client named none (vLLM's /tokenize allows it)."""
+        """The named model; for None the only served one, as vLLM's /tokenize allows. Raises ModelNotFound or InvalidRequest."""
         if name is not None:
             return self.get(name)
         if len(self.models) == 1:
@@ -87,14 +87,13 @@ UNREADABLE = "its tokenizer or chat template cannot be used"
 
 
 class UnreadableModel(Upstream):
-    """A model whose tokenizer or chat template cannot be used: no replica of it is connected to.
+    """A model whose tokenizer or chat template cannot be used. No replica is connected, and every request is refused as Unavailable.
 
-    Every request is refused as Unavailable. An operator mends the files and has the configuration read again (`control.texts`). The whole
-    reason is in the log and in `headrace status`.
+    An operator repairs the files and reloads the configuration (`control.texts`). The log and `headrace status` give the whole reason.
     """
 
     def __init__(self, model: str, replicas: Sequence[str]) -> None:
-        """replicas: their names"""
+        """replicas: names of the configured replicas"""
         self._model = model
         self._replicas = replicas
 
