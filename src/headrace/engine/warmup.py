@@ -1,7 +1,7 @@
 """Runs a few made-up steps before an engine reports ready, so that no request waits for a kernel to be compiled or loaded.
 
 The steps are short. A CPU's kernel is compiled per dtype, never per size, and the memory of a step's activations is not kept. So a long
-step would prepare nothing that a short one does not (docs/experiments.md, 2026-11-21). A GPU's kernels have variants by the number of
+step would prepare nothing that a short one does not (docs/experiments.md, 2026-11-22). A GPU's kernels have variants by the number of
 tokens, which change at powers of two: there prompts of each of these numbers are computed too, replayed
 where they were captured.
 
