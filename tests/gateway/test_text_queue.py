@@ -82,6 +82,21 @@ def test_megabytes_that_wait_refuse_no_short_prompt() -> None:
     queue.check()
 
 
+def test_a_lowered_bound_takes_out_no_waiting_job_but_the_one_that_makes_room() -> None:
+    """A reload lowered the bound from 1000 to 10 while 900 jobs waited, and the next tenant's first job had 891 of them refused."""
+    queue: JobQueue[int] = JobQueue(max_jobs=1000, max_bytes=1000)
+    flood = [job(number, "flood") for number in range(900)]
+    for one in flood:
+        queue.push(one)
+    queue.change(10)
+    queue.check()
+    with pytest.raises(Overloaded):
+        queue.push(job(900, "flood"))
+    assert queue.push(job(901, "other")) == [flood[899]]
+    queue.check()
+    assert len(drained(queue)) == 900
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Beside a list: what was pushed and is not out in any of three ways must be there, and every tenant's light jobs leave in order."""
 
@@ -111,7 +126,10 @@ class QueueMachine(RuleBasedStateMachine):
         assert len({one.tenant for one in shed}) <= 1
         assert all(one.tenant != tenant and one.is_heavy == is_heavy for one in shed)
         self.waiting = [one for one in before if one not in shed] + [new]
-        assert sum(one.is_heavy == is_heavy for one in self.waiting) <= self.max_jobs
+        num_before, num_after = (sum(one.is_heavy == is_heavy for one in jobs) for jobs in (before, self.waiting))
+        assert num_after <= max(self.max_jobs, num_before)
+        num_bytes_before = sum(one.num_bytes for one in before if one.is_heavy == is_heavy)
+        assert len(shed) <= 1 or num_bytes_before + num_bytes - sum(one.num_bytes for one in shed[:-1]) > MAX_BYTES, "as few as needed"
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

@@ -49,8 +49,9 @@ class JobQueue(Generic[T]):
         return len(self._light) + len(self._heavy)
 
     def change(self, max_jobs: int) -> None:
-        """Hold later jobs to another number."""
-        self._light.max_jobs = self._heavy.max_jobs = max_jobs
+        """Bound later jobs by another number. A lower one takes out no job that waits."""
+        self._light.change(max_jobs)
+        self._heavy.change(max_jobs)
 
     @property
     def num_bytes(self) -> int:
@@ -84,8 +85,9 @@ class RoundRobinQueue(Generic[T]):
     """Jobs of one kind, tenants round robin. num_bytes: of all jobs; `len` is their number."""
 
     def __init__(self, *, max_jobs: int, max_bytes: int) -> None:
-        self.max_jobs = max_jobs
+        self._max_jobs = max_jobs
         self._max_bytes = max_bytes
+        self._num_at_change = 0
         self._waiting: dict[str, deque[QueuedJob[T]]] = {}
         self._usage: dict[str, _TenantUsage] = {}
         self._num_jobs = 0
@@ -94,8 +96,12 @@ class RoundRobinQueue(Generic[T]):
     def __len__(self) -> int:
         return self._num_jobs
 
+    def change(self, max_jobs: int) -> None:
+        """See `JobQueue.change`."""
+        self._max_jobs, self._num_at_change = max_jobs, self._num_jobs
+
     def push(self, job: QueuedJob[T]) -> list[QueuedJob[T]]:
-        """Add a job. Returns the jobs that were shed for it.
+        """Add a job. Returns the jobs that were shed for it, as few as make room for it alone.
 
         Raises Overloaded where the largest tenant cannot make room without falling below the share that this tenant would have.
         """
@@ -125,10 +131,10 @@ class RoundRobinQueue(Generic[T]):
         self._count(job, -1)
 
     def check(self) -> None:
-        """Every count is the sum of what is there, and nothing empty is kept."""
+        """Every count is the sum of what is there, nothing empty is kept, and no job was added above the bound."""
         jobs = [job for waiting in self._waiting.values() for job in waiting]
         assert all(self._waiting.values()), "an empty turn"
-        assert len(jobs) == self._num_jobs
+        assert len(jobs) == self._num_jobs <= max(self._max_jobs, self._num_at_change)
         assert sum(job.num_bytes for job in jobs) == self.num_bytes <= self._max_bytes
         by_tenant: dict[str, _TenantUsage] = {}
         for job in jobs:
@@ -150,7 +156,8 @@ class RoundRobinQueue(Generic[T]):
 
     def _to_shed(self, job: QueuedJob[T]) -> list[QueuedJob[T]]:
         """The newest jobs of the tenant with the largest dominant share, as few as needed for `job`. Raises Overloaded; changes nothing."""
-        excess_jobs, excess_bytes = self._num_jobs + 1 - self.max_jobs, self.num_bytes + job.num_bytes - self._max_bytes
+        excess_jobs = self._num_jobs + 1 - max(self._max_jobs, self._num_jobs)  # above a lowered bound: 1, for `job` alone
+        excess_bytes = self.num_bytes + job.num_bytes - self._max_bytes
         if excess_jobs <= 0 and excess_bytes <= 0:
             return []
         own = self._usage.get(job.tenant, _TenantUsage())
@@ -175,4 +182,4 @@ class RoundRobinQueue(Generic[T]):
 
     def _dominant_share(self, num_jobs: int, num_bytes: int) -> float:
         """The larger of two shares: of the bound on jobs, and of the bound on bytes (dominant resource fairness)."""
-        return max(num_jobs / self.max_jobs, num_bytes / self._max_bytes)
+        return max(num_jobs / self._max_jobs, num_bytes / self._max_bytes)
