@@ -8,9 +8,10 @@ from headrace.core.errors import CheckpointError
 
 
 def inside(folder: Path, file: str) -> Path:
-    """The file's path, if the file really lies in the folder or, for a hub cache snapshot, among that repository's blobs.
+    """The path of `file` in `folder`, after a check that links do not lead out of the folder. In a snapshot of the Hugging Face cache,
+    links to the repository's blobs are accepted.
 
-    Raises: CheckpointError for a missing file and for a link that leads elsewhere.
+    Raises CheckpointError for a missing file, for one that cannot be resolved, and for a link that leads elsewhere.
     """
     path, home = folder / file, folder.resolve()
     try:

@@ -1,4 +1,7 @@
-"""Recognizes host names that mean this machine alone, and addresses of the link or of a cloud's own services."""
+"""Classifies hosts for security checks: loopback hosts, and link-local addresses and cloud metadata services (169.254.169.254, ...).
+
+Listeners accept loopback hosts without TLS. Clients of URLs that a configuration names refuse link-local hosts (SSRF).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from collections.abc import Iterator
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _EMBEDDING = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96")))
-"""IPv6 addresses whose last 32 bits are an IPv4 address, which a translator in the network connects to (NAT64), or did (`::a.b.c.d`)."""
+"""IPv6 networks whose addresses end in an IPv4 address: NAT64, and the deprecated form `::a.b.c.d`. A translator in the network connects
+such an address to the IPv4 address."""
 
 _METADATA = frozenset(map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254")))
-"""Metadata services that are not link-local: Alibaba, Azure, Oracle, and AWS over IPv6."""
+"""Addresses of cloud metadata services that are not link-local: Alibaba, Azure, Oracle, and AWS over IPv6."""
 
 
 def is_loopback(host: str) -> bool:
@@ -23,15 +27,17 @@ def is_loopback(host: str) -> bool:
 
 
 def is_link_local(host: str) -> bool:
-    """Whether `host` is a link-local address (169.254.0.0/16, fe80::/10) or a cloud's metadata service, also as an IPv4 address inside an
-    IPv6 one. False for a name: check the addresses that it resolves to."""
+    """Whether `host` is a link-local address (169.254.0.0/16, fe80::/10) or the address of a cloud's metadata service.
+
+    An IPv4 address inside an IPv6 address counts too. False for a host name: check the addresses that the name resolves to.
+    """
     address = _address(host)
     meant = {address, *_embedded(address)} if isinstance(address, ipaddress.IPv6Address) else {address}
     return any(each is not None and (each.is_link_local or each in _METADATA) for each in meant)
 
 
 def _embedded(address: ipaddress.IPv6Address) -> Iterator[IPAddress | None]:
-    """The IPv4 addresses that an IPv6 address may embed."""
+    """The IPv4 addresses inside an IPv6 address (mapped, 6to4, Teredo, NAT64); None where a form does not apply."""
     yield address.ipv4_mapped
     yield address.sixtofour
     yield from address.teredo or ()

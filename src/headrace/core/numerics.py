@@ -1,8 +1,11 @@
-"""Numerics: the named facts on which equal results depend. A stream may go on at another replica only where they agree.
+"""Decides whether two replicas compute the same results, so that a stream of one replica may be resumed at the other.
 
-A replica's facts stand in its hello (`ModelInfo.numerics`); the digest over them is equal only where every fact is. "weights" is a digest
-of all weight bytes and config.json: hashing them takes seconds per gigabyte and happens while the engine already answers, so it is empty
-until it is known. Until then no stream may be resumed there.
+A replica has numerics: named facts on which its results depend (weights, dtype, kernels, ...), sent to the gateway in the replica's first
+frame (`ModelInfo.numerics`). A stream may be resumed only at a replica with the same value of every fact; gateways compare one digest
+over all facts.
+
+The fact "weights" is a digest of all weight bytes and of config.json. Hashing takes seconds per gigabyte, and the engine serves requests
+meanwhile. Until the hash is known the fact is empty, and no stream is resumed at that replica.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from hashlib import blake2b
 WEIGHTS = "weights"
 
 Numerics = Mapping[str, str]
-"""A replica's facts, by name."""
+"""Name of a fact -> its value at one replica."""
 
 
 def numerics_digest(facts: Numerics) -> str:
-    """A hex digest over all facts; "" while the weights' digest is not known."""
+    """Hex digest over all facts; "" while the digest of the weights is unknown."""
     if not facts.get(WEIGHTS):
         return ""
     state = blake2b(digest_size=16, person=b"headrace-numeric")
@@ -28,7 +31,7 @@ def numerics_digest(facts: Numerics) -> str:
 
 
 def why_not_resume(first: Numerics, second: Numerics) -> str:
-    """Why a stream of a replica with the facts `first` may not go on at a replica with the facts `second`; "" if it may."""
+    """Why a stream of a replica with the facts `first` may not be resumed at a replica with the facts `second`; "" where it may be."""
     for name, facts in (("first", first), ("second", second)):
         if not facts.get(WEIGHTS):
             return f"the weights of the {name} replica are not hashed yet"
@@ -37,9 +40,9 @@ def why_not_resume(first: Numerics, second: Numerics) -> str:
 
 
 def may_resume(first: str, second: str) -> bool:
-    """Whether a stream may go on at another replica: both numerics digests are known and equal.
+    """Whether a stream of a replica with the numerics digest `first` may be resumed at one with `second`: both are known and equal.
 
-    The continuation is equal to the bit only if both replicas run `deterministic`, which is one of the facts. Otherwise logits depend on
-    the batch in which a sequence happens to be computed, at either replica. `why_not_resume` gives the reason.
+    The resumed stream has the same tokens for certain only when both replicas run with `deterministic`, which is one of the facts. Without
+    `deterministic` the logits depend on the other sequences of a batch, at either replica. `why_not_resume` gives the reason of a refusal.
     """
     return bool(first) and first == second

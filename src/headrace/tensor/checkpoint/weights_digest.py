@@ -1,8 +1,11 @@
-"""The digest of all of a model's weight bytes and its config.json. It is no sample: equal digests mean equal weights.
+"""Computes a hash over every byte of a model's weight files and its config.json, and stores the hash for the next start.
 
-Hashing takes about half a second per gigabyte. It is done once, in pieces between which it can pause, and the digest is kept in a record
-beside the packed weights together with each file's stamp: size, times of change, inode. A file whose stamp differs is hashed again. The
-stamp includes the time of the inode's change, which a copy that preserves modification times does not preserve.
+Equal digests mean equal weights; `Checkpoint.digest` in contrast samples the files. `core.numerics` uses the digest to decide whether a
+stream may be resumed at another replica.
+
+Hashing takes about half a second per gigabyte, in pieces between which the caller may pause. The digest is stored in a record beside the
+packed weights, with a stamp of each file (size, mtime, ctime, inode). The files are hashed again when a stamp differs. The ctime is part of
+the stamp since a copy that preserves the mtime does not preserve the ctime.
 """
 
 from __future__ import annotations
@@ -21,30 +24,31 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".weights"
 MAX_RECORDS = 64
-"""At most this many records are kept; the one written longest ago is removed first."""
+"""Most records that are kept. The record that was written longest ago is removed first."""
 MAX_RECORD_BYTES = 1 << 20
 """A larger record is not written. A record has some hundred bytes per weight file."""
 MAX_RECORDS_BYTES = 4 << 20
-"""All records together have at most this many bytes."""
+"""Most bytes of all records together."""
 PIECE_BYTES = 4 << 20
-"""Hashed between two pauses: some milliseconds of one processor."""
+"""Bytes hashed between two pauses, which takes some milliseconds of one CPU core."""
 
 Stamps = list[list[object]]
 
 
 class WeightsDigest:
-    """The digest of one checkpoint's files. Make it before the weights are read: files that change later are then found out. Used by one
-    thread at a time.
+    """The digest of one checkpoint's files. Used by one thread at a time.
 
-    known  hex; "" until `compute`, unless an earlier start has left a record
+    The object is made before the weights are read, so that files that change during or after the reading are noticed.
+
+    known  hex digest; "" before `compute`, unless an earlier start has stored a record
     """
 
     def __init__(self, files: Sequence[Path], directory: Path | None) -> None:
         """
         files      config.json and the weight files
-        directory  where records are kept; None: they are not
+        directory  folder of the records; None: no record is read or stored
 
-        Raises: OSError for a file that is not there.
+        Raises OSError for a missing file.
         """
         self._files = sorted(files)
         self._stamps = _stamps(self._files)
@@ -60,12 +64,14 @@ class WeightsDigest:
         return sha256(f"{self._packed_from} {self._content}".encode()).hexdigest()
 
     def packed_from(self, content: str) -> None:
-        """Note that some weights were read in a packed form, made from files whose digest was `content` then."""
+        """Note that some weights were read in packed form. content: digest of the files from which the packed form was made"""
         self._packed_from = content
 
     def content(self) -> Generator[None, None, str]:
-        """The digest of the files, hashed now unless it is known; "" if they cannot be read or have changed since they were read. Yields
-        between its pieces."""
+        """Returns the digest of the files, which are hashed unless the digest is known. Yields after every PIECE_BYTES.
+
+        Returns "" and logs the reason when a file cannot be read, or has changed since this object was made.
+        """
         if not self._content:
             try:
                 found = yield from _hashed(self._files)
@@ -79,7 +85,7 @@ class WeightsDigest:
         return self._content
 
     def compute(self) -> str:
-        """Hash the files unless that is done, then return `known`."""
+        """Hash the files unless their digest is known, and return `known`."""
         deque(self.content(), maxlen=0)
         return self.known
 

@@ -1,7 +1,7 @@
-"""This CPU's features, and the linear path that follows from them. The dtype that follows from them: `tensor.device.Cpu`.
+"""Reads the instruction sets of this CPU, and chooses the kernels of linear layers for them: Headrace's own strips, or oneDNN.
 
-Paths come from a committed table and are never measured at start, so that two machines of a family compute alike and a start is quick.
-The measurements behind the table are in docs/experiments.md.
+The choice is a table in this module. Nothing is measured at start, so that machines with equal instruction sets compute equal results, and
+a start is quick. The measurements behind the table are in docs/experiments.md. `tensor.device.Cpu` chooses the dtype.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """machine: "x86_64", "aarch64", ...; flags: instruction sets as /proc/cpuinfo names them."""
+    """Features of a CPU.
+
+    machine  "x86_64", "aarch64", ...
+    flags    instruction sets as /proc/cpuinfo names them
+    """
 
     machine: str
     flags: frozenset[str]
 
     @property
     def family(self) -> str:
-        """The key of the tables: the instruction set that decides which arithmetic is fast."""
+        """The instruction set that decides which arithmetic is fast; key of the table of linear paths."""
         if self.flags & {"amx_bf16", "bf16"}:
             return "bf16"
         if "avx512_bf16" in self.flags:
@@ -70,7 +74,7 @@ def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
 
 @cache
 def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFeatures:
-    """This machine's features; without flags if the file cannot be read, so that only generic choices are made."""
+    """Features of this machine's CPU. A file that cannot be read gives no flags, which leads to the family "generic"."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -79,5 +83,5 @@ def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFeatures:
 
 
 def linear_path(features: CpuFeatures, dtype: torch.dtype) -> LinearPath:
-    """The path for weights of `dtype`. For unknown families: oneDNN, or torch if torch was built without it."""
+    """The kernels for linear layers with weights of `dtype`. The family "generic" gets oneDNN, or torch where torch has no oneDNN."""
     return _LINEAR_PATHS.get((features.family, dtype), LinearPath.ONEDNN)

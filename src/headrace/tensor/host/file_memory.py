@@ -1,8 +1,10 @@
-"""Memory for weights, in large pages, and files read into it. Nothing here imports torch: reading begins before torch is imported.
+"""Allocates memory for weights in huge pages, and reads weight files into it with several threads.
 
-Pages are large because weights are written once and then read from end to end at every step. The system maps memory at first touch, page
-by page. In pages of 2 MiB that costs a few per cent of the time to write the memory, in pages of 4 KiB more than the writing itself. If
-the system gives no large pages, the memory has small ones and works all the same.
+The kernel maps anonymous memory page by page, when a page is first written. With pages of 4 KiB the mapping takes longer than writing the
+weights; with huge pages of 2 MiB it adds a few per cent. Weights are also read from end to end at every step. Where the kernel
+gives no huge pages, the memory has small pages and works all the same.
+
+No torch is imported here: an engine begins to read weights before torch is imported.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from collections import deque
 from contextlib import suppress
 
 CHUNK_BYTES = 16 << 20
-"""Bytes that a thread reads at a time, which takes a millisecond or more: between two chunks it may wait as long for the interpreter."""
+"""Bytes that a thread reads at a time, which takes a millisecond or more. Waiting for the GIL between two chunks may take as long."""
 
 
 def map_pages(num_bytes: int) -> mmap.mmap:
-    """Private zeroed memory, in large pages if the system gives them. It is freed with the last view of it."""
+    """Zeroed private memory of `num_bytes`, in huge pages where the kernel gives them. The memory is freed with its last view."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them
@@ -27,13 +29,16 @@ def map_pages(num_bytes: int) -> mmap.mmap:
 
 
 class FileReading:
-    """Reads a part of a file into memory with threads of its own; the thread that calls `wait` reads along.
+    """Reads a part of a file into memory with several threads. The thread that calls `wait` reads too.
 
     num_read  bytes read so far
     """
 
     def __init__(self, descriptor: int, start: int, target: memoryview, num_threads: int) -> None:
-        """Begin to read bytes [start, start + len(target)) of an open file. The caller keeps it open until `wait` or `stop` returns."""
+        """Begin to read bytes [start, start + len(target)) of an open file into `target`.
+
+        descriptor  of the file; the caller keeps the file open until `wait` or `stop` returns
+        """
         self.num_read = 0
         self._error: OSError | None = None
         self._parts = deque((target[first : first + CHUNK_BYTES], start + first) for first in range(0, len(target), CHUNK_BYTES))
@@ -47,14 +52,14 @@ class FileReading:
                 self._threads.append(thread)
 
     def wait(self) -> None:
-        """Return once all bytes are read. Call it once. Raises OSError if the file cannot be read or became shorter."""
+        """Read along, and return when all bytes are read. Called once. Raises OSError when the file cannot be read or became shorter."""
         self._read()
         self._join()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """Abandon the bytes. Returns once no thread writes into the memory any more."""
+        """Abandon the reading. Returns when no thread writes into the memory any more."""
         self._parts.clear()
         self._join()
 

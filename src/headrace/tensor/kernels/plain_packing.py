@@ -1,6 +1,7 @@
-"""Weights for products that torch computes: the packing of a backend that has none of its own, and the test oracle of all others.
+"""Linear layers that torch computes, with weights in their stored layout: the reference for the packed linears of every backend.
 
-Nothing is reordered and nothing is stored on disk. `rounding` defines what `RoundedLinear` computes.
+A backend without packing of its own uses these linears too. No weight is reordered or stored on disk. `kernels.rounding` defines the
+arithmetic of `RoundedLinear`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inp
 
 
 class PlainLinear:
-    """y = x @ weight.T + bias, the weight kept as given. x of a wider dtype is rounded to the weight's; sums and bias have x's dtype."""
+    """y = x @ weight.T + bias. The weight keeps its dtype; x is rounded to that dtype; sums, bias and result have the dtype of x."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -25,7 +26,7 @@ class PlainLinear:
 
 
 class RoundedLinear:
-    """A rounded weight, multiplied as `rounding` defines; sums are exact in float64."""
+    """A linear with a rounded weight (INT4, INT8, FP8), multiplied as `kernels.rounding` defines. Sums are exact, in float64."""
 
     def __init__(self, weight: RoundedWeight, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -48,7 +49,7 @@ class RoundedLinear:
 
 
 class PlainPacking:
-    """Implements `WeightPacking`; holds no state."""
+    """Makes the linears of this module; implements `WeightPacking`. Stateless."""
 
     keeps_stored = False
 

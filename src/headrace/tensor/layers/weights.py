@@ -1,8 +1,10 @@
-"""From stored tensors to packed linears, one at a time, by slice of a rank.
+"""Reads the weights of one rank from a checkpoint, and makes them into norms, embedding tables and packed linears.
 
-A column-parallel linear keeps a share of its output rows, a row-parallel one a share of its input columns; whole ones are the same on
-every rank. Parts of a fused linear (q, k, v; gate, up) are read and copied into the fused weight, which is packed and dropped, so that at
-most one unpacked weight, and its parts, exist at a time.
+A column-parallel linear gets this rank's part of the output rows, a row-parallel linear its part of the input columns. Other linears are
+the same on every rank.
+
+Weights are read one at a time. The parts of a fused linear (q, k, v; gate, up) are copied into the fused weight, which is packed and then
+freed. At most one unpacked weight, with its parts, is in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,30 +24,33 @@ from headrace.tensor.layers.table import HeldTable, Table
 
 
 class WeightSource(Protocol):
-    """Gives tensors by name: a checkpoint, random numbers, or shapes only."""
+    """Tensors by name, from a checkpoint, from a random generator, or without values (shapes only)."""
 
     def has(self, name: str) -> bool:
-        """Whether an optional tensor exists."""
+        """Whether the tensor exists; asked for optional tensors."""
         ...
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check, without reading it, that the tensor exists and has this shape."""
+        """Check that the tensor exists and has this shape, without reading the tensor. Raises CheckpointError otherwise."""
         ...
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """A region of the stored tensor, whose whole shape is `shape`. Callers copy what they get and never change it."""
+        """The stored tensor of shape `shape`, or a region of it. Callers copy the result and never change it.
+
+        Raises CheckpointError when the tensor is missing, has another shape, or cannot be read.
+        """
         ...
 
 
 class StoredSource(Protocol):
-    """What a quantized checkpoint gives besides, of the same names."""
+    """The weights of a quantized checkpoint in their stored form, by the names of WeightSource."""
 
     def precision_of(self, name: str) -> Precision:
-        """In how many bits a weight is held: INT4, INT8 or FP8, or NONE for one that is stored plainly or made dense."""
+        """Precision in which a weight stays in memory: INT4, INT8 or FP8; NONE for a weight that is not quantized or is dequantized."""
         ...
 
     def rounded(self, name: str, shape: tuple[int, ...], rows: slice) -> RoundedWeight | None:
-        """Outputs `rows` of a weight, scales and zero points at most rounded to float16; None where there is no such form.
+        """Outputs `rows` of a weight in stored form, scales and zero points rounded to float16; None where no kernel multiplies that form.
 
         Raises CheckpointError when a tensor of the weight is missing or has another shape or dtype.
         """
@@ -53,7 +58,7 @@ class StoredSource(Protocol):
 
 
 class LinearStore(Protocol):
-    """Where packed linears and tables are kept between starts; `tensor.packed.store.PackedStore` is one."""
+    """Packed linears and tables that are kept on disk between starts. `tensor.packed.store.PackedStore` implements the protocol."""
 
     def find(self, name: str) -> Linear | None: ...
 
@@ -67,7 +72,7 @@ class LinearStore(Protocol):
 _INTEGERS = (Precision.INT4, Precision.INT8)
 
 Reduce = Callable[[Tensor], Tensor]
-"""[T, E], each rank's part of a sum -> the sum over ranks, equal on all of them. Every rank calls it equally often."""
+"""All-reduce: each rank's summand [T, E] -> the sum over all ranks, equal on every rank. Every rank calls the function equally often."""
 
 
 def no_reduce(x: Tensor) -> Tensor:
@@ -94,7 +99,7 @@ class Part:
 
 
 def stacked_parts(prefix: str, names: tuple[str, ...], rows: list[int]) -> list[Part]:
-    """Parts of a fused linear: one stored tensor each, or all from one tensor that stores them in this order."""
+    """Parts of a fused linear with these numbers of rows: one stored tensor for each part, or one tensor that stores all parts in order."""
     if len(names) == len(rows):
         return [Part(f"{prefix}{name}.weight", count) for name, count in zip(names, rows, strict=True)]
     (name,) = names
@@ -103,16 +108,18 @@ def stacked_parts(prefix: str, names: tuple[str, ...], rows: list[int]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads one rank's weights, in the dtype and on the device that the model computes with.
+    """Reads the weights of one rank, in the dtype and on the device that the model computes with.
 
-    Every tensor returned is a copy. A linear or table from `store` lies in its file, or in memory that was read from the file.
+    Every returned tensor is a copy. A linear or table from `store` stays in its file, or is in memory that was read from that file.
 
-    dtype      of the linears' products
-    precision  of the linears' weights; norms, embeddings and routers are not rounded
-    stored     gives weights in the few bits in which they are stored; None: all are rounded to `precision`
-    store      gives back linears of that precision, and tables, without reading the checkpoint's weights
-    reduce     sums over ranks; layers call it on the outputs of row-parallel linears
-    held       bits of a weight, 4, 8 or 16 and more -> linears held in them
+    dtype      dtype of the linears' products
+    precision  precision of the linears' weights; norms, embeddings and routers are not rounded
+    stored     weights in their stored quantized form; None: all weights are rounded to `precision`
+    store      linears and tables that an earlier start packed; None: everything is read from the checkpoint
+    reduce     all-reduce; layers call `reduce` on the outputs of row-parallel linears
+    held       bits of a weight (4, 8; 16 means 16 or more) -> number of linears that have them
+
+    Methods that read raise CheckpointError when a stored tensor is missing, has another shape or cannot be read.
     """
 
     source: WeightSource
@@ -133,18 +140,18 @@ class WeightReader:
 
     @property
     def activations(self) -> torch.dtype:
-        """Dtype of norms, biases and the tensors that one layer hands to the next."""
+        """Dtype of norms, of biases, and of the tensors between layers."""
         return self.backend.packing.activation_dtype(self.dtype)
 
     def norm(self, name: str, size: int, *, plus: float = 0.0) -> Tensor:
-        """A norm's weight [size]. With `plus` the result is w + plus in float32, as bfloat16 would round a small w away in 1 + w."""
+        """Weight w [size] of a norm. plus: the result is w + plus in float32, since bfloat16 would lose a small w in the sum 1 + w."""
         stored = self.source.read(name, (size,))
         if plus:
             return torch.empty(size, dtype=torch.float32, device=self.device.name).copy_(stored).add_(plus)
         return self._empty(size).copy_(stored)
 
     def table(self, name: str, rows: int, columns: int) -> Table:
-        """An embedding table [rows, columns], whole on every rank. A smaller stored dtype is kept: looked-up rows convert exactly."""
+        """An embedding table [rows, columns], whole on every rank. A stored dtype of fewer bits is kept, since its rows convert exactly."""
 
         def read() -> Tensor:
             stored = self.source.read(name, (rows, columns))
@@ -160,16 +167,16 @@ class WeightReader:
         return HeldTable(table)
 
     def column_linear(self, parts: Sequence[Part], in_features: int, *, bias: bool) -> Linear:
-        """Parts stacked into one linear; this rank's share of each part's rows. [in] -> [sum of rows / world]"""
+        """A column-parallel linear of stacked parts: this rank's share of the rows of each part. [in] -> [sum of rows / world]"""
         shares = [_share(part.rows, self.rank, self.world, part.name) for part in parts]
         return self._stacked(parts, shares, in_features, bias)
 
     def whole_linear(self, part: Part, in_features: int, *, bias: bool = False, precision: Precision | None = None) -> Linear:
-        """A linear that is whole on every rank, so that nothing is summed: a router, the head. precision: None: the reader's."""
+        """A linear that is whole on every rank, without an all-reduce: a router, the head. precision: None: the reader's precision."""
         return self._stacked([part], [range(part.rows)], in_features, bias, precision)
 
     def row_linear(self, part: Part, in_features: int, *, bias: bool) -> Linear:
-        """This rank's share of the input columns. The ranks' outputs must be summed; the bias is on rank 0 alone."""
+        """A row-parallel linear: this rank's share of the input columns. Callers sum the outputs over ranks; only rank 0 has the bias."""
         columns = _share(in_features, self.rank, self.world, part.name)
         if (known := self._known([part], in_features, bias)) is not None:
             return known
@@ -178,7 +185,7 @@ class WeightReader:
         return self._packed([part], weight, added if self.rank == 0 else None)
 
     def tied_linear(self, name: str, table: Table, rows: int, columns: int) -> Linear:
-        """A linear from an embedding table [rows, columns] that was read before."""
+        """A linear whose weight is an embedding table [rows, columns] that was read before (tied embeddings)."""
         part = Part(f"{name} as head", rows)
         if (known := self._known([part], columns, False, is_stored=False)) is not None:
             return known

@@ -61,10 +61,10 @@ class DecoderShape:
 
 
 def read_shape(config: ConfigFile, *, norm_eps: float = 1e-6, head_dim: int | None = None) -> DecoderShape:
-    """Raises CheckpointError naming the field.
+    """The sizes in a config.json. Raises CheckpointError, which names the field, for a missing field and for a value out of its bounds.
 
-    norm_eps  where the file names none
-    head_dim  where the file has no such field; None, or a field that is null: hidden_size / num_attention_heads
+    norm_eps  default for a file without the field
+    head_dim  default for a file without the field; None, or a field that is null: hidden_size / num_attention_heads
     """
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     heads = config.integer("num_attention_heads", 1, 4096)
@@ -113,7 +113,7 @@ def read_mlp(config: ConfigFile, *, bias: bool = False) -> MlpSpec:
 
 
 def read_activation(config: ConfigFile, name: str = "hidden_act", default: str = "silu") -> str:
-    """A name `Kernels.gated_activation` knows."""
+    """The activation function in the field `name`, one that `Kernels.gated_activation` knows. Raises CheckpointError for another one."""
     value = config.text(name, default)
     if value not in _ACTIVATIONS:
         config.refuse(name, f"only {', '.join(_ACTIVATIONS)} are supported")
@@ -121,19 +121,19 @@ def read_activation(config: ConfigFile, name: str = "hidden_act", default: str =
 
 
 def read_top_k(config: ConfigFile, num_experts: int, *, default: int) -> int:
-    """`num_experts_per_tok`."""
+    """The field `num_experts_per_tok`: experts that compute each token."""
     return config.integer("num_experts_per_tok", 1, num_experts, default=default)
 
 
 def read_window(config: ConfigFile, *, default: int | None = None) -> int | None:
-    """`sliding_window`: tokens a query sees, itself included; None when null. `default`: what a file without the field means."""
+    """The field `sliding_window`: tokens that a query attends to, itself included; None for null. default: for a file without the field"""
     if "sliding_window" not in config.values:
         return default
     return config.integer("sliding_window", 1, MAX_POSITIONS) if config.has("sliding_window") else None
 
 
 def read_layer_windows(config: ConfigFile, num_layers: int) -> list[int | None]:
-    """Per layer, Qwen's way: `use_sliding_window`, and either `layer_types` or every layer from `max_window_layers` on."""
+    """Window of each layer by Qwen's fields: `use_sliding_window`, and `layer_types` or every layer from `max_window_layers` on."""
     window = read_window(config) if config.flag("use_sliding_window", False) else None
     if config.has("layer_types"):
         return windows_by_type(config, window, num_layers)
@@ -142,7 +142,7 @@ def read_layer_windows(config: ConfigFile, num_layers: int) -> list[int | None]:
 
 
 def windows_by_type(config: ConfigFile, window: int | None, num_layers: int) -> list[int | None]:
-    """Per layer from `layer_types`, whose entries are "full_attention" and "sliding_attention"."""
+    """Window of each layer by `layer_types`, whose entries are "full_attention" and "sliding_attention"."""
     types = config.items("layer_types")
     if len(types) != num_layers:
         config.refuse("layer_types", f"must name all {num_layers} layers")
@@ -155,14 +155,17 @@ def windows_by_type(config: ConfigFile, window: int | None, num_layers: int) -> 
 
 
 def refuse_set(config: ConfigFile, *names: str) -> None:
-    """Refuse features that other architectures of the family have and this one does not compute: absent, null, false or zero passes."""
+    """Raises CheckpointError for a field that asks for a feature which Headrace does not compute for this architecture.
+
+    An absent field, null, false and zero are accepted.
+    """
     for name in names:
         if config.values.get(name):
             config.refuse(name, "is not supported")
 
 
 def rope_field(config: ConfigFile) -> str:
-    """The field that holds the rotary scaling: the older name where it is there, else today's."""
+    """Name of the field with the rotary scaling: the older name where the file has that field, else the current name."""
     return "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
 
 

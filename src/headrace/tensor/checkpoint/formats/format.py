@@ -1,4 +1,7 @@
-"""What a format of quantized weights gives, and what it reads from. Shape letters: N outputs, K inputs of a linear."""
+"""Protocols of quantized checkpoint formats (GPTQ, AWQ, FP8, ...): what a format implements, and the tensors that a format reads.
+
+Shape letters: N outputs, K inputs of a linear.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +13,48 @@ from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 
 class StoredParts(Protocol):
-    """The tensors of a checkpoint; `tensor.checkpoint.folder.Checkpoint` is one."""
+    """The stored tensors of a checkpoint, read by name. `tensor.checkpoint.folder.Checkpoint` implements the protocol."""
 
     def has(self, name: str) -> bool: ...
 
     def stored_dtype(self, name: str) -> str:
-        """safetensors' word for the dtype. Raises CheckpointError when the tensor is missing."""
+        """Dtype of a stored tensor as safetensors names it, such as "BF16". Raises CheckpointError when the tensor is missing."""
         ...
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        """Raises CheckpointError when the tensor is missing."""
+        """Shape of a stored tensor. Raises CheckpointError when the tensor is missing."""
         ...
 
     def read_part(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Tensor:
-        """A whole tensor, of this shape and one of these dtypes; floats of 16 and 32 bits are finite. Raises CheckpointError."""
+        """A whole stored tensor.
+
+        Raises CheckpointError when the tensor is missing, when its shape is not `shape` or its dtype none of `dtypes`, and when a float of
+        16 or 32 bits is NaN or infinite.
+        """
         ...
 
 
 class QuantizedWeight(Protocol):
-    """One linear's weight [N, K], its parts in memory as they are stored."""
+    """The weight [N, K] of one linear. The stored tensors that make up the weight are in memory, unchanged."""
 
     def dense(self, rows: slice) -> Tensor:
-        """The outputs `rows` of the weight that the parts stand for, float32 [len(rows), K], a new tensor."""
+        """The dequantized outputs `rows` of the weight, float32 [len(rows), K], a new tensor."""
         ...
 
     def rounded(self, rows: slice) -> RoundedWeight | None:
-        """The same outputs in few bits, scales and zero points at most rounded to float16; None where there is no such form."""
+        """The outputs `rows` in the integers or FP8 values in which they are stored. Scales and zero points may be rounded to float16.
+
+        None where no kernel multiplies the stored form.
+        """
         ...
 
 
 class WeightFormat(Protocol):
-    """How a checkpoint's linears are stored, by its config.json.
+    """A quantized format with the options of one checkpoint's config.json.
 
-    method     its `quant_method`
-    title      for people, e.g. "gptq, 4 bits in groups of 128"
-    precision  of most linears; see `precision_of`
+    method     `quant_method` of config.json
+    title      text for logs, such as "gptq, 4 bits in groups of 128"
+    precision  the precision of most linears; see `precision_of`
     """
 
     @property
@@ -57,13 +67,16 @@ class WeightFormat(Protocol):
     def precision(self) -> Precision: ...
 
     def precision_of(self, stem: str) -> Precision:
-        """In how many bits a linear of this format is held: INT4, INT8 or FP8, or NONE for one that is made dense."""
+        """Precision in which the linear `stem` stays in memory: INT4, INT8 or FP8; NONE for a linear that is dequantized when read."""
         ...
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
-        """Whether the linear `stem`, e.g. "model.layers.0.mlp.down_proj", is stored in this format. Others are stored as plain weights."""
+        """Whether the linear `stem`, such as "model.layers.0.mlp.down_proj", is stored in this format, and not as a plain weight."""
         ...
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> QuantizedWeight:
-        """Read the parts of a weight [N, K]. Raises CheckpointError for parts that are missing or contradict the shape or each other."""
+        """Read the stored tensors of a weight of `shape` [N, K].
+
+        Raises CheckpointError for tensors that are missing, or that do not match the shape or each other.
+        """
         ...

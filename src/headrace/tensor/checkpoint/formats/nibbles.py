@@ -1,4 +1,7 @@
-"""Integers of four bits and fewer as a weight that the kernels multiply in the form in which it is stored."""
+"""Converts stored 4-bit weights (GPTQ, AWQ, GGUF) to the form that the INT4 kernels multiply, without dequantizing them.
+
+Formats with fewer bits are converted in the same way, as integers of four bits.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from torch import Tensor
 from headrace.tensor.kernels.rounding import RoundedWeight, group_for
 
 SLAB_ELEMENTS = 1 << 22
-"""Weights that are decoded at a time, which bounds the size of temporary copies."""
+"""Most weights that are decoded at a time, which limits the memory of temporary copies."""
 LOST = 2.0**-10
-"""What a scale may lose in float16, as a share of its output's largest scale. float16 itself loses half of it at most."""
+"""Largest error of a scale that is rounded to float16, as a share of the largest scale of the same output. Rounding makes at most half of
+this error for a number in the normal range of float16; a larger error means a number outside that range."""
 
 
 def decoded(rows: slice, inputs: int, decode: Callable[[slice], Tensor]) -> Tensor:
-    """decode(rows) as int8 [len(rows), inputs], a few rows at a time. decode may give any dtype."""
+    """`decode` of the outputs `rows`, as int8 [len(rows), inputs]. `decode` is called for a few rows at a time and may give any dtype."""
     values = torch.empty((rows.stop - rows.start, inputs), dtype=torch.int8)
     step = max(1, SLAB_ELEMENTS // max(inputs, 1))
     for begin in range(rows.start, rows.stop, step):
@@ -26,13 +30,13 @@ def decoded(rows: slice, inputs: int, decode: Callable[[slice], Tensor]) -> Tens
 
 
 def nibbles(values: Tensor, scales: Tensor, zeros: Tensor | None = None) -> RoundedWeight | None:
-    """A weight [N, K] = (value - zero) * scale.
+    """The weight [N, K] = (values - zeros) * scales as a RoundedWeight with scales and zero points in float16.
 
-    values  int8 [N, K] within -8..7
-    scales  float32 [N, G], of K / G consecutive inputs each
+    values  int8 [N, K], from -8 to 7
+    scales  float32 [N, G], one for each K / G consecutive inputs
     zeros   float32 [N, G]; None: all zero
 
-    None for groups that the kernels do not take, and for scales or zero points beyond float16.
+    Returns None for group sizes that no kernel supports, and for scales or zero points that float16 cannot hold.
     """
     held = scales.half()
     lost = (held.float() - scales).abs().amax(1)
@@ -52,9 +56,14 @@ def nibbles(values: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Roun
 
 
 def from_minimum(codes: Tensor, scales: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights code * scale + least as (values, scales, zeros) of `nibbles`. codes uint8 [n, G, group], 0..15; scales, least float32 [n, G].
+    """(values, scales, zeros) for `nibbles` of weights that are stored as code * scale + minimum.
 
-    Where the minimum is too large for a zero point of that scale, the codes say next to nothing, and the group becomes its minimum.
+    codes   uint8 [n, G, group], from 0 to 15
+    scales  float32 [n, G]
+    least   float32 [n, G], the minimum of each group
+
+    A minimum that is very large in comparison with the scale has no zero point in float16. The codes hardly change the weights of such
+    a group, so each of its weights becomes the minimum.
     """
     is_constant = least.abs() > 32768 * scales.abs()
     values = torch.where(is_constant[:, :, None], 0, codes.to(torch.int8) - 8)

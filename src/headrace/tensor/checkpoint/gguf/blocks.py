@@ -1,7 +1,10 @@
-"""Blocks of GGML's quantized types made dense. n: blocks; every function is uint8 [n, bytes of a block] -> float32 [n, block].
+"""Dequantizes the block formats of GGML (Q4_0, Q4_K, Q6_K, ...), one function per type.
 
-A product is rounded where ggml rounds it (scale of the block times scale of a group, then times the integer), so that the values are
-ggml's. Shifts of a byte stay below 256. Source: the layouts of ggml-common.h.
+The functions of DENSE take uint8 [n, bytes of a block] and return float32 [n, weights of a block], for n blocks. The functions of NIBBLES
+leave the integers of 4-bit types as they are, for kernels that multiply integers.
+
+The layouts are those of ggml-common.h. Weights equal ggml's to the bit: products are rounded in the same order (scale of the block times
+scale of the group, then times the integer). Shifted bytes never exceed 255.
 """
 
 from __future__ import annotations
@@ -122,7 +125,7 @@ NIBBLES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]] = {
     "Q4_1": _q4_1_nibbles,
     "Q4_K": _q4_k_nibbles,
 }
-"""Type -> (values, scales, zeros) of `formats.nibbles`, block by block in groups of 32. values any shape."""
+"""Type -> function that returns (values, scales, zeros) for `formats.nibbles`, in groups of 32 weights. values may have any shape."""
 
 DENSE: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
@@ -136,4 +139,4 @@ DENSE: dict[str, Callable[[Tensor], Tensor]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
-"""Type -> its blocks made dense."""
+"""Type -> function that dequantizes its blocks."""

@@ -1,13 +1,16 @@
-"""Linear layers of floating-point weights on the CPU: how a weight is packed, once, and how it is multiplied.
+"""Linear layers with floating-point weights on the CPU: Headrace's own kernel (`StripLinear`), and oneDNN's (`OneDnnLinear`).
 
-`StripLinear` is our own. Its weight is stored in strips of STRIP_COLUMNS outputs, input by input, so that any number of rows of x reads it
-as one stream. Rows of x are interleaved to panels. Every output is the same sequence of fused multiply-adds whatever the number of rows:
-a row's result does not depend on its batch, to the bit. A float32 weight whose values are all exact in bfloat16 (a converted bfloat16
-checkpoint) is *stored* as bfloat16: nothing is lost, arithmetic stays float32, and a decode step reads half the bytes. With bfloat16
-*products* a row of x is rounded to bfloat16 as well, when its panel is packed, and two inputs are multiplied at once; sums stay float32.
+`StripLinear` packs its weight once, into strips of STRIP_COLUMNS outputs that are stored input by input. A product reads the weight as one
+stream, whatever the number of rows of x. The rows of x are interleaved into panels. Every output is the same sequence of fused
+multiply-adds for any number of rows, so the result of a row does not depend on its batch, to the bit.
 
-`OneDnnLinear` leaves the product to oneDNN, with a weight reordered once. Its rounding depends on the number of rows.
-A committed table chooses between them: `host.cpu_features.linear_path`. Test oracle: `plain_packing.PlainLinear`.
+Weights and products may have different types. A float32 weight whose values are all exact in bfloat16 (a converted bfloat16 checkpoint) is
+stored as bfloat16: no value changes, arithmetic stays float32, and a decode step reads half the bytes. With bfloat16 products the rows of x
+are rounded to bfloat16 too, and two inputs are multiplied by one instruction; sums stay float32.
+
+`OneDnnLinear` has a weight that oneDNN reordered once. The rounding of its results depends on the number of rows.
+
+`host.cpu_features.linear_path` chooses between the two. Reference in tests: `plain_packing.PlainLinear`.
 """
 
 from __future__ import annotations
@@ -32,12 +35,13 @@ Pointer = Any
 
 MOST_ROWS = PANEL_ROWS[0]
 BLOCK_STRIPS = 16
-"""Most strips in a block, which a worker takes at a time: a block's piece of DEPTH inputs stays in the second-level cache for all rows."""
+"""Most strips in a block, the part of a weight that a worker takes at a time. A block's piece of DEPTH inputs stays in the L2 cache for all
+rows."""
 CHUNK_ROWS = 120
-"""Rows that are multiplied with a block's piece before its next piece: their outputs stay in the second-level cache as well. No panel
+"""Rows that are multiplied with one piece of a block before the next piece, so that their outputs stay in the L2 cache too. A panel never
 extends over two chunks."""
 WORK_PER_THREAD = 1 << 18
-"""Multiply-adds that make another worker worth waking."""
+"""Multiply-adds for which one more worker thread is woken."""
 
 
 class LinearArguments(NamedTuple):
@@ -182,7 +186,7 @@ def _kernels(arithmetic: Arithmetic) -> tuple[int, int]:
 
 
 class StripLinear:
-    """See the module. x may be float32 or bfloat16; sums are float32 and rounded to x's dtype once."""
+    """A linear layer with a weight in strips, see the module. x is float32 or bfloat16. Sums are float32, rounded once to x's dtype."""
 
     KINDS: ClassVar = {torch.float32: "strips", torch.bfloat16: "strips, bfloat16 products"}
     """`PackedLinear.kind`, by the dtype of the products."""
@@ -191,7 +195,11 @@ class StripLinear:
     def __init__(
         self, strips: Tensor, bias: Tensor, *, out_features: int, in_features: int, block: int, products: torch.dtype
     ) -> None:  # fmt: skip
-        """strips, bias: packed, see `pack`. block: strips per block. products: their dtype."""
+        """
+        strips, bias  packed as `pack` does
+        block         strips per block
+        products      dtype of the products
+        """
         self.out_features, self.in_features, self.block, self.products = out_features, in_features, block, products
         self.columns = padded(out_features)
         self.strips, self.bias = strips, bias
@@ -201,8 +209,10 @@ class StripLinear:
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None, products: torch.dtype = torch.float32) -> StripLinear:
-        """weight [out, in] float32 or bfloat16; `can_strip(weight)` holds. products: float32, or bfloat16, to which weights and rows are
-        then rounded."""
+        """A linear made of weight [out, in] float32 or bfloat16, for which `can_strip` is true. The packed weight is a copy.
+
+        products  float32; or bfloat16, to which the weight and the rows of x are rounded
+        """
         out_features, in_features = weight.shape
         columns = padded(out_features)
         # At least four blocks per thread, where there are as many strips, so that one slow thread does not delay the product.
@@ -223,7 +233,7 @@ class StripLinear:
 
     @classmethod
     def of(cls, packed: PackedLinear) -> StripLinear:
-        """The linear whose parts `packed` returned. Raises ValueError where sizes or dtypes do not fit; products check nothing."""
+        """The linear of which `packed` was made. Raises ValueError when sizes or dtypes do not match, since the kernels check nothing."""
         strips, bias = packed.tensors["strips"], packed.tensors["bias"]
         products = next((dtype for dtype, kind in cls.KINDS.items() if kind == packed.kind), None)
         columns = padded(packed.out_features)
@@ -271,7 +281,7 @@ class StripLinear:
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """x as contiguous float32; x itself if it already is."""
+    """x as a contiguous float32 tensor: x itself where it is one, else a copy."""
     if x.dtype == torch.float32 and x.is_contiguous():
         return x
     run_pending()
@@ -286,14 +296,17 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is built in and reorders weights of this dtype here: bfloat16 it refuses on CPUs with AVX2 alone."""
+    """Whether torch has oneDNN, and oneDNN reorders weights of this dtype on this CPU. CPUs with no more than AVX2 cannot have bfloat16."""
     if not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
 class OneDnnLinear:
-    """oneDNN's product with a weight reordered once for this CPU. weight: of a dtype for which `onednn_takes`; x is rounded to it."""
+    """A linear layer that oneDNN computes, with a weight that is reordered once for this CPU.
+
+    weight  of a dtype for which `onednn_takes` is true; x is rounded to the same dtype
+    """
 
     runs_only_kernels = True
     ROW_HINT = 32

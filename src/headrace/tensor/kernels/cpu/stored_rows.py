@@ -1,7 +1,7 @@
-"""Rows of a table that stays in its file, read by the system's `pread`: a microsecond per row that is in the system's page cache.
+"""Reads rows of an embedding table that stays in its file, with `pread`: a microsecond for a row that is in the page cache.
 
-Mapping the file was rejected: the system maps sixteen pages around each row that is touched, all counted as this process's memory, and a
-disk error would end the process.
+Mapping the file (mmap) was rejected: the kernel maps sixteen pages around each row that is read and counts them as memory of this process,
+and a disk error would end the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace.tensor.kernels.cpu.jit.scalars import as_i64, load, read_arguments
 from headrace.tensor.kernels.cpu.launch_list import run_pending
 
 TRIES = 8
-"""Calls per piece of a row before the file counts as unreadable: a signal may interrupt a call that has read nothing yet."""
+"""Calls of `pread` for a piece of a row before the file counts as unreadable. A signal may interrupt a call before it has read a byte."""
 _pread = types.ExternalFunction("pread", types.intp(types.int32, types.intp, types.intp, types.int64))
 
 
@@ -55,7 +55,7 @@ def _kernel() -> int:
 
 
 def prepare() -> None:
-    """Compile now what reads rows."""
+    """Compile the kernel that reads rows, so that the first step does not wait for the compiler."""
     _kernel()
 
 

@@ -1,8 +1,10 @@
-"""One token per row of logits: the best one, or the one that a random number picks among what top_k, top_p and min_p keep.
+"""Triton kernels that choose one token per row of logits: the best token, or a random one among those that top_k, top_p and min_p keep.
 
-Nothing is sorted. The smallest kept logit is found digit by digit among the integers that stand for floats (`choice_rows.order`): a pass
-sums up, per part, what is at or above each of seven levels, by number for top_k and by mass for top_p. The next pass adds the parts' sums
-up and knows the digit. Of the tokens at the smallest kept logit the first ones stay. The rules are those of `kernels.filters`.
+The logits are not sorted. A radix search finds the smallest kept logit, three bits per pass, among integers with the same order as the
+floats (`choice_rows.order`). A pass divides a row into parts. For each part, and for each of seven levels, the pass sums the number of
+tokens (top_k) or the probability mass (top_p) at or above the level. The next pass adds the sums of the parts, and so knows the three bits.
+
+When several tokens have the smallest kept logit, those with the lowest ids are kept. The rules are those of `kernels.filters`.
 """
 
 from __future__ import annotations
@@ -326,7 +328,11 @@ class _Rows:
 
 
 def choose(logits: Tensor, fields: Tensor, slots: SlotTensors, chosen: Tensor, kind: ChoiceKind) -> None:
-    """Choose the tokens of the rows in fields [NUM_FIELDS, B] from logits [B, V], into chosen [NUM_CHOSEN, B] and `slots`."""
+    """Choose a token for each row of logits [B, V].
+
+    fields  [NUM_FIELDS, B], what the rows ask for
+    chosen  [NUM_CHOSEN, B], written; so are the newest tokens and counts of `slots`
+    """
     rows = _Rows(logits, fields)
     best = level = None
     if kind.filtered:

@@ -1,4 +1,7 @@
-"""FP8 (e4m3, no infinity, +-448) products of many rows (W8A8): rows of inputs rounded on the device, one scale per row."""
+"""FP8 products of many rows on the GPU (W8A8), used in prefill.
+
+A Triton kernel rounds the activations to e4m3 (no infinity, largest value 448) with one scale per row; torch's scaled product multiplies.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def _round_rows_kernel(x_ptr, out_ptr, scale_ptr, x_st, N: tl.constexpr, BLOCK: 
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, N] -> (values [T, N] in float8_e4m3fn, scales float32 [T, 1])."""
+    """x [T, N] rounded to FP8: (values float8_e4m3fn [T, N], scales float32 [T, 1]). The last dimension of x is contiguous."""
     tokens, n = x.shape
     assert x.stride(1) == 1
     rounded = empty((tokens, n), torch.float8_e4m3fn, x.device)
@@ -34,9 +37,12 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def product_of_many(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K] @ weight [N, K]^T in FP8 by the library, rows of x rounded; scales float32 [N]. N and K are multiples of 16.
+    """x [T, K] @ weight [N, K]^T, plus bias [N], in the dtype of x. The product is computed in FP8, with x rounded by `round_rows`.
 
-    The library's products with a scale per row write bfloat16.
+    weight  float8_e4m3fn; N and K are multiples of 16
+    scales  float32 [N], of the weight's outputs
+
+    torch's product with a scale per row writes bfloat16, so the result has the precision of bfloat16 for every dtype of x.
     """
     rows, row_scales = round_rows(x)
     is_narrow = x.dtype == torch.bfloat16

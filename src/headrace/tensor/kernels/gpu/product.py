@@ -1,10 +1,11 @@
-"""Products of few rows, which stream a stored weight once: out [M, N] = x [M, K] @ w [N, K]^T.
+"""Triton kernel for linear layers in decode: few rows times a stored weight (plain, FP8, INT8 or INT4), out [M, N] = x [M, K] @ w [N, K]^T.
 
-A program has BLOCK_N outputs and a share of the inputs, all rows. Shares of one tile add up in a workspace: the one that arrives last sums
-them in their order, so that a result does not depend on which that was, and there is no second launch. A mixture's experts are the same
-product with one weight per expert: the rows of an expert are found through their order on the device.
+The weight is read once. A program computes BLOCK_N outputs of all rows over a part of the inputs (split-K). The programs of one tile write
+their sums to a workspace, and the program that finishes last adds the sums up, always in the same order. A result therefore does not depend
+on which program finished last, and no second launch is needed.
 
-Nothing is masked but rows: block sizes divide the weight's shape (`fit`).
+The experts of a mixture are the same product with one weight per expert. Block sizes divide the weight's shape (`fit`), so that only rows
+need a mask.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from headrace.tensor.kernels.gpu.tuning import ProductVariant
 from headrace.tensor.kernels.rounding import RoundedWeight
 
 MIN_BLOCK = 16
-"""Outputs of a tile, and inputs of a product, that the matrix units take at least."""
+"""Fewest outputs of a tile, and fewest inputs of a step of the sum, that tensor cores multiply."""
 MIN_ROWS = 8
-"""The same of rows."""
+"""Fewest rows of a tile that tensor cores multiply."""
 MAX_SPLITS = 16
 MAX_PLANAR_ROWS = 4096
 _NAMES = {PLAIN.value: "plain", FP8.value: "fp8", INT8.value: "int8", INT4.value: "int4"}
@@ -53,7 +54,7 @@ class StoredWeight:
 
     @property
     def zeros_after(self) -> int:
-        """Elements from a scale to its zero point; 0: there are none."""
+        """Distance in elements from a scale to its zero point in `scales`; 0: no zero points."""
         return self.in_features // self.group * self.out_features if self.has_zeros else 0
 
     @property
@@ -66,9 +67,10 @@ class StoredWeight:
 
 
 def store_planar(weight: RoundedWeight) -> StoredWeight:
-    """Integers as planar words. The number of inputs is a multiple of 64, and of 128 in INT4, whose words hold value + 8.
+    """A rounded weight of INT8 or INT4 in the layout of the kernel (planar words), as new tensors.
 
-    Scales and zero points become bfloat16: whole zero points exactly, others to eight bits.
+    The number of inputs is a multiple of 64, in INT4 of 128. The words of INT4 hold value + 8. INT4 scales and zero points become bfloat16:
+    zero points that are integers stay exact, others keep eight bits.
     """
     rows, inputs = weight.values.shape
     bits, offset = (4, 8) if weight.group else (8, 0)
@@ -205,7 +207,11 @@ def _product_kernel(
 
 @dataclass(frozen=True, slots=True)
 class TileFit:
-    """A variant's block sizes for one weight. num_tiles: of outputs; m_p: rows of a tile, padded."""
+    """Block sizes of a variant for one weight.
+
+    num_tiles  tiles of outputs
+    m_p        rows of a tile, padding included
+    """
 
     block_n: int
     block_k: int
@@ -213,7 +219,7 @@ class TileFit:
     m_p: int
 
     def num_splits(self, weight: StoredWeight, num_weights: int, wanted: int, most: int) -> int:
-        """Shares of the inputs, a power of two: as long as there are `wanted` programs at most."""
+        """Number of parts into which the inputs are split: the largest power of two with at most `wanted` programs, and at most `most`."""
         splits = 1
         while 2 * splits <= min(most, weight.in_features // self.block_k) and num_weights * self.num_tiles * 2 * splits <= wanted:
             splits *= 2
@@ -221,7 +227,7 @@ class TileFit:
 
 
 def fit(weight: StoredWeight, variant: ProductVariant, rows: int) -> TileFit | None:
-    """The variant for this weight and number of rows; None where no tile divides the weight."""
+    """Block sizes for this weight and number of rows; None where no tile size divides the weight."""
     block_n = power_in(weight.out_features, variant.block_n)
     block_k = power_in(weight.layout or weight.in_features, variant.block_k)
     if block_n < MIN_BLOCK or block_k // _FIELDS.get(weight.format, 1) < MIN_BLOCK:
@@ -231,12 +237,12 @@ def fit(weight: StoredWeight, variant: ProductVariant, rows: int) -> TileFit | N
 
 
 def power_in(size: int, most: int) -> int:
-    """The largest power of two that divides size, up to `most`."""
+    """The largest power of two that divides `size`, at most `most`."""
     return min(size & -size, most)
 
 
 def product(x: Tensor, weight: StoredWeight, variant: ProductVariant, bias: Tensor | None) -> Tensor:
-    """x [M, K] -> [M, N] in x's dtype, at most variant.rows rows, for a weight that `fit` takes."""
+    """x [M, K] -> [M, N] in the dtype of x, a new tensor. M is at most `variant.rows`, and `fit` is not None for the weight."""
     fitted = fit(weight, variant, x.shape[0])
     assert fitted is not None
     assert x.stride(1) == 1

@@ -1,7 +1,8 @@
-"""Block sizes and warps of the kernels, by format and shape class, as they were measured on one device.
+"""Block sizes and numbers of warps of the GPU kernels, by weight format and shape, as measured on one device.
 
-The table is `h100.json`; what it does not cover (float32, head dims above 128, rows of a few tokens) follows from it by the limits of
-shared memory and registers, which compilation ahead of time checks. Other devices use the same table, and the log of a start says so.
+The table is `h100.json`. Values for cases that the table does not have (float32, head dims above 128, rows of a few tokens) are derived
+from the table by the limits of shared memory and registers; compiling all kernels ahead of time checks them. Other devices use the same
+table, which is logged at start.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from importlib.resources import files
 import triton
 
 MAX_FLOAT32_ROWS = 64
-"""Tiles of more rows do not fit in float32."""
+"""Most rows of a float32 tile: a larger tile does not fit into shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductVariant:
-    """How a product of up to `rows` rows is computed.
+    """Block sizes for products of up to `rows` rows.
 
-    block_n         outputs of a program, at most
-    block_k         inputs of an iteration, at most
-    programs        that a product is split into, about: outputs are shared out first, then inputs
-    min_outputs     of a product that is computed so; max_outputs: where it has fewer
-    scales_weights  whether weights of INT4, and not sums of each group, are scaled
+    block_n         most outputs of a program
+    block_k         most inputs of an iteration
+    programs        number of programs to aim at: the outputs are divided first, then the inputs
+    min_outputs     fewest outputs of a product for which this variant is used
+    max_outputs     the variant is used for products of fewer outputs than this
+    scales_weights  INT4: whether each weight is scaled, and not the sum of each group
     """
 
     rows: int
@@ -42,7 +44,11 @@ class ProductVariant:
 
 @dataclass(frozen=True, slots=True)
 class DecodeVariant:
-    """block_n: positions of an iteration; programs: that a step's attention is split into, about."""
+    """Block sizes of decode attention.
+
+    block_n   positions of an iteration
+    programs  number of programs to aim at for a step's attention
+    """
 
     block_n: int
     warps: int
@@ -52,7 +58,11 @@ class DecodeVariant:
 
 @dataclass(frozen=True, slots=True)
 class PrefillVariant:
-    """block_m: tokens times query heads of a program; block_n: positions of an iteration."""
+    """Block sizes of prefill attention.
+
+    block_m  query tokens times query heads of a program
+    block_n  positions of an iteration
+    """
 
     block_m: int
     block_n: int
@@ -62,12 +72,12 @@ class PrefillVariant:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """A device's table.
+    """The table of one device.
 
-    device      on which it was measured
-    products    per format, in the order in which they are tried
-    experts     the same for a mixture's plain experts
-    narrow      decode attention over a cache of one byte per value
+    device      name of the device on which the table was measured
+    products    weight format -> variants, in the order in which they are tried
+    experts     the same for the experts of a mixture
+    narrow      decode attention with a KV cache of one byte per value
     """
 
     device: str
@@ -78,27 +88,31 @@ class Tuning:
     prefill_tile: PrefillVariant
 
     def product(self, name: str, rows: int, outputs: int, input_bytes: int) -> ProductVariant | None:
-        """The variant for a product of this format, or None where a library's is used instead. input_bytes: of an input's element."""
+        """The variant for a product of this format; None where torch's product is used instead. input_bytes: bytes of an input element"""
         if input_bytes == 4 and (name == "plain" or rows > MAX_FLOAT32_ROWS):
             return None
         return _first(self.products[name], rows, outputs)
 
     def grouped(self, name: str, rows: int, input_bytes: int) -> ProductVariant:
-        """The variant for experts of this format. More rows than the last one has are done in several goes."""
+        """The variant for experts of this format. More rows than the last variant has are computed in several launches."""
         variants = self.experts if name == "plain" else self.products[name]
         if input_bytes == 4:
             variants = tuple(each for each in variants if each.rows <= MAX_FLOAT32_ROWS)
         return _first(variants, rows, 0) or variants[-1]
 
     def decode(self, value_bytes: int, query_bytes: int, dim: int) -> DecodeVariant:
-        """value_bytes: of a cache's element. Tiles of wide heads, and of float32, are smaller."""
+        """The variant for decode attention. Wide heads and float32 get smaller tiles. value_bytes, query_bytes: bytes of an element"""
         measured = self.narrow_decode if value_bytes == 1 else self.wide_decode
         if query_bytes == 4:
             return replace(measured, block_n=32, warps=8, stages=1)
         return measured if dim <= 128 else replace(measured, block_n=32, stages=3)
 
     def prefill(self, query_bytes: int, dim: int, group: int, *, is_short: bool) -> PrefillVariant:
-        """group: query heads per key/value head, which fit one tile. is_short: rows of few tokens."""
+        """The variant for prefill attention.
+
+        group     query heads per KV head, all in one tile
+        is_short  whether the rows have few tokens
+        """
         tile = self.prefill_tile
         if query_bytes == 4:
             tile = PrefillVariant(32, 32, 8, 1)
@@ -114,7 +128,7 @@ def _first(variants: tuple[ProductVariant, ...], rows: int, outputs: int) -> Pro
 
 @cache
 def read_tuning() -> Tuning:
-    """The one table that there is."""
+    """The table in `h100.json`, the only one."""
     table = json.loads(files(__package__).joinpath("h100.json").read_text(encoding="utf-8"))
     return Tuning(
         device=table["device"],
