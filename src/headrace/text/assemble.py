@@ -32,10 +32,10 @@ class EngineFinish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputDelta:
-    """What is new in one sequence's output.
+    """The new output of one sequence.
 
-    token_ids        the tokens emitted with this text; an end token is among them
-    logprobs         of these tokens; None when none were asked for
+    token_ids        the tokens emitted with this text, an end token included
+    logprobs         log-probabilities of these tokens; None when none were asked for
     prompt_logprobs  passed on from the engine (see `decoded_prompt_logprobs`)
     finish           set exactly once, on the last delta
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
@@ -53,12 +53,12 @@ class OutputDelta:
 
     @property
     def is_empty(self) -> bool:
-        """It has nothing for the client or for the engine."""
+        """Whether the delta has nothing for the client or for the engine."""
         return not (self.text or self.token_ids or self.prompt_logprobs or self.finish)
 
 
 class _Pending(NamedTuple):
-    """A token that waits for its text. begin: characters of the output before it; end: it is emitted once this many have been emitted."""
+    """A token that waits for its text. begin: output characters before the token; end: output characters after which it is emitted"""
 
     token_id: int
     begin: int
@@ -66,17 +66,17 @@ class _Pending(NamedTuple):
 
 
 class OutputAssembler:
-    """One sequence's output.
+    """Assembles one sequence's output.
 
     num_tokens         output tokens that count: for usage, and for a resume after a failure
-    num_cached_tokens  prompt tokens taken from the prefix cache, once the engine has reported it
-    queue_time_s       seconds waited in the engine, once it has reported it
-    stages             seconds in each stage, once the engine has ended it
+    num_cached_tokens  prompt tokens taken from the prefix cache; None until the engine has reported it
+    queue_time_s       seconds waited in the engine; None until the engine has reported it
+    stages             seconds in each stage; None until the engine has ended the sequence
     finish             None until the end
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, kept_ids: Set[int] = frozenset()) -> None:
-        """kept_ids: special tokens that have a text although the parameters skip special tokens"""
+        """kept_ids: special tokens that have a text even if the parameters skip special tokens"""
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = Detokenizer(
@@ -96,9 +96,9 @@ class OutputAssembler:
         self.finish: FinishReason | None = None
 
     def feed_whole(self, token_ids: Sequence[int]) -> str | None:
-        """The fast path of `feed`: the text of an update that has tokens alone, when all their text can be emitted at once.
+        """The fast path of `feed`, for an update with tokens alone whose text can all be emitted at once. Returns the text.
 
-        None otherwise; nothing was read then, and the update must go to `feed`. Most tokens take this path; it makes no objects.
+        None: nothing was read, and the update must go to `feed`. Most tokens take this path, which makes no objects.
         """
         if self._pending or self.finish is not None or not self._params.detokenize:
             return None
@@ -129,16 +129,16 @@ class OutputAssembler:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that were read and wait for their text."""
+        """The number of tokens that were read and wait for their text."""
         return len(self._pending)
 
     def supply_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Log-probabilities of the tokens that wait for their text, which were fed without them. One each."""
+        """Set the log-probabilities of all waiting tokens, one each. The tokens were fed without them."""
         offsets = array("q", [pending.begin for pending in self._pending])
         self._logprobs = DecodedLogprobs(self._tokenizer, columns_of(logprobs), offsets, bytearray(b"\1" * len(offsets)))
 
     def _read(self, update: SequenceUpdate, parts: list[str]) -> Delta | None:
-        """Take the update's tokens, collecting their text. Returns the delta that completed a stop string, if one did."""
+        """Read the update's tokens and append their text to `parts`. Returns the delta that completed a stop string, if one did."""
         detokenizer, params = self._detokenizer, self._params
         end_token = -1
         if update.stop_token_id is not None and not params.include_stop_str_in_output:
@@ -158,7 +158,7 @@ class OutputAssembler:
         return delta if delta.stop_match is not None else None
 
     def _add_logprobs(self, update: SequenceUpdate, offsets: Sequence[int], end_token: int) -> None:
-        """Keep the log-probabilities of the tokens that were read: as many as `offsets`."""
+        """Keep the log-probabilities of the tokens that were read, as many as there are `offsets`."""
         num_read = len(offsets)
         columns = columns_of(update.logprobs)
         columns = columns if num_read == len(columns) else columns[:num_read]
@@ -167,7 +167,7 @@ class OutputAssembler:
         self._logprobs = added if self._logprobs is None else self._logprobs.joined(added)
 
     def _stopped(self, text: str, stop: Delta, update: SequenceUpdate) -> OutputDelta:
-        """The last delta, after a stop string: all tokens held back. `engine_finish` is set unless the engine ended the sequence too."""
+        """The last delta, after a stop string, with all tokens held back. `engine_finish` is set unless the engine has ended it."""
         self.finish = FinishReason.STOP
         token_ids, logprobs = self._release(everything=True)
         if logprobs is not None:
@@ -183,7 +183,7 @@ class OutputAssembler:
         )
 
     def _hide_cut(self, logprobs: DecodedLogprobs) -> None:
-        """Hide the tokens that lie wholly in the cut-off stop string: their text begins after all that was emitted."""
+        """Hide tokens that are wholly part of the stop string that was cut off: their text begins after everything that was emitted."""
         num_shown = self._detokenizer.num_released
         for place, (token_id, offset) in enumerate(zip(logprobs.columns.token_ids, logprobs.text_offsets, strict=True)):
             if offset >= num_shown and self._tokenizer.token_bytes(token_id):
@@ -225,9 +225,9 @@ _NO_TEXT = Delta()
 
 
 def decoded_prompt_logprobs(tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> DecodedLogprobs:
-    """Prompt positions 1.. (the first token has no probability), offsets counted in the prompt's text.
+    """Log-probabilities of prompt positions from 1 on (the first token has none). Text offsets are counted in the prompt's text.
 
-    logprobs  all of them in order, as collected from `OutputDelta.prompt_logprobs`
+    logprobs  those of all positions in order, as collected from `OutputDelta.prompt_logprobs`
     """
     offsets, found = Detokenizer(tokenizer, skip_special_tokens=False), DecodedLogprobs(tokenizer)
     for token_id, at in zip(prompt_ids, logprobs, strict=False):

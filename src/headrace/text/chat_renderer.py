@@ -31,12 +31,13 @@ END_OF_FINAL_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def render(source: str, messages: Sequence[Mapping[str, object]], /, *, continue_final_message: bool = False, **variables: object) -> str:
-    """The text that a template writes for a conversation of JSON values. A field of a message that is null counts as absent.
+    """The text that a template writes for a conversation of JSON values. A null field of a message counts as absent.
 
-    continue_final_message  end with the last message's content, which is a string
-    variables               tools, documents, add_generation_prompt, and what else the template reads
+    continue_final_message  end the text with the last message's content, which must be a string
+    variables               tools, documents, add_generation_prompt, and other variables that the template reads
 
-    Raises: TemplateSyntaxError for what is no Jinja, TemplateError for what the template refuses, and whatever Python raises in it.
+    Raises TemplateSyntaxError if the template is no Jinja, TemplateError if the template refuses the conversation, and any error that
+    Python raises in the template.
     """
     template = compiled(source)
     chat = [_with_reasoning(_plain_object(_set_fields(message))) for message in messages]
@@ -49,7 +50,7 @@ def render(source: str, messages: Sequence[Mapping[str, object]], /, *, continue
 
 @lru_cache(maxsize=64)
 def compiled(source: str) -> Template:
-    """Raises TemplateSyntaxError."""
+    """The compiled template. Raises TemplateSyntaxError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
@@ -59,7 +60,7 @@ def compiled(source: str) -> Template:
 
 
 def _cut_after(text: str, final: str) -> str:
-    """The rendered text up to the end of its final message. Raises TemplateError where that is not in it."""
+    """The rendered text up to the end of the final message's content. Raises TemplateError if the text does not contain it."""
     tag = END_OF_FINAL_MESSAGE.strip()
     if final.strip() not in text or tag not in text:
         raise TemplateError("the final message is not in the rendered conversation, so that it cannot be continued")
@@ -69,12 +70,12 @@ def _cut_after(text: str, final: str) -> str:
 
 
 def _set_fields(message: Mapping[str, object]) -> dict[str, object]:
-    """Without fields that are null: clients send back what an API gave them, and templates ask whether a field is defined."""
+    """The message without null fields: clients send back what an API gave them, and templates test whether a field is defined."""
     return {name: value for name, value in message.items() if value is not None}
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """With its reasoning, if it has any, under the names that templates read."""
+    """The message with its reasoning, if any, under the names that templates read."""
     reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -84,7 +85,7 @@ def _plain_object(value: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """A copy in Python's own JSON types: a template could call the methods of others."""
+    """A copy in Python's own JSON types, since a template could call methods of other types."""
     if isinstance(value, Mapping):
         return _plain_object(value)
     if isinstance(value, list | tuple):
@@ -101,7 +102,7 @@ def _plain(value: object) -> object:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`: marks the model's own text for training. Renders what it encloses."""
+    """`{% generation %}`, which marks the model's own text for training. Renders its content."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 # as the base class has it
 
@@ -111,7 +112,7 @@ class _GenerationTag(Extension):
 
 
 class _DictMaker:
-    """What templates call dict: it makes dicts, from keys too, and has none of the type's other attributes."""
+    """The `dict` of templates. Makes dicts, from keys too, and has none of the type's other attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -121,7 +122,7 @@ class _DictMaker:
 
 
 class _PublicNamespace(Namespace):
-    """What templates call namespace; it takes no name with a leading underscore, which would reach Python's internals."""
+    """The `namespace` of templates. Refuses names with a leading underscore, which would reach Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *given = args
@@ -149,5 +150,5 @@ def _now(form: str) -> str:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Jinja's own filter escapes what HTML would read."""
+    """The `tojson` filter, without the escapes for HTML of Jinja's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -23,7 +23,7 @@ _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The two characters put around a control token of a user's string."""
+    """The two characters that are put around a control token in a user's string."""
 
     start: str
     end: str
@@ -49,10 +49,10 @@ class Marks:
         return value
 
     def split(self, rendered: str, tokens: tuple[str, ...]) -> list[tuple[str, bool]]:
-        """(piece, is_plain) parts of a rendered text, marks removed.
+        """(piece, is_plain) parts of a rendered text, with marks removed.
 
-        A template that takes strings apart can separate a pair. Lone marks are dropped, but still cut the text, so that what they
-        stood between cannot join into a control token.
+        A template that takes strings apart may separate a pair of marks. Lone marks are dropped but still cut the text, so that the pieces
+        around them cannot join into a control token.
         """
         pair = re.compile(f"{self.start}{any_of(tokens).pattern}{self.end}|[{self.start}{self.end}]")
         parts: list[str | None] = pair.split(rendered)
@@ -62,7 +62,7 @@ class Marks:
 def strings_in(value: object, path: str, depth: int = 0) -> Iterator[str]:
     """Every string in a JSON-like value, keys included.
 
-    Raises: InvalidRequest at the path of a lone surrogate, of nesting beyond MAX_DEPTH, or of something that is not JSON.
+    Raises InvalidRequest naming the path of a lone surrogate, of nesting beyond MAX_DEPTH, or of a value that is not JSON.
     """
     if depth > MAX_DEPTH:
         raise InvalidRequest(path[:200], f"at most {MAX_DEPTH} levels of nesting")

@@ -18,8 +18,8 @@ from headrace.text.tokenizer import Tokenizer
 class Delta:
     """New text.
 
-    stop_match   the stop string that ended the output, once
-    keep_tokens  beside it: output tokens up to and including the one that completed the stop string; later ones do not count
+    stop_match   the stop string that ended the output; None: none has
+    keep_tokens  with `stop_match`: output tokens up to and including the one that completed it; later ones do not count
     """
 
     text: str = ""
@@ -30,7 +30,7 @@ class Delta:
 class Detokenizer:
     """Text of one output stream. O(1) amortised per token.
 
-    skip_special_tokens  control tokens have no text, but for those of `kept_ids`
+    skip_special_tokens  control tokens have no text, except those of `kept_ids`
     stop                 strings that end the output, cut off unless `include_stop`
     min_tokens           a stop string completed within the first `min_tokens` tokens is ordinary text
 
@@ -81,9 +81,9 @@ class Detokenizer:
         self.num_released = 0
 
     def push_whole(self, token_ids: Sequence[int]) -> str | None:
-        """The fast path of `push`: the text of tokens that can be emitted at once. None otherwise; nothing was read then.
+        """The fast path of `push`: the text of tokens that can be emitted at once. None: nothing was read, use `push`.
 
-        It serves nearly every push: nothing is held, each token is whole characters, none of them may begin a stop string.
+        This serves nearly every push: no text is held, each token is whole characters, and none may begin a stop string.
         """
         if self.has_partial or self._held or self._stop_match is not None:
             return None
@@ -119,7 +119,7 @@ class Detokenizer:
         return Delta("".join(parts))
 
     def flush(self) -> Delta:
-        """The end of the output: emits what was held back; an unfinished character becomes U+FFFD. Call it once."""
+        """End the output: emit the text held back, with U+FFFD for an unfinished character. Call it once."""
         if self._stop_match is not None:
             return _NOTHING
         chars, self.has_partial = self._decoder.decode(b"", final=True), False

@@ -14,7 +14,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """A model's text side: what a gateway or the offline API needs beside an engine.
+    """The text side of a model: what a gateway or the offline API needs beside an engine.
 
     digests  content digests for the wire's Hello (see `core.digests`): both ends must have read the same files
     """
@@ -34,7 +34,7 @@ def load_text(folder: str | Path) -> TextModel:
 
 
 def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
-    """Ids that a prompt may be given must have a row in the model's embedding table. Without a config.json there is no limit."""
+    """Raises CheckpointError if a text can be given an id without a row in the model's embedding table. No limit without a config.json."""
     limit = read_optional_object(folder / "config.json").get("vocab_size")
     if isinstance(limit, bool) or not isinstance(limit, int):
         return

@@ -16,10 +16,10 @@ from headrace.core.plan import LogprobColumns, wide_columns
 
 
 class TokenTexts(Protocol):
-    """Gives token ids their text and bytes. A `Tokenizer` is one."""
+    """The text and bytes of token ids. A `Tokenizer` is one."""
 
     def token_text(self, token_id: int) -> str:
-        """The text for display; U+FFFD where the bytes are part of a character."""
+        """The text for display; U+FFFD for bytes that are part of a character."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -27,7 +27,7 @@ class TokenTexts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TopToken:
-    """One of the most probable tokens at a position. `raw` are its exact bytes, `token` their text (U+FFFD for part of a character)."""
+    """One of the most probable tokens at a position. raw: exact bytes; token: their text (U+FFFD for part of a character)"""
 
     token_id: int
     token: str
@@ -58,12 +58,12 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class DecodedLogprobs:
-    """Neighbouring tokens of one sequence; equal lengths. Iterating makes the objects, one at a time.
+    """Log-probabilities of neighbouring tokens of one sequence, as columns of equal length. Iteration makes one object at a time.
 
-    texts         of the ids in `columns`
-    text_offsets  characters before each in the output (of a prompt: in the prompt)
-    visible       1, or 0 for a token with none of its text in the answer (see `TokenEntry`)
-    texts_bytes   what `texts` takes in memory for these tokens alone
+    texts         texts of the ids in `columns`
+    text_offsets  characters before each in the output (for a prompt: in the prompt)
+    visible       1; 0 for a token with none of its text in the answer (see `TokenEntry`)
+    texts_bytes   memory that `texts` takes for these tokens alone
     """
 
     texts: TokenTexts
@@ -87,12 +87,12 @@ class DecodedLogprobs:
         self.visible.extend(visible)
 
     def extend(self, other: DecodedLogprobs) -> None:
-        """Append the tokens of `other`, whose ids have the same texts."""
+        """Append the tokens of `other`. Both must have the same `texts`."""
         assert other.texts is self.texts, "ids mean the same"
         self.add(other.columns, other.text_offsets, other.visible)
 
     def joined(self, later: DecodedLogprobs) -> DecodedLogprobs:
-        """These tokens and the next ones of the same sequence, as new columns."""
+        """New columns with these tokens and then those of `other`, the next ones of the same sequence."""
         both = DecodedLogprobs(self.texts)
         both.extend(self)
         both.extend(later)
@@ -103,14 +103,14 @@ class DecodedLogprobs:
         return DecodedLogprobs(self.texts, self.columns[span], self.text_offsets[span], self.visible[span])
 
     def pages(self, size: int) -> Iterator[DecodedLogprobs]:
-        """All of them, up to `size` at a time."""
+        """All tokens, in columns of at most `size` tokens."""
         begin = 0
         for columns in self.columns.pages(size):
             span = slice(begin, begin := begin + len(columns))
             yield DecodedLogprobs(self.texts, columns, self.text_offsets[span], self.visible[span])
 
     def shown(self) -> DecodedLogprobs:
-        """The visible ones."""
+        """The visible tokens."""
         if 0 not in self.visible:
             return self
         found, end = DecodedLogprobs(self.texts), 0

@@ -16,10 +16,10 @@ _Call = dict[str, object]
 
 
 def normal_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """Messages with string contents and tool-call arguments as objects; nothing of the caller's is changed.
+    """The messages with string contents, and tool-call arguments as objects. The caller's objects are not changed.
 
-    A list of text parts becomes one string, parts separated by a newline. An assistant's missing content is empty when it made tool
-    calls. Raises InvalidRequest naming the message and field.
+    A list of text parts becomes one string, parts separated by a newline. An assistant's missing content is empty when it made tool calls.
+    Raises InvalidRequest naming the message and field.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequest("messages", "a non-empty list of messages", messages)
@@ -27,7 +27,7 @@ def normal_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def begun_answer(messages: Sequence[Message], *, continue_final_message: bool) -> str:
-    """What a conversation holds of the answer already, if the model continues its last message."""
+    """The part of the answer that the conversation holds already, if the model continues its last message."""
     content = messages[-1].get("content") if continue_final_message and messages else None
     return content if isinstance(content, str) else ""
 
@@ -86,7 +86,7 @@ def _part_text(part: object, path: str) -> str:
 
 
 def _tool_calls(calls: object, path: str) -> list[dict[str, object]]:
-    """The API writes arguments as a JSON string, templates read an object.
+    """The tool calls with arguments as objects, which templates read; the API writes arguments as a JSON string.
 
     A string that holds no JSON object stays a string: the model wrote it, and has to see it again beside the tool's complaint.
     """

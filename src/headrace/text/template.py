@@ -52,9 +52,9 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
-        """The folder's template: see `_sources`.
+        """The template of a model folder; see `_sources` for the files.
 
-        A folder without one gives an object that refuses conversations. Raises CheckpointError for a damaged file.
+        For a folder without a template, the returned object refuses conversations. Raises CheckpointError for a damaged file.
         """
         return cls(_sources(Path(folder)), tokenizer.special_tokens)
 
@@ -64,13 +64,13 @@ class ChatTemplate:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The text of each of its templates."""
+        """The source text of each template."""
         return tuple(self._sources.values())
 
     def compile(self) -> None:
-        """Import the engine and compile now, so that no request waits for it. Raises CheckpointError for a template that is no Jinja.
+        """Import Jinja and compile now, so that no request waits for it. Raises CheckpointError for a template that is no Jinja.
 
-        Templates are programs: one that does not end, or makes gigabytes, does so here. The caller must bound the process.
+        Templates are programs: one that does not end, or that makes gigabytes, does so here. The caller must bound the process.
         """
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
@@ -117,9 +117,9 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, object]] | None = None,
         kwargs: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """The conversation as token ids; control tokens written by users are ordinary tokens, the template's own are control tokens.
+        """The conversation as token ids. Control tokens written by users become ordinary tokens, the template's own are control tokens.
 
-        For a conversation without such text: the ids of `render`'s text. Same arguments and errors as `render`.
+        Without such text from users, these are the ids of `render`'s text. Arguments and errors are those of `render`.
         """
         return self.rendered(
             tokenizer,
@@ -143,7 +143,7 @@ class ChatTemplate:
         kwargs: Mapping[str, object] | None = None,
         switches: Sequence[TemplateSwitch] = (),
     ) -> RenderedChat:
-        """The first half of `encode`: everything but the tokens. Same arguments and errors.
+        """`encode` up to the tokenizing. Arguments and errors are those of `encode`.
 
         switches  set variables of this template beside `kwargs`, or are refused (see `text.template_switch`)
         """
@@ -170,7 +170,7 @@ class ChatTemplate:
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
     def _control_tokens(self, tokenizer: Tokenizer) -> tuple[str, ...]:
-        """The tokenizer's control tokens and the added tags this template writes itself (`<tool_call>`, `[INST]`)."""
+        """The tokenizer's control tokens, and those added tokens that this template itself writes as tags (`<tool_call>`, `[INST]`)."""
         found = self._tokens.get(tokenizer.digest)
         if found is None:
             text = "\0".join(self._sources.values())
@@ -225,16 +225,16 @@ class ChatTemplate:
 
 
 def import_engine() -> None:
-    """Import what renders templates: a tenth of a second, the first time."""
+    """Import the renderer of templates. Takes a tenth of a second the first time."""
     import headrace.text.chat_renderer  # noqa: F401
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as its template writes it.
+    """A rendered conversation.
 
-    text    with the marks around users' control tokens, if there are any
-    pieces  the text cut at them, as `Tokenizer.encode_pieces` takes it; None without any
+    text    with marks around users' control tokens, if there are any
+    pieces  the text cut at the marks, for `Tokenizer.encode_pieces`; None without marks
     unread  fields that this template does not read: kwargs and switches whose values mean off, and reasoning of earlier turns
     """
 
@@ -275,12 +275,12 @@ class _Chat:
 
     @property
     def max_rendered_chars(self) -> int:
-        """Most characters the template may write; one that writes more is broken or hostile. Call `strings` before."""
+        """The most characters that the template may write; a template that writes more is broken or hostile. Call `strings` before."""
         own_chars = OWN_CHARS + OWN_CHARS_PER_MESSAGE * len(self.messages)
         return min(MAX_CHAT_CHARS, MAX_GROWTH * self._num_chars + own_chars)
 
     def strings(self) -> list[str]:
-        """Every string of the client, checked. Raises InvalidRequest, or RequestTooLarge for too many characters in all."""
+        """Every string from the client, checked. Raises InvalidRequest, or RequestTooLarge for too many characters in all."""
         found = list(strings_in(self.messages, "messages"))
         found += strings_in(self.tools, "tools")
         found += strings_in(self.documents, "documents")
@@ -293,8 +293,8 @@ class _Chat:
     def marked(self, marks: Marks, everything: re.Pattern[str], control: re.Pattern[str]) -> _Chat:
         """A copy with control tokens marked.
 
-        An assistant's turn is the model's own earlier output: its tags (`<think>`, `<tool_call>`) stay what they were, so that the next
-        turn's prompt has the same tokens and hits the prefix cache. Its control tokens are marked as in all messages.
+        In an assistant's turn, which is the model's own earlier output, only control tokens are marked, and tags (`<think>`, `<tool_call>`)
+        are not: the next turn's prompt then has the same tokens and hits the prefix cache.
         """
         patterns = [control if message["role"] == "assistant" else everything for message in self.messages]
         made = _Chat(
@@ -331,7 +331,7 @@ def _check_kwargs(kwargs: Mapping[str, object], source: str, special_tokens: Col
 
 
 def _check_tools(chat: _Chat, source: str) -> None:
-    """Raise InvalidRequest where the template would leave functions or calls out of the prompt without a word."""
+    """Raise InvalidRequest if the template would silently leave functions or calls out of the prompt."""
     remedy = "Leave it out for this model, or serve one that was trained to call functions."
     if chat.tools and "tools" not in source:
         raise InvalidRequest("tools", "a model whose chat template shows functions", None, remedy)
@@ -341,7 +341,7 @@ def _check_tools(chat: _Chat, source: str) -> None:
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:
-    """Whether an unread variable changes nothing: null, false, 0 and "" mean the same to a template as a variable that is not set."""
+    """Whether an unread variable changes nothing: to a template, null, false, 0 and "" are the same as a missing variable."""
     return name.isascii() and name.isidentifier() and len(name) <= MAX_UNREAD_NAME_CHARS and value in (None, False, "")
 
 
@@ -367,10 +367,11 @@ def _refused(message: str) -> InvalidRequest:
 
 
 def _sources(folder: Path) -> dict[str, str]:
-    """Template sources by name; "default" is the main one. Blank ones are none.
+    """Template sources by name; "default" is the main one. A blank source counts as missing.
 
-    As in transformers, chat_template.jinja and additional_chat_templates/ win over tokenizer_config.json. Where they have no main
-    template, its templates stand beside them, and chat_template.json, which processors write, where it has none either.
+    The files are read in this order until one has a main template: chat_template.jinja with additional_chat_templates/,
+    tokenizer_config.json, chat_template.json (written by processors). Named templates of earlier files win over those of later ones, as in
+    transformers.
     """
     found: dict[str, str] = {}
     for sources in _layers(folder):
@@ -392,7 +393,7 @@ def _layers(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _sources_in(file: str, given: object) -> dict[str, str]:
-    """The templates of a JSON file's `chat_template`: one, an object of them by name, or a list of objects with name and template."""
+    """The templates in a JSON file's `chat_template`: one string, an object by name, or a list of objects with name and template."""
     if given is None:
         return {}
     if isinstance(given, str):

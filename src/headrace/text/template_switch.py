@@ -14,11 +14,12 @@ from headrace.core.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSwitch:
-    """
-    field   as the client wrote it, e.g. "reasoning.effort"
+    """A request field that sets a variable of the chat template.
+
+    field   the field as the client wrote it, e.g. "reasoning.effort"
     values  variable -> its value, the preferred variable first
     given   the client's value, for refusals
-    is_off  asks for what happens in a template without any of these variables; else such a template refuses the request
+    is_off  the value means what a template without any of these variables does anyway; otherwise such a template refuses the request
     """
 
     field: str
@@ -30,7 +31,7 @@ class TemplateSwitch:
 def switched(
     kwargs: Mapping[str, object], switches: Sequence[TemplateSwitch], variables: Collection[str]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
-    """`kwargs` with the variables that `switches` set, and the fields of switches without effect.
+    """(`kwargs` with the variables that `switches` set, the fields of switches without effect).
 
     variables  names that the template reads
 

@@ -24,16 +24,17 @@ _KEEPS_TEXT = ("ByteLevel", "Digits", "Metaspace")
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """
+    """A lower bound on the tokens of a text.
+
     max_bytes      most bytes of text that one token covers
-    counts_spaces  False where some token also takes all white space beside it
+    counts_spaces  False if some token also covers any amount of white space beside it
     """
 
     max_bytes: int
     counts_spaces: bool = True
 
     def least_tokens(self, text: str) -> int:
-        """The bound for one text. Linear: about 1 ms per MiB; 10 ms where spaces do not count, too long for an event loop."""
+        """The least number of tokens of a text. Linear: about 1 ms per MiB; 10 ms where spaces do not count, too long for an event loop."""
         if not self.counts_spaces:
             text = "".join(text.split())
         num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
@@ -41,11 +42,11 @@ class TokenBound:
 
 
 def token_bound(document: Mapping[str, object], vocab: Collection[str], added: Collection[AddedToken]) -> TokenBound | None:
-    """The bound of a tokenizer; None where its rules allow none.
+    """The bound of a tokenizer; None if its rules allow none.
 
-    document  tokenizer.json
-    vocab     every token as it is spelled there, added ones included
-    added     tokens that a text is searched for before the model's own rules
+    document  content of tokenizer.json
+    vocab     spelling of every token there, added ones included
+    added     tokens that are searched for in a text before the model's own rules
     """
     shrinks = _normalizer_shrinks(document.get("normalizer"))
     if shrinks is None or not _pre_tokenizer_keeps_text(document.get("pre_tokenizer")):
@@ -57,7 +58,7 @@ def token_bound(document: Mapping[str, object], vocab: Collection[str], added: C
 
 
 def _longest(document: Mapping[str, object], vocab: Collection[str], added: Collection[str]) -> int | None:
-    """Bytes of the longest token; None when the model's rules may drop text, or cover any amount of it by one unknown token."""
+    """Bytes of the longest token. None if the model's rules may drop text, or cover any amount of text by one unknown token."""
     model = document.get("model")
     if not isinstance(model, Mapping) or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return None
@@ -75,7 +76,7 @@ def _longest(document: Mapping[str, object], vocab: Collection[str], added: Coll
 
 
 def _normalizer_shrinks(normalizer: object) -> int | None:
-    """Bytes of text per byte of what the normalizer makes of it, at most; None: no bound."""
+    """The most bytes of text that the normalizer turns into one byte; None: no bound."""
     shrinks = 1
     for part in _parts(normalizer, "normalizers"):
         match part:
@@ -102,7 +103,7 @@ def _pre_tokenizer_keeps_text(pre_tokenizer: object) -> bool:
 
 
 def _parts(section: object, inner: str) -> Iterator[Mapping[str, object]]:
-    """The steps of a section of tokenizer.json, which may be absent, one step, or a sequence. What is no step has no type."""
+    """The steps of a section of tokenizer.json. The section may be absent, one step, or a sequence. {} stands for any other value."""
     if section is None:
         return
     if not isinstance(section, Mapping):

@@ -22,7 +22,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 bytes stand for themselves, all other bytes for U+0100 onwards in order."""
+    """GPT-2's table of bytes: printable Latin-1 characters stand for themselves, U+0100 onwards for all other bytes in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
@@ -33,9 +33,9 @@ BYTE_OF_CHAR: Mapping[str, int] = _byte_of_char()
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How this tokenizer spells bytes.
+    """How a tokenizer spells bytes.
 
-    is_byte_level  GPT-2's byte table; otherwise U+2581 is a space
+    is_byte_level  True: GPT-2's byte table; False: U+2581 is a space
     has_bytes      `<0xNN>` tokens are single bytes
     strip_left     spaces removed from the start of a whole text (the space a metaspace tokenizer put before the first word)
     """
@@ -45,7 +45,7 @@ class Spelling:
     strip_left: int = 0
 
     def to_bytes(self, token: str) -> bytes:
-        """The bytes of a token of the model's vocabulary, given its spelling."""
+        """The bytes of a token of the model's vocabulary. spelling: the token as written there"""
         if self.is_byte_level:
             try:
                 return bytes([BYTE_OF_CHAR[char] for char in token])
@@ -57,7 +57,7 @@ class Spelling:
 
 
 def spelling_of(decoder: object) -> Spelling:
-    """The spelling a tokenizer.json `decoder` section describes. Raises CheckpointError for one that is not known."""
+    """The spelling that a tokenizer.json's `decoder` section describes. Raises CheckpointError for an unknown one."""
     is_byte_level = has_bytes = is_metaspace = False
     strip_left = 0
     for part in _parts(decoder):

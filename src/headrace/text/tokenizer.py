@@ -79,9 +79,9 @@ class Tokenizer:
         return cls(read_tokenizer_config(path), read_bytes(path / "tokenizer.json").removeprefix(BOM_UTF8))
 
     def first_id_beyond(self, limit: int) -> tuple[str, int] | None:
-        """(token, id): the least id from `limit` on that a text can be given, or that opens one; None when there is none.
+        """(token, id) with the least id >= `limit` that a text can be given, or that opens a text; None where there is none.
 
-        Other control tokens may lie beyond: some folders add a padding token the model has no row for, and nothing asks for it.
+        Other control tokens may have higher ids: some folders add a padding token that the model has no row for and that no text uses.
         """
         if self.vocab_size <= limit:
             return None
@@ -118,7 +118,7 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def hides_control_token(self, text: str) -> bool:
-        """True when the normalizer turns `text` into a control token it does not literally contain (NFKC and full-width letters)."""
+        """Whether the normalizer turns `text` into a control token that is not literally in it (NFKC and full-width letters)."""
         return self._normalizes_control and self._control_pattern.search(text) is None and self._gives_control(self._ids(text))
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, field: str = "prompt") -> list[int]:
@@ -142,7 +142,7 @@ class Tokenizer:
         return text[min(strip, len(text) - len(text.lstrip(" "))) :] if strip else text
 
     def join(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> bytes:
-        """The bytes of tokens that continue a text (nothing is stripped)."""
+        """The bytes of tokens that continue a text. Nothing is stripped."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         return b"".join([self.token_bytes(i) for i in token_ids if i not in skipped])
 
@@ -178,12 +178,12 @@ class Tokenizer:
 
     @cached_property
     def control_tokens(self) -> tuple[str, ...]:
-        """Spellings that user text must not be able to produce: special tokens and those that look like one, sorted."""
+        """Spellings that users' text must not be able to produce: special tokens, and tokens that look like one. Sorted."""
         return tuple(sorted(t.content for t in self._added.values() if t.special or _PIPED.match(t.content)))
 
     @property
     def added_tokens(self) -> tuple[str, ...]:
-        """Every token that is matched in the text before the model's own rules, control or not."""
+        """Every token that is searched for in a text before the model's own rules, control token or not."""
         return tuple(token.content for token in self._added.values())
 
     @cached_property
@@ -198,9 +198,9 @@ class Tokenizer:
         return ids
 
     def _batch(self, pieces: Sequence[str], *, is_inner: bool) -> list[list[int]]:
-        """Ids of pieces of one text, in one call: a megabyte of control tokens makes 100,000 pieces.
+        """Ids of pieces of one text, in one call, since a megabyte of control tokens makes 100,000 pieces.
 
-        is_inner  the first one, too, has something before it
+        is_inner  whether the first piece, too, has text before it
         """
         if not pieces:
             return []
@@ -212,12 +212,14 @@ class Tokenizer:
         return first + [self._after_newline(e.ids) or self._ids(piece) for e, piece in zip(behind, rest, strict=True)]
 
     def _after_newline(self, ids: list[int]) -> list[int] | None:
-        """What follows the newline put before a piece, so that a metaspace tokenizer adds no space; None if the two have merged."""
+        """The ids after a newline that was put before a piece to keep a metaspace tokenizer from adding a space; None if the two have
+        merged."""
         newline = self._newline
         return ids[len(newline) :] if ids[: len(newline)] == newline else None
 
     def _plain_ids(self, piece: str, field: str) -> list[int]:
-        """Ordinary tokens spelling `piece`: the model's rules without the added tokens; where those still give it, letter by letter."""
+        """Ordinary tokens that spell `piece`, by the model's rules without the added tokens; letter by letter if one of these is a control
+        token."""
         known = self._plain.get(piece)
         if known is None:
             known = self._spelled_out(piece, field)
@@ -238,7 +240,7 @@ class Tokenizer:
 
     @cached_property
     def _control_ids(self) -> frozenset[int]:
-        """Ids of control tokens; the unknown token is none, any odd letter gives it."""
+        """Ids of control tokens. The unknown token is left out: any odd letter gives it."""
         unknown = self.special_tokens.get("unk_token")
         names = set(self.control_tokens) - {unknown}
         return frozenset(i for i, token in self._added.items() if token.content in names)
@@ -248,7 +250,7 @@ class Tokenizer:
         return self._inner.normalizer is not None and any(self._added[i].normalized for i in self._control_ids)
 
     def _model_ids(self, text: str) -> list[int]:
-        """The model's rules without the added tokens, as if `text` stood inside a longer one."""
+        """The ids by the model's rules without the added tokens, as if `text` were inside a longer text."""
 
         def run(text: str) -> list[int]:
             inner = self._inner
@@ -271,9 +273,8 @@ class Tokenizer:
 
 
 class WholeTexts(dict[int, str]):
-    """Texts of tokens that are whole characters by themselves, each made when it is first asked for. Empty for a token that has no text, or
-    only a part of a character. A dictionary, because one is looked up per token that is streamed.
-    """
+    """Token id -> its text, for tokens that are whole characters; empty for a token without text, or with part of a character. Each text is
+    made at its first use. A dictionary, because there is a lookup for each streamed token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -298,7 +299,7 @@ def check_text(text: str, field: str) -> None:
 
 @lru_cache(maxsize=64)
 def any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """A pattern with one group matching any of `tokens`, longest first; without tokens it never matches."""
+    """A pattern with one group that matches any of `tokens`, the longest first. Without tokens it never matches."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")
 
 

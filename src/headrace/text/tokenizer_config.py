@@ -29,7 +29,8 @@ _Object = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """
+    """The facts about tokens in a model folder's older files.
+
     special_tokens  name -> text: bos_token, eos_token, ..., and names of the model's own
     special_texts   texts of special tokens, named or not
     described       id -> description of a token, as tokenizer.json has them
@@ -40,11 +41,11 @@ class TokenizerConfig:
     described: dict[int, _Object]
 
     def extend(self, inner: tokenizers.Tokenizer) -> None:
-        """Describe tokens to the tokenizer as this file does, and add the described ones that it lacks.
+        """Apply these descriptions to the tokenizer, and add described tokens that it lacks.
 
         A special token without a description gets no id of its own: the model was not trained with one.
 
-        Raises: CheckpointError for a token that would get another id than this file gives it.
+        Raises CheckpointError for a token that would get another id than the file says.
         """
         from tokenizers import AddedToken
 
@@ -65,7 +66,7 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
-    """Raises CheckpointError for a damaged file."""
+    """The facts of a model folder. Raises CheckpointError for a damaged file."""
     config, older = (_without_nulls(read_optional_object(folder / file)) for file in (FILE, "special_tokens_map.json"))
     is_older = "added_tokens_decoder" not in config
     merged = {**config, **older} if is_older else {**older, **config}
@@ -80,7 +81,7 @@ def _without_nulls(values: _Object) -> dict[str, object]:
 
 
 def _named(merged: _Object) -> Iterator[tuple[str, str]]:
-    """(name, text) of special tokens: fields called `..._token`, and objects of tokens by name."""
+    """(name, text) of special tokens: from fields called `..._token`, and from objects of tokens by name."""
     fields = [(name, value) for name, value in merged.items() if name.endswith("_token")]
     for field in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(by_name := merged.get(field), Mapping):
@@ -108,7 +109,7 @@ def _in_decoder(given: object) -> dict[int, _Object]:
 
 
 def _in_added_tokens(folder: Path, special_texts: list[str]) -> dict[int, _Object]:
-    """The same for an older folder, whose added_tokens.json has ids alone."""
+    """The entries by id of an older folder, whose added_tokens.json has ids alone."""
     found = {}
     for text, token_id in read_optional_object(folder / "added_tokens.json").items():
         if not text or isinstance(token_id, bool) or not isinstance(token_id, int):

@@ -21,10 +21,10 @@ from headrace.text.output.value_types import FunctionTypes
 
 
 class CallParser:
-    """One answer's tool calls. White space directly after calls belongs to the format and is dropped."""
+    """Parses one answer's tool calls. White space directly after calls belongs to the format and is dropped."""
 
     def __init__(self, row: ToolFormat, functions: Sequence[FunctionTool]) -> None:
-        """functions: those that the request offers; what no marker introduces is a call only of one of these"""
+        """functions: those that the request offers; text without a start marker is a call only if it names one of them"""
         self._row = row
         self._function_types = FunctionTypes(functions)
         self._log = CallLog(frozenset([function.name for function in functions]))
@@ -36,16 +36,16 @@ class CallParser:
 
     @property
     def is_passed(self) -> bool:
-        """All further text is content."""
+        """Whether all further text is content."""
         return not self._is_in_section and not self._held and (not self._row.start or self._log.num_calls >= MAX_CALLS)
 
     @property
     def is_call_open(self) -> bool:
-        """The last call's arguments are not complete."""
+        """Whether the last call's arguments are incomplete."""
         return self._log.is_open
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
-        """(content, pieces of calls) that `text` adds."""
+        """(content, pieces of calls) that become certain with `text`."""
         content: list[str] = []
         text, self._held = self._held + text, ""
         at = 0
@@ -59,7 +59,7 @@ class CallParser:
         return "".join(content), self._log.take_pieces()
 
     def finish(self) -> str:
-        """What was held back. Call it once."""
+        """The text held back. Call it once, at the end."""
         held = self._log.take_held()
         is_end = self._log.num_calls > 0 and self._row.end.startswith(held.strip())
         if self._log.is_open or is_end:

@@ -20,7 +20,7 @@ class CallPiece(NamedTuple):
 
 
 class ParsedDelta(NamedTuple):
-    """What is new. The pieces of all deltas joined depend on the whole text alone, not on how it was split."""
+    """The new part of a parsed output. All deltas joined depend on the whole text alone, not on how it was split."""
 
     text: str = ""
     reasoning: str = ""

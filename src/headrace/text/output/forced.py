@@ -27,14 +27,16 @@ def forced_grammar(
     document: Mapping[str, object] | None = None,
     token_ids: Mapping[str, int] | None = None,
 ) -> Grammar | None:
-    """The grammar of the output; None where nothing is forced: CallMode.NONE, and AUTO without a strict function or another rule.
+    """The grammar of an output with forced calls; None where nothing is forced: CallMode.NONE, and AUTO without a strict function or other
+    rule.
 
-    REQUIRED   calls alone; one call where a function is named
-    AUTO       text, and calls from a marker on: a strict function's arguments by its schema, another's any JSON object
+    REQUIRED   the output is calls alone; one call where a function is named
+    AUTO       the output is text, with calls after a marker: a strict function's arguments match its schema, another's are any JSON object
     document   with AUTO: JSON Schema of an output without calls, in place of free text
-    token_ids  ids of the format's markers that are tokens of their own
+    token_ids  ids of the format's markers that are single tokens
 
-    Raises InvalidRequest: a named function that is not among the tools, arguments that are no object, a format that cannot be forced.
+    Raises InvalidRequest for a named function that is not among the tools, arguments that are no object, and a format that cannot be
+    forced.
     """
     is_free = choice.is_parallel and document is None and not choice.allowed and not any(tool.is_strict for tool in tools)
     if choice.mode is CallMode.NONE or (choice.mode is CallMode.AUTO and is_free):
@@ -72,14 +74,14 @@ def _schema(number: int, tool: FunctionTool, *, is_auto: bool) -> Mapping[str, o
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """Lark source. `body` is one call without markers; `section` is what stands after a start marker."""
+    """The rules of a Lark source. `body` is one call without markers; `section` is the text after a start marker."""
 
     tool_format: ToolFormat
     token_ids: Mapping[str, int]
     lines: list[str] = field(default_factory=list)
 
     def add_calls(self, calls: Sequence[tuple[str, Mapping[str, object], str]]) -> None:
-        """calls: name, schema of the arguments, and the schema's field within the request"""
+        """Add a rule for each call. calls: (name, schema of the arguments, field of that schema within the request)"""
         tags = self.tool_format.tags
         self.lines.append("body: " + " | ".join([f"call{number}" for number in range(len(calls))]))
         if tags is not None and tags.key_start:
@@ -106,7 +108,7 @@ class _Rules:
         return self._source(f"start: {self._calls(parallel)} | document", parallel)
 
     def _calls(self, parallel: bool) -> str:
-        """Calls with their markers, from the beginning of the output to its end."""
+        """A rule for an output that consists of calls with their markers."""
         start = self._spelled(self.tool_format.start) if not self.tool_format.is_bare else ""
         one = f"{start} section".strip()
         between = self.tool_format.separator or self.tool_format.padding
@@ -114,7 +116,8 @@ class _Rules:
         return f"{one}{again}"
 
     def free_then_calls(self, parallel: bool) -> str:
-        """`head` ends with the start marker, be it a token or spelled out; a bare format's call begins with the output's first brace."""
+        """Free text, then calls. `head` ends with the start marker, as a token or spelled out. In a bare format the first brace begins
+        one."""
         marker = self.tool_format.start
         heads = [f"FREE <[{self.token_ids[marker]}]>"] if marker in self.token_ids else []
         if marker:
@@ -129,7 +132,7 @@ class _Rules:
 
     @property
     def _has_sections(self) -> bool:
-        """Further calls have a start marker of their own."""
+        """Whether each further call has its own start marker."""
         if self.tool_format.tags is not None:
             return not self.tool_format.tags.is_shared
         return self.tool_format.syntax is not CallSyntax.JSON_LIST and not self.tool_format.separator

@@ -43,7 +43,7 @@ TERMINALS = ("ANY_TEXT: /(?s:.*)/", f"ANY_KEY: /{_KEY.pattern}/")
 
 
 def lark_text(text: str) -> str:
-    """A text as Lark writes it, which has no escapes for characters beyond ASCII."""
+    """A text as a Lark literal. Lark has no escapes for characters beyond ASCII, which stay as they are."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -65,12 +65,12 @@ def _is_idle(name: str, rule: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MarkerTexts:
-    """Texts of a format as Lark writes them. token_ids: ids of markers that are tokens of their own"""
+    """A format's texts in Lark's notation. token_ids: ids of markers that are single tokens"""
 
     token_ids: Mapping[str, int]
 
     def spelled(self, text: str) -> str:
-        """The text, where each marker within it may be the token that it is or its spelling. Empty for an empty text."""
+        """The text, where each marker may be its token or its spelling. Empty for an empty text."""
         markers = sorted(filter(text.__contains__, self.token_ids), key=len, reverse=True)
         pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text) if markers else [text]
         return " ".join([self._piece(piece) for piece in pieces if piece])
@@ -82,10 +82,10 @@ class MarkerTexts:
 
 @dataclass(slots=True)
 class TaggedArguments:
-    """The arguments of one function.
+    """Rules for the arguments of one function in a tagged format.
 
     name, tags  of the format
-    rule        prefix of the names of the rules in `lines`, which refer to the terminals of TERMINALS
+    rule        prefix for the names of the rules in `lines`, which use the terminals of TERMINALS
     path        field of the schema within the request, for refusals
     """
 
@@ -103,7 +103,7 @@ class TaggedArguments:
         self._types = SchemaTypes(self.schema)
 
     def body(self) -> str:
-        """What stands between a function's name and the end of its call. Raises InvalidRequest for a schema that cannot be followed so."""
+        """A rule for the text between a function's name and the end of its call. Raises InvalidRequest for other schemas."""
         if found := next((name for name, rule in self.schema.items() if name in _OF_OBJECTS and not _is_idle(name, rule)), None):
             raise self._refused(found, self.schema[found])
         given, needed = self.schema.get("properties"), self.schema.get("required")
@@ -150,7 +150,7 @@ class TaggedArguments:
         return f"{self.texts.spelled(self.tags.key_start)} {key} {self.texts.spelled(self.tags.key_end + self.tags.value_start)}"
 
     def _free_text(self, rule: str) -> str:
-        """Any text up to the closing tag, be it a token or spelled out."""
+        """A rule for any text up to the closing tag, which may be a token or spelled out."""
         end = self.tags.value_end.strip()
         self.lines.append(f"{rule}_text[lazy]: ANY_TEXT {lark_text(end)}")
         token = f" | ANY_TEXT <[{self.texts.token_ids[end]}]>" if end in self.texts.token_ids else ""
@@ -158,7 +158,7 @@ class TaggedArguments:
         return f"({rule}_text{token}) {self.texts.spelled(after)}".strip()
 
     def _choices(self, schema: object, path: str) -> list[str] | None:
-        """The texts that a schema allowing strings has; None for any text. Raises InvalidRequest for other rules."""
+        """The strings that a schema allows; None for any string. Raises InvalidRequest for rules other than a list of values."""
         if not isinstance(schema, Mapping):
             return None
         self.num_branches += 1
@@ -182,7 +182,7 @@ class TaggedArguments:
         return None
 
     def _joined(self, branches: list[object], path: str) -> list[str] | None:
-        """The texts of a choice between strings and null."""
+        """The strings of an `anyOf` of strings and null."""
         null = {"type": "null"}
         if other := next((branch for branch in branches if branch != null and self._types.of(branch) != TEXT), None):
             raise self._refused(path, other)

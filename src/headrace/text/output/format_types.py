@@ -20,7 +20,7 @@ _TAG = re.compile(r"<[^<>=\s]+>")
 
 
 class CallSyntax(StrEnum):
-    """How calls are written between a format's markers. What is read beside it: `calls`."""
+    """How calls are written between a format's markers. `calls` reads some other spellings too."""
 
     JSON_OBJECT = "json_object"
     """{"name": "f", "arguments": {...}}; further objects may follow after the row's separator."""
@@ -36,14 +36,14 @@ class CallSyntax(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTags:
-    """How a call of CallSyntax.TAGGED is spelled, as the family writes it. White space around tags is optional where calls are read.
+    """The texts of a CallSyntax.TAGGED call, as the model family writes them. White space around tags is optional where calls are read.
 
-    call_start, name_end  texts before a function's name and after it; empty: there are none
+    call_start, name_end  texts before and after a function's name; empty: none
     key_start, key_end    texts around a parameter's name; empty: the arguments are one JSON object
-    value_start           text before a parameter's value, behind `key_end`; empty: there is none
-    value_end             text after a value. Strings stand without quotes, other values as JSON
-    call_end              text after a call; empty: the section's end marker is the call's
-    is_shared             one section holds all calls of an output; else each call has a section of its own
+    value_start           text before a parameter's value, after `key_end`; empty: none
+    value_end             text after a value. Strings have no quotes, other values are JSON
+    call_end              text after a call; empty: the section's end marker ends the call
+    is_shared             one section holds all calls of an output; else each call has its own section
     """
 
     call_start: str = ""
@@ -81,11 +81,11 @@ class CallTags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """Free text before the answer.
+    """How a model family marks reasoning, free text before the answer.
 
-    start, end   the texts around it; it is recognized at the beginning of the output alone
+    start, end   texts around it; recognized only at the beginning of the output
     begins_open  the output begins inside it, whatever the prompt ends with
-    hint         text of a chat template that asks for this row
+    hint         text in a chat template by which this row is chosen
     """
 
     name: str
@@ -96,15 +96,15 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that a detokenizer must keep even where they are special tokens."""
+        """Texts that a detokenizer must keep even if they are special tokens."""
         return self.start, self.end
 
     def span(self, *, is_open: bool) -> ReasoningSpan:
-        """is_open: the prompt has opened it (`is_opened_by`)"""
+        """The reasoning as a grammar takes it. is_open: the prompt has opened it (`is_opened_by`)"""
         return ReasoningSpan(start=self.start, end=self.end, is_open=is_open or self.begins_open)
 
     def is_opened_by(self, prompt_end: str) -> bool:
-        """Whether the reasoning has begun at the end of a prompt. A start marker further up is part of a message and opens nothing."""
+        """Whether a prompt ends inside the reasoning. A start marker further up is part of a message and opens nothing."""
         return prompt_end.rstrip().endswith(self.start)
 
 
@@ -139,7 +139,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """As `ReasoningFormat.markers`."""
+        """Texts that a detokenizer must keep even if they are special tokens."""
         named = ARGUMENTS_MARKERS if self.syntax is CallSyntax.NAMED else ()
         inside = _TAG.findall("".join(self.tags.texts)) if self.tags is not None else ()
         return tuple(dict.fromkeys([marker for marker in (self.start, self.end, *named, *inside) if marker]))

@@ -17,7 +17,7 @@ AUTO, OFF = "auto", "none"
 
 
 def _deepseek(name: str) -> str:
-    """DeepSeek's markers have a full-width bar and the lower block that SentencePiece writes for a space."""
+    """A marker of DeepSeek's, with a full-width bar, and for a space SentencePiece's lower block."""
     return f"<\uff5ctool\u2581{name.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -188,9 +188,9 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 
 
 def reasoning_format(name: str, templates: Iterable[str], *, where: str = "reasoning_parser") -> ReasoningFormat | None:
-    """The row called `name`; for AUTO the one that the model's chat templates ask for, if any does. None for OFF.
+    """The row called `name`; for AUTO the row that the model's chat templates hint at, if any. None for OFF.
 
-    Raises ConfigError at `where` for an unknown name, listing those that exist.
+    Raises ConfigError at `where` for an unknown name, listing the known ones.
     """
     if name == AUTO:
         text = "\0".join(templates)
@@ -215,7 +215,7 @@ def _is_asked_for(row: ToolFormat, template: str) -> bool:
 
 
 def _known(name: str, rows: Mapping[str, ReasoningFormat] | Mapping[str, ToolFormat], where: str) -> str:
-    """The row's own name. Raises ConfigError for one that there is not."""
+    """The row's own name. Raises ConfigError for an unknown one."""
     found = name if name in rows else ALIASES.get(name, name)
     if found not in rows:
         known = [AUTO, OFF, *rows, *(alias for alias, target in ALIASES.items() if target in rows and alias not in rows)]

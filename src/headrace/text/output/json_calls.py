@@ -34,7 +34,7 @@ _LONGEST_START = max(map(len, _SCHEMA_STARTS))
 
 
 class _State(Enum):
-    """What is read next. White space may come before all but a SPAN."""
+    """The next part of a call's form. White space may come before every part but a SPAN."""
 
     START = 1
     OBJECT = 2
@@ -48,7 +48,7 @@ class _State(Enum):
 
 
 class _Use(Enum):
-    """What the present span is."""
+    """The meaning of the current span."""
 
     KEY = 1
     NAME = 2
@@ -60,14 +60,14 @@ class _Use(Enum):
 
 
 class JsonCalls:
-    """What follows a start marker: a list of objects, or objects with the row's separator between, and its end marker. A `CallReader`.
+    """Reads a section of JSON calls: a list of objects, or objects with the row's separator between, and the end marker. A `CallReader`.
 
-    An object has a name and arguments, themselves an object, in any order; other keys are skipped. A call without arguments has "{}". Both
-    may stand one object deeper, behind the key "function".
+    An object has a name, and arguments that are themselves an object, in any order; other keys are skipped. Without arguments they are
+    "{}". Both may be one object deeper, in the value of the key "function".
     """
 
     def __init__(self, row: ToolFormat, log: CallLog, *, is_bare: bool = False) -> None:
-        """is_bare: no marker says that this is a call, so the name must be one that the request offers, and the arguments be written"""
+        """is_bare: the section has no start marker, so a call must name an offered function, and must have arguments"""
         self._row, self._log = row, log
         self._is_list, self._is_bare = False, is_bare
         self._separator = row.separator.strip()
@@ -99,7 +99,7 @@ class JsonCalls:
         self._is_begun = self._is_nested = False
 
     def _read_form(self, text: str, at: int, end: int) -> int:
-        """Read the next piece of what stands around arguments, up to `end` at most. It is held until a call is known to be one."""
+        """Read the next piece outside arguments, up to `end` at most. The text is held until it is known to be a call's."""
         if self._state is _State.SPAN:
             return self._read_span(text, at, end)
         if self._state is _State.END_MARKER:
@@ -118,7 +118,7 @@ class JsonCalls:
         return at
 
     def _take(self, char: str) -> int:
-        """Go on by one character of the form: 1 if it was read, 0 if it was only looked at."""
+        """Go on by one character of the form. 1: the character was read; 0: it was only looked at."""
         match self._state, char:
             case (_State.START, "["):
                 self._is_list, self._state = True, _State.OBJECT
@@ -166,7 +166,7 @@ class JsonCalls:
         return 1
 
     def _end_object(self) -> None:
-        """A call that has begun is complete; one with a name alone has no arguments."""
+        """End an object. A call that has begun is complete; a call with only a name has no arguments."""
         if self._is_nested:
             self._is_nested, self._state = False, _State.AFTER_VALUE
             return
@@ -225,12 +225,12 @@ class JsonCalls:
         return after
 
     def _may_be_definition(self) -> bool:
-        """Whether the arguments read so far may be the schema of a definition that the model recites."""
+        """Whether the arguments read so far may be the schema of a function definition that the model repeats."""
         start = self._early_start
         return self._is_bare and any(start[: len(schema)] == schema[: len(start)] for schema in _SCHEMA_STARTS)
 
     def _begin_named(self) -> None:
-        """Begin the call of which name and arguments are known. What may be a definition waits for the end of its object."""
+        """Begin the call once its name and arguments are known. What may be a definition waits for the end of its object."""
         if self._name and self._early is not None and not self._may_be_definition():
             self._begin_whole()
 
@@ -267,7 +267,7 @@ class JsonCalls:
                 self._take_name(text)
 
     def _read_python(self, raw: str) -> None:
-        """Read an object in Python's spelling as the JSON that it means."""
+        """Read an object in Python's spelling as the equivalent JSON."""
         found = CallLog(self._log.names)
         JsonCalls(self._row, found, is_bare=self._is_bare).feed(json_of_literal(raw) or "", 0)
         arguments = "".join([piece.arguments for piece in found.pieces])
@@ -288,7 +288,7 @@ class JsonCalls:
 
 
 def _decoded(raw: str) -> str:
-    """A JSON string's text; empty for what is no string or no Unicode, as an unpaired surrogate is not."""
+    """The text of a JSON string; empty if `raw` is no string, or has an unpaired surrogate."""
     try:
         text = str(json.loads(raw))
         text.encode()

@@ -13,16 +13,16 @@ _PYTHON_STRUCTURE = re.compile(r"""["'{}\[\]<]""")
 
 
 class JsonSpan:
-    """One value. Brackets are counted, not matched with each other.
+    """Finds the end of one JSON value. Brackets are counted, not matched with each other.
 
     is_over    the value is complete
-    is_broken  a "<" stands outside strings: it begins most markers and no JSON
+    is_broken  a "<" is outside strings: it begins most markers and no JSON
     """
 
     def __init__(self, opening: str, *, is_python: bool = False) -> None:
         """
-        opening    the value's first character, which `feed` is given as well
-        is_python  strings may stand in single quotes
+        opening    the value's first character; `feed` gets it as well
+        is_python  strings may have single quotes
         """
         self._depth = 0
         self._quote = ""
@@ -34,7 +34,7 @@ class JsonSpan:
 
     @property
     def is_in_string(self) -> bool:
-        """The next character belongs to a string."""
+        """Whether the next character is inside a string."""
         return bool(self._quote)
 
     def feed(self, text: str, at: int, end: int) -> int:

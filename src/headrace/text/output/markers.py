@@ -8,7 +8,7 @@ _NO_SPACE = re.compile(r"\S")
 
 
 def num_held(text: str, marker: str, begin: int = 0) -> int:
-    """Length of the longest end of `text`, from `begin` on, that begins `marker` without being all of it. O(length of the marker)."""
+    """Length of the longest end of `text`, from `begin` on, that is a proper beginning of `marker`. O(length of the marker)."""
     if not marker:
         return 0
     at = text.find(marker[0], max(begin, len(text) - len(marker) + 1))
@@ -20,7 +20,7 @@ def num_held(text: str, marker: str, begin: int = 0) -> int:
 
 
 def first_non_space(text: str, at: int = 0, end: int | None = None) -> int:
-    """Position of the first character from `at` on that is no white space; `end`, or the text's length, if there is none before it."""
+    """Position of the first character from `at` on that is no white space, or `end` (without it, the text's length) if there is none."""
     end = len(text) if end is None else end
     found = _NO_SPACE.search(text, at, end)
     return found.start() if found else end

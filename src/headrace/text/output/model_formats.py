@@ -17,9 +17,10 @@ TAIL_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelFormats:
-    """
-    tools, reasoning  None: the model's output is not searched for these
-    token_ids         ids of the rows' markers that are tokens of their own
+    """The formats of a model's output.
+
+    tools, reasoning  None: the output is not searched for them
+    token_ids         ids of the rows' markers that are single tokens
     """
 
     tools: ToolFormat | None = None
@@ -30,7 +31,7 @@ class ModelFormats:
     def of(
         cls, tokenizer: Tokenizer, template: ChatTemplate, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> ModelFormats:
-        """The rows of these names (`formats.AUTO`: the template chooses). Raises ConfigError for an unknown name."""
+        """The formats with these names (`formats.AUTO`: chosen by the template). Raises ConfigError for an unknown name."""
         tools = tool_format(tool_call_parser, template.sources)
         reasoning = reasoning_format(reasoning_parser, template.sources)
         markers = [marker for row in (tools, reasoning) if row is not None for marker in row.markers]
@@ -38,11 +39,11 @@ class ModelFormats:
         return cls(tools, reasoning, {marker: token_id for marker, token_id in ids.items() if token_id is not None})
 
     def marker_ids(self, *rows: ToolFormat | ReasoningFormat | None) -> frozenset[int]:
-        """Tokens that are markers of these rows, which are among the model's."""
+        """Tokens of the model that are markers of these formats."""
         return frozenset([self.token_ids[marker] for row in rows if row is not None for marker in row.markers if marker in self.token_ids])
 
     def is_reasoning_open(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], begun: str = "") -> bool:
-        """Whether the output of a prompt begins inside the reasoning. begun: the part of the answer that the prompt holds already"""
+        """Whether the output of a prompt begins inside the reasoning. begun: part of the answer that the prompt holds already"""
         if self.reasoning is None:
             return False
         if begun:
@@ -50,9 +51,10 @@ class ModelFormats:
         return self.reasoning.is_opened_by(_tail(tokenizer, prompt_ids))
 
     def reasoning_span(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], begun: str = "") -> ReasoningSpan | None:
-        """The reasoning that the output of a prompt may begin with, as a grammar is given it. None without a reasoning format, and where
-        the prompt ends with the end of the reasoning (so do templates whose reasoning is switched off) or has it in the answer's beginning.
-        begun: as in `is_reasoning_open`
+        """The reasoning that an output may begin with, as a grammar takes it. begun: as in `is_reasoning_open`
+
+        None without a reasoning format, and if the prompt has the end of the reasoning already: at its end, as with templates that switch
+        reasoning off, or in the begun answer.
         """
         if self.reasoning is None:
             return None

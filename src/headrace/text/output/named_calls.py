@@ -18,7 +18,7 @@ _HEADER = re.compile(
 
 
 class NamedCalls:
-    """What follows a start marker: one call. A `CallReader`."""
+    """Reads a section of one call, a name and arguments. A `CallReader`."""
 
     def __init__(self, log: CallLog) -> None:
         self._log = log

@@ -17,7 +17,7 @@ from headrace.text.output.reasoning import ReasoningSplitter
 
 
 class OutputParser:
-    """One output. reasoning: where its reasoning lies; None without a reasoning format"""
+    """Parses one output. reasoning: where its reasoning is; None without a reasoning format"""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class OutputParser:
         is_reasoning_open: bool = False,
     ) -> None:
         """
-        functions          those that the request offers (`CallParser`)
+        functions          functions that the request offers (`CallParser`)
         is_reasoning_open  the prompt ends inside the reasoning
         """
         self._calls = CallParser(tools, functions) if tools is not None else None
@@ -36,12 +36,12 @@ class OutputParser:
 
     @property
     def is_passed(self) -> bool:
-        """All further text is content: it need not be pushed."""
+        """Whether all further text is content, and need not be pushed."""
         return (self.reasoning is None or self.reasoning.is_passed) and (self._calls is None or self._calls.is_passed)
 
     @property
     def is_call_open(self) -> bool:
-        """The last call's arguments are not complete: an output that ends here was cut inside them."""
+        """Whether the last call's arguments are incomplete: an output that ends now was cut inside them."""
         return self._calls is not None and self._calls.is_call_open
 
     def push(self, text: str) -> ParsedDelta:
@@ -52,7 +52,7 @@ class OutputParser:
         return ParsedDelta(content, reasoning, pieces)
 
     def finish(self) -> ParsedDelta:
-        """The end of the output: what was held back. Call it once."""
+        """The parsed rest of the text held back. Call it once, at the end."""
         reasoning, content = self.reasoning.finish() if self.reasoning is not None else ("", "")
         if self._calls is None:
             return ParsedDelta(content, reasoning)

@@ -29,7 +29,7 @@ _STRUCTURE = re.compile(r"""['"()\[\]{},]""")
 
 
 class _State(Enum):
-    """What is read next. White space may come before each."""
+    """The next part of a call's form. White space may come before every part."""
 
     LIST = 1
     NAME = 2
@@ -43,10 +43,10 @@ class _State(Enum):
 
 
 class PythonCalls:
-    """What follows a start marker, or stands at the beginning without one: a list of calls, and its end marker. A `CallReader`."""
+    """Reads a section of calls in Python's syntax: a list of calls, and the end marker. A `CallReader`."""
 
     def __init__(self, row: ToolFormat, log: CallLog, *, is_bare: bool = False) -> None:
-        """is_bare: no marker says that these are calls, so their names must be ones that the request offers"""
+        """is_bare: the section has no start marker, so that calls must name offered functions"""
         self._log, self._is_bare = log, is_bare
         self._end_marker = TagChoice(row.end)
         self._state = _State.LIST
@@ -114,7 +114,7 @@ class PythonCalls:
             self._arguments.append(word)
 
     def _take(self, char: str) -> bool:
-        """Go on by one character of the form. False if it cannot stand here."""
+        """Go on by one character of the form. False: the character is not allowed here."""
         match self._state, char:
             case (_State.LIST, "[") | (_State.AFTER_CALL, ","):
                 self._state = _State.NAME
@@ -164,7 +164,7 @@ class PythonCalls:
 
 
 class LiteralSpan:
-    """Finds the end of an argument: the comma or parenthesis after it, which belongs no longer to it."""
+    """Finds the end of an argument: the comma or parenthesis after it, which is not part of the argument."""
 
     def __init__(self) -> None:
         self._depth = 0

@@ -15,7 +15,7 @@ _LETTERS = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a"
 
 
 def json_of_literal(source: str) -> str | None:
-    """The literal as JSON; None where it is none, or has no JSON: tuples, sets, calls, names, prefixed or joined strings."""
+    """A Python literal as JSON; None if the text is no literal, or has no JSON: tuples, sets, calls, names, prefixed or joined strings."""
     made: list[str] = []
     at = 0
     while at < len(source):

@@ -30,8 +30,8 @@ class CallLog:
     """The calls found in one output.
 
     names    functions that the request offers
-    pieces   what was found since `take_pieces`
-    is_open  the last call's arguments are not complete
+    pieces   pieces found since `take_pieces`
+    is_open  the last call's arguments are incomplete
     """
 
     def __init__(self, names: Set[str]) -> None:
@@ -43,12 +43,12 @@ class CallLog:
         self.room = MAX_HELD_CHARS
 
     def meant(self, written: str) -> str:
-        """The offered function that a written name means, without the white space and the namespace around it; else the name as written."""
+        """The offered function that a written name means, ignoring white space and a namespace around it; else the name as written."""
         name = written.strip().removeprefix(NAMESPACE)
         return name if name in self.names else written
 
     def hold(self, text: str) -> None:
-        """Keep text that was read and is not known to be a call's. At most `room` characters."""
+        """Keep text that was read and may be a call's, at most `room` characters."""
         self._held.append(text)
         self.room -= len(text)
 
@@ -58,12 +58,12 @@ class CallLog:
         return held
 
     def forget_held(self) -> None:
-        """What is held belongs to a call's form."""
+        """Drop the held text: it is part of a call's form."""
         self._held.clear()
         self.room = MAX_HELD_CHARS
 
     def begin(self, name: str, arguments: str = "", *, is_whole: bool = False) -> bool:
-        """A new call, with all its arguments where `is_whole`. False at MAX_CALLS: it is none then."""
+        """Begin a call, with all its arguments if `is_whole`. False after MAX_CALLS calls: the text is no call then."""
         if self.num_calls >= MAX_CALLS:
             return False
         self.pieces.append(CallPiece(self.num_calls, name, arguments))
@@ -73,7 +73,7 @@ class CallLog:
         return True
 
     def add(self, arguments: str, *, is_last: bool = False) -> None:
-        """More arguments of the last call."""
+        """Append arguments to the last call."""
         if arguments:
             self.pieces.append(CallPiece(self.num_calls - 1, None, arguments))
         self.is_open = not is_last
@@ -84,9 +84,9 @@ class CallLog:
 
 
 class TagChoice:
-    """Reads one of several tags after white space; without tags it ends at once.
+    """Reads one of several tags after white space. Without tags it is done at once.
 
-    found  the tag, once it is read
+    found  the tag, once read
     """
 
     def __init__(self, *tags: str) -> None:
@@ -98,7 +98,7 @@ class TagChoice:
         return any(tag.startswith(char) for tag in self._tags)
 
     def feed(self, log: CallLog, text: str, at: int, end: int) -> tuple[int, Reading]:
-        """Read `text` from `at`, at most up to `end`, and hold it. Returns where it stopped, and how far it came."""
+        """Read and hold `text` from `at`, up to `end` at most. Returns where it stopped, and the state of the reading."""
         begin = at
         if not self._matched and self._tags:
             at = first_non_space(text, at, end)
@@ -115,7 +115,7 @@ class TagChoice:
 class TextUntil:
     """Collects text up to a marker.
 
-    text  what stands before it, once it is found
+    text  the text before the marker, once the marker is found
     """
 
     def __init__(self, marker: str, max_chars: int = MAX_HELD_CHARS) -> None:
@@ -126,7 +126,7 @@ class TextUntil:
         self.text = ""
 
     def feed(self, log: CallLog, text: str, at: int, end: int) -> tuple[int, Reading]:
-        """As `TagChoice.feed`. FAILED after `max_chars` without the marker."""
+        """As `TagChoice.feed`. FAILED after `max_chars` characters without the marker."""
         end = min(end, at + self._room)
         found = self._end_of_marker(text, at, end)
         after = end if found is None else found
@@ -155,5 +155,5 @@ class CallReader(Protocol):
     reading: Reading
 
     def feed(self, text: str, at: int) -> int:
-        """Read `text` from `at` on. Returns where it stopped: at the end, unless `reading` says that the reader is through."""
+        """Read `text` from `at` on. Returns where reading stopped: at the end of the text, unless `reading` is DONE or FAILED."""
         ...

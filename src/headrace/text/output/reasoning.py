@@ -21,11 +21,11 @@ class _State(Enum):
 
 
 class ReasoningSplitter:
-    """One output's reasoning. White space directly after a marker belongs to the format and is dropped.
+    """Splits one output into reasoning and content. White space directly after a marker belongs to the format and is dropped.
 
     num_chars    characters read
     num_decided  characters of which it is known whether they are reasoning
-    begin, end   where the reasoning begins and ends, in characters of the output; None until known. An output without any has no `begin`
+    begin, end   where the reasoning begins and ends, in characters of the output; None until known. `begin` stays None without reasoning
     """
 
     def __init__(self, row: ReasoningFormat, *, is_open: bool) -> None:
@@ -41,7 +41,7 @@ class ReasoningSplitter:
 
     @property
     def is_passed(self) -> bool:
-        """All further text is content."""
+        """Whether all further text is content."""
         return self._state is _State.PASSED
 
     @property
@@ -49,7 +49,7 @@ class ReasoningSplitter:
         return self.num_chars - len(self._held)
 
     def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, content) that `text` adds."""
+        """(reasoning, content) that become certain with `text`."""
         self.num_chars += len(text)
         if self._state is _State.PASSED:
             return "", text
@@ -66,7 +66,7 @@ class ReasoningSplitter:
         return reasoning, text
 
     def finish(self) -> tuple[str, str]:
-        """What was held back. Call it once."""
+        """(reasoning, content) held back. Call it once, at the end."""
         held, self._held = self._held, ""
         return (held, "") if self._state is _State.INSIDE else ("", held)
 

@@ -11,7 +11,7 @@ from headrace.text.tokenizer import Tokenizer
 
 
 class ReasoningCount:
-    """A token waits until it is known whether the character that it begins with is reasoning.
+    """Counts the reasoning tokens of an output: those whose first character is reasoning. A token waits until that is known.
 
     num_tokens  counted so far
     """
@@ -27,7 +27,7 @@ class ReasoningCount:
         self.num_tokens = 0
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Take the output's next tokens. Their text may have been given to the splitter already: a character can end in a later token."""
+        """Add the output's next tokens. Their text may already be in the splitter: a character may end in a later token."""
         if self._splitter.is_passed:
             return
         for token_id in token_ids:

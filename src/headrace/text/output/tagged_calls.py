@@ -24,7 +24,7 @@ _NO_NAME = re.compile(r"[^\w.-]")
 
 
 class _State(Enum):
-    """What is read next. White space may come before tags and names."""
+    """The next part of a call's form. White space may come before tags and names."""
 
     CALL_START = 1
     NAME = 2
@@ -40,7 +40,7 @@ class _State(Enum):
 
 
 class TaggedCalls:
-    """What follows a start marker: the calls of one section, and its end marker. A `CallReader`."""
+    """Reads a section of tagged calls, and the end marker. A `CallReader`."""
 
     def __init__(self, row: ToolFormat, log: CallLog, function_types: FunctionTypes) -> None:
         assert row.tags is not None, f"{row.name} has no tags"
@@ -73,7 +73,7 @@ class TaggedCalls:
         return at
 
     def _enter(self, state: _State) -> None:
-        """Go on with `state`, or with what follows it where this format has nothing there."""
+        """Go on with `state`, or with the state after it if this format has no text for it."""
         tags = self._tags
         match state:
             case _State.CALL_START:
@@ -103,7 +103,7 @@ class TaggedCalls:
         self._state = state
 
     def _read_form(self, text: str, at: int, end: int) -> int:
-        """Read the next piece of what stands around values, up to `end` at most. It is held until a call is known to be one."""
+        """Read the next piece outside values, up to `end` at most. The text is held until it is known to be a call's."""
         match self._state:
             case _State.NAME:
                 return self._read_name(text, at, end)
@@ -118,7 +118,7 @@ class TaggedCalls:
         return at
 
     def _take_tag(self, tag: str) -> None:
-        """Go on after a tag. One that ends the section ends the reader."""
+        """Go on after a tag. The section's end tag ends the reader."""
         match self._state:
             case _State.CALL_START:
                 self._enter(_State.NAME)
@@ -195,7 +195,7 @@ class TaggedCalls:
         return at
 
     def _end_json_call(self) -> None:
-        """A call that has not begun is one without arguments."""
+        """End a call with JSON arguments. If it has not begun, it has no arguments."""
         if not self._is_begun:
             self._begin_call(NO_ARGUMENTS, is_whole=True)
         if self.reading is Reading.GOES_ON:
@@ -230,7 +230,7 @@ class TaggedCalls:
         return self._types.get(self._key, TYPES)
 
     def _add_argument(self, value: str) -> None:
-        """The present key with its value, or with the value's beginning."""
+        """Add the current key with its value, or with the beginning of its value."""
         item = f"{json.dumps(self._key, ensure_ascii=False)}: {value}"
         if self._is_begun:
             self._log.add(", " + item)
@@ -239,7 +239,7 @@ class TaggedCalls:
             self._begin_call("{" + item)
 
     def _pass_text(self, text: str, at: int) -> int:
-        """Pass a string's text on, without the line breaks by which the family sets it off."""
+        """Pass on a string value, without the line breaks that the format puts around it."""
         if self._tail:  # at most once per piece of the output
             joined, before = self._tail + text[at:], at - len(self._tail)
             self._tail = ""

@@ -19,14 +19,14 @@ MAX_DEPTH = 64
 
 
 class FunctionTypes:
-    """The types of the parameters of a request's functions, each worked out when a call of it is first read."""
+    """Parameter types of a request's functions. Each function's are worked out when its first call is read."""
 
     def __init__(self, functions: Sequence[FunctionTool]) -> None:
         self._functions = functions
         self._found: dict[str, Mapping[str, frozenset[str]]] = {}
 
     def of(self, name: str) -> Mapping[str, frozenset[str]]:
-        """The types of each declared parameter; none for a function that the request does not offer."""
+        """The types of each declared parameter; empty for a function that the request does not offer."""
         if name not in self._found:
             tool = next((tool for tool in self._functions if tool.name == name), None)
             self._found[name] = _parameter_types(tool.parameters) if tool is not None and tool.parameters is not None else {}
@@ -39,7 +39,7 @@ def _parameter_types(root: Mapping[str, object]) -> Mapping[str, frozenset[str]]
 
 
 class SchemaTypes:
-    """The types of the schemas within one root schema. Linear in it: what a reference names is looked at once."""
+    """The types of schemas within one root schema. Linear in the root: the target of a reference is visited once."""
 
     def __init__(self, root: Mapping[str, object]) -> None:
         self._root = root
@@ -47,7 +47,7 @@ class SchemaTypes:
         self._depth = 0
 
     def of(self, schema: object) -> frozenset[str]:
-        """The types that a schema's values may have."""
+        """The JSON types that values of a schema may have."""
         if not isinstance(schema, Mapping):
             return TYPES
         found = TYPES
@@ -83,7 +83,7 @@ def _union(found: Iterable[frozenset[str]]) -> frozenset[str]:
 
 
 def referenced(reference: str, root: Mapping[str, object]) -> object:
-    """What a reference names within the root; None where it names nothing there."""
+    """The schema that a reference names within the root; None where there is none."""
     at: object = root
     for name in reference.removeprefix("#").split("/")[1:]:
         at = at.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
@@ -91,9 +91,9 @@ def referenced(reference: str, root: Mapping[str, object]) -> object:
 
 
 def written_value(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value that stands without quotes around strings: itself where its type is allowed, else a string.
+    """The JSON of a value from a format that writes strings without quotes: the text itself if its type is allowed, else a JSON string.
 
-    JSON is passed on as the model wrote it. Python's spelling of a value is taken where JSON's is not there (True, None, {'a': 1}).
+    JSON is passed on as the model wrote it. Python's spelling (True, None, {'a': 1}) is accepted where the text is no JSON.
     """
     bare = text.strip()
     for written in (bare, json_of_literal(bare)):
