@@ -101,6 +101,25 @@ def test_a_missing_protocol_would_leave_the_rest_without_effect_and_is_refused(f
     assert "security.protocol is missing" in refused(file, text)
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (f"security.protocol=PLAINTEXT\n{SASL}", "sasl.mechanism has no effect without SASL in security.protocol"),
+        (f"security.protocol=ssl\nsasl.password={SECRET}", "sasl.password has no effect without SASL in security.protocol"),
+        (f"security.protocol=PLAINTEXT\nssl.key.password={SECRET}", "ssl.key.password has no effect without SSL in security.protocol"),
+        (f"security.protocol=SASL_PLAINTEXT\n{SASL}ssl.ca.location=/ca", "ssl.ca.location has no effect without SSL in security"),
+        (f"security.protocol=SSL\nssl.certificate.location=/{SECRET}", "ssl.certificate.location has no effect without ssl.key.location"),
+        (f"security.protocol=SSL\nssl.key.location=/{SECRET}", "ssl.key.location has no effect without ssl.certificate.location"),
+        (f"security.protocol=SASL_SSL\n{SASL}ssl.key.password=x", "ssl.key.password has no effect without ssl.key.location"),
+        (f"security.protocol=SASL_SSL\n{SASL}security.protocol=SASL_PLAINTEXT", "line 5: security.protocol is given twice"),
+        (f"security.protocol=SASL_SSL\n{SASL}sasl.mechanisms=PLAIN", "line 5: sasl.mechanism is given twice"),
+    ],
+)
+def test_a_property_that_would_be_ignored_is_refused_by_its_name(file: Path, text: str, error: str) -> None:
+    """Each was read and not used: records were sent without the password, the TLS or the certificate that the file names."""
+    assert error in refused(file, text)
+
+
 def test_a_user_needs_a_mechanism_a_name_and_a_password(file: Path) -> None:
     """librdkafka's own mechanism is GSSAPI, for which it runs a command."""
     lines = SASL.splitlines()

