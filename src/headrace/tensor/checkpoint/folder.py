@@ -1,10 +1,11 @@
-"""A folder in the Hugging Face layout: which files hold which tensor, and tensors read one at a time, by slice.
+"""Reads tensors from a model folder in the Hugging Face layout: finds the file of each tensor, and reads one tensor, or a slice, at a time.
 
-Single `model.safetensors` or shards named by `model.safetensors.index.json`. Every header is checked (`tensor.checkpoint.header`)
-before a tensor is read. Files are read, not mapped: a file that is cut short meanwhile raises an error that names it, and its pages do
-not count as memory of this process. Only plain data is read: pickle formats are refused, nothing in the folder is executed, and no name
-found in a file may lead out of the folder. Configuration fields are in `tensor.checkpoint.config`; `tensor.layers.weights` asks for the
-tensors.
+The weights are a single `model.safetensors`, or shards that `model.safetensors.index.json` names. Every header is checked
+(`tensor.checkpoint.header`) before a tensor is read. Files are read and not mapped: a file that becomes shorter raises an error with its
+name, and its pages do not count as memory of this process.
+
+Only plain data is read: pickle formats are refused, nothing in the folder is executed, and no name found in a file may lead out of the
+folder. `tensor.checkpoint.config` reads config.json; `tensor.layers.weights` asks for the tensors.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 4096
 MAX_TENSORS = 2**17
 READABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of weights. Parts of quantized ones have others too."""
+"""Dtypes that a plain weight may have. The tensors of a quantized weight may also have those of PART_DTYPES."""
 PART_DTYPES = {
     **READABLE_DTYPES,
     "I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,
 }  # fmt: skip
-"""F8_E8M0, powers of two, is given as its bytes."""
+"""Dtypes that the tensors of a quantized weight may have. F8_E8M0 (powers of two) is read as bytes."""
 INERT = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Buffers that older exporters saved beside the weights; derived from the configuration, never read."""
+"""Names of buffers that older exporters saved beside the weights. Their values follow from config.json, so the buffers are never read."""
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SAMPLE_BYTES = 4096
 
 
 class Checkpoint:
-    """All shards of a folder. Remembers which tensors were read, so that `check_all_read` can refuse the rest."""
+    """All weight files of a folder. The object notes which tensors were read, so that `check_all_read` can refuse a folder with others."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,27 +63,28 @@ class Checkpoint:
         return name in self._file_of
 
     def stored_dtype(self, name: str) -> str:
-        """safetensors' word for the dtype, e.g. "BF16". Raises CheckpointError when the tensor is missing."""
+        """Dtype of a tensor as safetensors names it, such as "BF16". Raises CheckpointError when the tensor is missing."""
         return self._headers[self._file(name)].tensors[name].dtype
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor, or its `region`, in the stored dtype and in memory of its own.
+        """The tensor, or a region of the tensor, in the stored dtype, as a new tensor.
 
-        Raises: CheckpointError as `expect` does, if the file cannot be read, and if a value that was read is NaN or infinite.
+        Raises CheckpointError when the tensor is missing or has another shape or dtype, when the file cannot be read, and when a value that
+        was read is NaN or infinite.
         """
         self.expect(name, shape)
         return self._values(name, shape, region)
 
     def read_part(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Tensor:
-        """A part of a quantized weight, as `read` does. dtypes: safetensors' words for those that it may have.
+        """A whole tensor that is part of a quantized weight, as a new tensor. dtypes: dtypes that are accepted, in safetensors' names
 
-        Raises: CheckpointError as `read` does.
+        Raises CheckpointError under the conditions of `read`.
         """
         self.expect(name, shape, dtypes)
         return self._values(name, shape, ())
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        """Raises CheckpointError when the tensor is missing."""
+        """Shape of a tensor in its file. Raises CheckpointError when the tensor is missing."""
         return self._headers[self._file(name)].tensors[name].shape
 
     def _values(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...]) -> Tensor:
@@ -102,12 +104,12 @@ class Checkpoint:
         return values.reshape(part)[rest]
 
     def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = tuple(READABLE_DTYPES)) -> None:
-        """Check a tensor without reading it. For `check_all_read` it counts as read.
+        """Check a tensor without reading its values. `check_all_read` counts the tensor as read.
 
-        shape   the whole tensor's shape by the configuration
-        dtypes  safetensors' words for those that it may have
+        shape   shape of the whole tensor by config.json
+        dtypes  dtypes that are accepted, in safetensors' names
 
-        Raises: CheckpointError if the tensor is missing, or has another shape or an unreadable dtype.
+        Raises CheckpointError when the tensor is missing, has another shape, or has a dtype that is not accepted.
         """
         file = self._file(name)
         stored = self._headers[file].tensors[name]
@@ -119,11 +121,11 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        """The weight files."""
+        """Paths of the weight files."""
         return [self.folder / file for file in self._headers]
 
     def check_all_read(self) -> None:
-        """Raise CheckpointError if the folder holds a tensor that was not read and is not known to be inert."""
+        """Raises CheckpointError when the folder holds a tensor that was not read and that is not known to have no effect (INERT)."""
         unread = [name for name in self._file_of if name not in self._read and not INERT.search(name)]
         extra = [name for name in unread if not self._is_zero_bias(name)]
         if extra:
@@ -137,16 +139,16 @@ class Checkpoint:
 
     @property
     def config_files(self) -> list[Path]:
-        """config.json, and the files of SEPARATE beside it."""
+        """Paths of config.json and of the files of SEPARATE in the same folder."""
         return [self.folder / "config.json", *(path for name in SEPARATE if (path := self.folder / name).is_file())]
 
     def digest(self) -> str:
-        """Hex digest of config.json, the files of SEPARATE beside it, every header, and both ends (4 KiB) of every tensor's bytes.
+        """Hex digest of config.json, of the files of SEPARATE, of every header, and of both ends (4 KiB) of every tensor's bytes.
 
-        It is a sample, because reading gigabytes twice would double the start-up time. It tells apart models whose tensors differ at an
-        end, as fine-tunes of one base do. It does not protect against a forger.
+        The digest is a sample, since reading gigabytes twice would double the time of a start. Models whose tensors differ at an end, such
+        as fine-tunes of one base model, have different digests. The digest does not protect against forgery.
 
-        Raises: CheckpointError if the sampled values cannot have the dtype that the header says (`checkpoint.values`).
+        Raises CheckpointError when the sampled values cannot be of the dtype in the header (`checkpoint.values`).
         """
         sample = Sample()
         state = blake2b(digest_size=16, person=b"headrace-model")
@@ -192,7 +194,7 @@ class Checkpoint:
         return self._file_of[name]
 
     def refuse(self, name: str, reason: str, remedy: str = "") -> NoReturn:
-        """Raise CheckpointError. name: of a tensor, whose file is named where there is one."""
+        """Raises CheckpointError for the tensor `name`. The message names the tensor's file where the tensor exists."""
         raise CheckpointError(str(self.folder / self._file_of.get(name, "")), reason, remedy)
 
     def _refuse(self, file: str, reason: str, remedy: str = "") -> NoReturn:

@@ -1,4 +1,4 @@
-"""Rotary position tables, and how context extension changes their frequencies.
+"""Computes rotary position tables (cos and sin of every position), with the frequencies of each method of context extension.
 
 Sources: RoFormer (Su et al. 2021); linear interpolation (kaiokendev, Chen et al. 2023); YaRN (Peng et al. 2023); Llama 3.1's smoothed
 interpolation; LongRoPE (Ding et al. 2024). Formulas follow transformers' `modeling_rope_utils`, the oracle.
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 _CHUNK = 8192
-"""Positions computed at a time, to bound temporaries."""
+"""Positions computed at a time, which limits the memory of temporary tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Positions divided by `factor`.
+    """Linear interpolation: positions are divided by `factor`.
 
-    original_positions  context of the first training
+    original_positions  context length of pretraining
     """
 
     factor: float
@@ -29,9 +29,9 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """Long wavelengths divided by `factor`, short ones kept, a ramp between.
+    """Llama 3.1's scaling: frequencies of long wavelengths are divided by `factor`, those of short ones kept, with a ramp between.
 
-    original_positions  context of the first training
+    original_positions  context length of pretraining
     """
 
     factor: float
@@ -42,10 +42,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """Frequencies that turn more than beta_fast times in the original context are kept, those below beta_slow divided by `factor`.
+    """YaRN: frequencies that turn more than beta_fast times in the original context are kept, and those that turn less than beta_slow times
+    are divided by `factor`, with a ramp between.
 
-    magnitude  multiplies cos and sin (the paper's attention temperature)
-    truncate   the ramp begins and ends at whole dimensions
+    magnitude  factor of cos and sin (the paper's attention temperature)
+    truncate   whether the ramp begins and ends at whole dimensions
     """
 
     factor: float
@@ -58,12 +59,13 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
-    """Each frequency divided by a factor of its own: a short one, or a long one where contexts may exceed the first training's.
+    """LongRoPE: each frequency is divided by a factor of its own.
 
-    One set serves all positions, whatever a sequence's length: cached keys were rotated by it.
+    The long factors are used where contexts may exceed the context length of pretraining, the short factors otherwise. A model uses one of
+    the two sets for all sequences and positions, since cached keys are already rotated.
 
-    short_factors, long_factors  one per rotated pair
-    magnitude                    multiplies cos and sin
+    short_factors, long_factors  one for each rotated pair
+    magnitude                    factor of cos and sin
     """
 
     short_factors: tuple[float, ...]
@@ -72,7 +74,7 @@ class LongRopeScaling:
     magnitude: float
 
     def is_long(self, num_positions: int) -> bool:
-        """Whether contexts of up to `num_positions` take the long factors."""
+        """Whether a model with contexts of up to `num_positions` uses the long factors."""
         return num_positions > self.original_positions
 
 
@@ -81,7 +83,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """rotary_dim: leading elements of a head that are rotated, even."""
+    """Rotary embedding of a model. rotary_dim: number of leading elements of a head that are rotated; even"""
 
     theta: float
     rotary_dim: int
@@ -89,7 +91,7 @@ class RopeSpec:
 
 
 def rope_table(spec: RopeSpec, num_positions: int, device: str) -> Tensor:
-    """cos | sin of every position, [num_positions, rotary_dim] float32, as `Kernels.rotary` takes it."""
+    """Table of cos | sin for every position, float32 [num_positions, rotary_dim] on `device`, in the form that `Kernels.rotary` takes."""
     half = spec.rotary_dim // 2
     frequencies = _inverse_frequencies(spec, num_positions).to(device)
     magnitude = spec.scaling.magnitude if isinstance(spec.scaling, YarnScaling | LongRopeScaling) else 1.0
@@ -142,12 +144,12 @@ def _yarn(plain: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
 
 
 def longrope_magnitude(factor: float, original_positions: int) -> float:
-    """Factor of cos and sin where the configuration has no attention_factor. original_positions: at least 2."""
+    """LongRoPE's factor of cos and sin for a configuration without attention_factor. original_positions: at least 2"""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_positions))
 
 
 def yarn_magnitude(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Factor of cos and sin where the configuration has no attention_factor."""
+    """YaRN's factor of cos and sin for a configuration without attention_factor."""
 
     def grown(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

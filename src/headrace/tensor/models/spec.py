@@ -21,9 +21,9 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """Names of the stored tensors, without ".weight". A layer's names follow the prefix `layer`.
+    """Names of the stored tensors, without ".weight". The names of a layer's tensors follow the prefix `layer`.
 
-    attention_output_norm, mlp_output_norm  norms of a branch before it is added to the residual; None: there is none
+    attention_output_norm, mlp_output_norm  norms of a branch's output, before the addition to the residual; None: no such norm
     """
 
     embedding: str = "model.embed_tokens"
@@ -43,7 +43,7 @@ class TensorNames:
 class DecoderSpec:
     """A decoder-only transformer.
 
-    max_positions    longest context the checkpoint was made for, its rotary scaling included; after `within`, the longest served
+    max_positions    longest context of the checkpoint, its rotary scaling included; after `within`, the longest context served
     norm_plus        added to stored norm weights (Gemma stores w - 1)
     embedding_scale  multiplies the embeddings
     is_tied          the head is the embedding table, unless the checkpoint stores a head of its own
@@ -77,7 +77,7 @@ class DecoderSpec:
         return None if found is None or found.short_factors == found.long_factors else found
 
     def within(self, max_model_len: int) -> DecoderSpec:
-        """The same model for contexts up to max_model_len. A window of at least that length is left out: it never hides a token."""
+        """The same model for contexts of up to `max_model_len` tokens. A sliding window of that length or more hides no token: it is removed."""
         layers = tuple(
             replace(layer, attention=replace(layer.attention, window=None)) if (layer.attention.window or 0) >= max_model_len else layer
             for layer in self.layers

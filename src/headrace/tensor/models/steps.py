@@ -20,10 +20,10 @@ from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache
 from headrace.tensor.kernels import Recording, StepExecutor
 
 MAX_SHAPES = 32
-"""At most this many shapes stay recorded. Under load the number of sequences changes with every arrival."""
+"""Most recorded shapes. Under load the number of sequences, and with it the shape of a step, changes with every arrival."""
 MAX_LARGEST = 4
-"""Recorded steps together take at most the memory of this many largest ones (`StepExecutor.max_recorded_bytes`). Beyond that, the step
-used longest ago is dropped first."""
+"""Memory limit of all recorded steps, in units of the largest possible step (`StepExecutor.max_recorded_bytes`). Beyond the limit the least
+recently used step is dropped first."""
 TABLE_MULTIPLE = 64
 """Recorded block tables are as wide as a multiple of this many blocks, so that a new block rarely needs a new recording."""
 
@@ -32,7 +32,7 @@ Layers = Callable[[Tensor, Tensor, ForwardBatch, KvCache], Tensor]
 
 
 class RecordedSteps:
-    """The recorded steps of one model. executor: None if the backend has none, or if a layer may not be deferred."""
+    """The recorded steps of one model. executor: None where the backend has no executor, or where a layer must not be deferred"""
 
     def __init__(self, executor: StepExecutor | None, layers: Layers) -> None:
         self._executor, self._layers = executor, layers
@@ -41,7 +41,8 @@ class RecordedSteps:
 
     @property
     def most_bytes(self) -> int:
-        """Upper bound of the memory of recorded steps, plus one: a step that is replaced is dropped only after its successor is made."""
+        """Upper bound in bytes of the memory of recorded steps. One more step is counted: a replaced step is dropped after its successor
+        was recorded."""
         return 0 if self._executor is None else (MAX_LARGEST + 1) * self._executor.max_recorded_bytes
 
     def next_layer(self) -> None:
@@ -50,7 +51,7 @@ class RecordedSteps:
             self._executor.next_layer()
 
     def run(self, branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """Run the layers; returns their hidden states, a new tensor. `branch` may be overwritten."""
+        """Run the layers. Returns the hidden states of the last layer, a new tensor. `branch` may be overwritten."""
         if self._executor is None:
             return self._layers(branch, torch.zeros_like(branch), batch, kv)
         recording = self._executor.recording(batch.num_tokens) if self._is_replayable(batch) else None

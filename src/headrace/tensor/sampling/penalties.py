@@ -1,7 +1,7 @@
-"""Token counts of one sequence, updated as it grows, and the penalties computed from them.
+"""Applies repetition, frequency and presence penalties to the logits of one sequence, from counts of the tokens that it has had so far.
 
-Only ids that occurred are stored, so a step costs the number of distinct tokens seen and not the size of the vocabulary. A sequence
-without penalties has no counts.
+Only token ids that occurred are stored, so the cost of a step grows with the number of different tokens and not with the vocabulary.
+Sequences without penalties have no counts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _LARGEST = np.finfo(np.float32).max
 
 
 class TokenCounts:
-    """Distinct ids of prompt and output of one sequence, with how often each was generated.
+    """The different token ids of a sequence's prompt and output, each with the number of times that it was generated.
 
-    The prompt matters to repetition_penalty alone; without it prompt ids are not stored.
+    Only repetition_penalty counts tokens of the prompt; without that penalty the ids of the prompt are not stored.
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
@@ -37,7 +37,7 @@ class TokenCounts:
             self.add(token)
 
     def add(self, token_id: int) -> None:
-        """One more generated token."""
+        """Count one more generated token."""
         place = self._place.get(token_id)
         if place is None:
             place = self._place[token_id] = len(self._place)
@@ -47,7 +47,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def retract(self, token_id: int) -> None:
-        """Remove one generated token: its step is being repeated."""
+        """Uncount one generated token, when its step is repeated."""
         self._counts[self._place[token_id]] -= 1
 
     def _grow(self) -> None:

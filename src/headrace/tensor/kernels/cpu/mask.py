@@ -1,6 +1,7 @@
-"""Applies grammar masks to rows of logits on all threads, and finds each row's best token in the same pass. `masks` is the oracle.
+"""Applies grammar masks to rows of logits on all threads, and finds the best token of each row in the same pass.
 
-A worker takes a share of the rows. A block of 256 tokens that its mask forbids whole is only written; most blocks of a narrow mask are.
+A worker takes a share of the rows. The logits of a block of 256 tokens that are all forbidden are written without being read; a narrow mask
+has mostly such blocks. `kernels.masks` is the reference in tests.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from headrace.tensor.kernels.masks import Words, num_words
 Pointer = Any
 
 BLOCK_WORDS = 8
-"""Words of a mask that are looked at together."""
+"""Words of a mask that are tested together."""
 BLOCK = 32 * BLOCK_WORDS
-"""Tokens of these words."""
+"""Tokens of one block of mask words."""
 FORBIDDEN = np.float32(-np.inf)
 ELEMENTS_PER_THREAD = 1 << 19
-"""Logits that make another worker worth waking."""
+"""Logits for which one more worker thread is woken."""
 
 
 @helper
@@ -116,7 +117,7 @@ def _kernel() -> int:
 
 
 def apply_masks(logits: Floats, rows: Ints, masks: Words) -> tuple[Ints, Floats]:
-    """See `masks.apply_masks`; rows of logits may be strided, the logits of a row are contiguous. Raises ValueError otherwise."""
+    """See `masks.apply_masks`. Rows of logits may be strided. Raises ValueError when the logits of one row are not contiguous."""
     vocab = logits.shape[1]
     if logits.dtype != np.float32 or logits.strides[1] != logits.itemsize:
         raise ValueError(f"logits of {logits.dtype} with strides {logits.strides}: float32 is needed, a row's numbers one behind the other")

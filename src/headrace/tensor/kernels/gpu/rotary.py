@@ -1,8 +1,8 @@
-"""Rotary embedding and the write of keys and values to the paged cache, one pass over a step's queries, keys and values.
+"""Triton kernel that applies the rotary embedding and writes keys and values to the paged KV cache, in one pass over a step.
 
-A program has one token and up to eight heads of one kind: queries are rotated in place, keys on their way to the cache. A head is held in
-three pieces, so that a thread reads the values that it writes and nothing else: the two halves of what is rotated, and the rest. Products
-are rounded before they are added, so that every variant, and the reference, gives the same bits.
+A program handles one token and up to eight heads of queries, keys or values. Queries are rotated in place, keys while they are written to
+the cache. A head is processed as three pieces (the two halves of the rotated part, and the rest), so that a thread reads only the values
+that it writes. Products are rounded before they are added, so that every variant, and the reference implementation, gives the same bits.
 
 Shape letters: see `tensor.batch`.
 """
