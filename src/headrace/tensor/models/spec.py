@@ -77,7 +77,7 @@ class DecoderSpec:
         return None if found is None or found.short_factors == found.long_factors else found
 
     def within(self, max_model_len: int) -> DecoderSpec:
-        """The same model for contexts of up to `max_model_len` tokens. A sliding window of that length or more hides no token: it is removed."""
+        """The same model for contexts of up to `max_model_len` tokens, without windows of at least that length, which hide no token."""
         layers = tuple(
             replace(layer, attention=replace(layer.attention, window=None)) if (layer.attention.window or 0) >= max_model_len else layer
             for layer in self.layers
