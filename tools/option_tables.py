@@ -13,7 +13,7 @@ from pathlib import Path
 from headrace.cli.config_variables import ELSEWHERE
 from headrace.cli.engine_flags import ENGINE_FLAGS
 from headrace.cli.serve_config import ServeConfig
-from headrace.core.option import Leaf, Option, leaves
+from headrace.core.option import Leaf, Option, leaves, written
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 PLACE = re.compile(r"(<!-- keys: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -79,7 +79,8 @@ def _value(value: object, path: str) -> str:
 def _meaning(option: Option) -> str:
     bounds = ""
     if option.high is not None and not option.switch:
-        bounds = f" {option.low} to {option.high}." if option.low is not None else f" Above {option.above:g}, to {option.high:g}."
+        low = "" if option.low is None else written(option.low)
+        bounds = f" {low} to {written(option.high)}." if low else f" Above {written(option.above or 0)}, to {written(option.high)}."
     shared = " Shared by the workers." if option.is_shared else ""
     return option.help.rstrip(".") + "." + bounds + shared
 

@@ -41,7 +41,9 @@ def refusal(tmp_path: Path, text: str, environment: dict[str, str] | None = None
 
 
 def test_keys_that_take_a_restart_are_those_that_the_supervisor_or_its_gateways_refuse_to_change() -> None:
-    supervisor = {name for name, described in options(ServeConfig) if described.reload is None and name not in ("gateway", "state")}
+    supervisor = {
+        name for name, described in options(ServeConfig) if described.reload is not Reload.LIVE and name not in ("gateway", "state")
+    }
     assert supervisor == {name for name in FIXED if name not in ("engine_command", "gateway_command")}
     restart = {leaf.path for leaf in leaves(GatewayConfig) if leaf.option.reload is Reload.RESTART}
     assert set(FIXED_GATEWAY) | {"state"} <= restart
@@ -176,6 +178,17 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
             "how a replica of this model is named",
         ),
         ("models: [{name: x}]", "models[0]", "exactly one of engine and upstreams"),
+        (
+            "models: [{remote: {model: M, tls_dir: /t, replicas: [{name: a, address: 'h:1'}]}}]\nadmin: {listen: 'h:2', tls_dir: /t}",
+            "admin.tls_dir",
+            "is the folder that the gateways show to engines",
+        ),
+        (
+            "models: [{engine: {model: M}}]\ngateway: {timeouts: {keep_alive_s: .inf}}",
+            "gateway.timeouts.keep_alive_s",
+            "not a finite number",
+        ),
+        ("models: [{engine: {model: M}, replicas: 65}]", "models[0].replicas", "65 is outside 1..64"),
         ("models: [{name: x, upstreams: [{url: 'file:///etc'}]}]", "models[0].upstreams[0].url", "not the address of a server"),
         ("models: [{name: x, upstreams: [{ulr: 'http://h/v1'}]}]", "models[0].upstreams[0].ulr", "Did you mean url?"),
         ("models: [{name: x, replicas: 2, upstreams: [{url: 'http://h/v1'}]}]", "models[0].replicas", "this model has none"),

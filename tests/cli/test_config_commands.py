@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -61,6 +62,16 @@ def test_show_prints_everything_but_secrets(tmp_path: Path, model_folder: Path, 
     assert data["site_key"] == "(hidden)"
     assert len(data["gateway"]["api_keys"][0]["sha256"]) == 11
     assert data["models"][0]["engine"]["max_num_seqs"] == 64
+
+
+def test_what_is_shown_is_a_file_again(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there is no secret to hide: tables by name too, and no key that a file must not have."""
+    file, again = tmp_path / "headrace.yaml", tmp_path / "again.yaml"
+    models = f"models: [{{name: tiny, engine: {{model: {model_folder}}}}}]"
+    file.write_text(f"{models}\nprices: {{tiny: {{input: 1}}}}\ntiers: {{gold: {{class: premium}}}}\n")
+    show(file)
+    again.write_text(capsys.readouterr().out)
+    assert load(again, os.environ) == load(file, os.environ)
 
 
 def test_init_writes_a_file_that_holds_and_overwrites_none(

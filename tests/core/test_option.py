@@ -23,6 +23,7 @@ class Part:
     count: int = option(4, "Number of them.", low=1, high=2**20, is_shared=True)
     share: float = option(0.5, "Part of all.", above=0.0, high=1)
     wait_s: float | None = option(None, "Seconds [to wait](page.md).", low=0.0, reload=Reload.RESTART)
+    free: float = option(1.0, "Any number.")
     bound: int | None = option(None, "Most of `them`.", shown="the model's", low=1)
 
 
@@ -41,7 +42,7 @@ def found() -> dict[str, Leaf]:
 
 
 def test_keys_are_named_as_a_file_has_them() -> None:
-    parts = ["part.count", "part.share", "part.wait_s", "part.bound"]
+    parts = ["part.count", "part.share", "part.wait_s", "part.free", "part.bound"]
     items = [f"{where}.{key}" for where in ("items[N]", "named[NAME]", "one") for key in ("name", "class")]
     assert list(found()) == ["port", "key", *parts, *items]
     assert [path for path, leaf in found().items() if leaf.is_required] == ["items[N].name", "named[NAME].name", "one.name"]
@@ -63,7 +64,7 @@ def test_a_secret_is_not_shown() -> None:
 
 
 def test_options_of_a_class_are_in_order() -> None:
-    assert [name for name, _ in options(Part)] == ["count", "share", "wait_s", "bound"]
+    assert [name for name, _ in options(Part)] == ["count", "share", "wait_s", "free", "bound"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,10 @@ def test_what_is_within_bounds_is_allowed(given: dict[str, float]) -> None:
         ({"share": float("nan")}, "at.share: nan is outside 0..1."),
         ({"share": "x"}, "at.share: 'x' is not a number."),
         ({"wait_s": -1.0}, "at.wait_s: -1.0 is negative. Leave it out for no limit."),
-        ({"wait_s": float("nan")}, "at.wait_s: nan is negative. Leave it out for no limit."),
+        ({"wait_s": float("nan")}, "at.wait_s: nan is not a finite number. Leave it out for no limit."),
+        ({"wait_s": float("inf")}, "at.wait_s: inf is not a finite number. Leave it out for no limit."),
+        ({"wait_s": "x"}, "at.wait_s: 'x' is not a number."),
+        ({"free": float("inf")}, "at.free: inf is not a finite number."),
         ({"bound": 0}, "at.bound: 0 is not positive. Leave it out for the model's."),
     ],
 )

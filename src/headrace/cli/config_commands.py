@@ -14,6 +14,7 @@ import typer
 from headrace.cli.exits import CommandExitCode
 from headrace.core.counted import counted
 from headrace.core.errors import ConfigError
+from headrace.core.strict_decode import joined, key_of
 
 if TYPE_CHECKING:
     from headrace.cli.serve_config import ServeConfig
@@ -129,15 +130,22 @@ def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; de
     print(f"{file}: written. Next: headrace serve --config {file}")
 
 
-def shown(value: object) -> object:
-    """A configuration as plain data for people. Fields without repr are secrets: they are hidden, except for the first characters of a
-    digest."""
+def shown(value: object, where: str = "") -> object:
+    """A configuration as plain data for people: the keys that a file may have. where: path of `value`
+
+    Fields without repr are secrets: they are hidden, except for the first characters of a digest.
+    """
+    from headrace.cli.config_variables import ELSEWHERE
+
     if is_dataclass(value):
         plain: dict[str, object] = {}
         for item in fields(value):
-            inner = getattr(value, item.name)
+            inner, path = getattr(value, item.name), joined(where, item.name)
             if not item.repr and isinstance(inner, str):
                 inner = f"{inner[:8]}..." if inner and item.name == "sha256" else "(hidden)" if inner else ""
-            plain[item.name] = shown(inner, path)
+            if path not in ELSEWHERE:
+                plain[key_of(item.name)] = shown(inner, path)
         return plain
+    if isinstance(value, Mapping):
+        return {name: shown(item) for name, item in value.items()}
     return [shown(item) for item in value] if isinstance(value, tuple | list) else value

@@ -237,11 +237,16 @@ class ServeConfig:
             self._check_model(f"models[{index}]", model)
         self._check_gateway()
         check_options(self)
+        folders = {model.remote.tls_dir for model in self.models if model.remote is not None and model.remote.tls_dir}
+        if self.admin is not None and self.admin.tls_dir in folders:
+            remedy = "Make a folder for operators alone: headrace tls init admin."
+            raise ConfigError("admin.tls_dir", "is the folder that the gateways show to engines", remedy)
         self.fleet(lambda model: Path(model)).checked()
         return self
 
     def _check_model(self, where: str, model: ModelSection) -> None:
         _check_answers(where, model)
+        check_options(model, where)
         if model.engine is None and model.replicas != 1:
             reason = "counts engines that are started here, and this model has none"
             raise ConfigError(f"{where}.replicas", reason, "Leave it out beside upstreams and remote.")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
+from math import isfinite
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from headrace.core.errors import ConfigError
@@ -85,19 +86,23 @@ class Option:
         """`help` without Markdown, for terminals."""
         return _LINK.sub(r"\1", self.help).replace("`", "")
 
-    def check(self, name: str, value: object) -> None:
-        """Raises ConfigError if `value` is not in `one_of`, or outside the bounds. None, for a value that is not set, has no bounds."""
+    def check(self, name: str, value: object, kind: object) -> None:
+        """Raises ConfigError if `value` is not in `one_of`, no number of the field's type, infinite, or outside the bounds.
+
+        kind: type of the field, without None. None, for a value that is not set, has no bounds.
+        """
         if self.one_of and value not in self.one_of:
             raise ConfigError(name, f"{value!r} is not one of {', '.join(self.one_of)}")
-        low = self.above if self.low is None else self.low
-        if low is None or value is None:
+        if value is None or kind not in (int, float):
             return
-        if type(value) is not int and not (isinstance(low, float) and type(value) is float):
-            raise ConfigError(name, f"{value!r} is not a {'number' if isinstance(low, float) else 'whole number'}")
-        number = cast(float, value)
-        is_high_enough = number > low if self.low is None else number >= low
-        if self.high is not None and not (is_high_enough and number <= self.high):
-            raise ConfigError(name, f"{value} is outside {_written(low)}..{_written(self.high)}", self._without)
+        if type(value) is not int and (kind is int or type(value) is not float):
+            raise ConfigError(name, f"{value!r} is not a {'number' if kind is float else 'whole number'}")
+        number, low = cast(float, value), self.above if self.low is None else self.low
+        is_high_enough = low is None or (number > low if self.low is None else number >= low)
+        if low is not None and self.high is not None and not (is_high_enough and number <= self.high):
+            raise ConfigError(name, f"{value} is outside {written(low)}..{written(self.high)}", self._without)
+        if not isfinite(number):
+            raise ConfigError(name, f"{value} is not a finite number", self._without)
         if not is_high_enough:
             raise ConfigError(name, f"{value} {self._too_low}", self._without)
 
@@ -110,11 +115,12 @@ class Option:
     def _too_low(self) -> str:
         if self.above == 0 or self.low == 1:
             return "is not positive"
-        return "is negative" if self.low == 0 else f"is less than {self.low:g}"
+        return "is negative" if self.low == 0 else f"is less than {written(self.low or 0)}"
 
 
-def _written(number: float) -> str:
-    return f"{number:g}" if isinstance(number, float) else str(number)
+def written(number: float) -> str:
+    """A bound as people write it: 1000000, 0.5, 1e-09."""
+    return str(int(number)) if number == int(number) else f"{number:g}"
 
 
 def option(default: Value, help: str, *flags: str, repr: bool = True, **about: object) -> Value:
@@ -151,8 +157,9 @@ def options(kind: type) -> Iterator[tuple[str, Option]]:
 
 def check_options(value: object, where: str = "") -> None:
     """Raises ConfigError for the first field of `value` that its `Option` does not allow. where: path of `value`"""
+    hints = get_type_hints(type(value))
     for name, described in options(type(value)):
-        described.check(joined(where, key_of(name)), getattr(value, name))
+        described.check(joined(where, key_of(name)), getattr(value, name), inner(hints[name]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,10 @@ class AdminListen:
         "File with the token that every such request carries, mode 0600, at least 16 characters.",
         shown="`token` of `tls_dir`",
     )
-    tls_dir: str = option("", "Folder with this machine's certificates (`ca.crt`, `tls.crt`, `tls.key`); required beyond loopback.")
+    tls_dir: str = option(
+        "",
+        "Folder with this machine's certificates (`ca.crt`, `tls.crt`, `tls.key`), of an authority of its own; required beyond loopback.",
+    )
 
     def checked(self) -> AdminListen:
         """Returns this section when its checks pass. No file is opened.

@@ -19,6 +19,7 @@ from headrace.observe.logs import LogFormat
 from headrace.policy.deployment import replica_prefix
 
 MAX_REPLICAS = 64
+MAX_TIMEOUT_S = 86_400
 MIN_HANG_TIMEOUT_S = 15.0
 """Least `hang_timeout_s`: the wire's lease (10 s) and a new connection come first."""
 
@@ -90,8 +91,8 @@ class FleetConfig:
         if "models" in self.gateway:
             raise ConfigError("gateway.models", "is not a key of this file", "Models are declared once, under `models`.")
         for name in ("drain_timeout_s", "start_timeout_s", "hang_timeout_s"):
-            if not 0 <= getattr(self, name) <= 86400:
-                raise ConfigError(name, f"{getattr(self, name)} is outside 0..86400 seconds")
+            if not 0 <= getattr(self, name) <= MAX_TIMEOUT_S:
+                raise ConfigError(name, f"{getattr(self, name)} is outside 0..{MAX_TIMEOUT_S} seconds")
         if 0 < self.hang_timeout_s < MIN_HANG_TIMEOUT_S:
             reason = f"{self.hang_timeout_s:g} is less than {MIN_HANG_TIMEOUT_S:g} seconds: a slow step would end its engine"
             raise ConfigError("hang_timeout_s", reason, "Use at least that, or 0 for never.")

@@ -46,6 +46,7 @@ def test_a_good_file_gives_both_configurations(tmp_path: Path) -> None:
         ({**GOOD, "engine": {"model": "/m", "max_model_len": "x"}}, "engine.max_model_len"),
         ({**GOOD, "engine": {"model": "/m", "dtype": "int3"}}, "dtype"),
         ({**GOOD, "engine": {}}, "engine.model: is missing"),
+        ({**GOOD, "site_key": "ab" * 16, "block_key": "cd" * 16}, "block_key: is given beside site_key"),
         (
             {**GOOD, "engine": {"model": "/m", "max_waiting": 8, "max_waiting_per_tenant": 9}},
             r"max_waiting_per_tenant: 9 is more than max_waiting \(8\)",

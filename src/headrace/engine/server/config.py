@@ -75,6 +75,8 @@ def process_config_from(data: dict[str, object]) -> tuple[ProcessConfig, EngineC
     process = decode(ProcessConfig, data)
     check_secret("site_key", process.site_key)
     check_secret("block_key", process.block_key)
+    if process.site_key and process.block_key:
+        raise ConfigError("block_key", "is given beside site_key, of which it is made", "Leave it out.")
     check_target(process.address, token=process.token, token_file=process.token_file, tls_dir=process.tls_dir)
     return replace(process, block_key=process.block_key or site_secret(process.site_key, BLOCKS)), engine
 

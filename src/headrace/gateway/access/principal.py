@@ -93,8 +93,8 @@ class ApiKey:
 
     key: str = option(
         "",
-        "The key itself, at least 8 characters; only its digest is kept. Other users of the machine can see a flag: the variable "
-        "`HEADRACE_API_KEY` or the next row are safer.",
+        "The key itself, at least 8 characters; only its digest is kept. Other users of the machine can see a flag, and not "
+        "the variable `HEADRACE_API_KEY`.",
         "--api-key",
         repr=False,
         role=Role.SECURITY,

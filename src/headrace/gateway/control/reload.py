@@ -30,7 +30,7 @@ from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ModelStat
 from headrace.wire.stop_signals import StopSignals
 
 CHANGEABLE = tuple(live_paths(GatewayConfig))
-"""Paths that may change, each with all below it. Whatever is not here takes a restart; a new option does until what runs follows it."""
+"""Paths that may change, each with all below it: of options and sections that say `Reload.LIVE`, since what runs follows them."""
 
 
 def check_change(before: GatewayConfig, after: GatewayConfig) -> None:

@@ -9,6 +9,7 @@ from ipaddress import ip_network
 
 from headrace.core.errors import ConfigError
 from headrace.core.option import Reload, Role, option, required
+from headrace.policy.limits.price import MAX_MONEY, MIN_MONEY
 from headrace.policy.limits.tier import DeploymentBudget
 
 _HOST = r"(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])"
@@ -61,19 +62,22 @@ class Limits:
     )
     max_tenant_share: float | None = option(
         None,
-        "Part of these and of each store for one tenant. Where keys name several tenants, 1 is refused ([identity.md](identity.md)).",
+        "Part that one tenant may have of the site's requests, of their bytes, and of each store. Where keys name several "
+        "tenants, 1 is refused ([identity.md](identity.md)).",
         shown="1; 0.25 where keys name several tenants, and from the first stored key on",
         above=0.0,
+        high=1,
         role=Role.TENANTS,
     )
     daily_budget: float | None = option(
         None,
         "Money that all tenants together may use in a UTC day, in the currency of `prices`; every model needs a price then "
         "([limits.md](limits.md)).",
-        above=0.0,
+        low=MIN_MONEY,
+        high=MAX_MONEY,
         role=Role.TENANTS,
     )
-    monthly_budget: float | None = option(None, "The same in a UTC month.", above=0.0, role=Role.TENANTS)
+    monthly_budget: float | None = option(None, "The same in a UTC month.", low=MIN_MONEY, high=MAX_MONEY, role=Role.TENANTS)
     on_store_failure: str = option(
         FAIL_CLOSED,
         "What a request with limits gets while their store fails: `closed`: 503; `open`: it is answered, and not counted.",

@@ -64,7 +64,7 @@ class ForeignConfig:
         low=0,
         high=MAX_ORDER,
     )
-    api_key_file: str = option("", "File with the key to send, read when the gateway starts.", role=Role.SECURITY)
+    api_key_file: str = option("", "File with the key to send.", role=Role.SECURITY)
     api_key_env: str = option(
         "",
         "Or environment variable with the key. A variable with a secret of `headrace serve` itself (`HEADRACE_API_KEY`, ...) is refused: "

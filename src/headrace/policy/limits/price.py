@@ -63,11 +63,5 @@ def picos_per_token(price: float) -> int:
     return round(price * PICOS_OF_PRICE)
 
 
-def check_money(where: str, money: float | None) -> None:
-    """Raise ConfigError for a budget that cannot be counted. None: there is none"""
-    if money is not None and not MIN_MONEY <= money <= MAX_MONEY:
-        raise ConfigError(where, f"{money} is outside {MIN_MONEY:g}..{MAX_MONEY:g}", "Leave it out for no limit.")
-
-
 FREE = Price()
 """The price of a model that the table does not name."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from headrace.core.option import check_options, option
 from headrace.core.request import PriorityClass, TierTerms
-from headrace.policy.limits.price import check_money
+from headrace.policy.limits.price import MAX_MONEY, MIN_MONEY
 
 MAX_WEIGHT = 1e6
 
@@ -51,8 +51,8 @@ class Tier:
     )
     daily_tokens: int | None = option(None, "Prompt and generated tokens in a UTC day.", low=1)
     monthly_tokens: int | None = option(None, "The same in a UTC month.", low=1)
-    daily_budget: float | None = option(None, "Money in a UTC day, in the currency of `prices`.")
-    monthly_budget: float | None = option(None, "Money in a UTC month.")
+    daily_budget: float | None = option(None, "Money in a UTC day, in the currency of `prices`.", low=MIN_MONEY, high=MAX_MONEY)
+    monthly_budget: float | None = option(None, "Money in a UTC month.", low=MIN_MONEY, high=MAX_MONEY)
     models: tuple[str, ...] = option((), "Names of the models that may be used.", shown="all")
     ttft_ms: float | None = option(None, "Goal for the first token, which the scheduler keeps where it can.", above=0.0)
     tpot_ms: float | None = option(None, "Goal for each further token.", above=0.0)
@@ -68,8 +68,6 @@ class Tier:
     def checked(self, where: str) -> Tier:
         """This value if its rules hold. Raises ConfigError about a key below `where`."""
         check_options(self, where)
-        for name, money in self.budgets.items():
-            check_money(f"{where}.{name}", money)
         return self
 
     @property
