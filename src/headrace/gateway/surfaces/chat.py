@@ -153,7 +153,7 @@ def _common(parsed: ParsedChat, principal: Principal) -> ParsedRequest:
 
 
 def _fitting(request: ChatRequest, principal: Principal) -> ContextFitting:
-    """What the request asks for, else the tenant's option; one that this version does not know means to refuse."""
+    """The fitting that the request asks for, else the tenant's option. An option that this version does not know means to refuse."""
     wanted = request.context_fitting or principal.options.get("context_fitting")
     return next((fitting for fitting in ContextFitting if fitting == wanted), ContextFitting.REFUSE)
 
@@ -167,7 +167,7 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
         self._shows_reasoning = self._request.shows_reasoning
 
     def _shown(self, events: Sequence[OutputEvent]) -> Sequence[OutputEvent]:
-        """The events without reasoning, where the client does not want it."""
+        """The events, without reasoning if the client does not want it."""
         return events if self._shows_reasoning else [event._replace(reasoning="") if event.reasoning else event for event in events]
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
@@ -187,9 +187,9 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
                 yield self._text_chunk(event.index, event.offset, event.text)
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:
-        """A delta with the reasoning and the tool calls that were separated from the text, and with the text.
+        """A delta with text, reasoning and tool calls.
 
-        A call is in it once, whatever the number of its pieces: clients may read a delta's list as a dictionary by index.
+        The pieces of one call are joined, since some clients read a delta's list as a dictionary by index.
         """
         if event.tool_calls:
             self._outputs[event.index].has_tool_calls = True

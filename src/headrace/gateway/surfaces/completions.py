@@ -42,12 +42,12 @@ class CompletionRequest(schemas.SamplingFields, kw_only=True):
 
     @property
     def is_echo_only(self) -> bool:
-        """No output is wanted. One token is generated all the same, and neither shown nor billed."""
+        """Whether the prompt alone is wanted. One token is generated all the same, and neither shown nor billed."""
         return self.echo and self.max_tokens == 0
 
     @property
     def has_echo_logprobs(self) -> bool:
-        """The echoed prompt has log-probabilities, as many as the output."""
+        """Whether the echoed prompt has log-probabilities, with as many alternatives as the output."""
         return self.echo and self.logprobs is not None
 
 
@@ -72,7 +72,7 @@ ParsedCompletion = parse.Parsed[CompletionRequest]
 
 
 def parse_completion(body: dict[str, object]) -> tuple[ParsedCompletion, list[str]]:
-    """The request, its prompts as a list; what its answer must match; and the fields that change nothing. Raises InvalidRequest."""
+    """((request with its prompts as a list, grammar of the answer), names of fields that change nothing). Raises InvalidRequest."""
     ignored: dict[str, None] = {}
     request = parse.convert(parse.honoured_fields(body, COMPLETIONS, ignored), CompletionRequest)
     if request.best_of is not None and request.best_of != request.n:
@@ -117,7 +117,7 @@ def _common(parsed: ParsedCompletion, principal: Principal) -> ParsedRequest:
 
 
 def _own_params(request: CompletionRequest) -> dict[str, Any]:
-    """The sampling parameters whose meaning is that of completions alone."""
+    """The sampling parameters that completions define in their own way."""
     prompt_logprobs = request.prompt_logprobs
     if request.has_echo_logprobs and request.logprobs is not None:
         prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
@@ -126,7 +126,7 @@ def _own_params(request: CompletionRequest) -> dict[str, Any]:
 
 
 class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
-    """With max_tokens 0 (echo only) the one token that was generated is not shown."""
+    """The answer of /v1/completions. With max_tokens 0 (echo only) the single generated token is not shown."""
 
     ID_PREFIX, OBJECT, CHUNK_OBJECT = "cmpl-", "text_completion", "text_completion"
     TEXT_CHOICE = b'{"index":%d,"text":%s,"logprobs":null,"finish_reason":null}'
@@ -134,7 +134,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
     def __init__(self, parsed: ParsedCompletion, prepared: Prepared, generation: Generation) -> None:
         super().__init__(parsed, prepared, generation)
         self._echoes: dict[int, tuple[int, EchoedLogprobs]] = {}
-        """By echoed prompt: how many log-probabilities it had, and these, encoded."""
+        """Number of an echoed prompt -> (number of its log-probabilities, their JSON)."""
         self._encoded_prompt_logprobs: dict[int, list[bytes]] = {}
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
@@ -162,7 +162,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
     def _choice(
         self, index: int, text: str, logprobs: Sequence[DecodedLogprobs] | None, echoed: EchoedLogprobs | None, event: OutputEvent | None
     ) -> Iterator[bytes]:
-        """logprobs: None for null;  echoed: log-probabilities of its prompt;  event: see `ChoiceOutput.finish_part`"""
+        """JSON of a choice. logprobs: None for null;  echoed: the prompt's log-probabilities;  event: as for `ChoiceOutput.finish_part`"""
         yield b'{"index":%d,"text":%b' % (index, _encode(text))
         if (num_top := self._request.prompt_logprobs) is not None:
             yield b',"prompt_logprobs":'
@@ -176,7 +176,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         yield self._outputs[index].finish_part(event)
 
     def _usage(self, usage: TokenUsage) -> bytes:
-        """With echo alone the generated token is not part of it."""
+        """JSON of the usage, without the generated token of an echo-only request."""
         return super()._usage(usage._replace(completion_tokens=0) if self._request.is_echo_only else usage)
 
     def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]:
@@ -188,7 +188,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         yield from self._choice(index, text, logprobs, echoed, output.last)
 
     def _encode_prompt_logprobs(self, number: int, num_top: int) -> Iterator[bytes]:
-        """The prompt's log-probabilities. Where several choices show them they are encoded once and kept."""
+        """JSON of a prompt's log-probabilities. It is encoded once and kept if several choices show it."""
         made = self._encoded_prompt_logprobs.get(number)
         if made is not None:
             yield from made
@@ -207,8 +207,9 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         return text, () if self._request.logprobs is None else logprobs
 
     def _echoed(self, index: int) -> Generator[bytes, None, EchoedLogprobs | None]:
-        """Log-probabilities of the echoed prompt, where the request has logprobs; encoded once per prompt. Yields empty pieces between
-        pages, so that the encoding can be interrupted.
+        """The result is the echoed prompt's log-probabilities, encoded once per prompt; None without `logprobs` in the request.
+
+        Yields empty pieces between pages, so that other work can run.
         """
         if self._request.logprobs is None:
             return None

@@ -43,7 +43,7 @@ _GBNF_MARKS = (b"::=", b"\\u003")
 class BodyParser(Generic[T]):
     """How the bodies of a path are read.
 
-    parse  of a decoded body: the surface's own request, and the fields that change nothing
+    parse  decoded body -> (the surface's own request, names of fields that change nothing)
     kind   type of that request, which a text worker sends as JSON
     """
 
@@ -51,14 +51,14 @@ class BodyParser(Generic[T]):
     kind: Any
 
     def decode(self, sent: bytes | memoryview) -> tuple[T, list[str]]:
-        """What `parse` gave in a text worker."""
+        """The result of `parse` in a text worker, from its JSON."""
         made: tuple[T, list[str]] = _decoder(self.kind).decode(sent)
         return made
 
 
 @dataclass(frozen=True, slots=True)
 class QueryParameter:
-    """A parameter behind the path's `?`; each may be left out."""
+    """An optional parameter of the query string."""
 
     name: str
     summary: str
@@ -69,18 +69,18 @@ class Endpoint(Generic[HandlerT]):
     """One method of one path.
 
     method      GET answers HEAD as well
-    path        as the router reads it: {name} or {name:path}
-    handler     writes the answer or raises
-    request     wire type of the body; None: it reads none
+    path        path for the router, with {name} or {name:path}
+    handler     writes the answer, or raises the error that becomes it
+    request     wire type of the body; None: no body is read
     reply       wire type of the answer; None: the answer has no wire type, see media_type
-    chunk       wire type of a stream's events, where the body's `stream` asks for them
-    query       parameters that it reads; without any it ignores what stands behind `?`
-    parser      of its body, which a text worker knows by the path; None: it reads none
-    framing     of its API
-    generates   headrace_requests_total counts its requests
-    has_limits  it does work for its caller without generating, and its requests count in the caller's limits on requests
-    is_public   wants no key and answers under every Host, or without one over HTTP/1.0: the probes and the front page alone
-    is_quiet    machines ask it every second: a completed answer has no line in the request log
+    chunk       wire type of a stream's events, for a body with `stream`
+    query       parameters of the query string; empty: the query string is ignored
+    parser      parser of the body, which a text worker finds by the path; None: no body is read
+    framing     framing of the path's API
+    generates   it generates tokens; headrace_requests_total counts its requests
+    has_limits  it does other work for its caller, and its requests count in the caller's limits on requests
+    is_public   needs no key, and answers under every Host, or without one over HTTP/1.0: only the probes and the front page
+    is_quiet    a completed answer has no line in the request log, since machines ask every second
     may_be_503  answers 503 with its own reply type instead of an error
     """
 
@@ -112,7 +112,7 @@ class Endpoint(Generic[HandlerT]):
 
 
 def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str) -> dict[str, str]:
-    """Parameter -> value. Raises InvalidRequest for one that is not there: a misspelt one would ask for something else than was meant."""
+    """Parameter -> value. Raises InvalidRequest for an unknown parameter, which may be a misspelt one."""
     query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True))
     for name in query:
         if all(name != parameter.name for parameter in parameters):
@@ -121,10 +121,12 @@ def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str
 
 
 async def parsed_body(service: Service, exchange: Exchange, charges: RequestCharges, parser: BodyParser[T]) -> T:
-    """The request in a body. Fields that change nothing go to `exchange.ignored`. Raises errors of reading, decoding and `parser.parse`.
+    """The parsed request of a body. Names of fields that change nothing go to `exchange.ignored`.
 
-    charges  counts the bytes of the body as they arrive; the parsed request is taken to be as large and not counted again
-    parser  of the path's row in `surfaces.routes`: a text worker parses a large body and sends the request back
+    charges  charged for the body's bytes as they arrive; the parsed request is not charged again
+    parser   parser of the path's row in `surfaces.routes`; a large body is parsed in a text worker
+
+    Raises as `Exchange.json_body`, `decode_object` and `parser.parse`.
     """
     body = await exchange.json_body(max_bytes=service.config.limits.max_body_bytes, timeout_s=BODY_S, hold=charges.prompts.add)
     if exchange.header(LAST_EVENT_ID) is not None or exchange.header(IDEMPOTENCY_KEY) is not None:

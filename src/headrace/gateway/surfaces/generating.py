@@ -29,13 +29,13 @@ RequestT = TypeVar("RequestT")
 class GeneratingSurface(Generic[RequestT]):
     """The handler of one path.
 
-    path     where the field table has rows of it (`dialect.field_table`), these are the fields of its body
-    request, reply, chunk  wire types of its body, of its answer, and of a stream's events
-    parser   of its body
-    names    fields of `ParsedRequest` -> the names that this client used
-    common   the request as every surface has it
-    encoder  of its answer
-    framing  of its errors, its pings and the end of its streams, and where its clients put the key
+    path     path of the surface, by which `dialect.field_table` lists the fields of its body
+    request, reply, chunk  wire types of the body, the answer, and a stream's events
+    parser   parser of the body
+    names    gives the client's names of fields: name in `ParsedRequest` -> name in the body
+    common   converts the surface's request to a `ParsedRequest`
+    encoder  makes the encoder of the answer
+    framing  framing of the surface's API: place of the key, errors, pings, ends of streams
     """
 
     path: str
@@ -51,7 +51,7 @@ class GeneratingSurface(Generic[RequestT]):
 
     @property
     def endpoint(self) -> Endpoint[GeneratingSurface[RequestT]]:
-        """Its row."""
+        """The surface's endpoint, a row of `surfaces.routes`."""
         return Endpoint(
             "POST",
             self.path,

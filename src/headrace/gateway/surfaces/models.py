@@ -14,7 +14,7 @@ _encode = msgspec.json.encode
 
 
 class RateLimits(Struct):
-    """Null: without this limit."""
+    """A caller's limits; null: no such limit."""
 
     tier: str
     requests_per_minute: int | None
@@ -77,5 +77,5 @@ def _card(model: ServedModel, name: str, principal: Principal) -> ModelCard:
 
 
 def _least(*limits: int | None) -> int | None:
-    """The limit that holds where each of these does. None: no limit"""
+    """The smallest of several limits. None: no limit"""
     return min((limit for limit in limits if limit is not None), default=None)

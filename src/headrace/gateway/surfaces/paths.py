@@ -24,11 +24,11 @@ _NAMED = re.compile(r"\\{(\w+)(:path)?\\}")
 class AnsweredPath:
     """One path of the table.
 
-    methods    its endpoints
-    generates  one of them generates tokens
-    is_quiet   all of them are quiet
-    is_public  the path needs no key: all of them are public
-    framing    of the path's API
+    methods    HTTP method -> endpoint
+    generates  one of the endpoints generates tokens
+    is_quiet   all endpoints are quiet
+    is_public  all endpoints are public: the path needs no key
+    framing    framing of the path's API
     """
 
     path: str

@@ -94,9 +94,8 @@ def _ready_query(exchange: Exchange) -> dict[str, str]:
 def _why_not_ready(models: Sequence[ServedModel], *, is_strict: bool) -> str:
     """Why no replica is ready, or with `is_strict` not every one; empty: ready.
 
-    A replica that failed several requests in a row, and takes more because no other one is left, is ready and not strictly so.
-    A foreign server counts as ready whatever its state: one that fails does so for every gateway, and sending clients to another gateway
-    would not help.
+    A replica that failed several requests in a row, and gets more only because no other is left, is ready, but not strictly.
+    A foreign server always counts as ready: it would fail for every gateway, so that sending clients to another gateway would not help.
     """
     replicas = [(model.name, replica) for model in models for replica in model.upstream.replicas()]
     missing = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_foreign]
@@ -112,7 +111,7 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 
 async def load(service: Service, exchange: Exchange) -> None:
-    """vLLM's /load: generating requests in this server now, in all its workers; for the key of one of several tenants, its tenant's."""
+    """vLLM's /load: generating requests in all workers of this server now. With several tenants, a key sees its own tenant's requests."""
     num_open = await service.site_metrics.num_open(service.shown_tenants(exchange.principal))
     await exchange.reply(200, _encode(LoadReply(server_load=num_open)))
 

@@ -101,7 +101,7 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
 
 
 def _used_model(service: Service, exchange: Exchange, name: str | None) -> ServedModel:
-    """The model that answers, which stays open until the exchange has ended. Raises InvalidRequest."""
+    """The model that answers. It stays open until the exchange ends. Raises InvalidRequest."""
     model = service.models.usable_by(exchange.principal).only(name)
     exchange.use(model.users)
     exchange.record.model = model.name

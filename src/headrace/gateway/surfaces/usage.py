@@ -44,7 +44,7 @@ class UsageList(Struct):
 
 
 async def usage(service: Service, exchange: Exchange) -> None:
-    """404 where the server has no state folder, and so keeps no usage."""
+    """GET of usage rows. 404 on a server without a state folder, which keeps no usage."""
     if service.ledger is None:
         raise RouteNotFound(exchange.scope["path"])
     query = _query(exchange, service.unix_time())
@@ -54,7 +54,7 @@ async def usage(service: Service, exchange: Exchange) -> None:
 
 
 def _query(exchange: Exchange, now: float) -> UsageQuery:
-    """The question, about the caller's tenant alone. Raises InvalidRequest."""
+    """The usage query of a request, about the caller's tenant alone. Raises InvalidRequest."""
     given = query_of(exchange, USAGE_QUERY, "a parameter of /v1/usage: by, since, until")
     return UsageQuery(
         by=groups_of([given.get("by", "day")]),

@@ -28,10 +28,10 @@ _encode = msgspec.json.encode
 class ChoiceOutput:
     """One choice of an answer, collected from its sequence's events.
 
-    logprobs        log-probabilities; a new part begins where the vocabulary of the token ids changes
-    tool_pieces     pieces of tool calls, by the call's number
-    has_tool_calls  set in a stream too, where tool calls are not collected
-    last            the sequence's last event, once it has come
+    logprobs        log-probabilities, in a part for each vocabulary of token ids
+    tool_pieces     number of a call -> its pieces
+    has_tool_calls  the output has a tool call; also set in a stream, where calls are not collected
+    last            the sequence's last event; None before it
     """
 
     logprobs: list[DecodedLogprobs] = field(default_factory=list)
@@ -57,13 +57,15 @@ class ChoiceOutput:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls in the order in which they began, their pieces joined."""
+        """The joined calls in the order in which they began."""
         return [ToolCall.joined(pieces) for pieces in self.tool_pieces.values()]
 
     def finish_part(self, event: OutputEvent | None) -> bytes:
-        """The end of a choice's object: finish_reason, and beside it stop_reason. event: in a stream the chunk's, else the last one
+        """The end of a choice's JSON: finish_reason and stop_reason.
 
-        A sequence that stopped after complete tool calls waits for the tools' answers: its finish_reason is tool_calls.
+        event  in a stream the chunk's event, else the sequence's last one
+
+        finish_reason is tool_calls for a sequence that stopped after complete tool calls.
         """
         if event is None or event.finish is None:
             return b',"finish_reason":null}'
@@ -76,7 +78,7 @@ class ChoiceOutput:
 
 
 class OpenAIAnswer(ABC, Generic[FieldsT]):
-    """A `generation.answer_encoder.AnswerEncoder` in OpenAI's words. A subclass says how a choice looks.
+    """A `generation.answer_encoder.AnswerEncoder` for OpenAI's format. A subclass encodes the choices.
 
     Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
     """
@@ -117,8 +119,8 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]: ...
 
     def _count(self, index: int, num_new: int) -> None:
-        """Count `num_new` tokens of choice `index`, whose chunks come next. With continuous_usage_stats these have the usage of this choice
-        and its prompt alone, as vLLM has it.
+        """Count `num_new` tokens of the choice whose chunks come next. With continuous_usage_stats each chunk has the usage of its choice
+        and prompt alone, as in vLLM.
         """
         if self._counts is None:
             return
@@ -131,7 +133,7 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
         self._after_text = self._choice_end + tail
 
     def _text_chunk(self, index: int, offset: int, text: str) -> bytes:
-        """A chunk with the text of one choice alone, as most chunks are. offset: `OutputEvent.offset`"""
+        """A chunk with only text of one choice, as most chunks are. offset: `OutputEvent.offset`"""
         log = self._log
         if log is None:
             return self._before_texts[index] + _encode(text) + self._after_text
@@ -161,7 +163,7 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
             self._outputs[event.index].add(event)
 
     def _keep_prompt_logprobs(self, events: Sequence[OutputEvent]) -> None:
-        """The log-probabilities of a prompt that the first of its sequences has; the other sequences may have them again."""
+        """Collect the log-probabilities of prompts from the first sequence of each. Other sequences may repeat them."""
         for event in events:
             if event.prompt_logprobs and event.index % self._request.n == 0:
                 for page in event.prompt_logprobs:

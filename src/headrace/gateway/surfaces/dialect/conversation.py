@@ -58,7 +58,7 @@ class ConversationFields(ReasoningFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def conversation(self) -> Conversation:
-        """Raises InvalidRequest for functions that cannot be offered, and for a call that is asked for and cannot be made."""
+        """The conversation. Raises InvalidRequest for functions that cannot be offered, and for a required call that cannot be made."""
         tools = function_tools(self.tools)
         return Conversation(
             messages=template_messages(self.messages),
@@ -74,7 +74,7 @@ class ConversationFields(ReasoningFields, kw_only=True):
 
 
 def check_conversation(kept: dict[str, object], ignored: dict[str, None]) -> None:
-    """The rules of ConversationFields for the honoured fields of a body. Raises InvalidRequest."""
+    """Check the honoured fields of a body that `ConversationFields` describes. Raises InvalidRequest."""
     kept["messages"] = checked_messages(kept.get("messages"), ignored)
     check_reasoning(kept)
     check_tools(kept.get("tools"))
@@ -113,7 +113,7 @@ def _checked_message(message: object, prefix: str, ignored: dict[str, None]) -> 
 
 
 def _check_message(message: Message, prefix: str) -> None:
-    """The rules of a message. Raises InvalidRequest."""
+    """Check one message. Raises InvalidRequest."""
     if len(message.tool_calls) > MAX_CALLS:
         raise InvalidRequest(f"{prefix}.tool_calls", f"at most {MAX_CALLS} calls", len(message.tool_calls))
     if message.content is None and not message.tool_calls:

@@ -25,7 +25,7 @@ MAX_TOKENS = 16_384
 
 
 class _Pieces(dict[int, bytes]):
-    """Token id -> its piece of JSON, made when it is first asked for. A dict, because hundreds are looked up per output token."""
+    """Token id -> its piece of JSON, made at the first look-up. A dict, since an output token may take hundreds of look-ups."""
 
     def __init__(self, make: Callable[[int], bytes]) -> None:
         self._make = make
@@ -68,7 +68,7 @@ def json_of(texts: TokenTexts) -> TokenJson:
 
 
 def token_name(text: str, raw: bytes) -> str:
-    """A token as completions name it: its text, or `bytes:\\x..` where it is a part of a character, since such tokens share one text."""
+    """A token's name in completions: its text, or `bytes:\\x..` for a part of a character, since such tokens have the same text."""
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -147,7 +147,7 @@ def _between_commas(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _numbers(logprobs: array[float]) -> list[bytes]:
-    """Each number as JSON. All are encoded in one call: one by one takes five times as long."""
+    """Each number as JSON, all encoded in one call, which is five times as fast as a call for each."""
     values = logprobs.tolist()
     if not values:
         return []

@@ -75,9 +75,9 @@ PRIORITIES: Mapping[int | str, PriorityClass] = {member.name.lower(): member for
 
 
 def error_as_written(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest | None:
-    """The error with the name that this client used for the field; None where that is the field's own.
+    """The error with the client's name for the field; None if the client used the common name.
 
-    names  `prompt`, `max_tokens`, `logprobs`, `grammar`, `n` or `priority`, as the rules of every surface name them -> the client's name
+    names  common name (`prompt`, `max_tokens`, `logprobs`, `grammar`, `n` or `priority`) -> the client's name
     """
     name = names.get(error.field)
     if name is None:
@@ -90,7 +90,7 @@ def error_as_written(error: InvalidRequest, names: Mapping[str, str]) -> Invalid
 
 
 def _priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
-    """The priority class that the body names, else its key's. Raises InvalidRequest for what is none."""
+    """The priority class that the body names, else the key's. Raises InvalidRequest for an unknown class."""
     if given is None:
         return own
     if (wanted := PRIORITIES.get(given)) is None:
@@ -99,12 +99,13 @@ def _priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
 
 
 def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, None], path: str = "") -> dict[str, object]:
-    """The honoured fields of an object that are neither null nor off, and of the objects in it but messages.
+    """The honoured fields of an object and of the objects inside it, except messages. Fields that are null or off are left out.
 
-    ignored  gets the names of fields that were accepted and change nothing
-    path     of the object in the body, for errors: "messages[3]."
+    place    the object's row in RULES and INNER_PLACES
+    ignored  receives the names of fields that were accepted and change nothing
+    path     path of the object in the body, for errors: "messages[3]."
 
-    Raises: InvalidRequest for what is unknown or not served.
+    Raises InvalidRequest for a field that is unknown or not served.
     """
     rules, inner = RULES[place], INNER_PLACES[place]
     inside = "" if place.startswith("/") else f"{place}."
@@ -133,7 +134,7 @@ def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, 
 
 
 def honoured_inside(value: object, place: str, ignored: dict[str, None], path: str) -> object:
-    """The value of a field with the honoured fields of the objects in it. Raises as `honoured_fields`. place: see INNER_PLACES"""
+    """A field's value with only the honoured fields of the objects in it. place: see INNER_PLACES. Raises as `honoured_fields`."""
     if isinstance(value, dict) and not place.endswith("[]"):
         return honoured_fields(value, place, ignored, f"{path}.")
     if isinstance(value, list) and place.endswith("[]"):
@@ -143,7 +144,7 @@ def honoured_inside(value: object, place: str, ignored: dict[str, None], path: s
 
 
 def unknown_field(name: str, served: Iterable[str], prefix: str = "") -> InvalidRequest:
-    """The error of a field that is in no row. served: fields that its object may have; another one would be refused after this one."""
+    """The error of an unknown field, with a suggestion. served: fields that its object may have"""
     close = get_close_matches(name[:80], list(served), n=1)
     honoured = () if prefix else (rule for rule in TABLE if rule.name == name and rule.treatment is Treatment.HONOURED)
     elsewhere = [place for rule in honoured for place in rule.places if not isinstance(place, Inside)]
@@ -155,7 +156,7 @@ def unknown_field(name: str, served: Iterable[str], prefix: str = "") -> Invalid
 
 
 def check_inert(name: str, value: object) -> None:
-    """Raises InvalidRequest for a value of another form, or a longer one, than an inert field may have."""
+    """Raises InvalidRequest for an inert field's value of a wrong type or beyond the size bound."""
     if name != "metadata":
         if not isinstance(value, str) or len(value) > MAX_INERT_CHARS:
             raise InvalidRequest(name, f"a string of at most {MAX_INERT_CHARS} characters", value)
@@ -166,7 +167,7 @@ def check_inert(name: str, value: object) -> None:
 
 
 def checked(request: FieldsT, body: Mapping[str, object]) -> Parsed[FieldsT]:
-    """A request that keeps the rules of both surfaces, and what its answer must match. Raises InvalidRequest."""
+    """Check the rules that both surfaces share. Returns the request and the grammar of its answer. Raises InvalidRequest."""
     if request.stream_options is not None:
         if not request.stream:
             raise InvalidRequest("stream_options", "stream = true beside it")
@@ -180,10 +181,10 @@ def checked(request: FieldsT, body: Mapping[str, object]) -> Parsed[FieldsT]:
 
 
 def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt: Conversation | PlainPrompts) -> ParsedRequest:
-    """The request as every surface has it, with the sampling parameters that the surfaces name alike, by the names of `SamplingParams`.
-    Those of FROM_MODEL that the client left out are left out.
+    """The request in the form of every surface, with the sampling parameters that all surfaces name alike.
 
-    Raises InvalidRequest for a `priority` and for a `cache` that is none.
+    Parameters of FROM_MODEL that the client left out stay out, for the model's defaults. Raises InvalidRequest for an invalid `priority` or
+    `cache`.
     """
     request, grammar = parsed
     given: dict[str, Any] = dict(zip(AS_GIVEN, _as_given_of(request), strict=True))
@@ -214,7 +215,7 @@ def convert(data: object, kind: type[T], prefix: str = "") -> T:
 
 
 def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: str) -> InvalidRequest:
-    """msgspec's sentence as field, limit and value."""
+    """msgspec's message as an error with field, limit and value."""
     match = _PATH.match(message)
     what, path = (match["what"], match["path"] or "") if match else (message, "")
     field = ".".join(part for part in (prefix, path) if part)
@@ -237,7 +238,7 @@ def _odd_key(values: object) -> object:
 
 
 def _limit(what: str) -> str:
-    """msgspec's "Expected `int | str`, got `bool`" as a rule in words; its other sentences without the quotes."""
+    """msgspec's "Expected `int | str`, got `bool`" as a rule in words; other messages without backquotes."""
     if what.startswith("Invalid enum value"):
         return "one of " + ", ".join(ROLES)
     expected = _EXPECTED.match(what)
@@ -248,7 +249,7 @@ def _limit(what: str) -> str:
 
 
 def _value_at(data: object, path: str) -> object:
-    """The client's value at a path of names and indices; None, which is not shown, where the path does not lead to one value."""
+    """The client's value at a path of names and indices; None, which errors do not show, if the path names no single value."""
     for name, index in re.findall(r"([^.\[\]]+)|\[([^\]]*)\]", path):
         if name and isinstance(data, dict):
             data = data.get(name)

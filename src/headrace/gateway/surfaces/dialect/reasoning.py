@@ -37,7 +37,7 @@ WORDS = {
 
 
 class ReasoningOptions(Struct, omit_defaults=True):
-    """OpenRouter's."""
+    """OpenRouter's field `reasoning`."""
 
     effort: Effort | None = None
     enabled: bool | None = None
@@ -45,7 +45,7 @@ class ReasoningOptions(Struct, omit_defaults=True):
 
 
 class ThinkingOptions(Struct):
-    """Anthropic's, as LiteLLM passes it on."""
+    """Anthropic's field `thinking`, as LiteLLM passes it on."""
 
     type: OnOff
 
@@ -64,7 +64,7 @@ class ReasoningFields(SamplingFields, kw_only=True):
 
     @property
     def shows_reasoning(self) -> bool:
-        """The answer has the reasoning that was separated from the text."""
+        """Whether the answer shows the reasoning that was separated from the text."""
         return self.include_reasoning and not (self.reasoning is not None and self.reasoning.exclude)
 
     @property
@@ -99,7 +99,7 @@ _DEFAULTS = _values_of(ReasoningFields())
 
 
 def check_reasoning(body: Mapping[str, object]) -> None:
-    """Raises InvalidRequest for a word that is not known."""
+    """Raises InvalidRequest for an unknown word for the reasoning's effort."""
     if _FIELD_SET.isdisjoint(body):
         return
     for field, words in WORDS.items():
@@ -113,7 +113,7 @@ def check_reasoning(body: Mapping[str, object]) -> None:
 
 
 def _switch(field: str, given: bool | str) -> TemplateSwitch:
-    """A template without degrees that can be switched off is switched off by "none"."""
+    """The template variables that a field sets. "none" switches reasoning off for templates without degrees of effort."""
     if isinstance(given, bool) or given == "none":
         is_on = given is True
         return TemplateSwitch(field=field, values=dict.fromkeys(_SWITCHES, is_on), given=given, is_off=not is_on)

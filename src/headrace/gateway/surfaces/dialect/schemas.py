@@ -32,7 +32,7 @@ class ResponseFormat(Struct):
 
 
 class StructuredOutputs(Struct):
-    """vLLM's. Its fields are READERS of `dialect.structured` with `guided_` before them."""
+    """vLLM's `structured_outputs`. Its fields are the `guided_` fields of READERS in `dialect.structured`, without that prefix."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None

@@ -26,9 +26,9 @@ Read = Callable[[Any, str], tuple[Grammar, str] | None]
 
 
 def requested_grammar(request: SamplingFields, body: Mapping[str, object]) -> RequestedGrammar | None:
-    """What the answer must match, taken out of `request`: its fields for it are None afterwards, so that no schema travels twice.
+    """The grammar of the output. The request's grammar fields are set to None, so that no schema is sent twice.
 
-    Raises InvalidRequest for two of the fields, and for a value that is no grammar.
+    Raises InvalidRequest for two grammar fields at once, and for a value that is no grammar.
     """
     values = _values_of(request)
     if values == _NOTHING:

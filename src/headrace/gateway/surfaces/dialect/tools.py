@@ -85,8 +85,8 @@ def check_tools(tools: object) -> None:
 
 
 def function_tools(tools: Sequence[ToolDefinition]) -> list[FunctionTool]:
-    """The functions as values. Raises InvalidRequest for arguments that are no object, and for a name that no format can write or that
-    stands twice."""
+    """The functions as values. Raises InvalidRequest for parameters that are no object, and for a name that is invalid or given
+    twice."""
     made: dict[str, FunctionTool] = {}
     for number, tool in enumerate(tools):
         path, given = f"tools[{number}].{FUNCTION}", tool.function
@@ -100,7 +100,7 @@ def function_tools(tools: Sequence[ToolDefinition]) -> list[FunctionTool]:
 
 
 def tool_choice(given: str | ChosenTools | None, tools: Sequence[FunctionTool], *, is_parallel: bool) -> ToolChoice:
-    """Raises InvalidRequest for a call that is asked for and cannot be made."""
+    """The tool choice as a value. Raises InvalidRequest for a required call that cannot be made."""
     if isinstance(given, ChosenTools):
         return _chosen(given, [tool.name for tool in tools], is_parallel=is_parallel)
     mode = CallMode(given) if given else CallMode.AUTO
@@ -110,7 +110,7 @@ def tool_choice(given: str | ChosenTools | None, tools: Sequence[FunctionTool], 
 
 
 def _chosen(given: ChosenTools, names: Sequence[str], *, is_parallel: bool) -> ToolChoice:
-    """names: of the functions that the request has"""
+    """`tool_choice` in object form. names: names of the request's functions. Raises InvalidRequest."""
     function, allowed = given.function, given.allowed_tools
     if (function is None) is (given.type == FUNCTION) or (allowed is None) is (given.type == ALLOWED):
         raise InvalidRequest(f"tool_choice.{given.type}", f"an object, and nothing else beside the type {given.type}", None)
