@@ -53,7 +53,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def work(channel: socket.socket, context: TextContext, parent: int) -> None:
-    """Runs in a forked process and never returns."""
+    """Do jobs from `channel` in a forked process, until it is closed or the worker has grown too much. Never returns."""
     _die_with(parent)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -116,7 +116,7 @@ def _exactly(channel: socket.socket, num_bytes: int) -> bytes | None:
 
 
 def _die_with(parent: int) -> None:
-    """A worker in the middle of a job reads nothing: the kernel ends it when its parent dies."""
+    """Have the kernel kill this worker when its parent dies, since a worker in the middle of a job does not read its socket."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def serve(control: Control) -> None:
-    """Load, say so, fork. Returns, or raises GatewayGone, when the gateway is gone."""
+    """Load the texts, report them, and fork workers. Returns or raises GatewayGone once the gateway is gone."""
     config = msgspec.convert(control.first()["config"], frames.HostConfig)
     texts: dict[str, TextModel] = {}
     for name, folder in config.models.items():
@@ -151,7 +151,7 @@ def serve(control: Control) -> None:
 
 
 def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:
-    """One model's text, its template compiled and used once. Raises CheckpointError; may be ended by its bounds."""
+    """One model's text, with its template compiled and used once. Raises CheckpointError. Its bounds may end this process."""
     control.say({"loading": name})
     text = load_text(folder)
     if not text.template.exists:
@@ -216,7 +216,7 @@ class Control:
         return [json.loads(line) for line in lines]
 
     def take_fd(self) -> int:
-        """The descriptor that came with the oldest message not yet asked for one."""
+        """The oldest descriptor that was received and not taken yet."""
         return self._fds.pop(0)
 
 
@@ -229,7 +229,7 @@ class Host:
         self._pid_of: dict[int, int] = {}
 
     def run(self) -> None:
-        """Until the gateway is gone: returns, or raises GatewayGone."""
+        """Serve the gateway's messages. Returns or raises GatewayGone once the gateway is gone."""
         woken, waker = os.pipe()
         os.set_blocking(waker, False)
         os.set_blocking(woken, False)
@@ -272,7 +272,7 @@ class Host:
         self._control.say({"forked": number})
 
     def _become_worker(self, channel: socket.socket, parent: int) -> NoReturn:
-        """In the forked process. No exception may reach `run`, whose `finally` kills the workers it knows: this one's siblings."""
+        """Turn the forked process into a worker. No exception may reach `run`, whose `finally` would kill the other workers."""
         try:
             self._pid_of.clear()
             signal.set_wakeup_fd(-1)

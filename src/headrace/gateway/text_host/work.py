@@ -39,12 +39,12 @@ PARSERS = parsers_of(ENDPOINTS)
 
 @dataclass(frozen=True, slots=True)
 class TextContext:
-    """What jobs need: the models' text, by model name."""
+    """The models' texts by name, which jobs use."""
 
     texts: Mapping[str, TextModel]
 
     def answer(self, head: bytes, tail: bytes) -> tuple[frames.AnyAnswer, bytes]:
-        """A job's answer and its tail. Never raises for what a client or a model's folder can cause."""
+        """(reply, tail) of a job. Errors that a client or a model's folder can cause become replies."""
         try:
             return self._do(frames.read_job(head), tail)
         except MemoryError:

@@ -28,8 +28,8 @@ MAX_ID = 2**31 - 1
 class HostConfig(msgspec.Struct):
     """The host process's configuration.
 
-    models       name to folder
-    start_cpu_s  for compiling one model's templates and rendering a greeting
+    models       model name -> folder
+    start_cpu_s  most CPU seconds for compiling one model's templates and rendering a greeting
     """
 
     models: dict[str, str]
@@ -50,7 +50,7 @@ class EncodeChat(WorkerJob, tag="chat"):
     """A conversation as token ids.
 
     tools          functions that the template shows to the model, as OpenAI writes them
-    max_model_len  what cannot fit into it is refused; None: any length
+    max_model_len  most tokens: a conversation that cannot fit is refused; None: any length
     """
 
     model: str
@@ -73,7 +73,7 @@ class EncodeTexts(WorkerJob, tag="texts"):
 
 
 class DecodeIds(WorkerJob, tag="decode"):
-    """The tail is token ids, `field` of a request; their text."""
+    """Decode the tail, which is token ids from `field` of a request."""
 
     model: str
     field: str
@@ -81,7 +81,7 @@ class DecodeIds(WorkerJob, tag="decode"):
 
 
 class Tokenize(WorkerJob, tag="tokenize"):
-    """One prompt's ids as a client reads them, and how the vocabulary spells each, if that is wanted."""
+    """Tokenize one prompt into JSON for a client: ids, and if wanted the vocabulary's spelling of each."""
 
     prompt: EncodeChat | EncodeTexts
     needs_texts: bool
@@ -94,7 +94,7 @@ class WorkerReply(msgspec.Struct, tag_field="answer"):
 
 
 class Ids(WorkerReply, tag="ids", kw_only=True):
-    """The tail is the ids of all texts; counts: how many of each; unread: fields of a conversation that its template does not read."""
+    """The tail is the ids of all texts. counts: number of ids of each; unread: conversation fields that the template does not read"""
 
     counts: list[int]
     unread: list[str] = []
@@ -159,7 +159,7 @@ def read_answer(head: bytes | memoryview) -> AnyAnswer:
 
 
 def ids_to_bytes(field: str, token_ids: Sequence[int]) -> bytes:
-    """Raises InvalidRequest, naming `field`, for what no vocabulary has."""
+    """Token ids as bytes of 32-bit integers. Raises InvalidRequest about `field` for an id that no vocabulary has."""
     try:
         return array(TYPECODE, token_ids).tobytes()
     except OverflowError:

@@ -18,7 +18,7 @@ READ_BYTES = 1 << 16
 
 
 class HostSocket:
-    """Lives on the event loop, once one runs."""
+    """The gateway's end of the socket to the text workers' host. On the event loop, except before it runs."""
 
     def __init__(self, channel: socket.socket, first: Mapping[str, object]) -> None:
         """first: sent at once, with a blocking write: the host waits for it."""

@@ -60,10 +60,10 @@ class JobLimits:
 
 
 def check_fits(field: str, text: str, bound: TokenBound | None, max_model_len: int | None) -> None:
-    """Raise ContextLengthExceeded for a text that has too many tokens however it is tokenized.
+    """Raise ContextLengthExceeded for a text whose lower bound of tokens is beyond the context.
 
-    bound          None: the tokenizer allows no bound; nothing is refused
-    max_model_len  None: no limit
+    bound          the tokenizer's lower bound; None: it has none, and nothing is refused
+    max_model_len  tokens of the context; None: no limit
     """
     if bound is None or max_model_len is None or 4 * len(text) < max_model_len:
         return

@@ -53,8 +53,8 @@ class TextJob:
 
     name       kind of job, for the log
     field      the request's field, for refusals
-    is_late    its wall time is over
-    is_killed  its worker was sent a kill; an answer may still arrive before the worker ends
+    is_late    the job's wall time is over
+    is_killed  the worker is being killed; its answer may still arrive
     """
 
     data: bytes
@@ -71,12 +71,12 @@ class TextJob:
 
 
 class TextPool:
-    """`async with` starts and ends the workers.
+    """Assigns jobs to text workers. `async with` starts and ends the workers.
 
-    max_workers  that it starts, and starts again
-    num_refused  jobs for which there was no room
-    num_killed   jobs that cost their worker, by reason: cpu, memory, time (over a limit), left (the client left), lost (ended from outside)
-    busy_s       seconds that workers had a job
+    max_workers  number of workers, which are replaced when they end
+    num_refused  jobs refused because the queue was full
+    num_killed   jobs whose worker ended, by reason: cpu, memory, time (over a limit), left (the client left), lost (ended from outside)
+    busy_s       seconds with a job, summed over workers
     """
 
     def __init__(self, workers: Workers, *, max_workers: int, max_queue: int, clock: Clock = time.monotonic) -> None:
@@ -121,7 +121,7 @@ class TextPool:
         self._queue.change(max_queue)
 
     def replace(self, workers: Workers, *, max_workers: int) -> None:
-        """Do later jobs on `workers`, which were started. Jobs that wait go there, too; jobs that run end where they are."""
+        """Use other, already started workers for waiting and later jobs. Running jobs end at their present workers."""
         former, self._workers, self.max_workers = self._workers, workers, max_workers
         self._former |= {*self._idle, *self._running, *self._killed}
         for worker in self._idle:
@@ -134,7 +134,7 @@ class TextPool:
             self._start_worker()
 
     async def _close_former(self, workers: Workers, starts: Collection[asyncio.Task[None]]) -> None:
-        """Close a source once its last worker has ended. starts: may be getting one of it"""
+        """Close former workers once the last one has ended. starts: tasks that may still be getting one of them"""
         if starts:
             await asyncio.wait(starts)
         while self._former:
@@ -146,12 +146,12 @@ class TextPool:
 
     @property
     def _num_current(self) -> int:
-        """Workers of the present source that are, or are about to be."""
+        """Number of the present source's workers, with those that are being started."""
         return len(self._idle) + len(self._running.keys() - self._former) + len(self._killed) + self._num_starting
 
     @property
     def reason(self) -> str:
-        """Why no prompt can be read now, in a form that may be shown to clients; empty: prompts can be read."""
+        """The reason why no prompt can be read now, in words that clients may see; empty: prompts can be read."""
         return self._workers.reason or ("no process to read prompts can be started" if self._is_down else "")
 
     @property
@@ -167,9 +167,9 @@ class TextPool:
     def submit(self, job: frames.WorkerJob, tail: bytes | memoryview = b"", *, tenant: str, field: str) -> asyncio.Future[Done]:
         """Queue a job. The future gets its answer or its error; cancelling the future cancels the job.
 
-        field  the request's field that is named where the job exceeds a limit
+        field  the request's field that errors name when the job exceeds a limit
 
-        Raises: Overloaded; Unavailable while there is no worker and none can be started.
+        Raises Overloaded when the queue is full, and Unavailable while there is no worker and none can be started.
         """
         if self._is_down:
             raise Unavailable(DOWN)
@@ -195,7 +195,7 @@ class TextPool:
         return self.submit(frames.ParseBody(path), body, tenant=tenant, field="body")
 
     def check(self) -> None:
-        """Every worker is idle, or has one job that has one worker, or is about to end."""
+        """Assert that every worker is idle, or has exactly one job, or is about to end."""
         self._queue.check()
         assert len(self._idle) == len(set(self._idle))
         assert not set(self._idle) & set(self._running)
@@ -273,7 +273,7 @@ class TextPool:
         self._dispatch()
 
     def _log_no_worker(self, reason: str) -> None:
-        """Log each reason once until a worker starts: a start is tried every RETRY_S seconds."""
+        """Log a failed start. Equal reasons are logged once, since a start is tried every RETRY_S seconds."""
         if reason != self._logged:
             self._logged = reason
             log.warning("no text worker could be started: %s", reason)
@@ -298,7 +298,7 @@ class TextPool:
             job.data = b""
 
     def _refuse_waiting(self) -> None:
-        """Refuse all waiting jobs: there is no worker and none can be started. New jobs are refused until one is."""
+        """Refuse all waiting jobs, and new ones until a worker starts: there is none, and none can be started."""
         self._is_down = True
         while (queued := self._queue.pop(may_be_heavy=True)) is not None:
             queued.job.is_waiting = False
@@ -355,9 +355,9 @@ class TextPool:
             job.future.set_exception(self._exceeded(job, reason))
 
     def _exceeded(self, job: TextJob, reason: str) -> InvalidRequest:
-        """The error of a job that exceeded a limit. The limits grow with the request, so the client must change it: 400, not retried.
+        """The error of a job that exceeded a limit: 400, since limits grow with the request, and a retry would exceed them again.
 
-        Where the template is at fault, the operator sees it in the log and in a counter.
+        The operator sees a template's fault in the log and in a counter.
         """
         limits = job.limits
         spent = {

@@ -45,9 +45,9 @@ MAX_GROWTH = 32
 
 
 class WorkerProcess(asyncio.Protocol):
-    """A forked worker. `Owner.ended` is called once its last answer was read and its host has reported how it ended.
+    """A forked worker. `Owner.ended` is called when its last answer was read and the host has reported its end.
 
-    is_known  set when the host has reported that it was forked, or that it is gone
+    is_known  set when the host has reported the worker's fork, or its end
     """
 
     def __init__(self, owner: Owner, kill: Callable[[], None]) -> None:
@@ -110,7 +110,7 @@ class WorkerProcess(asyncio.Protocol):
 class HostProcess:
     """The host process, started again when it is lost.
 
-    failures  models that the present process, or the last one, could not load or was ended by, each with the reason
+    failures  model -> why the present (or last) process could not load it, or was ended by loading it
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class HostProcess:
     ) -> None:
         """
         withheld      environment variables that the host and its workers do not inherit: they hold keys
-        clock, sleep  of the pauses between two starts
+        clock, sleep  time the pauses between two starts
         """
         self._config = config
         self._command = command
@@ -170,7 +170,7 @@ class HostProcess:
         self._come_up()
 
     async def _load_texts(self) -> None:
-        """Have a process load what it can; `_failed` has the rest. Raises CheckpointError where none can be started."""
+        """Start a process that loads the models that it can; `_failed` has the others. Raises CheckpointError if none can be started."""
         try:
             while (error := await self._why_not_ready()) is not None:
                 await self._stop_process()
@@ -209,7 +209,7 @@ class HostProcess:
     # -- starting, and starting again --------------------------------------------------------------------------------------------
 
     async def _why_not_ready(self) -> CheckpointError | None:
-        """Wait for a process that has loaded what it can. An error: it ended, or takes too long, while it loaded `_loading`."""
+        """Wait until the process has loaded its models. Returns an error if it ended, or took too long, while it loaded `_loading`."""
         if self._process is None:
             self.spawn()
         assert self._socket is not None
@@ -221,7 +221,7 @@ class HostProcess:
         return None if is_ready else await self._how_it_ended()
 
     async def _becomes_ready(self, channel: HostSocket) -> bool:
-        """False: the process ended before."""
+        """Wait for the process's `ready`. False: it ended before."""
         while (messages := await channel.wait()) is not None:
             for message in messages:
                 self._loading = message.get("loading", self._loading)
@@ -241,7 +241,7 @@ class HostProcess:
         return CheckpointError("chat_template" if self._loading else "the text of the models", f"ended the process that loads it ({how})")
 
     def _lost(self) -> None:
-        """The host is gone, and the kernel ends its workers with it."""
+        """Note that the host has ended; the kernel ends its workers with it."""
         pause_s = self._backoff.pause_s(self._clock() - self._up_since)
         log.error("the text workers' host process is gone; it is started again in %.3g s", pause_s)
         self._hang_up()
@@ -271,7 +271,7 @@ class HostProcess:
         log.info("the text workers' host process runs again")
 
     async def _start_with_some(self, before: Mapping[str, CheckpointError]) -> None:
-        """Start with the models that can be loaded, of those that could be `before`. Raises CheckpointError where none can."""
+        """Start a process with those models that can be loaded and could be `before`. Raises CheckpointError if none can."""
         self._failed = {**before}
         await self._load_texts()
         lost = [error for model, error in self._failed.items() if model not in before]

@@ -20,7 +20,7 @@ class Worker(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it, whatever it does; `Owner.ended` is called."""
+        """Kill the worker, also in a job. `Owner.ended` is called afterwards."""
         ...
 
 
@@ -30,29 +30,29 @@ class Owner(Protocol):
     def answered(self, worker: Worker, answer: frames.AnyAnswer, tail: memoryview) -> None: ...
 
     def ended(self, worker: Worker, number: int) -> None:
-        """number: of the signal that ended it, 0 for none, HOST_LOST."""
+        """Take a worker's end. number: of the signal that ended it; 0: none; or HOST_LOST"""
         ...
 
 
 class Workers(Protocol):
-    """Where workers come from."""
+    """A source of workers."""
 
     @property
     def reason(self) -> str:
-        """Why no worker can be started now, in a form that may be shown to clients; empty: one can."""
+        """The reason why no worker can be started now, in words that clients may see; empty: one can be."""
         ...
 
     @property
     def failures(self) -> Mapping[str, CheckpointError]:
-        """Models whose text cannot be used, each with the reason: workers take no job for them."""
+        """Model -> why its text cannot be used. Workers take no job for such a model."""
         ...
 
     async def start(self) -> None:
-        """Returns once each model's text is loaded, or in `failures`. Raises CheckpointError where workers cannot be started at all."""
+        """Return when each model's text is loaded or in `failures`. Raises CheckpointError if no worker can be started."""
         ...
 
     async def add(self, owner: Owner) -> Worker:
-        """A new worker, ready for a job. Raises OSError when there can be none now."""
+        """A new worker, ready for a job. Raises OSError if none can be started now."""
         ...
 
     async def close(self) -> None: ...
