@@ -50,10 +50,10 @@ _TOKENIZER = "a model that this server runs itself"
 
 
 class HttpUpstream(Upstream):
-    """One model and its servers."""
+    """The upstream of one model at its foreign servers."""
 
     def __init__(self, name: str, servers: Sequence[ForeignServer], *, clock: Clock, random: Random) -> None:
-        """name: of the model here, for refusals and the log"""
+        """name: the model's name at this gateway, for refusals and the log"""
         self.name = name
         self.servers = tuple(servers)
         self._budget = RetryBudget()
@@ -62,18 +62,18 @@ class HttpUpstream(Upstream):
 
     @property
     def max_model_len(self) -> int | None:
-        """The largest one of its servers, as far as they say."""
+        """The largest `max_model_len` that one of the servers reports; None: none does."""
         return max((server.max_model_len or 0 for server in self.servers), default=0) or None
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
-        """The shortest queue of a server that takes requests; None unless each of them reports its load, which knows no classes."""
+        """The shortest queue of the servers that take requests, for all classes alike; None unless each of them reports its load."""
         now = self._clock()
         loads = [server.reported(now) for server in self.servers if not server.reason()]
         known = [load.num_waiting for load in loads if load is not None and load.num_waiting is not None]
         return QueueState(min(known), 0.0) if known and len(known) == len(loads) else None
 
     def replicas(self) -> list[ReplicaHealth]:
-        """Its servers. A server counts as connected: connections are made per request."""
+        """The servers, each as a connected replica, since connections are made per request."""
         return [
             ReplicaHealth(server.name, is_connected=True, reason=server.reason(), is_foreign=True, num_open=server.num_open)
             for server in self.servers
@@ -131,9 +131,9 @@ class HttpUpstream(Upstream):
 
 
 def _within(request: GenerationRequest, ceiling: RequestCeiling, max_prompt_tokens: int) -> GenerationRequest:
-    """The request with a `max_tokens` within the caller's limits, whatever the prompt's tokens turn out to be.
+    """The request with a `max_tokens` within the caller's limits for a prompt of up to `max_prompt_tokens`.
 
-    Raises ContextLengthExceeded where the client's own `max_tokens` leaves no token for a prompt.
+    Raises ContextLengthExceeded if the client's own `max_tokens` leaves no token for a prompt.
     """
     max_tokens, context_tokens = request.sampling.get("max_tokens"), ceiling.context_tokens
     if max_tokens is not None:
@@ -163,7 +163,7 @@ def _prompts(prompt: Conversation | PlainPrompts) -> Sequence[PreparedPrompt]:
 async def open_upstream(
     name: str, configs: Sequence[ForeignConfig], *, clock: Clock, unix_time: Clock, random: Random
 ) -> AsyncIterator[HttpUpstream]:
-    """A model's servers, watched until the block ends. Raises ConfigError where a key is not. None of them needs to be up."""
+    """A model's servers, watched until the block ends. No server need be up. Raises ConfigError for a server's key that cannot be read."""
     async with AsyncExitStack() as stack:
         servers = []
         for server_name, config in named(configs):
@@ -185,20 +185,20 @@ _NAME_TO_DEFAULT = {field.name: getattr(SamplingParams(max_tokens=None), field.n
 
 
 def foreign_body(request: GenerationRequest, params: SamplingParams) -> dict[str, Any]:
-    """The body but for its model. Raises InvalidRequest naming what does not carry over."""
+    """The request's body without `model`. Raises InvalidRequest naming a parameter that a foreign server cannot take."""
     _check_logprobs(request, params)
     begin: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     return begin | _prompt_fields(request.prompt) | _sampling_fields(request) | _grammar_field(request)
 
 
 def _grammar_field(request: GenerationRequest) -> dict[str, Any]:
-    """The client's own field for what the output must match, as it was: a server that does not know it says so."""
+    """The client's own grammar field, unchanged. A server that does not know the field refuses it."""
     wanted = request.grammar
     return {} if wanted is None else {wanted.name: msgspec.Raw(wanted.value_json.encode())}
 
 
 def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
-    """The prompt's fields. Defaults are left out, so that a server need not know these fields."""
+    """The body's fields for the prompt. Defaults are left out, since a server may not know these fields."""
     if isinstance(prompt, Conversation):
         fields: dict[str, Any] = {"messages": prompt.messages}
         if not prompt.add_generation_prompt:
@@ -215,7 +215,7 @@ def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
 
 
 def _tool_fields(prompt: Conversation) -> dict[str, Any]:
-    """The functions and what binds the model to call them, as OpenAI writes both."""
+    """The fields `tools` and `tool_choice`, as OpenAI writes them."""
     if not prompt.tools:
         return {}
     fields: dict[str, Any] = {"tools": [tool.requested() for tool in prompt.tools]}
@@ -231,7 +231,7 @@ def _tool_fields(prompt: Conversation) -> dict[str, Any]:
 
 
 def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
-    """The sampling parameters the client gave, without those equal to OpenAI's defaults, for which the server's own defaults hold."""
+    """The client's sampling parameters. Those equal to OpenAI's defaults are left out, so that the server's own defaults hold."""
     # A parameter of FROM_MODEL is sent whenever the client names it: a model may have defaults of its own.
     fields = {
         name: list(value) if isinstance(value, tuple) else value
@@ -245,7 +245,7 @@ def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _check_logprobs(request: GenerationRequest, params: SamplingParams) -> None:
-    """Raise InvalidRequest for log-probabilities other than a chat's output: no other form is the same on all servers."""
+    """Raise InvalidRequest for log-probabilities except those of a chat's output: servers differ in all other forms."""
     remedy = "The server behind this model gives them for a chat's answer only."
     if params.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "absent or null", params.prompt_logprobs, remedy)
@@ -261,13 +261,13 @@ TOOL_TEMPLATE_TOKENS = 512
 
 
 def most_prompt_tokens(prompt: Conversation | PlainPrompts, max_model_len: int | None) -> int:
-    """The bound of all prompts together. max_model_len: a longer prompt is refused by the server; None: it has not said"""
+    """Upper bound of the tokens of all prompts. max_model_len: the server refuses a longer prompt; None: not known"""
     bounds = [_of_chat(prompt)] if isinstance(prompt, Conversation) else [_of_plain(given) for given in prompt.prompts]
     return sum(bound if max_model_len is None else min(bound, max_model_len) for bound in bounds)
 
 
 def _of_chat(chat: Conversation) -> int:
-    """JSON has more bytes around a message than a template has tokens around it."""
+    """Upper bound of a chat's tokens: its bytes as JSON, which exceed a template's tokens around each message."""
     num_bytes = len(msgspec.json.encode(chat.messages)) + TEMPLATE_TOKENS
     if not chat.shown_tools:
         return num_bytes
@@ -275,7 +275,7 @@ def _of_chat(chat: Conversation) -> int:
 
 
 def _of_plain(prompt: str | Sequence[int]) -> int:
-    """One token more may mark the beginning of a text, and one its end."""
+    """Upper bound of a plain prompt's tokens, with one token each for a marked beginning and end."""
     if isinstance(prompt, str):
         return 2 + (len(prompt) if prompt.isascii() else len(prompt.encode("utf-8", "surrogatepass")))
     return len(prompt)

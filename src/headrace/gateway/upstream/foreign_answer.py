@@ -37,14 +37,16 @@ _NOTHING_NEW = SentDelta()
 
 
 class _Output:
-    """One sequence so far.
+    """The state of one sequence.
 
-    has_tokens  any output was given
+    has_tokens         the client was given output
     num_logprob_chars  characters of the tokens that had log-probabilities
-    said_text, said_reasoning, has_calls  what deltas have given. A server may send a whole message as well, which repeats that
-    is_whole    all of it came as one message or text, as in a whole answer
-    ending      the end that the server named last
-    is_sure     nothing else has to say that this is the end;  is_revoked: output followed an end;  is_over: the end was given
+    said_text, said_reasoning, has_calls  output in deltas so far; a server may also send a whole message, which repeats it
+    is_whole           all output came as one message or text, as in an answer without streaming
+    ending             the end that the server named last; None: it has not named one
+    is_sure            the named end needs no other sign of the end
+    is_revoked         output followed a named end
+    is_over            the client was given the end
     """
 
     __slots__ = (
@@ -62,7 +64,7 @@ class _Output:
         self.is_whole = self.is_sure = self.is_revoked = self.is_over = False
 
     def added(self, choice: SentChoice) -> tuple[str, str, Sequence[SentCall]]:
-        """Text, reasoning and pieces of calls that a choice adds: those of its delta, and what its message has and no delta gave."""
+        """Text, reasoning and call pieces that a choice adds: its delta, and the part of its message that no delta has given."""
         delta, message = choice.delta, choice.message
         self.is_whole = delta is None and not self.has_tokens
         delta = delta or _NOTHING_NEW
@@ -94,7 +96,7 @@ class _Output:
 
 
 def _unsaid(said: SaidText, whole: str) -> str:
-    """What a message adds to what deltas said. Where it does not begin with that, that stands."""
+    """The rest of a whole message after the text of deltas; empty if the message does not begin with that text."""
     rest = said.rest_of(whole) or ""
     if said.num_chars:
         said.add(rest)
@@ -102,14 +104,14 @@ def _unsaid(said: SaidText, whole: str) -> str:
 
 
 class ForeignAnswer:
-    """One answer.
+    """Converts one answer of a foreign server to events.
 
-    num_running  sequences whose end is not sure
-    left_out     what was malformed beside the answer and could not be used, counted
+    num_running  sequences without a sure end
+    left_out     counts of malformed fields that the answer does not need and that were ignored
     """
 
     def __init__(self, num_sequences: int, call_key: str) -> None:
-        """call_key: what distinguishes this answer's calls from all others, see `CallPieces`"""
+        """call_key: text unique to the answer, see `CallPieces`"""
         self.num_running = num_sequences
         self._outputs = [_Output(index, f"{call_key}/{index}") for index in range(num_sequences)]
         self._pieces = PieceReader()
@@ -121,11 +123,11 @@ class ForeignAnswer:
 
     @property
     def usage(self) -> TokenUsage:
-        """The server's counts, as far as it has sent them; else output tokens as received, and 0 for the prompt."""
+        """The server's token counts. Before it has sent them: output tokens as received, and 0 prompt tokens."""
         return self._counted._replace(completion_tokens=self._counted.completion_tokens or self._num_tokens)
 
     def read(self, data: bytes, events: list[OutputEvent]) -> None:
-        """Add the events of one event of the server's, which is one piece for nearly all. Raises BrokenStream."""
+        """Append the events of one server-sent event, which nearly always has one piece. Raises BrokenStream."""
         for piece in self._pieces.read(data):
             if piece.is_error:
                 raise sent_error(data)
@@ -146,10 +148,10 @@ class ForeignAnswer:
                 self._give_ends(events)
 
     def end(self, events: list[OutputEvent], *, is_marked: bool, is_document: bool = False) -> None:
-        """Add the ends of all sequences. Raises BrokenStream where one has not ended.
+        """Append the ends of all sequences. Raises BrokenStream if one has not ended.
 
-        is_marked    the server said that the answer ends here
-        is_document  the body was one JSON text: an answer that is whole in it needs no other sign of its end
+        is_marked    the server marked the end of the answer ([DONE])
+        is_document  the body was one JSON text, whose end is the end of a whole answer
         """
         for output in self._outputs:
             if output.ending is None or not (output.is_sure or is_marked or (is_document and output.is_whole)):
@@ -163,7 +165,7 @@ class ForeignAnswer:
                 events.append(output.end(output.ending))
 
     def _index(self, choice: SentChoice) -> int:
-        """The sequence of a choice. One without a number is of the first sequence; that of the only sequence may have any one number."""
+        """The sequence index of a choice; 0 without an index. A single sequence may have any index, if it is always the same."""
         index = choice.index
         if index is None:
             return 0
@@ -180,7 +182,7 @@ class ForeignAnswer:
         return 0
 
     def _event(self, output: _Output, choice: SentChoice) -> OutputEvent | None:
-        """What a choice adds. None for nothing, such as in the one that names the role before the first token. Raises BrokenStream."""
+        """The event of a choice; None: it has no output, such as the first one with only the role. Raises BrokenStream."""
         if choice.error is not None and says_something(choice.error):
             raise broken_by({"error": choice.error})
         if choice.message is None and choice.logprobs is None and choice.finish_reason is None:
@@ -208,14 +210,14 @@ class ForeignAnswer:
         )
 
     def _text_event(self, output: _Output, text: str) -> OutputEvent:
-        """What nearly every choice adds."""
+        """The event of a choice with text alone, as nearly every choice is."""
         self._go_on(output)
         self._num_tokens += 1
         output.said_text.add(text)
         return OutputEvent(output.index, output.text.push(text), 1)
 
     def _decoded(self, output: _Output, tokens: Sequence[ChosenToken]) -> tuple[DecodedLogprobs, ...]:
-        """The log-probabilities of a sequence's next tokens, at least one."""
+        """The log-probabilities of a sequence's next tokens. tokens: not empty"""
         if self._names.num_bytes > MAX_NAMES_BYTES:
             self._names = NamedTexts()
         found, known_bytes = DecodedLogprobs(self._names), self._names.num_bytes
@@ -229,7 +231,7 @@ class ForeignAnswer:
         return (replace(found, texts_bytes=self._names.num_bytes - known_bytes),)
 
     def _go_on(self, output: _Output) -> None:
-        """Note that there is output. Raises BrokenStream where the end was given already: it must not be lost silently."""
+        """Note output of a sequence. Raises BrokenStream if the client was given the end already, since the output would be lost."""
         if output.is_over:
             raise BrokenStream("it went on after its end")
         output.has_tokens = True
@@ -238,7 +240,7 @@ class ForeignAnswer:
             output.is_sure, output.is_revoked = False, True
 
     def _note_ending(self, output: _Output, named: Ending) -> None:
-        """Note a named end. A word that is not known takes the place of none that is."""
+        """Note a named end. An unknown word does not replace a known one."""
         if output.is_over or (output.ending is not None and output.ending.is_known and not named.is_known):
             return
         output.ending = named
@@ -251,9 +253,9 @@ class ForeignAnswer:
             self.num_running -= 1
 
     def _count(self, counts: UsageCounts, *, has_tokens: bool) -> None:
-        """Note the server's counts. They show that an end which was named is one.
+        """Note the server's token counts, which make a named end sure.
 
-        Counts that come with output may come in every piece: they show nothing of an end before output, and of a word that is not known.
+        Some servers send counts with every piece. So counts beside output do not make sure an end that output followed, or an unknown word.
         """
         known, details = self._counted, counts.prompt_tokens_details
         self._counted = TokenUsage(
@@ -275,7 +277,7 @@ MAX_NAMES_BYTES = 128 << 10
 
 
 class NamedTexts:
-    """Gives token ids to tokens that the server names by text alone. A `TokenTexts`. num_bytes: memory of the table"""
+    """A `TokenTexts` for tokens that a server names by text alone: numbers them as they come. num_bytes: memory of the table"""
 
     def __init__(self) -> None:
         self.num_bytes = 0

@@ -36,7 +36,7 @@ _BLANK_STRING = re.compile(r'"\s*"')
 
 
 class JsonEnd:
-    """Whether a JSON text that comes in pieces is complete. Brackets and quotes alone are read: the text may be no JSON."""
+    """Finds out whether a JSON text in pieces is complete, by brackets and quotes alone. The text may be invalid JSON."""
 
     __slots__ = ("_depth", "_is_escaped", "_is_in_string", "has_text")
 
@@ -67,7 +67,7 @@ class JsonEnd:
 
 
 class ObjectText:
-    """The text of arguments, which a server may write as JSON text within a JSON string, or as null. Any other text stays as it is."""
+    """Arguments in pieces. A server may wrap them in a JSON string, which is unwrapped, or send null. Other text stays unchanged."""
 
     __slots__ = ("_held", "_is_plain", "_is_quoted")
 
@@ -76,7 +76,7 @@ class ObjectText:
         self._is_plain = self._is_quoted = False
 
     def push(self, piece: str) -> str:
-        """The text that is sure with this piece."""
+        """The text that is certain after this piece."""
         if self._is_plain:
             return piece
         held = self._held + piece
@@ -95,14 +95,14 @@ class ObjectText:
         return "" if is_open else held
 
     def rest(self) -> str:
-        """What is still held, at the end of the text. Half an escape is lost."""
+        """The rest of the text at its end, without half an escape."""
         if self._is_quoted:
             return ""
         text = self._held.strip()
         return NO_ARGUMENTS if text in NULLS or _BLANK_STRING.fullmatch(text) else self._held
 
     def _unquoted(self, text: str) -> str:
-        """text: goes on in the string. Behind its end, and behind what is no escape, the text stays as it is."""
+        """The unwrapped continuation of the string. After its end, or after an invalid escape, the text stays unchanged."""
         shown, rest = _decoded(text)
         self._is_plain = rest != "" and _CUT_ESCAPE.fullmatch(rest) is None
         self._held = "" if self._is_plain else rest
@@ -110,7 +110,7 @@ class ObjectText:
 
 
 def _decoded(text: str) -> tuple[str, str]:
-    """What the text of a JSON string stands for, as far as it goes, and the rest: its end, what is no escape, or the first half of one."""
+    """The decoded beginning of a JSON string's text, and the rest from its end, from an invalid escape, or from half an escape."""
     place = _STRING.match(text).end()  # type: ignore[union-attr]  # it matches nothing too
     return json.loads(f'"{text[:place]}"', strict=False), text[place:]
 
@@ -123,7 +123,7 @@ class _Piece(NamedTuple):
 
     @classmethod
     def of(cls, sent: SentCall) -> _Piece:
-        """The piece, with None for an index that is none, and for an empty id or name."""
+        """The piece, with None for a negative index, and for an empty id or name."""
         index = sent.index if sent.index is not None and sent.index >= 0 else None
         function = sent.function
         if function is None:
@@ -136,13 +136,15 @@ class _Piece(NamedTuple):
 
 
 class _Call:
-    """One call so far.
+    """The state of one call.
 
-    call_id      what the client gets;  sent_id  what the server says, if anything
-    is_begun, is_named  the client has its id, and its name
-    said, end    of the arguments
-    is_held      the arguments are NO_ARGUMENTS so far, and not given yet: some servers send them in place of the real ones, which follow
-    is_repeated  its name came again after complete arguments, without any: arguments that follow are another call's
+    call_id      id for the client
+    sent_id      id from the server; None: it has sent none
+    is_begun     the client has the id
+    is_named     the client has the name
+    said, end    checksum, and state of completeness, of the arguments
+    is_held      the arguments are NO_ARGUMENTS so far and held back: some servers send that before the real arguments
+    is_repeated  after complete arguments the name came again alone: arguments that follow are of another call
     """
 
     __slots__ = (
@@ -157,11 +159,11 @@ class _Call:
         self.is_begun = self.is_named = self.is_held = self.is_repeated = False
 
     def is_same(self, piece: _Piece) -> bool:
-        """Whether the server gives the piece this call's id."""
+        """Whether the piece has this call's id."""
         return piece.sent_id is not None and piece.sent_id == self.sent_id
 
     def is_followed_by(self, piece: _Piece, *, is_listed: bool) -> bool:
-        """Whether a piece in this call's place begins another call. is_listed: a piece with a name in the same list is of this call"""
+        """Whether a piece at this call's index begins another call. is_listed: the same list has a named piece of this call already"""
         is_named = piece.name is not None
         if self.end.is_complete and piece.has_arguments:
             if self.is_held and (self.is_same(piece) or not (is_named or self.is_repeated)):
@@ -172,20 +174,20 @@ class _Call:
         return is_listed or (None not in (piece.sent_id, self.sent_id) and piece.sent_id != self.sent_id) or piece.name != self.name
 
     def is_again(self, piece: _Piece, *, is_numbered: bool) -> bool:
-        """Whether the piece is the whole call once more. is_numbered: the server gives each call an index of its own"""
+        """Whether the piece repeats the whole call. is_numbered: the server numbers its calls"""
         if not (self.end.is_complete and piece.has_arguments and self.said.rest_of(piece.arguments) == ""):
             return False
         is_same_number = is_numbered and piece.sent_index is not None and piece.name == self.name
         return self.is_same(piece) or (is_same_number and self.sent_id is None and piece.sent_id is None)
 
     def _is_name_of(self, piece: _Piece) -> bool:
-        """Whether the piece's name goes on with this call's: no arguments came yet, and the piece has no id beside this one."""
+        """Whether the piece's name continues this call's name: there are no arguments yet, and the piece has no other id."""
         is_open = not self.is_begun and self.sent_id is not None and piece.sent_id in (None, self.sent_id)
         num_chars = len(self.name or "") + len(piece.name or "")
         return is_open and piece.sent_index is not None and not piece.has_arguments and num_chars <= MAX_HELD_CHARS
 
     def add(self, piece: _Piece) -> ToolCall | None:
-        """What the piece adds; None for nothing. An id and a name wait for the first arguments: the name may come in pieces."""
+        """The call piece for the client; None: nothing new. Id and name wait for the first arguments, since a name may come in pieces."""
         self.sent_id = self.sent_id or piece.sent_id
         if self.name is None or piece.name is None:
             self.name = self.name or piece.name
@@ -196,7 +198,7 @@ class _Call:
         return None if is_waiting else self.give(text)
 
     def give(self, text: str) -> ToolCall | None:
-        """The piece for the client, with what it does not have yet; None for nothing."""
+        """The call piece for the client, with id and name if it lacks them; None: nothing new."""
         call_id, name = None if self.is_begun else self.call_id, None if self.is_named else self.name
         self.is_begun, self.is_named = True, self.name is not None
         return ToolCall(self.number, call_id, name, text) if call_id or name or text else None
@@ -213,7 +215,7 @@ class _Call:
         return "" if self.is_held else self.text.push(self.object_text.push(piece.arguments))
 
     def rest(self, *, is_whole: bool) -> str:
-        """The arguments that were not given yet. is_whole: the output was not cut off, so that a call without arguments has none"""
+        """The rest of the arguments. is_whole: the output was not cut off, so that missing arguments become NO_ARGUMENTS"""
         if self.is_held or (is_whole and not self.end.has_text):
             return NO_ARGUMENTS
         return self.text.push(self.object_text.rest(), is_last=True)
@@ -223,7 +225,7 @@ class CallPieces:
     """The calls of one sequence."""
 
     def __init__(self, key: str) -> None:
-        """key: what distinguishes this sequence's calls from all others: ids are made of it where the server gives none"""
+        """key: text unique to the sequence, from which ids are made if the server gives none"""
         self._key = key
         self._calls: list[_Call] = []
         self._call_ids: set[str] = set()
@@ -236,7 +238,7 @@ class CallPieces:
         return not all(call.end.is_complete for call in self._calls)
 
     def read(self, sent: Iterable[SentCall]) -> list[ToolCall] | None:
-        """What the pieces of one list add; None where they say nothing. Raises BrokenStream for too many calls."""
+        """The client's call pieces for one list of the server; None: the list has no content. Raises BrokenStream for too many calls."""
         listed: set[int] = set()
         found: list[ToolCall | None] = []
         for piece in map(_Piece.of, sent):
@@ -254,16 +256,16 @@ class CallPieces:
         return [each for each in found if each is not None] if found else None
 
     def finish(self, *, is_whole: bool) -> list[ToolCall]:
-        """What is left to give at the end, see `_Call.rest`. Raises BrokenStream for a call without a name."""
+        """The last call pieces at the end, see `_Call.rest`. Raises BrokenStream for a call without a name."""
         if not all(call.name for call in self._calls):
             raise BrokenStream("a call has no name")
         return [given for call in self._calls if (given := call.give(call.rest(is_whole=is_whole))) is not None]
 
     def _call_of(self, piece: _Piece, call: _Call | None, listed: set[int]) -> _Call:
-        """The call to which the piece belongs, which it may begin.
+        """The piece's call, which may be a new one.
 
-        call    the one in whose place the piece stands
-        listed  numbers of calls that have a name in the same list
+        call    known call at the piece's index or id
+        listed  numbers of calls with a named piece in the same list
         """
         if call is None or call.is_followed_by(piece, is_listed=call.number in listed):
             call = self._begin(piece, piece.name or (call.name if call is not None else None))
@@ -276,7 +278,7 @@ class CallPieces:
         return call
 
     def _known_call(self, piece: _Piece) -> _Call | None:
-        """The call in whose place the piece stands: that of its index, or of its id where the index says nothing, or the last one."""
+        """The known call at the piece's index, else of its id, else the last call; None: the piece begins a new call."""
         last = self._calls[-1] if self._calls else None
         by_id = None if piece.sent_id is None else self._id_to_call.get(piece.sent_id)
         if piece.sent_index is None:

@@ -20,7 +20,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class SideField(StrEnum):
-    """What an answer is complete without. Where it is malformed it is left out and counted: the values are the label `field` of
+    """Fields that an answer is complete without. A malformed one is left out and counted: the values are the label `field` of
     headrace_upstream_fields_left_out_total."""
 
     CALL_ID = "call_id"
@@ -43,7 +43,7 @@ class SentFunction(Struct):
 
 
 class SentCall(SentFunction):
-    """A piece of a call. Its name and arguments stand in `function`, or beside it."""
+    """A piece of a call. Name and arguments are in `function`, or beside it."""
 
     index: int | None = None
     id: str | None = None
@@ -65,7 +65,7 @@ class SentLogprobs(Struct):
 
 
 class SentDelta(Struct):
-    """What a piece adds to the answer. The reasoning has several names, and may come under two of them at once."""
+    """The new output in a piece. Servers have several names for reasoning, and may send it under two of them."""
 
     content: str | None = None
     refusal: str | None = None
@@ -92,12 +92,12 @@ class SentDelta(Struct):
 
     @property
     def any_reasoning(self) -> str:
-        """The reasoning, once."""
+        """The reasoning under any of its names, once."""
         return self.reasoning_content or self.reasoning or self.thinking or text_in(self.reasoning_details) or ""
 
     @property
     def calls(self) -> list[SentCall]:
-        """The pieces of calls, those of a single call in OpenAI's older form too."""
+        """The pieces of calls, also of a single call in OpenAI's older form."""
         calls = self.tool_calls or []
         call = self.function_call
         return calls if calls or call is None else [SentCall(name=call.name, arguments=call.arguments)]
@@ -188,7 +188,7 @@ TEXT_FIELDS = ("text", "thinking", "reasoning", "summary", "content", "value")
 def text_in(value: object, *, max_depth: int = 3) -> str | None:
     """The text of a string, of an object that holds one, or of a list of both, one in the other at most `max_depth` times.
 
-    None where there is no text: what has none in a list of objects, such as encrypted reasoning, is passed over.
+    None without text. Objects of a list without text, such as encrypted reasoning, are skipped.
     """
     if isinstance(value, str) or max_depth == 0:
         return value if isinstance(value, str) else None

@@ -31,7 +31,7 @@ SUCCESS = ("", "0", "200", "success", "ok", "none", "null", "no error", "no_erro
 
 
 def says_something(value: object) -> bool:
-    """Whether an `error` field says that there is one: some servers send it empty, or with words of success, beside each piece."""
+    """Whether an `error` field reports an error. Some servers send it empty, or with a word of success, in every piece."""
     return any(map(_is_said, value.values())) if isinstance(value, dict) else _is_said(value)
 
 
@@ -40,7 +40,7 @@ def _is_said(value: object) -> bool:
 
 
 def sent_error(body: bytes) -> BrokenStream:
-    """What an error's JSON says, as far as it is in a known form. Its message is compared and not shown."""
+    """The error in a body, with its code if it has a known form. The server's message is only compared, never shown."""
     try:
         return broken_by(read_json(body))
     except ValueError:
@@ -48,7 +48,7 @@ def sent_error(body: bytes) -> BrokenStream:
 
 
 def broken_by(value: object) -> BrokenStream:
-    """What the value of an error's JSON says, as far as it is in a known form."""
+    """The error in a JSON value, with its code if it has a known form."""
     error = _error_fields(value)
     code, words = error.get("code"), error.get("message")
     is_known = code == "context_length_exceeded" or error.get("type") == LLAMA_CPP_OVERFLOW

@@ -68,10 +68,10 @@ class EventReader:
     ) -> None:
         """Give `sink` the answer's events as they come.
 
-        deadline  of the first event; moved with each event, to which comments and empty events do not belong
+        deadline  timeout of the next event, moved with each event except comments and empty ones
         on_begun  called before the first event is given
 
-        Raises BrokenStream for anything that is no complete answer, and what reading raises.
+        Raises BrokenStream for an incomplete or malformed answer, and the errors of reading.
         """
         kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
         framing, decoder = EventFraming(is_event_stream=kind == "text/event-stream"), decoder_for(response, MAX_ANSWER_BYTES)
@@ -126,7 +126,7 @@ class EventReader:
         return False
 
     async def _next_piece(self, response: aiohttp.ClientResponse) -> bytes:
-        """The next bytes; empty at the end, and after the end of every sequence when the server is silent for too long or is lost."""
+        """The next bytes; empty at the end. Once every sequence has ended, also empty if the server is silent for too long or is lost."""
         if self.answer.num_running:
             self._deadline_at = None
             return await response.content.read(PIECE_BYTES)
@@ -139,9 +139,11 @@ class EventReader:
 
 
 def decoder_for(response: aiohttp.ClientResponse, max_bytes: int) -> BodyDecoder | None:
-    """What unpacks the body, for some servers pack one although none is wanted; None: it is not packed. Raises BrokenStream.
+    """The decoder of a compressed body, which some servers send although none is accepted; None: it is not compressed.
 
-    max_bytes: of the unpacked body
+    max_bytes  most bytes of the decoded body
+
+    Raises BrokenStream for an unknown coding.
     """
     coding = response.headers.get("content-encoding", "")
     try:
@@ -151,7 +153,7 @@ def decoder_for(response: aiohttp.ClientResponse, max_bytes: int) -> BodyDecoder
 
 
 def unpacked(decoder: BodyDecoder, piece: bytes) -> Iterator[bytes]:
-    """The parts of a packed piece. Raises BrokenStream where it cannot be unpacked."""
+    """The decoded parts of a compressed piece. Raises BrokenStream if it cannot be decoded."""
     try:
         yield from decoder.parts(piece)
     except BodyTooLarge as error:
@@ -184,14 +186,14 @@ Frame = tuple[bytes, bytes]
 
 
 class EventFraming:
-    """One body.
+    """Splits one body into server-sent events.
 
-    fault            why no more of it can be read; empty: it can
-    is_one_document  at the end: the body was one JSON text and nothing else
+    fault            why the rest of the body cannot be read; empty: it can
+    is_one_document  valid at the end: the body was one JSON text and nothing else
     """
 
     def __init__(self, *, is_event_stream: bool) -> None:
-        """is_event_stream: the server says so; else a line that is neither a field of an event nor JSON is a fault"""
+        """is_event_stream: the Content-Type is an event stream's; otherwise a line that is neither an event's field nor JSON is a fault"""
         self.fault = ""
         self.is_one_document = False
         self._is_event_stream = is_event_stream
@@ -223,7 +225,7 @@ class EventFraming:
         return found
 
     def end(self) -> list[Frame]:
-        """The last event, behind which some servers write no line end."""
+        """The last event, if the body ends without a line end after it."""
         found: list[Frame] = []
         self._read_line(bytes(self._line), found)
         self.is_one_document = self._is_document and not self._has_events
@@ -231,7 +233,7 @@ class EventFraming:
         return found
 
     def _with_line_feeds(self, piece: bytes) -> bytes:
-        """The piece with line feeds for all line ends. A pair of return and feed may be cut in two."""
+        """The piece with all line ends as line feeds. A CR LF pair may be split between two pieces."""
         if self._ends_in_return:
             piece = piece.removeprefix(b"\n")
         self._ends_in_return = piece.endswith(b"\r")
@@ -271,7 +273,7 @@ class EventFraming:
         self._add(value, found, is_document=False)
 
     def _add(self, value: bytes, found: list[Frame], *, is_document: bool) -> None:
-        """Add a line of data. Between `}` and `{` of one JSON text there is a comma: where none is, a further event begins."""
+        """Add a line of data. A line that begins with `{`, after one that ends with `}`, begins another event."""
         if value[:1] != b"{" and value.strip(b" \t\"'").upper() == DONE:
             self._end_event(found)
             self._has_events = True

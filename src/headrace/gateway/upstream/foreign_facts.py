@@ -31,8 +31,11 @@ MAX_CONTEXT_TOKENS = 2**40
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model in a server's list. max_model_len: prompt and output together; None where the list does not say (vLLM, SGLang and Headrace
-    say it as `max_model_len`, OpenRouter as `context_length`, llama.cpp as `n_ctx` of `meta`)."""
+    """A model in a server's list.
+
+    max_model_len  most tokens of prompt and output; None: not in the list. vLLM, SGLang and Headrace name it `max_model_len`, OpenRouter
+                   `context_length`, llama.cpp `n_ctx` in `meta`
+    """
 
     is_listed: bool
     max_model_len: int | None = None
@@ -76,9 +79,9 @@ def _context_tokens(model: Mapping[str, object]) -> int | None:
 
 
 def reported_load(page: bytes, name: str) -> ReportedLoad | None:
-    """The load on a metrics page in Prometheus' text format, summed over its samples; None where the page has none that is known.
+    """The load on a metrics page in Prometheus' text format, summed over samples; None: the page has no known metric.
 
-    name  of the model there: samples that have a label `model` or `model_name` count where it is this name
+    name  the model's name at the server: samples with a label `model` or `model_name` must have this value
     """
     sums: dict[str, float] = {}
     for line in page.decode("utf-8", "replace").splitlines():

@@ -57,13 +57,13 @@ _Read = TypeVar("_Read")
 
 
 class PieceReader:
-    """Reads the pieces of one answer. left_out: what was malformed beside the answer and could not be used, counted"""
+    """Reads the pieces of one answer in any server's form. left_out: counts of malformed fields that were ignored"""
 
     def __init__(self) -> None:
         self.left_out: Counter[SideField] = Counter()
 
     def read(self, data: bytes) -> list[AnswerPiece]:
-        """One piece, and seldom more. Raises BrokenStream where text, calls or choices cannot be read, and for what is no JSON object."""
+        """The pieces in `data`, nearly always one. Raises BrokenStream for malformed text, calls or choices, and for no JSON object."""
         try:
             return [decode_chunk(data)]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -111,7 +111,7 @@ class PieceReader:
         )
 
     def _message(self, value: object, *, is_beside: bool) -> SentDelta | None:
-        """is_beside: a delta is there too, so that the answer does not need it"""
+        """The message of a choice. is_beside: the choice has a delta too, so that a malformed message may be ignored"""
         try:
             return self._delta(value, "message")
         except BrokenStream:
@@ -140,7 +140,7 @@ class PieceReader:
         )
 
     def _side(self, field: SideField, value: object, read: Callable[[object], _Read]) -> _Read | None:
-        """What `read` makes of a value beside the answer. None, and counted, where it makes nothing of it."""
+        """The result of `read` for a field that the answer does not need. A malformed value is counted, and gives None."""
         if value is None:
             return None
         found = read(value)
@@ -149,7 +149,7 @@ class PieceReader:
         return found
 
     def _content(self, value: object) -> tuple[str | None, str | None]:
-        """Text and reasoning of a content: a string, or parts, of which unknown ones are left out. Raises BrokenStream for other forms."""
+        """(text, reasoning) of a content, a string or a list of parts. Unknown parts are ignored. Raises BrokenStream for other forms."""
         if value is None or value is False:
             return None, None
         if isinstance(value, str):
@@ -206,7 +206,7 @@ class PieceReader:
 
 
 def _objects(value: object, name: str) -> list[Fields]:
-    """The objects of a list. Some servers write a single one without the list; PHP has numbered ones in an object. Raises BrokenStream."""
+    """The objects of a list. Also read: a single object without the list, and PHP's object with numbers as keys. Raises BrokenStream."""
     if not value:
         return []
     listed = value
@@ -235,7 +235,7 @@ def _call_parts(content: object) -> list[Fields]:
 
 
 def _is_reasoning(part: Fields) -> bool:
-    """Whether a part says so: by its type, by Gemini's flag, or by the name of its only text."""
+    """Whether a part is reasoning, by its type, by Gemini's flag, or by the name of its only text field."""
     kind = part.get("type")
     if isinstance(kind, str):
         return part.get("thought") is True or any(stem in kind.lower() for stem in REASONING_STEMS)
@@ -243,7 +243,7 @@ def _is_reasoning(part: Fields) -> bool:
 
 
 def _needed_text(part: Fields) -> str:
-    """The text of a part that must have one, where it has anything. Raises BrokenStream."""
+    """The text of a part. Raises BrokenStream for a part with content and without text."""
     kind = part.get("type")
     if kind == "refusal":
         part = {"refusal": part.get("refusal")}
@@ -283,7 +283,7 @@ def _finish_word_in(*places: object) -> str | None:
 
 
 def _finish_word(value: object) -> str | None:
-    """A finish reason, which SGLang writes as an object in one of its interfaces; what is no word stands for itself."""
+    """A finish reason as a word. SGLang writes an object in one of its interfaces; any other value becomes its text."""
     if isinstance(value, dict):
         value = value.get("type")
     if value is None or value is False or isinstance(value, str):
@@ -298,7 +298,7 @@ def _stop_reason(value: object) -> int | str | None:
 
 
 def _logprobs(value: object) -> SentLogprobs | None:
-    """All entries of a piece, or none: tokens without their neighbours have no place in the text."""
+    """The log-probabilities of a piece: all entries, or None if one is malformed, since entries must match the text in order."""
     if not isinstance(value, dict):
         return None
     content = value.get("content")
@@ -321,7 +321,7 @@ def _chosen(value: object) -> ChosenToken | None:
 
 
 def _token(value: object) -> SentToken | None:
-    """A token with its log-probability, which may be minus infinity. Its bytes are left out where they are none."""
+    """A token with its log-probability, which may be minus infinity. Malformed bytes are ignored."""
     if not isinstance(value, dict):
         return None
     token, logprob, raw = value.get("token"), number_of(value.get("logprob")), value.get("bytes")

@@ -17,7 +17,7 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def retry_after_s(headers: Mapping[str, str], unix_now: float) -> float | None:
-    """Seconds that an answer asks to wait: `retry-after-ms`, or `Retry-After` as seconds or a date. None where it does not say."""
+    """Seconds to wait by an answer's `retry-after-ms`, or `Retry-After` as seconds or a date; None: it has neither."""
     if (given := headers.get("retry-after-ms", "")) and (milliseconds := number_in(given)) >= 0:
         return _bounded(milliseconds / 1000)
     given = headers.get("retry-after", "")
@@ -31,9 +31,10 @@ def retry_after_s(headers: Mapping[str, str], unix_now: float) -> float | None:
 
 
 def exhausted_s(headers: Mapping[str, str]) -> float:
-    """Seconds until a provider takes requests again, where its counters say that none are left; 0 where some are, or nothing is said.
+    """Seconds until a provider takes requests again, by headers that count none left; 0: some are left, or there are no such headers.
 
-    Read are OpenAI's x-ratelimit-remaining-requests, -tokens and their x-ratelimit-reset-*, and the IETF draft's ratelimit-remaining.
+    The headers are OpenAI's x-ratelimit-remaining-requests and -tokens with their x-ratelimit-reset-*, and the IETF draft's
+    ratelimit-remaining.
     """
     wait_s = 0.0
     for remaining, reset in (

@@ -77,9 +77,9 @@ ANSWERS = (AttemptResult.OK, AttemptResult.INVALID, AttemptResult.OVERFLOW, Atte
 
 
 class AttemptFailed(HeadraceError):
-    """One attempt of a request at a foreign server failed. Clients get `error` where no other attempt follows.
+    """One attempt of a request at a foreign server failed. The client gets `error` if no other attempt follows.
 
-    has_begun  tokens of its answer were delivered
+    has_begun  the client was given tokens of the attempt's answer
     """
 
     def __init__(self, result: AttemptResult, error: HeadraceError, *, has_begun: bool = False) -> None:
@@ -89,10 +89,10 @@ class AttemptFailed(HeadraceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignRequest:
-    """A request in OpenAI's words, for whichever server gets it.
+    """A request in OpenAI's form, for any of the model's servers.
 
-    fields  the body without what differs from server to server
-    salt    of the tenant
+    fields  the body without the fields that differ between servers
+    salt    the tenant's salt
     """
 
     request_id: RequestId
@@ -106,19 +106,19 @@ class ForeignRequest:
 
 
 class ForeignServer:
-    """One server of a model.
+    """One foreign server of a model.
 
-    num_open      requests under way there
-    num_sent      requests sent since this process began
-    is_reachable  False while the last attempt to connect failed
-    is_key_refused  the last list of models was refused for its key
-    listed        what its list of models says; None before it was read
-    results       attempts by result
-    left_out      what was malformed in its answers beside text, calls and ends, and could not be used, counted
+    num_open        this gateway's running requests at the server
+    num_sent        requests sent since this process began
+    is_reachable    False: the last attempt to connect failed
+    is_key_refused  the last request for the list of models was refused for its key
+    listed          the model in the server's list of models; None: the list was not read yet
+    results         attempts by result
+    left_out        counts of malformed fields in answers that were ignored
     """
 
     def __init__(self, model: str, name: str, config: ForeignConfig, session: ForeignSession, *, clock: Clock, unix_time: Clock) -> None:
-        """model: its name here; config.model is what the server calls it"""
+        """model: the model's name at this gateway; config.model: its name at the server"""
         self.name = name
         self.config = config
         self.session = session
@@ -143,16 +143,17 @@ class ForeignServer:
     # ------------------------------------------------------------------------------------------------------------------ its state
 
     def held_s(self, now: float) -> float:
-        """Seconds for which the provider's rate limit allows nothing new."""
+        """Seconds for which the provider's rate limit allows no new request."""
         return max(0.0, self._held_until - now)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until a request may be sent, as far as breaker and rate limit say."""
+        """Seconds until the circuit breaker and the rate limit allow a request."""
         return max(self.held_s(now), self.breaker.wait_s(now))
 
     @property
     def is_out(self) -> bool:
-        """It failed several requests in a row, or asked with a 503 for a pause: what cannot be sent to it is a 503, not a 429."""
+        """Whether the server failed several requests in a row, or asked for a pause with a 503. A request that it cannot take is then a 503
+        and not a 429."""
         return self.breaker.state is not CircuitState.CLOSED or (self._is_held_by_outage and self.held_s(self._clock()) > 0)
 
     @property
@@ -167,22 +168,22 @@ class ForeignServer:
         return None if self.listed is None else self.listed.max_model_len
 
     def reason(self) -> str:
-        """Why it is not ready, in a form that may be shown to clients; empty = ready. A rate limit is no reason."""
+        """The reason why the server is not ready, in words that clients may see; empty: ready. A rate limit is no such reason."""
         if self.breaker.state is not CircuitState.CLOSED:
             return "failed several requests in a row"
         return "" if self.is_reachable else "cannot be reached"
 
     def reported(self, now: float) -> ReportedLoad | None:
-        """Its own account of its load; None where it gives none, or has not lately."""
+        """The server's last report of its load; None: it gives none, or the last one is too old."""
         return self._load if now - self._load_at <= LOAD_VALID_S else None
 
     def outstanding(self, now: float) -> int:
-        """Requests there, as far as known: its last report and what was sent since, or what is under way from here."""
+        """Estimated requests at the server: its last report plus those sent since; without a report, this gateway's open requests."""
         load = self.reported(now)
         return self.num_open if load is None else load.num_running + load.num_waiting + self.num_sent - self._sent_at_load
 
     def note_load(self, load: ReportedLoad, *, num_sent: int) -> None:
-        """Keep a report. num_sent: when it was asked for"""
+        """Keep a report of the load. num_sent: value of `num_sent` when the report was asked for"""
         self._load, self._load_at, self._sent_at_load = load, self._clock(), num_sent
 
     def log_fact(self, what: str) -> None:
@@ -197,8 +198,8 @@ class ForeignServer:
     async def attempt(self, request: ForeignRequest, reader: EventReader, sink: EventSink, *, counts: bool) -> None:
         """Give `sink` the answer's events as they come. Raises AttemptFailed.
 
-        counts  a failure counts for the circuit breaker. It does once per request and server: a request that a server always fails on, sent
-                again and again, does not open the circuit for all
+        counts  whether a failure counts for the circuit breaker. It counts once per request and server, so that one request that always
+                fails does not open the circuit
         """
         ticket = self.breaker.send(self._clock())
         result = AttemptResult.ABANDONED
@@ -236,7 +237,7 @@ class ForeignServer:
                 self.breaker.fail(ticket, self._clock())
 
     async def _respond(self, request: ForeignRequest) -> aiohttp.ClientResponse:
-        """The response once its headers are there. Raises AttemptFailed where there is none."""
+        """The response, once its headers have arrived. Raises AttemptFailed if none comes."""
         body = request.body(self.far_name, with_salt=self.config.cache_salt)
         try:
             response = await self.session.post(request.path, body, request.request_id)
@@ -271,13 +272,13 @@ class ForeignServer:
         return AttemptFailed(_result_of(status), Unavailable(NOT_NOW, retry_after_s=self._retry_after_s()))
 
     def _refusal_in_stream(self, error: BrokenStream) -> AttemptFailed | None:
-        """The failure that an error before the first token means, as the same status would; None: a broken stream."""
+        """The failure of an error event before the first token, as for the same HTTP status; None: treat it as a broken stream."""
         if error.code == 429 and not error.is_overflow:
             self._hold_for(RATE_LIMIT_S, by_outage=False)
         return self._known_refusal(error.code, is_overflow=error.is_overflow)
 
     def _known_refusal(self, status: int | None, *, is_overflow: bool) -> AttemptFailed | None:
-        """The failure of a request that is too long, not understood or too many; None: of another one."""
+        """The failure for a request that is too long, refused as invalid, or over a rate limit; None: another failure."""
         if is_overflow:
             return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
         if status in CLIENT_FAULTS:
@@ -292,14 +293,14 @@ class ForeignServer:
 
 
 def _result_of(status: int) -> AttemptResult:
-    """The result of a status that is none of the client's faults and no rate limit."""
+    """The result for a status that is neither the client's fault nor a rate limit."""
     if status >= 500 or status in (408, 425):
         return AttemptResult.SERVER_ERROR
     return AttemptResult.FORBIDDEN if status in (403, 451) else AttemptResult.REFUSED
 
 
 async def _error_body(response: aiohttp.ClientResponse) -> bytes:
-    """As much of it as comes within its bounds of size and time, in however many pieces, packed or not."""
+    """The decoded body of an error, as much as arrives within its bounds of bytes and time."""
     body, num_read = bytearray(), 0
     try:
         decoder = decoder_for(response, MAX_ERROR_BYTES)

@@ -49,7 +49,7 @@ class ForeignSession:
 
     @property
     def metrics_url(self) -> str | None:
-        """Beside /v1, where vLLM and others have it; None for an address that ends otherwise."""
+        """The URL of the metrics page, beside /v1 as in vLLM; None for a base URL that does not end with /v1."""
         return self._url.removesuffix("/v1") + "/metrics" if self._url.endswith("/v1") else None
 
     async def post(self, path: str, body: bytes, request_id: str) -> aiohttp.ClientResponse:
@@ -58,7 +58,7 @@ class ForeignSession:
         return await self._session.post(f"{self._url}/{path}", data=body, headers=headers, allow_redirects=False)
 
     async def get(self, url: str) -> tuple[int, bytes]:
-        """Status and body, which is empty where it is longer than MAX_FACTS_BYTES. Raises aiohttp's errors, and TimeoutError."""
+        """(status, body) of a GET. A body beyond MAX_FACTS_BYTES becomes empty. Raises aiohttp's errors, and TimeoutError."""
         async with (
             asyncio.timeout(FACTS_S),
             self._session.get(url, headers=self._headers, allow_redirects=False) as response,
@@ -73,7 +73,7 @@ class ForeignSession:
 
 @asynccontextmanager
 async def open_session(model: str, name: str, config: ForeignConfig) -> AsyncIterator[ForeignSession]:
-    """Connections to one server of a model until the block ends. Raises ConfigError where its key is not.
+    """Connections to one server of a model until the block ends. Raises ConfigError if its key cannot be read.
 
     model, name  of the model and of the server, for the log
     """
@@ -110,7 +110,7 @@ def read_key(config: ForeignConfig) -> str:
 
 
 def _guarded_socket(model: str, name: str, address: tuple[Any, ...]) -> socket.socket:
-    """For an address that a name was resolved to, immediately before it is connected to: the name's answer may have changed."""
+    """A socket for a resolved address. Raises PermissionError for a link-local one, checked here since a name's address may change."""
     family, kind, protocol, _, place = address
     if is_link_local(place[0]):
         reason = "has a link-local address and is not connected to; allow_link_local would allow it"

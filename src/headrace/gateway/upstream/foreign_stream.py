@@ -42,7 +42,7 @@ CAN_PASS = (AttemptResult.CONNECT, AttemptResult.SERVER_ERROR, AttemptResult.RAT
 
 
 class ForeignRoute:
-    """The attempts of one request. tried: servers and how their last attempt ended"""
+    """The attempts of one request. tried: server -> how its last attempt ended"""
 
     def __init__(
         self, servers: Sequence[ForeignServer], *, max_tokens: int | None, budget: RetryBudget, clock: Clock, random: Random
@@ -74,7 +74,7 @@ class ForeignRoute:
         return cheaper_of_two(first, lambda server: server.outstanding(now), self._random)
 
     def pause_s(self, server: ForeignServer, failure: AttemptFailed) -> float:
-        """Seconds before the next attempt, after one that failed. Raises the failure's error where no other follows."""
+        """Seconds to wait after a failed attempt before the next one. Raises the failure's error if there is no next one."""
         self.tried[server] = failure.result
         self._num_attempts += 1
         if failure.result is AttemptResult.OVERFLOW:
@@ -92,7 +92,7 @@ class ForeignRoute:
         return pause_s * (1.0 + self._random.randrange(256) / 1024)
 
     def _fits(self, server: ForeignServer) -> bool:
-        """Whether an output of `max_tokens` fits behind a prompt of at least one token, as far as known."""
+        """Whether the known context of the server holds `max_tokens` and a prompt of at least one token."""
         return server.max_model_len is None or (self._max_tokens or 0) < server.max_model_len
 
     def _refusal(self, now: float) -> HeadraceError:
@@ -103,7 +103,7 @@ class ForeignRoute:
 
 
 class HttpStream(EventStream):
-    """One request at the server: a task of its own reads, so that cancelling ends it wherever it waits."""
+    """The event stream of one request at foreign servers. A task of its own reads, so that `cancel` ends it wherever it waits."""
 
     unread_bytes = 0
 
@@ -143,7 +143,7 @@ class HttpStream(EventStream):
         return SequenceFacts(None if self._server is None else self._server.name)
 
     def cancel(self) -> None:
-        """The connection is closed, which is how the server hears of it."""
+        """Cancel the reading task and close the connection, by which the server notices."""
         self._is_ended = True
         self._unread.clear()
         _wake(self._wants_more)
@@ -156,7 +156,7 @@ class HttpStream(EventStream):
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _read(self) -> None:
-        """Take the answer of the first attempt that gives one; the error is that of the last attempt."""
+        """Make attempts until one answers. After the last failed attempt the stream fails with its error."""
         try:
             while True:
                 server = self._server = self._route.pick()
@@ -196,13 +196,13 @@ class HttpStream(EventStream):
             _wake(self._wants_more)
 
     def _can_be_taken(self, listener: EventListener) -> bool:
-        """Whether the listener may have the unread events: the consumer waits, and they are plain."""
+        """Whether the listener may take the unread events: the consumer task waits, and the events are plain."""
         if self._wants_more is None or self._wants_more.done() or not listener.has_room:
             return False
         return not any(event.finish is not None or event.logprobs for event in self._unread)
 
     def _taken(self) -> list[OutputEvent]:
-        """The unread events, which are read now: one per sequence."""
+        """Take the unread events, joined to one per sequence."""
         events = self._unread if len(self._unread) == 1 else merged(self._unread)
         self._unread = []
         self.unread_bytes = 0

@@ -17,7 +17,7 @@ def whole_text(text: str) -> str:
 
 
 class SaidText:
-    """Length and checksum of a text that comes in pieces: they tell whether another text begins with it, and it is not kept."""
+    """Length and checksum of a text in pieces, which is not kept. They tell whether another text begins with it."""
 
     __slots__ = ("_checksum", "num_chars")
 
@@ -29,7 +29,7 @@ class SaidText:
         self._checksum = _checksum(piece, self._checksum)
 
     def rest_of(self, text: str) -> str | None:
-        """What `text` has behind it; None where `text` does not begin with it."""
+        """The rest of `text` after the text so far; None: `text` does not begin with it."""
         begin = text[: self.num_chars]
         return text[self.num_chars :] if len(begin) == self.num_chars and _checksum(begin, 0) == self._checksum else None
 
@@ -63,5 +63,5 @@ class SplitText:
         return text
 
     def rest(self) -> str:
-        """What still waits, at the end of the text."""
+        """The text that still waits, at the end."""
         return self.push("", is_last=True) if self._is_waiting else ""

@@ -30,7 +30,8 @@ NO_ANSWER = (*NOT_CONNECTED, aiohttp.ClientError, OSError, TimeoutError)
 async def watch(server: ForeignServer, *, reads_load: bool, clock: Clock) -> None:
     """Ask a server for its list of models and its load, until cancelled.
 
-    reads_load  its metrics are asked for: they decide only among several servers. A server without known ones is asked again with each list
+    reads_load  whether metrics are read, which matters only among several servers. A server without known metrics is asked again only with
+                each list of models
     """
     asked_at, has_load = -math.inf, False
     while True:
@@ -44,7 +45,7 @@ async def watch(server: ForeignServer, *, reads_load: bool, clock: Clock) -> Non
 
 
 async def _read_models(server: ForeignServer) -> None:
-    """Learn whether it can be reached, whether it lists the model, and the model's limit."""
+    """Read the list of models: notes whether the server is reachable and lists the model, and the model's context."""
     try:
         status, body = await server.session.get(server.session.models_url)
     except NOT_CONNECTED as error:
@@ -68,7 +69,7 @@ async def _read_models(server: ForeignServer) -> None:
 
 
 async def _read_load(server: ForeignServer) -> bool:
-    """Note the load on its metrics page. False where it has none that is known."""
+    """Read the metrics page and note the load. False: the page has no known metric."""
     num_sent, url = server.num_sent, server.session.metrics_url
     if url is None:
         return False

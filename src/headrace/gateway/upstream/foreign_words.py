@@ -67,7 +67,12 @@ LENGTH_STEMS = _stems("length maxtoken maxoutput maxnew maxpredicted maxcompleti
 
 
 class Ending(NamedTuple):
-    """stop_reason, is_filtered: as in `OutputEvent`;  is_known: the word says that the output is complete;  is_called: so are its calls"""
+    """The meaning of a finish reason.
+
+    stop_reason, is_filtered  as in `OutputEvent`
+    is_known   the word is a known one for a complete output
+    is_called  the word is one for complete calls
+    """
 
     finish: FinishReason
     stop_reason: int | str | None = None
@@ -77,7 +82,7 @@ class Ending(NamedTuple):
 
 
 def ending(word: str, stop_reason: int | str | None) -> Ending | None:
-    """The end that a finish reason names; None where it names none. stop_reason: what the server has beside it
+    """The end that a finish reason names; None: it names none. stop_reason: the server's field of that name
 
     Raises BrokenStream for a word of failure.
     """

@@ -31,7 +31,7 @@ class ModelText:
         self.tokenizer = tokenizer
 
     async def encode_chat(self, conversation: Conversation, *, max_model_len: int | None, tenant: str) -> tuple[array[int], list[str]]:
-        """A conversation as token ids, and the fields its template does not read. Raises as `ChatTemplate.encode` and `check_fits` do."""
+        """A conversation as token ids, and the fields that its template does not read. Raises as `ChatTemplate.encode` and `check_fits`."""
         job = self._chat_job(conversation, max_model_len)
         answer, tail = await self._submit(job, tenant=tenant, field="messages")
         (ids,) = _split(answer, tail)
@@ -39,7 +39,7 @@ class ModelText:
         return ids, answer.unread
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool, max_model_len: int | None, tenant: str) -> list[array[int]]:
-        """Texts as token ids. One that cannot fit is refused before it travels where that is seen cheaply. Raises as `Tokenizer.encode`."""
+        """Texts as token ids. A text that is clearly too long is refused before it is sent to a worker. Raises as `Tokenizer.encode`."""
         bound = self.tokenizer.bound
         if bound is not None and bound.counts_spaces:  # else it splits the text, too long for the event loop: a worker does it
             for text in texts:
@@ -63,7 +63,7 @@ class ModelText:
         return answer.text
 
     def _submit(self, job: frames.WorkerJob, tail: bytes = b"", *, tenant: str, field: str) -> Awaitable[Done]:
-        """Raises as `TextPool.submit`, and Unavailable where the files were damaged after they were loaded."""
+        """A worker's answer to a job. Raises as `TextPool.submit`, and Unavailable if the files were damaged after loading."""
         if self._name in self._pool.failures:
             raise Unavailable("The tokenizer or the chat template of this model cannot be read now.", retry_after_s=UNREADABLE_RETRY_S)
         return self._pool.submit(job, tail, tenant=tenant, field=field)

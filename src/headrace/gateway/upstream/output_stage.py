@@ -29,10 +29,10 @@ from headrace.text.tokenizer import Tokenizer
 class OutputParsing:
     """How the outputs of one prompt are parsed.
 
-    tools, reasoning   the formats looked for, if any
-    functions          those that the request offers
+    tools, reasoning   formats to parse; None: not parsed
+    functions          functions that the request offers
     is_reasoning_open  the prompt ends inside the reasoning
-    marker_ids         tokens that are markers: their text is kept even where special tokens are skipped
+    marker_ids         ids of marker tokens, whose text is kept even if special tokens are skipped
     """
 
     tools: ToolFormat | None = None
@@ -45,7 +45,7 @@ class OutputParsing:
     def of(
         cls, formats: ModelFormats, tokenizer: Tokenizer, prompt: Conversation | PlainPrompts, prompt_ids: Sequence[int]
     ) -> OutputParsing | None:
-        """None where nothing is looked for: such outputs take the path of plain text."""
+        """The parsing for a prompt; None: its outputs are plain text."""
         if not isinstance(prompt, Conversation):
             return None
         tools = formats.tools if prompt.shown_tools else None
@@ -65,14 +65,14 @@ class OutputParsing:
 class OutputStage:
     """One sequence's parser, its calls' ids and its reasoning tokens.
 
-    is_passed             all further events are content: `read` need not be called
-    num_reasoning_tokens  tokens whose text begins inside the reasoning, its markers not counted
+    is_passed             all further events are plain content, so that `read` need not be called
+    num_reasoning_tokens  tokens whose text begins inside the reasoning, without its markers
     """
 
     def __init__(self, parsing: OutputParsing, tokenizer: Tokenizer, skipped: Set[int], call_key: str) -> None:
         """
         skipped   ids of tokens without text
-        call_key  what distinguishes this sequence's calls from all others: ids are made of it
+        call_key  text unique to the sequence, from which ids of tool calls are made
         """
         self._parser = OutputParser(
             parsing.tools, parsing.reasoning, functions=parsing.functions, is_reasoning_open=parsing.is_reasoning_open
@@ -88,7 +88,7 @@ class OutputStage:
         return self._count.num_tokens if self._count is not None else 0
 
     def read(self, event: OutputEvent, token_ids: Sequence[int]) -> OutputEvent:
-        """The event with its text parsed. token_ids: of the tokens that it carries"""
+        """The event with its text parsed. token_ids: ids of the event's tokens"""
         if self._count is not None:
             self._count.add(token_ids)
         delta = self._parser.push(event.text)
@@ -108,9 +108,9 @@ class OutputStage:
 
 
 def bound_grammar(formats: ModelFormats, prompt: Conversation | PlainPrompts, wanted: Grammar | None) -> Grammar | None:
-    """What the output must match. wanted: by the request's own field for it
+    """The grammar of the output: calls as the request's tools require, or `wanted`, the request's own grammar.
 
-    Raises InvalidRequest for functions whose calls cannot be read or forced, and for a grammar that calls cannot stand beside.
+    Raises InvalidRequest for functions whose calls cannot be parsed or forced, and for a grammar that cannot be combined with calls.
     """
     if not isinstance(prompt, Conversation) or not prompt.shown_tools:
         return wanted
@@ -129,7 +129,7 @@ def after_reasoning(
     prompt: Conversation | PlainPrompts,
     prompt_ids: Sequence[int],
 ) -> Grammar | None:
-    """The grammar, binding after the reasoning with which the model may begin its answer to a conversation."""
+    """The grammar, made to begin after the reasoning that may precede the answer to a conversation."""
     if grammar is None or not isinstance(prompt, Conversation):
         return grammar
     begun = begun_answer(prompt.messages, continue_final_message=prompt.continue_final_message)
@@ -137,7 +137,7 @@ def after_reasoning(
 
 
 def _document(wanted: Grammar, choice: ToolChoice) -> Mapping[str, object]:
-    """The schema of a document that may stand in place of calls. Raises InvalidRequest where none may, and for another kind of grammar."""
+    """The JSON schema that the output may match in place of calls. Raises InvalidRequest if calls are required, or for another grammar."""
     if choice.mode is CallMode.REQUIRED:
         rule = 'tool_choice "auto" or "none" beside it, because the output is calls alone'
         raise InvalidRequest("grammar", rule, None, "Leave one of the two out.")

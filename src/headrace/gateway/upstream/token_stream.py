@@ -34,10 +34,10 @@ ANOTHER_TOKEN = "This answer cannot be continued from where it stopped; it can b
 
 
 class TokenStream(EventStream):
-    """One call at our engines, as events."""
+    """The event stream of one call at our engines."""
 
     def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: Call, *, first_index: int = 0) -> None:
-        """first_index: of the call's sequences within the request"""
+        """first_index: index of the call's first sequence within the request"""
         self._first_index = first_index
         self.call = call
         n = call.request.params.n
@@ -104,7 +104,7 @@ class TokenStream(EventStream):
         return OutputEvent(index) if event is None else event
 
     def _go_on(self, earlier: EarlierUpdates) -> list[OutputEvent]:
-        """Everything earlier was replayed: what was read after its last event, then the sequences that have not ended go on."""
+        """End the replay of an earlier stream. Returns events of ids that were read after its last event, and continues open sequences."""
         assert self.call.earlier is not None
         events = self._read([earlier.take(index) for index in range(self.call.request.params.n)])
         self._num_earlier_tokens = max(self._num_earlier_tokens, sum(assembler.num_tokens for assembler in self._assemblers))
@@ -115,7 +115,7 @@ class TokenStream(EventStream):
         return events
 
     def _read_pending_again(self) -> None:
-        """Tokens whose text is held back have log-probabilities that the client lacks: the engine computes these tokens once more."""
+        """Have the engine compute the tokens with held back text again: the client does not have their log-probabilities yet."""
         for index, assembler in enumerate(self._assemblers):
             if count := 0 if assembler.finish is not None else assembler.num_pending:
                 ids = self.attempts.output_ids[index]
@@ -129,11 +129,11 @@ class TokenStream(EventStream):
         await self.attempts.close()
 
     def _read(self, updates: Iterable[SequenceUpdate]) -> list[OutputEvent]:
-        """Feed the assemblers. Several updates of one sequence become one event."""
+        """The events of updates, at most one per sequence."""
         return merged(event for update in updates if (event := self._fed(update)) is not None)
 
     def _fed(self, update: SequenceUpdate) -> OutputEvent | None:
-        """The event of one update, if it has one. Where a stop string ended the sequence here, the engine is asked to finish it."""
+        """The event of one update; None: no visible content. If a stop string ends the sequence here, its engine finishes it too."""
         assembler = self._assemblers[update.index]
         if assembler.finish is None:
             self.attempts.keep(update.index, update.token_ids)
@@ -153,7 +153,7 @@ class TokenStream(EventStream):
         return self._parsed(update.index, event_of(self._first_index + update.index, delta, offset), delta.token_ids)
 
     def _with_logprobs(self, update: SequenceUpdate) -> SequenceUpdate:
-        """The update without tokens that were read before, whose log-probabilities the assembler gets. Raises ReplicaLost."""
+        """Take the log-probabilities of recomputed tokens from the update, and return its rest. Raises ReplicaLost if a token differs."""
         recomputed = self._recomputed.get(update.index)
         if recomputed is None:
             return update
@@ -204,9 +204,9 @@ def event_of(index: int, delta: OutputDelta, offset: int) -> OutputEvent:
 
 
 class MergedStream(EventStream):
-    """Streams of n sequences each, numbered over all of them. One stream's error is the request's: closing cancels the rest.
+    """The streams of several prompts as one. An error of one stream is raised, and `close` then cancels the others.
 
-    No stream gets the listener: several that wrote directly would interleave their events.
+    A listener is ignored: several streams that write directly would interleave their events.
     """
 
     def __init__(self, streams: list[EventStream], n: int) -> None:

@@ -48,8 +48,8 @@ class TokenUpstream(Upstream):
 
     def __init__(self, text: ModelText, pool: ReplicaPool, *, draw_seed: Callable[[], int], formats: ModelFormats) -> None:
         """
-        draw_seed  gives the seed of a request that has none
-        formats    how the model writes calls and reasoning
+        draw_seed  gives the seed of a request without one
+        formats    the model's formats of tool calls and reasoning
         """
         self._formats = formats
         self._text = text
@@ -91,7 +91,7 @@ class TokenUpstream(Upstream):
             raise error.of_tier(principal.ceiling.tier) from None
 
     async def _prepare(self, request: GenerationRequest, principal: PrincipalFacts, info: ModelInfo) -> Prepared:
-        """info: of the model, with the context that the caller's tier leaves of it"""
+        """info: the model's facts, with `max_model_len` reduced to the caller's tier"""
         earlier = None if request.earlier is None else _earlier_calls(request.earlier, request.sampling)
         params = self._params(request, info, None if earlier is None else earlier[0].seed)
         grammar = bound_grammar(self._formats, request.prompt, None if request.grammar is None else request.grammar.grammar)
@@ -139,7 +139,7 @@ class TokenUpstream(Upstream):
         return await self._text.decode(token_ids, field="tokens", skip_special_tokens=False, tenant=tenant)
 
     def _info(self) -> ModelInfo:
-        """The model's facts. Raises Unavailable until a replica has said Hello."""
+        """The model's facts. Raises Unavailable before the first replica's hello."""
         info = self._pool.info
         if info is None:
             if self._pool.unavailable:
@@ -148,9 +148,9 @@ class TokenUpstream(Upstream):
         return info
 
     def _params(self, request: GenerationRequest, info: ModelInfo, earlier_seed: int | None) -> SamplingParams:
-        """The client's parameters, else the model's defaults (FROM_MODEL), with a seed. Raises InvalidRequest.
+        """The client's parameters, with the model's defaults for those of FROM_MODEL that are missing, and a seed. Raises InvalidRequest.
 
-        earlier_seed  drawn for an earlier stream, which this one continues
+        earlier_seed  seed of the earlier stream that this one continues
         """
         chosen = {name: info.sampling_defaults[name] for name in FROM_MODEL if name in info.sampling_defaults}
         seeds = (request.sampling.get("seed"), earlier_seed)
@@ -163,9 +163,9 @@ class TokenUpstream(Upstream):
     async def _encode(
         self, prompt: Conversation | PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str
     ) -> tuple[list[TokenPrompt], list[str]]:
-        """The prompts, and the names of the request's fields that have no effect on them.
+        """The tokenized prompts, and the names of request fields that have no effect on them.
 
-        Raises ContextLengthExceeded for most prompts that do not fit; `_call` does for all.
+        Raises ContextLengthExceeded for most prompts that do not fit; `_call` raises it for the rest.
         """
         if isinstance(prompt, Conversation):
             ids, unread = await self._text.encode_chat(prompt, max_model_len=info.max_model_len, tenant=tenant)
@@ -173,7 +173,7 @@ class TokenUpstream(Upstream):
         return await self._encode_plain(prompt, max_tokens, info, tenant), []
 
     async def _encode_plain(self, prompt: PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
-        """All texts in one job. Ids are taken as they are, and decoded only where their text is shown."""
+        """Tokenize all texts in one job. Ids are used unchanged, and decoded only if their text is shown."""
         texts = [given for given in prompt.prompts if isinstance(given, str)]
         encoded = iter(
             await self._text.encode(texts, add_special_tokens=prompt.add_special_tokens, max_model_len=info.max_model_len, tenant=tenant)
@@ -196,11 +196,11 @@ class TokenUpstream(Upstream):
 
 
 def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo, *, part: str) -> int:
-    """Tokens the context leaves for output.
+    """Number of tokens that the context leaves for output.
 
-    max_tokens  None: as many as it leaves
+    max_tokens  wanted output tokens; None: at least 1
 
-    Raises ContextLengthExceeded when it leaves none, or fewer than `max_tokens`.
+    Raises ContextLengthExceeded when fewer are left.
     """
     room = info.max_model_len - num_tokens
     if room < (max_tokens or 1):
@@ -210,7 +210,7 @@ def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo,
 
 
 def _with_max_tokens(params: SamplingParams, prompts: Sequence[TokenPrompt], principal: PrincipalFacts, info: ModelInfo) -> SamplingParams:
-    """`params`, of a request that says no `max_tokens`, with what the caller's limits allow one sequence. Unchanged without limits."""
+    """Set a missing `max_tokens` to the output tokens that the caller's limits allow one sequence. Unchanged without limits."""
     num_tokens = [len(prompt.token_ids) for prompt in prompts]
     ceiling = principal.ceiling
     room = info.max_model_len - max(num_tokens)
@@ -222,8 +222,8 @@ def _with_max_tokens(params: SamplingParams, prompts: Sequence[TokenPrompt], pri
 
 
 def _earlier_calls(earlier: EarlierOutput, sampling: Mapping[str, Any]) -> tuple[EarlierCallOutput, ...]:
-    """What an earlier stream of the request kept. Ids hold no log-probabilities: a request that wants them goes back to where its client
-    stopped reading.
+    """The calls of an earlier stream. A request with log-probabilities continues where its client stopped reading, since kept ids have no
+    log-probabilities.
     """
     calls = calls_of(earlier.state)
     if sampling.get("logprobs") is None:
@@ -233,7 +233,7 @@ def _earlier_calls(earlier: EarlierOutput, sampling: Mapping[str, Any]) -> tuple
 
 
 def _continued(call: Call, earlier: Sequence[EarlierCallOutput], number: int, request: GenerationRequest) -> Call:
-    """The call after what was computed of it before. Raises StreamConflict where its prompt is another one now."""
+    """The call, continued after its earlier output. Raises StreamConflict if its prompt has other tokens now."""
     assert request.earlier is not None
     if number >= len(earlier) or earlier[number].prompt_digest != prompt_digest(call.request.prompt_ids):
         raise StreamConflict("The prompt of this request has other tokens than it had: its chat template or tokenizer was changed.")
@@ -251,7 +251,7 @@ def _call(
     grammar: Grammar | None,
     parsing: OutputParsing | None,
 ) -> Call:
-    """The request's prompt `number`. Raises InvalidRequest for what the model cannot take, by the rules the engine holds it to."""
+    """The call of the request's prompt `number`. Raises InvalidRequest by the same rules as the engine."""
     part = "messages" if isinstance(request.prompt, Conversation) else "prompt"
     room = check_fits_context(len(prompt_ids), params.max_tokens, info, part=part)
     if params.max_tokens is None:  # what the model's author chose, if anything, as far as the context leaves room
@@ -283,7 +283,7 @@ OFFSET_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPrompt(PreparedPrompt):
-    """A prompt as token ids, with what its log-probabilities need."""
+    """A prompt as token ids, with the tokenizer for the texts of its log-probabilities."""
 
     token_ids: tuple[int, ...]
     tokenizer: Tokenizer
