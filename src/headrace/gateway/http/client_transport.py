@@ -19,7 +19,7 @@ class UntilClose(int):
     """The expected content length of an answer without a length, which ends with its connection.
 
     uvicorn subtracts each write from the expected length, refuses a write beyond it, and complains at the end if the rest is not 0. This
-    value is unchanged by a subtraction, smaller than nothing, and equal to everything.
+    value stays the same when something is subtracted; it never compares as smaller, or as unequal.
     """
 
     def __lt__(self, other: int) -> bool:
