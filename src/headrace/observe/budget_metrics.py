@@ -12,7 +12,7 @@ from headrace.observe.tenant_metrics import BUDGET_PREFIX
 
 @dataclass(frozen=True, slots=True)
 class BudgetReading:
-    """One budget of all tenants together, in the currency of `prices`. label: of its limit; used: what is reserved counts too"""
+    """One budget of all tenants together, in the currency of `prices`. label: of its limit; used: reserved money included"""
 
     label: str
     budget: float
@@ -20,7 +20,7 @@ class BudgetReading:
 
 
 def budget_families(readings: Iterable[BudgetReading]) -> Iterator[Metric]:
-    """What the limits' store said last. There are no series without a budget, and none while the store fails."""
+    """The budgets as the limits' store last reported them. Without budgets, and while the store fails, there are no series."""
     text = "Money that all tenants together may use, in the currency of `prices`."
     budget = GaugeMetricFamily(BUDGET_PREFIX, text, labels=("limit",))
     used = GaugeMetricFamily(f"{BUDGET_PREFIX}_used", "What is used or reserved of it.", labels=("limit",))

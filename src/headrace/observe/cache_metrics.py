@@ -10,7 +10,7 @@ from headrace.observe.tally import CountCollector, OutcomeCounter
 
 
 class CacheResult(StrEnum):
-    """What the response cache did for a request; also the value of the header x-headrace-cache."""
+    """The result of the response cache for a request; also the value of the header x-headrace-cache."""
 
     HIT = "hit"
     MISS = "miss"
@@ -18,7 +18,7 @@ class CacheResult(StrEnum):
 
 
 class KeptAnswer(StrEnum):
-    """What became of an answer that could be cached."""
+    """The outcome for an answer that could be cached."""
 
     KEPT = "kept"
     TOO_LARGE = "too_large"
@@ -27,7 +27,7 @@ class KeptAnswer(StrEnum):
 
 
 class ReplayOutcome(StrEnum):
-    """What became of a request with an Idempotency-Key."""
+    """The outcome of a request with an Idempotency-Key."""
 
     FIRST = "first"
     REPLAYED = "replayed"

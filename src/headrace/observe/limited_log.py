@@ -20,7 +20,7 @@ class LimitedLog:
         self._num_left_out = 0
 
     def info(self, message: str, *args: object) -> None:
-        """Log at INFO, or count it as left out. Arguments are formatted as `logging` does it."""
+        """Log at INFO, or count the line as left out. Arguments are formatted as in `logging`."""
         now = self._clock()
         if now - self._last_at < INTERVAL_S:
             self._num_left_out += 1

@@ -31,16 +31,15 @@ class LogFormat(StrEnum):
     JSON = "json"
 
     def on(self, is_terminal: bool) -> LogFormat:
-        """This form, with AUTO resolved for a stream that is a terminal or is none."""
+        """This format, with AUTO resolved by whether the stream is a terminal."""
         if self is not LogFormat.AUTO:
             return self
         return LogFormat.TEXT if is_terminal else LogFormat.JSON
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes lines to a stream. When that fails, one line on stderr says so by type: the standard handler prints the whole chain of
-    exceptions being handled, whose texts may quote a prompt.
-    """
+    """Writes lines to a stream. If that fails, one line on stderr names the error's type alone: the standard handler would print the whole
+    chain of exceptions, whose texts may quote a prompt."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         failure = sys.exc_info()[0]
@@ -53,8 +52,8 @@ def set_up_logging(
 ) -> None:
     """Set up the root logger of a process.
 
-    log_format  None is the environment's
-    stream      None is stderr
+    log_format  None: the one that the environment names
+    stream      None: stderr
     process     name of this process in its lines, where several write to one stream
     """
     stream = stream or sys.stderr
@@ -65,7 +64,7 @@ def set_up_logging(
 
 
 def environment_format() -> LogFormat:
-    """The form in the variable ENVIRONMENT; AUTO where it is not set or not known."""
+    """The format named by the variable ENVIRONMENT; AUTO if the variable is not set or its value unknown."""
     try:
         return LogFormat(os.environ.get(ENVIRONMENT, LogFormat.AUTO))
     except ValueError:
@@ -73,25 +72,25 @@ def environment_format() -> LogFormat:
 
 
 def printable(text: str) -> str:
-    """Text as one line of a log: every control character (newlines of tracebacks included) is written as an escape."""
+    """The text as one log line: every control character, newlines of tracebacks included, is written as an escape."""
     return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def timestamp(unix_s: float) -> str:
-    """ISO 8601 in UTC with milliseconds."""
+    """The time as ISO 8601 in UTC with milliseconds."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def clock_time(unix_s: float, *, is_short: bool) -> str:
-    """Local time for people; is_short: without the day."""
+    """Local time for people. is_short: without the day"""
     return time.strftime("%H:%M:%S" if is_short else "%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 class TextLine(logging.Formatter):
-    """TIME [process] LEVEL: message; the level where it is above INFO."""
+    """Formats a record as TIME [process] LEVEL: message. The level is left out at INFO and below."""
 
     def __init__(self, process: str = "", *, is_short: bool = True) -> None:
-        """process: name of this process; a line of a child has the child's"""
+        """process: name of this process; a line relayed from a child has the child's name"""
         super().__init__("%(message)s")
         self._process = process
         self._is_short = is_short
@@ -104,10 +103,10 @@ class TextLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """One JSON object in ASCII. Entries of the mapping `facts`, given in `extra`, become keys of the object."""
+    """Formats a record as one JSON object in ASCII. Entries of a mapping `facts`, given in `extra`, become keys of the object."""
 
     def __init__(self, process: str = "") -> None:
-        """process: name of this process; a line of a child has the child's"""
+        """process: name of this process; a line relayed from a child has the child's name"""
         super().__init__()
         self._process = process
 
@@ -128,7 +127,7 @@ class JsonLine(logging.Formatter):
 
 
 def relay(line: str, child: str) -> None:
-    """Log a line that a child process wrote: its events with their time and level, any other line (of a crash) as it is."""
+    """Log a line that a child process wrote: a log event with the child's time and level, any other line (of a crash) as it is."""
     try:
         event = json.loads(line)
         record = logging.LogRecord(

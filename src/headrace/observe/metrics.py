@@ -42,7 +42,7 @@ TEXT_KILL_REASONS = ("cpu", "memory", "time", "left", "lost")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
-    """The state of one replica when the page is asked for. `snapshot` is None before the first one came."""
+    """The state of one replica when the metrics page is asked for. `snapshot` is None before the first one came."""
 
     model: str
     replica: str
@@ -52,7 +52,7 @@ class ReplicaReading:
 
 @dataclass(frozen=True, slots=True)
 class TextReading:
-    """The queue of text jobs and their workers at the moment the page is asked for. killed: by reason."""
+    """The queue of text jobs and its workers when the metrics page is asked for. killed: number by reason"""
 
     num_waiting: int
     num_waiting_bytes: int
@@ -63,7 +63,7 @@ class TextReading:
 
 
 def _text_families(reading: TextReading) -> Iterator[Metric]:
-    """Prompts on their way to token ids."""
+    """Metrics of tokenizing prompts."""
     jobs = GaugeMetricFamily("headrace_text_jobs", "Jobs of text workers by state.", labels=("state",))
     jobs.add_metric(("waiting",), reading.num_waiting)
     jobs.add_metric(("running",), reading.num_running)
@@ -81,7 +81,7 @@ def _text_families(reading: TextReading) -> Iterator[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """held, refused: bytes, and requests, by what is held (prompts, answers)."""
+    """Memory held by requests. held, refused: bytes held, and requests refused, by kind of content (prompts, answers)"""
 
     held: Mapping[str, int]
     refused: Mapping[str, int]
@@ -90,7 +90,7 @@ class MemoryReading:
 
 
 def _memory_families(reading: MemoryReading) -> Iterator[Metric]:
-    """What the gateway's requests hold."""
+    """Metrics of the memory that the gateway's requests hold."""
     held = GaugeMetricFamily("headrace_gateway_held_bytes", "What requests hold: prompts with their bodies, answers.", labels=("of",))
     refused = CounterMetricFamily("headrace_gateway_held_refused", "Requests refused because that sum was full.", labels=("of",))
     for name, num_bytes in reading.held.items():
@@ -142,7 +142,7 @@ def _counters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metr
 
 
 def _steps(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Metric:
-    """The engine's own histogram: every gateway shows the same counts."""
+    """The engines' own histogram of step durations; every gateway shows the same counts."""
     family = HistogramMetricFamily("headrace_step_seconds", "Duration of a step.", labels=LABELS)
     for reading, snapshot in known:
         counters = snapshot.counters
@@ -151,7 +151,7 @@ def _steps(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Metric:
 
 
 class ReplicaMetrics:
-    """The gateway's own instruments for one replica of one model; label lookups happen once, here."""
+    """The gateway's instruments for one replica of one model, with label lookups done once here."""
 
     def __init__(self, metrics: Metrics, model: str, replica: str) -> None:
         labels = (model, replica)
@@ -165,8 +165,8 @@ class ReplicaMetrics:
 class Metrics:
     """Every instrument of one gateway process, in two registries of its own.
 
-    registry  what this process measures
-    reported  what engines and foreign servers say of themselves, the same in every gateway
+    registry  values that this process measures
+    reported  values that engines and foreign servers report, the same in every gateway
     """
 
     def __init__(self) -> None:
@@ -226,14 +226,14 @@ class Metrics:
         return made
 
     def replica(self, model: str, replica: str) -> ReplicaMetrics:
-        """The instruments of one replica, made once."""
+        """The instruments of one replica, made at the first call."""
         made = self._replicas.get((model, replica))
         if made is None:
             made = self._replicas[model, replica] = ReplicaMetrics(self, model, replica)
         return made
 
     def finished(self, model: str, replica: str, outcome: str) -> None:
-        """Count one request. model and replica are configured names, or empty where it never got that far."""
+        """Count one request. model, replica: configured names; empty for a request that did not get so far"""
         self.requests.labels(model, replica, outcome).inc()
 
     def forget(self, model: str, replica: str | None = None) -> None:
@@ -273,16 +273,16 @@ class Metrics:
         self.registry.register(ReadCollector(usage_families, reading))
 
     def encoded(self) -> bytes:
-        """What this process measures, for another worker's page."""
+        """The values that this process measures, encoded for another worker's page."""
         return encode_families(self.registry.collect())
 
     def page(
         self, accept: str = "", by_worker: Mapping[int, bytes] | None = None, tenants: ShownTenants = EVERY_TENANT
     ) -> tuple[bytes, str]:
-        """The page and its content type, in the text format the scraper asked for.
+        """The page and its content type, in the text format that the scraper asks for.
 
-        by_worker  what each worker of this gateway's port has `encoded`; None: this process is the only one
-        tenants    whose series the reader may see
+        by_worker  `encoded` of each worker of this gateway's port; None: this process is the only one
+        tenants    the tenants whose series the reader may see
         """
         encoder, content_type = choose_encoder(accept)
         own = self.registry.collect() if by_worker is None else merge_workers(by_worker)
@@ -292,7 +292,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Families as an encoder reads them from a registry."""
+    """Families behind the `collect` method of a registry, for an encoder."""
 
     families: list[Metric]
 

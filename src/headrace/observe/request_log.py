@@ -111,25 +111,25 @@ class RequestLogRecord:
     detail: str | None = None
 
     def shortened(self) -> RequestLogRecord:
-        """Without the fields that may be long."""
+        """A copy without the fields that may be long."""
         return replace(self, reason=None, detail=None, finish_reasons=None)
 
     def line(self) -> str:
-        """One line of ASCII JSON: no control character survives, so nothing a client sends can forge a second line."""
+        """One line of ASCII JSON. It has no control characters, so that nothing a client sends can forge a second line."""
         values = zip(_NAMES, _values_of(self), strict=True)
         kept = {name: round(value, 6) if isinstance(value, float) else value for name, value in values if value is not None}
         kept["time"] = timestamp(self.time)
         return _encode(kept)
 
     def text(self, *, is_short: bool) -> str:
-        """The main fields for people. is_short: the time without the day, for a terminal."""
+        """The main fields as text for people. is_short: the time without the day, for a terminal"""
         words = [clock_time(self.time, is_short=is_short), self.method, self.path, str(self.status)]
         words += [self.outcome] if self.outcome is not Outcome.COMPLETED else []
         words += [", ".join(part for part in (self._why(), self._cost()) if part), f"({self.request_id})"]
         return printable(" ".join(word for word in words if word))
 
     def _why(self) -> str:
-        """Error, reason and detail of a request that was not completed."""
+        """Error, reason and detail of a request that was not completed, as text."""
         about = f"{self.param}: expected {self.reason}" if self.param and self.reason else self.reason or self.param
         return ": ".join(word for word in (self.error, about, self.detail) if word)
 
@@ -150,10 +150,11 @@ _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
 
 
 class RequestLog:
-    """target: "on" (stdout), "stderr", "off" or a file's path (appended to). Raises OSError when that cannot be opened.
+    """Writes request log records. target: "on" (stdout), "stderr", "off", or a file's path (appended to). Raises OSError if it cannot be
+    opened.
 
-    log_format  of a stream; a file is JSON whatever it says
-    worker      `worker` of every record; None: there is one gateway
+    log_format  format on a stream; a file is always JSON
+    worker      set as `worker` in every record; None: there is one gateway
     """
 
     def __init__(self, target: str, log_format: LogFormat = LogFormat.AUTO, *, worker: int | None = None) -> None:
@@ -186,7 +187,7 @@ class RequestLog:
         return text.encode("utf-8", "replace") + b"\n"
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is queued, as far as `timeout_s` allows."""
+        """Write the queued lines, for at most `timeout_s` seconds."""
         if self._thread is None:
             return
         self._queue.put(None)
@@ -198,7 +199,7 @@ class RequestLog:
                 self._write(file, line)
 
     def _write(self, file: FileIO, line: bytes) -> None:
-        """Unbuffered: a line that cannot be written is dropped and counted, and is not tried again before the next one."""
+        """Write one line, unbuffered. A line that cannot be written is dropped and counted, not tried again."""
         data = memoryview(line)
         try:
             while data:

@@ -10,7 +10,7 @@ from headrace.observe.tally import OutcomeCounter
 
 
 class KeepOutcome(StrEnum):
-    """What became of a stream that could be kept."""
+    """The outcome of keeping a stream."""
 
     KEPT = "kept"
     TOO_LARGE = "too_large"
@@ -21,7 +21,7 @@ class KeepOutcome(StrEnum):
 
 
 class ContinueOutcome(StrEnum):
-    """What became of a request with Last-Event-ID."""
+    """The outcome of a request with Last-Event-ID."""
 
     CONTINUED = "continued"
     UNKNOWN = "unknown"

@@ -10,7 +10,7 @@ from headrace.observe.tally import OutcomeCounter
 
 
 class TurnOutcome(StrEnum):
-    """What became of a turn."""
+    """The outcome of a turn of a session."""
 
     KEPT = "kept"
     CONFLICT = "conflict"

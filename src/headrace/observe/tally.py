@@ -38,13 +38,13 @@ class Tally:
     """One histogram's counts."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """bounds: upper bounds of the buckets, inclusive, ascending; one more bucket has the values beyond the last"""
+        """bounds: inclusive upper bounds of the buckets, ascending; one more bucket counts the values above the last"""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count `value`, `count` times."""
+        """Count `value` `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
@@ -55,9 +55,9 @@ class Tally:
 def add_histogram(
     family: HistogramMetricFamily, labels: tuple[str, ...], bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> None:
-    """Add a histogram that was counted elsewhere.
+    """Add a histogram that was counted elsewhere to a metric family.
 
-    bounds, counts  as in `Tally`: upper bounds, and how many values each bucket has alone
+    bounds, counts  as in `Tally`: upper bounds, and values in each bucket (not accumulated)
     total           sum over the values
     """
     names = [floatToGoString(bound) for bound in (*bounds, float("inf"))]  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ def add_histogram(
 
 
 class ReadCollector(Collector, Generic[T]):
-    """Metric families made of what is read when the page is asked for."""
+    """Metric families made from a reading that is taken when the page is asked for."""
 
     def __init__(self, families: Callable[[T], Iterable[Metric]], read: Callable[[], T]) -> None:
         self._families = families
@@ -76,7 +76,7 @@ class ReadCollector(Collector, Generic[T]):
 
 
 class _Labelled(Collector, Generic[T]):
-    """The counters or histograms of one name, by their labels."""
+    """The counters or histograms of one metric name, by their labels."""
 
     def __init__(self, label_names: Sequence[str], make: Callable[[], T]) -> None:
         self._label_names = label_names
@@ -86,7 +86,7 @@ class _Labelled(Collector, Generic[T]):
             self.labels()  # the page shows it before the first request, at zero
 
     def labels(self, *values: str) -> T:
-        """The one with these labels, made at the first call."""
+        """The counter or histogram with these labels, made at the first call."""
         found = self._by_labels.get(values)
         if found is None:
             found = self._by_labels[values] = self._make()
@@ -99,7 +99,7 @@ class _Labelled(Collector, Generic[T]):
 
 
 class CountCollector(_Labelled[Count]):
-    """Counters of one name, by their labels."""
+    """The counters of one metric name, by their labels."""
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str] = ()) -> None:
         super().__init__(labels, Count)
@@ -113,7 +113,7 @@ class CountCollector(_Labelled[Count]):
 
 
 class OutcomeCounter(CountCollector, Generic[E]):
-    """A counter by what became of something. Every outcome is shown, also before there was one. Called with an outcome, it counts it."""
+    """A counter by outcome. Every outcome has a series from the start. Call it with an outcome to count one."""
 
     def __init__(self, registry: CollectorRegistry, name: str, documentation: str, outcomes: type[E], label: str = "outcome") -> None:
         super().__init__(name, documentation, (label,))
@@ -125,7 +125,7 @@ class OutcomeCounter(CountCollector, Generic[E]):
 
 
 class TallyCollector(_Labelled[Tally]):
-    """Histograms of one name, by their labels."""
+    """The histograms of one metric name, by their labels."""
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
         super().__init__(labels, lambda: Tally(bounds))

@@ -44,11 +44,11 @@ the only other tenant of a site could be read from it by subtraction."""
 
 
 class RequestUse(NamedTuple):
-    """What one request used.
+    """The use of one request.
 
     cost_nanos  in 1/NANOS of the currency
-    refused     code of its error where it was refused, else empty
-    limit       label of the limit that refused it, else empty; there are about a dozen
+    refused     code of its error if it was refused, else empty
+    limit       label of the limit that refused it, else empty; there are about a dozen labels
     """
 
     prompt_tokens: int = 0
@@ -61,7 +61,7 @@ class RequestUse(NamedTuple):
 
 @dataclass(slots=True)
 class UseCounts:
-    """Sums over requests. refused: by error code; limited: by limit"""
+    """Sums over requests. refused: number by error code; limited: number by limit"""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -84,7 +84,7 @@ class UseCounts:
 
 
 class LargestTenants:
-    """Which tenants have series of their own: the ones with most requests of late, as far as counts of MAX_WATCHED tenants tell."""
+    """The tenants that have series of their own: those with the most recent requests, by counts of up to MAX_WATCHED tenants."""
 
     def __init__(self) -> None:
         self.labelled: set[str] = set()
@@ -92,7 +92,7 @@ class LargestTenants:
         self._num_until_fade = FADE_REQUESTS
 
     def note(self, tenant: str) -> str | None:
-        """Count a request of the tenant. Returns the tenant that loses its series to this one; None: nothing changes hands."""
+        """Count a request of the tenant. Returns the tenant whose series this tenant takes over; None: no series changes."""
         self._fade()
         if tenant not in self._recent and len(self._recent) >= MAX_WATCHED:
             self._forget_smallest()
@@ -125,11 +125,11 @@ class LargestTenants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownTenants:
-    """Which series one reader of the page sees.
+    """The series that one reader of the page sees.
 
     is_all    every series
-    own       of tenants and tiers this tenant's alone; "": none of them
-    has_site  the site's series too, which count all tenants together; otherwise only FOR_EVERY_KEY of them
+    own       of all tenants' series, only this tenant's; "": none of them
+    has_site  also the site's series, which count all tenants together; otherwise only those of FOR_EVERY_KEY
     """
 
     is_all: bool = False
@@ -137,7 +137,7 @@ class ShownTenants:
     has_site: bool = False
 
     def shown(self, families: Iterable[Metric]) -> list[Metric]:
-        """The families without the series that the reader may not see. Tiers count too, for a tier may have one tenant, and money does."""
+        """The families without series that the reader may not see. Tiers and budgets are hidden too: a tier may have a single tenant."""
         return list(families) if self.is_all else [kept for family in families if (kept := self._kept(family)) is not None]
 
     def _kept(self, family: Metric) -> Metric | None:

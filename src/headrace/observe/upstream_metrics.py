@@ -12,13 +12,13 @@ LABELS = ("model", "replica")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamReading:
-    """One foreign server when the page is asked for.
+    """One foreign server when the metrics page is asked for.
 
-    attempts         by result, every result included
-    left_out         malformed fields of its answers that could not be used, every field included
-    is_circuit_open  open, or half open
-    held_s           seconds for which its rate limit allows nothing new
-    num_running, num_waiting  as its own metrics page says; None where it has none that is known
+    attempts         number by result, every result included
+    left_out         number of malformed fields in its answers, by field, every field included
+    is_circuit_open  whether its circuit is open or half open
+    held_s           seconds until its rate limit allows a new request
+    num_running, num_waiting  as its own metrics page reports them; None where that page has none known here
     """
 
     model: str
@@ -33,7 +33,7 @@ class UpstreamReading:
 
 
 def upstream_families(readings: Iterable[UpstreamReading]) -> Iterator[Metric]:
-    """What this gateway knows of foreign servers; nothing where there is none."""
+    """This gateway's own metrics of foreign servers; nothing where there are none."""
     readings = list(readings)
     if not readings:
         return
@@ -61,7 +61,7 @@ def upstream_families(readings: Iterable[UpstreamReading]) -> Iterator[Metric]:
 
 
 def reported_load_families(readings: Iterable[UpstreamReading]) -> Iterator[Metric]:
-    """What foreign servers say of themselves; nothing where there is none."""
+    """The load that foreign servers report; nothing where there are none."""
     readings = list(readings)
     if not readings:
         return

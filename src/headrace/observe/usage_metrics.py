@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkReading:
-    """One sink when the page is asked for. waiting_bytes: of all processes of this machine; the rest is of this one"""
+    """One sink of usage records when the metrics page is asked for. waiting_bytes: of all processes here; other fields: of this process"""
 
     num_shipped: int
     num_failures: int
@@ -28,7 +28,7 @@ class UsageReading:
 
 
 def usage_families(reading: UsageReading) -> Iterator[Metric]:
-    """The ledger of this gateway."""
+    """Metrics of this gateway's ledger."""
     yield CounterMetricFamily("headrace_usage_records", "Usage records that were written to the spool.", reading.num_recorded)
     dropped = CounterMetricFamily("headrace_usage_dropped", "Usage records that were lost, by reason.", labels=("reason",))
     for reason in sorted({"queue", "disk", *reading.dropped}):

@@ -35,7 +35,7 @@ LABELS = {"model": "model_name", "replica": "engine", "reason": "finished_reason
 
 
 def vllm_families(families: Iterable[Metric]) -> Iterator[Metric]:
-    """vLLM's families of those that have a counterpart."""
+    """The families that have a counterpart at vLLM, under vLLM's names."""
     for family in families:
         for name in NAMES.get(family.name, ()):
             yield _renamed(family, name)

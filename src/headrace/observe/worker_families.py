@@ -24,9 +24,9 @@ def encode_families(families: Iterable[Metric]) -> bytes:
 
 
 def merge_workers(by_worker: Mapping[int, bytes]) -> list[Metric]:
-    """One family per name, each sample with its worker's label; and which workers answered.
+    """One family per name, with each sample's worker as a label, and the workers that answered.
 
-    by_worker  what `encode_families` made in each worker; anything else counts as no answer
+    by_worker  bytes that `encode_families` made in each worker; any other bytes count as no answer
     """
     is_up = GaugeMetricFamily("headrace_gateway_worker_up", "1 for each gateway worker whose series are on this page.", labels=(WORKER,))
     merged: dict[str, Metric] = {is_up.name: is_up}
