@@ -85,7 +85,7 @@ class LLM:
 
     @classmethod
     def over(cls, build: Build, text: TextModel, *, config: EngineConfig, seed: int | None = None) -> Self:
-        """An LLM over an engine that `build` makes, instead of one that loads `config.model`: for engines without weights."""
+        """An LLM over the engine that `build` makes, for engines without weights: `config.model` is not loaded."""
         self = cls.__new__(cls)
         self._start(config.checked(), text, seed, build)
         return self
@@ -167,7 +167,7 @@ class LLM:
 
     @property
     def is_open(self) -> bool:
-        """False after `shutdown`, or when the engine died."""
+        """False after `shutdown`, and after the engine died."""
         return self._is_open
 
     @property
@@ -220,7 +220,7 @@ class LLM:
         return outputs_of(jobs)
 
     def _job(self, prompt: ParsedPrompt, params: SamplingParams, field: str) -> PromptJob:
-        """A request the engine can serve. Raises InvalidRequest."""
+        """One prompt as a request that the engine can serve. Raises InvalidRequest."""
         if params.seed is None:
             params = params.with_(seed=self._random.randint(0, MAX_SEED))
         info, structured = self._engine.info, params.structured_outputs
@@ -238,7 +238,7 @@ class LLM:
         return PromptJob(request, prompt.text, self._text.tokenizer, grammar_field=structured.field if structured else "grammar")
 
     def _grammar(self, structured: StructuredOutputsParams, prompt: ParsedPrompt) -> Grammar:
-        """What the output must match. In a conversation it binds after the model's reasoning, as on a server."""
+        """The grammar of the output. In a conversation, as on a server, it binds after the model's reasoning."""
         grammar = structured.as_grammar()
         if not prompt.is_conversation:
             return grammar

@@ -26,7 +26,7 @@ class PromptJob:
     """One prompt: its request, and its answer so far."""
 
     def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, *, grammar_field: str = "grammar") -> None:
-        """grammar_field: what gave the request's grammar, under the caller's name for it."""
+        """grammar_field: the caller's name of the field that the grammar came from"""
         self.request = request
         self._grammar_field = grammar_field
         self._tokenizer = tokenizer
@@ -62,7 +62,7 @@ class PromptJob:
         return len(update.token_ids)
 
     def refusal(self, error: Exception) -> Exception:
-        """The engine's refusal of the request, about the field that the caller wrote."""
+        """The engine's refusal of the request, with the field named as the caller wrote it."""
         return error.at(self._grammar_field) if isinstance(error, InvalidRequest) and error.field == "grammar" else error
 
     def _close(self) -> None:
@@ -83,8 +83,8 @@ class PromptJob:
 class PromptBatch:
     """Answers a list of jobs with one engine, whose outbox fills `inbox`.
 
-    At most `max_waiting` sequences are in the engine at once, and fewer once it has refused a job for lack of room (different grammars take
-    memory while they are in use).
+    At most `max_waiting` sequences are in the engine at once. That number shrinks when the engine refuses a job for lack of room: different
+    grammars take memory while they are in use.
     """
 
     def __init__(self, engine: Engine, inbox: deque[SequenceUpdate | Rejected], *, max_waiting: int) -> None:
@@ -96,10 +96,10 @@ class PromptBatch:
         self._num_open = 0
 
     def run(self, jobs: Sequence[PromptJob], progress: ProgressLine) -> None:
-        """Run until every job is finished. However it ends, no sequence of the jobs is left in the engine.
+        """Run until every job is finished. No sequence of the jobs is left in the engine, also after an error.
 
-        Raises: the engine's refusal of a request; GenerationFailed for the first failed sequence, once the rest is done; EngineFatal
-        when the engine cannot go on.
+        Raises the engine's refusal of a request; GenerationFailed for the first failed sequence, once all others are done; EngineFatal when
+        the engine cannot go on.
         """
         self._waiting.extend(jobs)
         idle = 0
@@ -121,7 +121,7 @@ class PromptBatch:
                 raise GenerationFailed(f"prompt {number}: {job.error}", outputs_of(jobs))
 
     def _submit_waiting(self) -> None:
-        """Submit the first waiting jobs, as many as the engine may hold."""
+        """Submit waiting jobs in order, as many as the engine may hold."""
         while self._waiting and (not self._open or self._num_open + self._waiting[0].request.params.n <= self._max_open):
             job = self._waiting.popleft()
             job.output.metrics.arrival_time = time.monotonic()
@@ -130,7 +130,7 @@ class PromptBatch:
             self._engine.submit(job.request)
 
     def _handle_updates(self, progress: ProgressLine) -> bool:
-        """Give every update in the inbox to its job. Returns whether there was one. Raises the error of a refused request."""
+        """Pass every update in the inbox to its job. Returns whether there was one. Raises the error of a refused request."""
         has_updates = bool(self._inbox)
         while self._inbox:
             message = self._inbox.popleft()
@@ -147,7 +147,8 @@ class PromptBatch:
         return has_updates
 
     def _take_back(self, job: PromptJob, error: Exception) -> None:
-        """A job for which the engine has no room waits until others have ended. Raises any other refusal, and that of a job alone."""
+        """Put a job back in the queue, until others have ended, if the engine has no room. Raises other refusals, and that of a job
+        alone."""
         self._remove(job)
         if not isinstance(error, Overloaded) or not self._open:
             raise job.refusal(error)

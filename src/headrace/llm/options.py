@@ -80,7 +80,7 @@ def described(keywords: Collection[str]) -> str:
 
 
 def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
-    """The engine's configuration from LLM's keywords; None leaves EngineConfig's default. Raises ConfigError naming the keyword."""
+    """The engine's configuration from LLM's keywords. None means EngineConfig's default. Raises ConfigError naming the keyword."""
     about = dict(options(EngineConfig))
     values = {ENGINE_FIELDS[name]: value for name, value in given.items() if value is not None}
     values = {field: about[field].other_names.get(value, value) if isinstance(value, str) else value for field, value in values.items()}
@@ -92,8 +92,8 @@ def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
 
 
 def refuse_unsupported(given: Mapping[str, object], known: frozenset[str]) -> None:
-    """Raise ConfigError for the first keyword of `given` that is unknown, or that ONLY does not accept with its value. A keyword without
-    effect is logged."""
+    """Raise ConfigError for the first keyword of `given` that is unknown, or whose value is not in ONLY. A keyword without effect is
+    logged."""
     for name, value in given.items():
         if name in WITHOUT_EFFECT:
             if not (value is None or value is False or value in SILENT.get(name, ())):

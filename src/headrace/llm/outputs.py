@@ -69,7 +69,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt's answers, in the order of the prompts.
+    """The answers to one prompt.
 
     prompt             its text; None when token ids were given
     prompt_logprobs    one map per prompt token, None for the first; None when not asked for
@@ -87,7 +87,7 @@ class RequestOutput:
 
 
 class GenerationFailed(SequenceFailed):
-    """At least one sequence failed; raised once every prompt is done. `outputs` has all: a failed sequence has finish_reason "error"."""
+    """At least one sequence failed. Raised once every prompt is done: `outputs` has all answers, failed ones included."""
 
     def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
         super().__init__(message)
@@ -105,7 +105,7 @@ class SequenceCollector:
         self.prompt_logprobs: list[TokenLogprobs] = []
 
     def feed(self, update: SequenceUpdate) -> None:
-        """Add one update. Afterwards `keep_tokens` is a number if the sequence must be finished in the engine with that many tokens."""
+        """Add one update. If the engine must finish the sequence at a stop string, `keep_tokens` is then the number of tokens to keep."""
         delta = self.assembler.feed(update)
         output = self.output
         output.text += delta.text
@@ -123,7 +123,7 @@ class SequenceCollector:
 
 
 def logprob_map(entry: TokenEntry) -> TokenLogprobMap:
-    """The token itself first, then the k best by rank."""
+    """Log-probabilities by token id: the token itself, then the k most probable by rank."""
     best = {top.token_id: Logprob(top.logprob, rank, top.token) for rank, top in enumerate(entry.top, start=1)}
     itself = {entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)}
     return itself | best | itself

@@ -20,8 +20,8 @@ class ParsedPrompt:
     """One prompt as token ids.
 
     text             None when token ids were given
-    is_conversation  rendered from messages: the model may begin its answer with reasoning
-    begun            what a conversation holds of the answer already, if the model continues its last message
+    is_conversation  whether it was rendered from messages: the model may then begin its answer with reasoning
+    begun            the part of the answer that a conversation holds, if the model continues its last message
     """
 
     token_ids: tuple[int, ...]
@@ -31,11 +31,11 @@ class ParsedPrompt:
 
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[ParsedPrompt]:
-    """One entry per prompt; a single prompt makes a list of one.
+    """The prompts as a list; a single prompt makes a list of one.
 
-    Control tokens in a text (of a conversation that is rendered already) are read as control tokens, as in vLLM: texts are trusted here.
+    As in vLLM, control tokens in a text are read as control tokens (for conversations that are already rendered): texts are trusted here.
 
-    Raises: InvalidRequest naming the prompt.
+    Raises InvalidRequest naming the prompt.
     """
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         return [_parse(prompts, "prompts", tokenizer)]
@@ -45,7 +45,7 @@ def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> l
 
 
 def parse_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation or several, as a list of conversations. Raises InvalidRequest."""
+    """The conversations as a list; a single conversation makes a list of one. Raises InvalidRequest."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise InvalidRequest("messages", "a list of messages or a list of such lists", type(messages).__name__)
     if _is_conversation(messages):
