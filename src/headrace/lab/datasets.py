@@ -53,7 +53,7 @@ def make_requests(num_requests: int, shape: WorkloadShape, *, seed: int = 0) -> 
 
 
 def draw_requests(shape: WorkloadShape, *, seed: int = 0) -> Iterator[LoadRequest]:
-    """The requests of `make_requests` one by one, without an end."""
+    """The requests of `make_requests` one by one, endlessly."""
     shape.checked()
     draw = random.Random(seed)
 

@@ -25,7 +25,7 @@ BANDWIDTH_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """One environment.
+    """The environment of one run.
 
     commit        of the checkout the code runs from, with "+" when tracked files are changed; None outside a checkout
     load_average  over 1, 5 and 15 minutes
@@ -56,7 +56,7 @@ def environment() -> Environment:
 
 
 def _program() -> tuple[str, ...]:
-    """The program part of the command line: "python -m MODULE" if it was started that way, else its file's name."""
+    """The program in the command line: "python -m MODULE" if it was started so, else its file's name."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is None:
         return (Path(sys.argv[0]).name,)
@@ -64,7 +64,7 @@ def _program() -> tuple[str, ...]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit checked out around `folder`, "+" appended when tracked files differ from it, results of benchmarks left out."""
+    """The commit checked out around `folder`, with "+" appended if tracked files differ from it, benchmark results excepted."""
     commit = _git(folder, "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return None
@@ -92,19 +92,19 @@ class BandwidthUnknown(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class ReadBandwidth:
-    """bytes_per_s: all threads, of the fastest way to read that was tried. pattern: the name of that way."""
+    """bytes_per_s: of all threads together, with the fastest way to read that was tried; pattern: name of that way"""
 
     bytes_per_s: float
     pattern: str
 
 
 def bandwidth_facts(found: ReadBandwidth | None) -> dict[str, object]:
-    """A bandwidth as every JSON with a figure carries it; both null where it is not known."""
+    """A bandwidth in the form in which result files have it; both values are null if it is not known."""
     return {"read_bandwidth_bytes_per_s": found and found.bytes_per_s, "read_bandwidth_pattern": found and found.pattern}
 
 
 def read_bandwidth(script: Path | None) -> ReadBandwidth:
-    """What `script` (see `bandwidth_script`) measures now. Raises BandwidthUnknown."""
+    """Run `script` (see `bandwidth_script`) and return the bandwidth that it measures. Raises BandwidthUnknown."""
     if script is None:
         raise BandwidthUnknown("an installed package has no bench/bandwidth.py; run from a checkout")
     command = [sys.executable, str(script), "--json"]
@@ -124,7 +124,7 @@ def read_bandwidth(script: Path | None) -> ReadBandwidth:
 
 
 def measure_bandwidth(script: Path | None) -> ReadBandwidth | None:
-    """The read bandwidth now; None when it cannot be measured."""
+    """Measure the read bandwidth; None if that is not possible."""
     try:
         return read_bandwidth(script)
     except BandwidthUnknown:

@@ -58,7 +58,7 @@ class PagedIds:
 
 @dataclass(slots=True)
 class _Move:
-    """One move in flight. steps: how many more it takes. before: the source's contents when it began."""
+    """One move in flight. steps: steps left until it is made; before: the source's contents when it began"""
 
     kind: MoveKind
     source: array[int]
@@ -70,8 +70,8 @@ class _Move:
 class Moves:
     """Executes a fake runner's moves. A copy is done at once, a move to or from a host slot some steps later.
 
-    num_slots  host slots; 0: no host memory, its moves are refused
-    steps      bounds of how many later steps a move takes, drawn for each
+    num_slots  host slots; 0: no host memory, so that moves to and from it are refused
+    steps      (least, most) steps that a move takes, drawn for each
     """
 
     def __init__(self, memory: PagedIds, block_size: int, num_slots: int, steps: tuple[int, int], seed: int) -> None:
@@ -84,7 +84,7 @@ class Moves:
         """Ids of moves that are done and not reported yet."""
 
     def apply(self, plan: Plan) -> None:
-        """Do the plan's copies and begin its other moves. Raises ValueError, naming the kind, for a move without memory to move to."""
+        """Do the plan's copies and begin its other moves. Raises ValueError naming the kind of a move for which memory is missing."""
         moves = zip(plan.move_kinds, plan.move_ids, plan.move_groups, plan.move_sources, plan.move_targets, strict=True)
         for kind, move_id, group, source, target in moves:
             if kind == MoveKind.COPY:
@@ -103,7 +103,7 @@ class Moves:
         written[:] = array("i", [ARRIVING] * len(written))
 
     def advance(self) -> None:
-        """Count one step. Raises AssertionError when a move's source or target was overwritten while it was in flight."""
+        """Count one step, and make the moves that are due. Raises AssertionError if a source or target was overwritten meanwhile."""
         for move_id, move in list(self._in_flight.items()):
             if move.steps:
                 move.steps -= 1
@@ -115,6 +115,6 @@ class Moves:
             self._done.append(move_id)
 
     def take_done(self) -> array[int]:
-        """Ids of the moves that were done since the last call."""
+        """Ids of the moves made since the last call."""
         done, self._done = self._done, int_column()
         return done

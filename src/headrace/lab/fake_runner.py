@@ -40,18 +40,18 @@ class FakeOptions:
     """The fake model and its faults.
 
     vocab_size        ids 0..vocab_size - 2 are produced; the last id is the end token
-    produced          the first and the last of the ids that are produced instead
-    eos_after         outputs after which the end token comes; None: never, answers end at max_tokens
+    produced          first and last of the ids to produce instead
+    eos_after         number of outputs after which the end token comes; None: never, answers end at max_tokens
     step_seconds, token_seconds   a step takes step_seconds + token_seconds * its tokens
-    stall_after_steps, stall_seconds   the n-th step takes stall_seconds: a runner that hangs
-    die_after_steps   the n-th step raises EngineFatal
+    stall_after_steps, stall_seconds   step number stall_after_steps takes stall_seconds: a runner that hangs
+    die_after_steps   number of the step that raises EngineFatal
     refuse            the reason with which loading fails, as with a broken checkpoint
-    verify            keep and check the paged memory
+    verify            whether to keep the paged memory and check it
     host_slots        blocks of host memory; 0: moves to and from it are refused. Needs `verify`
-    move_steps        bounds of how many later steps such a move takes, drawn for each from move_seed
+    move_steps        (least, most) steps that such a move takes, drawn for each from move_seed
     digests, numerics of the hello, as a real model folder would have them
     has_kv            False: a model that keeps no KV, as encoders do
-    max_drafts        most tokens drafted to follow a row; how many, and which of them are wrong, is drawn from seed and position
+    max_drafts        most tokens drafted to follow a row. Their number, and which of them are wrong, is drawn from seed and position
     withhold_every    N: about 1 of N sampling rows gives no token at its first try; 0: every row gives one
     """
 
@@ -88,7 +88,7 @@ class FakeOptions:
 
 
 def fake_info(options: FakeOptions) -> ModelInfo:
-    """The model's facts, as a replica with this fake reports them."""
+    """The model's facts as a replica with this fake model reports them."""
     return ModelInfo(
         architecture="FakeForCausalLM",
         vocab_size=options.vocab_size,
@@ -114,9 +114,9 @@ def fake_engine(
     clock: Clock = time.monotonic,
     wait: Wait | None = None,
 ) -> Engine:
-    """The real scheduler and loop over a FakeRunner, on real time or on a clock that `wait` moves on.
+    """The real scheduler and loop over a FakeRunner, on real time, or on a clock that `wait` advances.
 
-    Raises CheckpointError when the options say so.
+    Raises CheckpointError if the options say that loading fails.
     """
     options = options or FakeOptions()
     if options.refuse is not None:
@@ -127,7 +127,7 @@ def fake_engine(
 
 
 def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: int) -> int:
-    """The token at `position` of a sequence whose token before it is `previous`. splitmix64 over the four; never the end token."""
+    """The token at `position` of a sequence whose token before it is `previous`: splitmix64 over the arguments. Never the end token."""
     state = (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + position * 0x94D049BB133111EB + previous + 1) & MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
@@ -135,7 +135,7 @@ def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: 
 
 
 def fake_answer(request: EngineRequest, index: int, num_tokens: int, options: FakeOptions) -> list[int]:
-    """The oracle: the first `num_tokens` outputs of one sequence, end token included where it comes."""
+    """The expected answer: the first `num_tokens` outputs of one sequence, including the end token if it comes."""
     seed = request.params.seed or 0
     tokens = list(request.prompt_ids)
     while len(tokens) < len(request.prompt_ids) + num_tokens:
@@ -147,7 +147,7 @@ def fake_answer(request: EngineRequest, index: int, num_tokens: int, options: Fa
 
 @dataclass(slots=True)
 class _Slot:
-    """A sequence's row of the runner's state: every id it knows, and what made it."""
+    """The state of one slot: its sequence, and every id that is known of it."""
 
     started: Started
     ids: array[int]
@@ -163,7 +163,7 @@ class FakeRunner:
     """Implements `engine.steps.Runner`. Steps follow one another in submission order, as on a device."""
 
     def __init__(self, options: FakeOptions, *, clock: Clock = time.monotonic, wait: Wait | None = None) -> None:
-        """clock, wait: real time, or a virtual clock and what moves it on; `close` ends a real wait."""
+        """clock, wait: real time by default; else a virtual clock and a function that advances it. `close` ends a real wait"""
         self.options = options
         self._clock = clock
         self.num_steps = 0
@@ -239,11 +239,11 @@ class FakeRunner:
 
     @staticmethod
     def _is_behind(slot: _Slot, num_needed: int) -> bool:
-        """Whether a row was planned on the promise of a token that was withheld since: it gives none either."""
+        """Whether a row was planned on a token that was then withheld. Such a row gives no token either."""
         return slot.withheld is not None and num_needed > len(slot.ids) == slot.withheld
 
     def _apply(self, plan: Plan) -> None:
-        """Change the slots, the tables and the memory, in the order that core.plan defines."""
+        """Change the slots, the tables and the memory, in the order of `core.plan`."""
         for slot_id in plan.ended:
             self._slots.pop(slot_id, None)
         for started in plan.started:
@@ -253,9 +253,9 @@ class FakeRunner:
         self._moves.apply(plan)
 
     def _read_and_write(self, slot_id: int, slot: _Slot, start: int, count: int, drafts: list[int]) -> None:
-        """Write the row's ids to memory and read all of its sequence back.
+        """Write the row's ids to memory and check all of its sequence there.
 
-        Drafts stand at the row's last positions, in place of what an undone step left there.
+        Drafts are written at the row's last positions, and replace ids that an undone step left there.
         """
         known = start + count - len(drafts)
         if known > len(slot.ids):
@@ -268,9 +268,9 @@ class FakeRunner:
             self._memory.check(slot_id, slot.ids[: start + count])
 
     def _sample(self, slot: _Slot, position: int, drafts: list[int]) -> list[int]:
-        """The ids from `position` on, remembered: one, and one more for each draft that is what would have been sampled.
+        """Sample and record ids from `position` on: one, and one more after each draft that equals the id sampled at its position.
 
-        What an undone step sampled there before is replaced.
+        Ids that an undone step sampled there are replaced.
         """
         del slot.ids[position:]
         if self._is_withheld(slot, position):
@@ -297,7 +297,7 @@ class FakeRunner:
         return self.options.token(slot.seed, started.index, position, slot.ids[position - 1])
 
     def _draft(self, slot: _Slot) -> list[int]:
-        """Drafted ids to follow the sequence. Their number, and which of them are wrong, is drawn from seed and position."""
+        """Ids drafted to follow the sequence. Their number, and which of them are wrong, is drawn from seed and position."""
         known = len(slot.ids)
         count = fake_token(slot.seed, slot.started.index, known, 2, self.options.max_drafts + 2) if self.options.max_drafts else 0
         for place in range(count):
@@ -318,7 +318,7 @@ class FakeRunner:
         return len(positions)
 
     def _logprobs(self, token_id: int, num_top: int | None) -> TokenLogprobs | None:
-        """Made up: the chosen token is the most probable, its neighbours follow."""
+        """Made-up log-probabilities: the chosen token is the most probable, and its neighbouring ids follow."""
         if num_top is None:
             return None
         top_ids = tuple((token_id + i) % self.options.vocab_size for i in range(num_top))
@@ -326,7 +326,7 @@ class FakeRunner:
 
 
 class FakeTicket:
-    """A step that is over at `ready_at`, a time of `clock`. A real wait ends early when the runner is closed."""
+    """A step that ends at `ready_at`, in seconds of `clock`. A real wait ends early if the runner is closed."""
 
     def __init__(self, result: Result, ready_at: float, clock: Clock, wait: Wait) -> None:
         self._result, self._ready_at = result, ready_at

@@ -56,7 +56,7 @@ class LoadTarget:
 
 
 class ConcurrencyLimit:
-    """Lets at most `count` requests be in flight, in the order of their `acquire`; None: any number."""
+    """Lets at most `count` requests be in flight, in the order of their `acquire`. None: no limit."""
 
     def __init__(self, count: int | None, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -64,7 +64,7 @@ class ConcurrencyLimit:
         self._freed_s: deque[float] = deque()
 
     async def acquire(self) -> float:
-        """Wait for a place. Returns the time since which it is free, which is before this task resumes; -inf: it is new."""
+        """Wait for a place. Returns when the place became free, which is before this task resumes; -inf for a place never used."""
         if self._places is not None:
             await self._places.acquire()
         return self._freed_s.popleft() if self._freed_s else -math.inf
@@ -107,7 +107,7 @@ async def run_load(
 ) -> list[LoadRecord]:
     """Send each request at its time and wait for all. Returns records in the order of `requests`; failures are records too.
 
-    clock  the records' times; it must pass as that of the running loop does
+    clock  for the records' times; it must run at the same speed as that of the event loop
     """
     if len(requests) != len(send_times_s):
         raise ValueError(f"{len(requests)} requests for {len(send_times_s)} send times")
@@ -179,7 +179,7 @@ async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: 
 
 
 async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: LoadRequest, trace: _Trace) -> str | None:
-    """Run one streamed completion into `trace`. Returns what went wrong, None when the answer arrived whole."""
+    """Run one streamed completion into `trace`. Returns the kind of failure; None if the answer arrived whole."""
     body = {
         "model": target.model,
         "prompt": list(request.prompt_ids),
@@ -204,7 +204,7 @@ async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: L
 
 
 def _add_chunk(chunk: object, trace: _Trace) -> str | None:
-    """Add a decoded chunk to the trace. Returns the error, if the chunk is one. Raises ValueError for what is no chunk of a completion."""
+    """Add a decoded chunk to the trace. Returns the kind of error if the chunk is one. Raises ValueError for anything else."""
     if not isinstance(chunk, dict):
         raise ValueError(f"a chunk is {type(chunk).__name__}, not an object")
     if "error" in chunk:
@@ -224,12 +224,12 @@ def _add_chunk(chunk: object, trace: _Trace) -> str | None:
 
 
 def _seconds(text: str) -> float | None:
-    """A Retry-After in seconds; None for a date, or for none."""
+    """The seconds in a Retry-After header; None for a date, or without the header."""
     return float(text) if text.isdecimal() else None
 
 
 def _reason(body: str, trace: _Trace) -> str:
-    """A short name of an OpenAI error body, for counting failures by kind. The error's message goes into the trace."""
+    """A short name of an OpenAI error body, by which failures are counted. The error's message goes into the trace."""
     trace.detail = body.strip()
     try:
         error = json.loads(body)["error"]

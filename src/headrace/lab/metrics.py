@@ -65,17 +65,17 @@ class LoadRecord:
 
     @property
     def was_refused(self) -> bool:
-        """Whether the server refused it before any work: overload, or no replica."""
+        """Whether the server refused the request before any work: overload, or no replica."""
         return self.status in (429, 503)
 
     @property
     def client_lag_s(self) -> float | None:
-        """The client's own delay, from `due_s` to `sent_s`; None when it never sent."""
+        """The client's own delay, from `due_s` to `sent_s`; None if the request was never sent."""
         return None if self.sent_s is None else self.sent_s - _first_known(self.due_s, self.sendable_s, self.intended_s)
 
     @property
     def send_delay_s(self) -> float | None:
-        """`client_lag_s` and the wait for its turn in a burst, which the latencies include; None when it never sent."""
+        """`client_lag_s` plus the wait for its turn in a burst, which the latencies include; None if the request was never sent."""
         return None if self.sent_s is None else self.sent_s - _first_known(self.sendable_s, self.intended_s)
 
     @property
@@ -88,7 +88,7 @@ class LoadRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for a finished request of at most one token."""
+        """(end to end - TTFT) / (output tokens - 1) in seconds. None for at most one token, infinite for a failed request."""
         if not self.is_finished:
             return math.inf
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
@@ -109,14 +109,14 @@ def _first_known(*values: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in seconds; None = no limit."""
+    """Latency limits in seconds; None = no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2el_s: float | None = None
 
     def is_met_by(self, record: LoadRecord) -> bool:
-        """All limits hold; a failed request meets none. A request of one token has TPOT 0."""
+        """Whether the request meets all limits. A failed request meets none; one of a single token has TPOT 0."""
         pairs = ((self.ttft_s, record.ttft_s), (self.tpot_s, record.tpot_s or 0.0), (self.e2el_s, record.e2el_s))
         return record.is_finished and all(limit is None or value <= limit for limit, value in pairs)
 
@@ -160,7 +160,7 @@ def percentile_interval(ordered: Sequence[float], quantile: float) -> tuple[floa
 
 
 def needed_samples(quantile: float) -> int:
-    """The least number of samples of which one is expected beyond the quantile: 1000 for P99.9."""
+    """The least number of samples of which one is expected above the quantile: 1000 for P99.9."""
     return round(1 / (1 - quantile))
 
 
@@ -171,7 +171,7 @@ NEEDED_SAMPLES = {f"p{quantile * 100:g}": needed_samples(quantile) for quantile 
 class Distribution:
     """Count, mean and quantiles of one measure, in the unit of its samples.
 
-    quantiles  name -> value, interpolated between ranks however few samples there are; for what is reported use `known`
+    quantiles  name -> value, interpolated between ranks however few samples there are; reports use `known` instead
     intervals  name -> 95 % confidence interval of that quantile
     """
 
@@ -182,7 +182,7 @@ class Distribution:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def known(self, name: str) -> float | None:
-        """The quantile; None where there are fewer samples than NEEDED_SAMPLES, so that it would say more than was measured."""
+        """The quantile; None if there are fewer samples than NEEDED_SAMPLES, which cannot show it."""
         return self.quantiles[name] if self.count >= NEEDED_SAMPLES[name] else None
 
 
@@ -204,7 +204,7 @@ class LoadReport:
 
     offered, admitted, finished  requests intended / not refused with 429 or 503 / answered whole
     goodput                      requests per second that met the SLO; None without one
-    client_lag_s                 the client's own delay, from `due_s`: waiting for a place, or for its turn in a burst, does not count
+    client_lag_s                 the client's own delay from `due_s` on: without waits for a place, or for a turn in a burst
     burst_send_s                 the client's time to send the requests of a burst, which the latencies include; 0 without a burst
     first_error                  kind and message of the first failure by intended time; empty without one
     """
@@ -233,12 +233,12 @@ class LoadReport:
 
     @property
     def is_valid(self) -> bool:
-        """False when the client was late itself (MAX_CLIENT_LAG_S) or sent nothing: such a run says little about the server."""
+        """Whether the run says something about the server. False if the client itself was late (MAX_CLIENT_LAG_S) or sent nothing."""
         return self.client_lag_s.quantiles["p99"] < MAX_CLIENT_LAG_S  # nan, when nothing was sent, is not less
 
 
 def summarize(records: Sequence[LoadRecord], slo: Slo | None = None) -> LoadReport:
-    """The report over all records. Raises ValueError without any."""
+    """The report over all records. Raises ValueError without a record."""
     if not records:
         raise ValueError("no request was made")
     finished = [record for record in records if record.is_finished]
@@ -281,14 +281,14 @@ def _first_error(records: Sequence[LoadRecord]) -> str:
 
 
 def burst_send_s(records: Sequence[LoadRecord]) -> float:
-    """The longest time by which the client itself delayed a request of a burst; a burst is several requests intended for one time."""
+    """The longest delay in seconds by which the client held back a request of a burst: of several requests intended for one time."""
     sizes = Counter(record.intended_s for record in records)
     delays = (record.send_delay_s for record in records if sizes[record.intended_s] > 1)
     return max((delay for delay in delays if delay is not None), default=0.0)
 
 
 def peak_concurrency(records: Iterable[LoadRecord]) -> int:
-    """Most requests in flight at once; one that ends when another begins is not counted twice."""
+    """The most requests in flight at once. A request that begins when another ends does not overlap it."""
     events = [event for r in records if r.sent_s is not None for event in ((r.sent_s, 1), (r.end_s, -1))]
     running = peak = 0
     for _, change in sorted(events):

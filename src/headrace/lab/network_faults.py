@@ -41,12 +41,12 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFault:
-    """What one direction of a link does to bytes; the order of bytes stays.
+    """The faults of one direction of a link. The order of bytes is kept.
 
-    delay_s, jitter_s  each chunk is late by delay_s plus up to jitter_s more
-    loss               share of segments that are lost, 0 to below 1: each costs RETRANSMIT_S, doubled with each further loss of it
-    bytes_per_s        the link's rate; None: as fast as it goes
-    is_cut             nothing passes, the end of a connection included. What was sent waits for the link to heal
+    delay_s, jitter_s  each chunk is delay_s plus up to jitter_s late
+    loss               share of segments lost, in [0, 1). Each loss costs RETRANSMIT_S, doubled if the same segment is lost again
+    bytes_per_s        the link's rate; None: unlimited
+    is_cut             nothing passes, not even the end of a connection. Bytes sent meanwhile wait until the link heals
     """
 
     delay_s: float = 0.0
@@ -56,7 +56,7 @@ class LinkFault:
     is_cut: bool = False
 
     def lateness_s(self, num_bytes: int, draw: random.Random) -> float:
-        """Seconds by which a chunk of this size is late, without the time that the link's rate takes."""
+        """Seconds by which a chunk of this size is late, apart from the time that the link's rate takes."""
         lost_s = 0.0
         if self.loss:
             lost_s = max(self._retransmitted_s(draw) for _ in range(0, num_bytes, SEGMENT_BYTES))
@@ -77,8 +77,8 @@ CUT = LinkFault(is_cut=True)
 class FaultyLink:
     """Listens on a loopback port and passes each connection on to host:port.
 
-    refuses       each new connection is reset at once, as by a host without the process
-    num_accepted  connections that clients made so far, refused ones included
+    refuses       reset each new connection at once, as a host does where no process listens
+    num_accepted  connections that clients have made, refused ones included
     """
 
     def __init__(self, host: str, port: int, *, seed: int = 0) -> None:
@@ -107,23 +107,23 @@ class FaultyLink:
 
     @property
     def num_open(self) -> int:
-        """Connections under way."""
+        """Connections that are open."""
         return len(self._connections)
 
     def set(self, fault: LinkFault, *directions: Direction) -> None:
-        """Change what the link does, in both directions unless some are named. Bytes that are under way stay as late as they were drawn."""
+        """Set the faults of these directions; without any, of both. Bytes under way keep the delay that they got."""
         for direction in directions or Direction:
             self._faults[direction] = fault
         self._changed.set()
         self._changed = asyncio.Event()
 
     def reset(self) -> None:
-        """End every connection with RST at both ends, as a host does that was started anew; bytes under way are lost."""
+        """End every connection with RST at both ends, as a restarted host does. Bytes under way are lost."""
         for connection in self._connections:
             connection.cancel()
 
     async def healed(self, direction: Direction) -> None:
-        """Until bytes may pass in this direction."""
+        """Wait until bytes may pass in this direction."""
         while self._faults[direction].is_cut:
             await self._changed.wait()
 
@@ -144,7 +144,7 @@ class FaultyLink:
             _reset(writer)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection until both directions have ended, or one end breaks it off: so does the link then, at the other end."""
+        """Carry one connection until both directions have ended. A connection broken at one end is broken at the other too."""
         for direction in Direction:
             await self.healed(direction)
         server_reader, server_writer = await asyncio.open_connection(self._host, self._port)
@@ -178,7 +178,7 @@ class Pipe:
         self._sent_at = 0.0
 
     async def run(self) -> None:
-        """Until the sender has ended its side and that was passed on. Raises OSError, as late as bytes are, for a broken connection."""
+        """Pass bytes on until the sender's end of stream was passed on. Raises OSError for a broken connection, as late as bytes arrive."""
         reading = asyncio.create_task(self._read())
         try:
             await self._write()
@@ -197,7 +197,7 @@ class Pipe:
                 return
 
     def _arrival(self, num_bytes: int) -> float:
-        """When a chunk that was sent now arrives: never before the one sent before it."""
+        """When a chunk sent now arrives, in seconds of the loop's clock."""
         fault = self._link.fault(self._direction)
         begins_at = max(self._clock(), self._sent_at)
         self._sent_at = begins_at + (num_bytes / fault.bytes_per_s if fault.bytes_per_s else 0.0)
@@ -222,7 +222,7 @@ class Pipe:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close at once; where the connection still stands its peer gets an RST."""
+    """Close at once. If the connection still stands, its peer gets an RST."""
     connection = writer.transport.get_extra_info("socket")
     if connection is not None:
         with suppress(OSError):

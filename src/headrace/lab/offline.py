@@ -31,10 +31,10 @@ class _Trace:
 
 
 class Collector:
-    """The outbox to build the engine with. It stamps each update with its time of arrival."""
+    """The outbox to build the engine with. Stamps each update with its time of arrival."""
 
     def __init__(self, clock: Clock = time.perf_counter, wait: Callable[[float], object] = time.sleep) -> None:
-        """wait: called with seconds of `clock`: they have passed when it returns"""
+        """wait: called with seconds, returns when they have passed on `clock`"""
         self.clock = clock
         self.wait = wait
         self._traces: dict[str, _Trace] = {}
@@ -63,7 +63,7 @@ class Collector:
             trace.error = update.error or update.finish.value
 
     def begin(self, count: int) -> None:
-        """Forget the last run; requests are named "0" .. "count - 1"."""
+        """Forget the last run. The next requests are named "0" .. "count - 1"."""
         self._traces = {str(number): _Trace() for number in range(count)}
         self.num_ended = 0
 
@@ -83,11 +83,11 @@ class Collector:
 
 @dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """One run. Records in the order of the requests, times on the collector's clock.
+    """One run. Records are in the order of the requests, times on the collector's clock.
 
-    step_s        duration of each step
-    peak_running  most sequences that held KV blocks at once
-    preemptions   how often a sequence lost its blocks to another during the run
+    step_s        duration of each step in seconds
+    peak_running  the most sequences that held KV blocks at once
+    preemptions   number of preemptions during the run
     """
 
     records: tuple[LoadRecord, ...]
@@ -116,7 +116,7 @@ def run_offline(
     requests: Sequence[LoadRequest],
     arrivals_s: Sequence[float] | None = None,
 ) -> OfflineRun:
-    """Run all requests to their ends on this thread; greedy, end tokens ignored.
+    """Run all requests to their ends on this thread, greedily and ignoring end tokens.
 
     arrivals_s  seconds after the start, ascending; None: all at the start
     """
@@ -157,9 +157,9 @@ def _engine_request(number: int, request: LoadRequest) -> EngineRequest:
 
 
 def decode_bytes(info: ModelInfo, run: OfflineRun, *, steps: int) -> int:
-    """Bytes that `steps` steps had to read at least: all weights each time, and the KV of each decoded token's context.
+    """The least bytes that `steps` decode steps had to read: all weights each time, and the KV of each decoded token's context.
 
-    What prefill rows read of their own context is left out, so a share of bandwidth computed from this is a lower bound.
+    Reads of prefill rows are left out, so a share of bandwidth computed from this is a lower bound.
     """
     total = steps * info.weight_bytes
     for record in run.records:
@@ -202,5 +202,5 @@ def decode_speed(info: ModelInfo, run: OfflineRun, bandwidth: float | None) -> D
 
 
 def dollars_per_million_tokens(tokens: int, duration_s: float, dollars_per_hour: float) -> float:
-    """Price of a million output tokens on a machine of that price, at this speed."""
+    """Dollars per million output tokens, on a machine of that price at this speed."""
     return dollars_per_hour / 3600 * duration_s / tokens * 1e6

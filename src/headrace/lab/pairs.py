@@ -20,7 +20,7 @@ _T95 = (
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Geometric mean of b / a over the rounds, and its 95 % confidence interval (infinitely wide for a single round)."""
+    """Geometric mean of b / a over the rounds, and its 95 % confidence interval, which is infinitely wide for a single round."""
 
     rounds: int
     mean: float
@@ -34,7 +34,7 @@ class Ratio:
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """b over a, round by round. Raises ValueError without a round or with a value that is not positive and finite."""
+    """The ratio b / a, round by round. Raises ValueError without a round, or for a value that is not positive and finite."""
     if not a or len(a) != len(b):
         raise ValueError(f"pairs need equally many rounds, got {len(a)} and {len(b)}")
     if not all(value > 0 and math.isfinite(value) for value in (*a, *b)):

@@ -45,7 +45,7 @@ def describe_rows(plan: Plan) -> Iterator[str]:
 
 
 def known_rows(plans: Iterable[Plan]) -> Iterator[tuple[Plan, int]]:
-    """Each plan with only the sequences that start within the dump, and how many rows were left out of it."""
+    """Each plan reduced to sequences that start within the dump, with the number of rows left out."""
     known: set[int] = set()
     for plan in plans:
         ended = array("i", [slot for slot in plan.ended if slot in known])
@@ -97,7 +97,7 @@ class Replayed:
 
 
 def replay(plans: Iterable[Plan], runner: Runner, *, clock: Clock = time.perf_counter) -> Iterator[Replayed]:
-    """Run the plans one after another (depth 1). Plans left without a row are not run, but their endings reach the runner."""
+    """Run the plans one after another (depth 1). A plan left without rows is not run, but the runner still gets its ended slots."""
     pending_end = array("i")
     for plan, skipped in known_rows(plans):
         plan = replace(plan, ended=pending_end + plan.ended)

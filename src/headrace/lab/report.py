@@ -21,7 +21,7 @@ MAX_CACHED_SHARE = 0.1
 def to_plain(value: object) -> object:
     """Dataclasses as plain data that strict JSON can hold.
 
-    Infinity is the string "inf", not-a-number is null, and so is a quantile of fewer samples than it needs, with its interval.
+    Infinity becomes the string "inf", not-a-number null. A quantile of fewer samples than it needs is null too, with its interval.
     """
     if is_dataclass(value) and not isinstance(value, type):
         plain = {item.name: getattr(value, item.name) for item in fields(value)}
@@ -48,7 +48,7 @@ def write_json(file: Path, value: object) -> None:
 
 
 def lines(report: LoadReport) -> Iterator[str]:
-    """The report of a run in which at least one request was answered, as lines of text; for other runs there is `failures`."""
+    """The report of a run in which at least one request was answered, as lines of text. For other runs use `failures`."""
     yield _title("Serving benchmark result", "=")
     yield _row("Requests offered / admitted / finished", f"{report.offered} / {report.admitted} / {report.finished}")
     yield _row("Duration (s)", report.duration_s)
@@ -80,7 +80,7 @@ def lines(report: LoadReport) -> Iterator[str]:
 
 
 def notes(report: LoadReport, *, has_shared_prefix: bool) -> Iterator[str]:
-    """What makes the figures say less about the server than they seem to."""
+    """Notes on conditions under which the figures say less about the server than they seem to."""
     ttft_s = report.ttft_s.quantiles["p50"]
     if report.finished and report.burst_send_s > MAX_BURST_SHARE * ttft_s:
         yield (
@@ -95,7 +95,7 @@ def notes(report: LoadReport, *, has_shared_prefix: bool) -> Iterator[str]:
 
 
 def failures(report: LoadReport) -> Iterator[str]:
-    """How many requests failed, of what kinds, and what was said of the first one."""
+    """A summary of failed requests: their number, their kinds, and the message of the first one."""
     yield f"{report.offered - report.finished} of {counted(report.offered, 'request')} failed:"
     yield from (f"  {count} x {error}" for error, count in sorted(report.errors.items(), key=lambda each: -each[1]))
     yield f"  The first one: {report.first_error}"

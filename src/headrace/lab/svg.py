@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def write_svg(file: Path, draw: Callable[[Any], Figure]) -> None:
-    """Write the figure that `draw` makes with pyplot, its argument. Raises ConfigError where matplotlib is missing, or for a bad file."""
+    """Write the figure that `draw` makes; `draw` is called with pyplot. Raises ConfigError without matplotlib, or if the file cannot be
+    written."""
     try:
         import matplotlib
     except ModuleNotFoundError:

@@ -52,7 +52,7 @@ class LinkEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEntry:
-    """The keys of a device; devices.toml says what they mean."""
+    """The keys of a device in a catalogue file; devices.toml explains them."""
 
     title: str
     memory_gb: float
@@ -71,7 +71,7 @@ class DeviceEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Dollars. gpu: per hour of one device, by name; egress per GB sent to clients; storage per GB of weights and month"""
+    """Prices in dollars. gpu: per hour of one device, by name; egress: per GB sent to clients; storage: per GB of weights and month"""
 
     gpu: dict[str, float] = field(default_factory=dict)
     egress_per_gb: float = 0.09
@@ -85,7 +85,7 @@ class Catalogue:
     prices: Prices
 
     def device(self, name: str) -> Device:
-        """Raises ConfigError naming the devices that there are."""
+        """The device of this name. Raises ConfigError listing the known devices."""
         found = self.devices.get(name) or self.devices.get(name.lower().replace("_", "-"))
         if found is None:
             raise ConfigError("--gpu", f"{name!r} is not in the catalogue", f"Known: {', '.join(sorted(self.devices))}.")
@@ -99,7 +99,7 @@ class _DeviceFile:
 
 
 def read_catalogue(own: Path | None = None, prices: Path | None = None) -> Catalogue:
-    """The package's catalogue with the entries of the user's files. Raises ConfigError naming file, entry and key."""
+    """The package's catalogue, with the entries of the user's files added. Raises ConfigError naming file, entry and key."""
     bundled = FOLDER / "devices.toml"
     links, devices, _ = _entries(bundled)
     files = dict.fromkeys(devices, bundled)
@@ -120,7 +120,7 @@ def read_catalogue(own: Path | None = None, prices: Path | None = None) -> Catal
 
 
 def is_old(as_of: str, today: str) -> bool:
-    """Whether an entry is older than OLD_MONTHS. Both are yyyy-mm; an entry without a date is the user's own, and not old."""
+    """Whether an entry is older than OLD_MONTHS. Both dates are yyyy-mm; an entry without a date is the user's own and never old."""
     return bool(as_of) and _months(today) - _months(as_of) > OLD_MONTHS
 
 

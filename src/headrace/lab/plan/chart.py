@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_chart(file: Path, plans: Sequence[CapacityPlan]) -> None:
-    """Write an SVG of the plans whose layout holds a sequence. Raises ConfigError where there is none, and as `write_svg` does."""
+    """Write an SVG of the plans whose layout can hold a sequence. Raises ConfigError if there are none, and as `write_svg`."""
     drawn = [plan for plan in plans if plan.best.num_sequences]
     if not drawn:
         raise ConfigError("--plot", f"nothing is there to draw: {plans[0].best.reason}")
@@ -25,7 +25,7 @@ def write_chart(file: Path, plans: Sequence[CapacityPlan]) -> None:
 
 
 def curve(plan: CapacityPlan) -> tuple[list[int], list[float], list[float]]:
-    """Batches of one replica of the chosen layout, tokens/s of each device, and seconds per token: by the formulas of the plan."""
+    """For batches of one replica of the chosen layout: tokens/s per device, and seconds per token, by the formulas of the plan."""
     need, best = plan.need, plan.best
     latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
     most = min(best.num_sequences, MAX_NUM_SEQS)

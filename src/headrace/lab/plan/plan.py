@@ -23,7 +23,7 @@ OUTPUT_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """unit: empty for a plain number; formula: with the numbers filled in"""
+    """One number of a plan. unit: empty for a plain number; formula: with the numbers filled in"""
 
     value: float
     unit: str
@@ -32,11 +32,12 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:
-    """
+    """The layouts for a need, and the figures of the best one.
+
     placements  the chosen one first; see `choose_layout`
     figures     by name, of the first placement
     sequences   context -> sequences that fit at once, over all replicas
-    notes       what was assumed, and what a reader should know
+    notes       assumptions, and warnings for the reader
     """
 
     need: Need
@@ -156,7 +157,7 @@ def _decode_figures(need: Need, best: Placement, latency: Roofline) -> dict[str,
 
 
 def _sum(need: Need, latency: Roofline, terms: Mapping[str, float]) -> str:
-    """Terms in milliseconds, with what each comes from."""
+    """The terms in milliseconds as text, each with the quantities it is computed from."""
     device, model = need.device, need.model
     size = WEIGHT_BYTES[need.dtype]
     sources = {
@@ -170,7 +171,7 @@ def _sum(need: Need, latency: Roofline, terms: Mapping[str, float]) -> str:
 
 
 def _cost_figures(need: Need, best: Placement, prices: Prices) -> dict[str, Figure]:
-    """Costs at the rate that is asked for, or else at the rate of filled replicas, which is also the most that can be paid for."""
+    """Costs at the rate asked for, at most that of filled replicas; without one, at the rate of filled replicas."""
     rate = min(need.traffic.tokens_per_s or best.tokens_per_s, best.tokens_per_s)
     egress_bytes = 0 if need.model.is_encoder else EGRESS_BYTES_PER_TOKEN
     egress = egress_bytes * 1e6 / 1e9 * prices.egress_per_gb

@@ -12,7 +12,7 @@ SHOWN_LAYOUTS = 12
 
 
 def lines(plan: CapacityPlan, *, explains: bool = False) -> Iterator[str]:
-    """One plan for people. explains: every number with its formula"""
+    """One plan as text. explains: with the formula of every number"""
     need, best = plan.need, plan.best
     yield f"{need.model.name}, {need.dtype} weights, {need.kv_dtype} KV, on {need.device.title}"
     yield ""
@@ -62,7 +62,7 @@ _SUMMARY = (
 
 
 def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:
-    """The best layout of each device, the cheapest first."""
+    """The best layout of each device as text, the cheapest first."""
     widths = (-10, -18, 7, 10, 9, 9, 9, 8)
     yield _row(widths, "device", "layout", "devices", "tokens/s", "TPOT", "TTFT", "$/hour", "$/1M")
     for plan in plans:
@@ -123,7 +123,7 @@ def _table(placements: Sequence[Placement]) -> Iterator[str]:
 
 
 def _row(widths: Sequence[int], *cells: object) -> str:
-    """Cells side by side; a negative width aligns to the left."""
+    """A line of a table. A negative width aligns its cell to the left."""
     return "  " + " ".join(f"{cell!s:<{-width}}" if width < 0 else f"{cell!s:>{width}}" for width, cell in zip(widths, cells, strict=True))
 
 
@@ -157,7 +157,7 @@ def _rate(value: float) -> str:
 
 
 def _tpot(each: Placement) -> str:
-    """An encoder has none."""
+    """The TPOT as text; encoders have none."""
     return _ms(each.tpot_s) if each.tpot_s else "-"
 
 

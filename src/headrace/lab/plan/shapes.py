@@ -107,7 +107,7 @@ QUANTIZATION_FIELDS = ("quant_method", "bits")
 
 
 def check_entry(where: str, name: str, entry: Mapping[str, object]) -> None:
-    """Raises UnknownKey for a field that is not read, CheckpointError for one that is absurd."""
+    """Check a model entry. Raises UnknownKey for a field that is not read, CheckpointError for an absurd value."""
     for field in entry:
         if field not in FIELDS:
             raise UnknownKey(f"{where}.{field}", FIELDS, {})
@@ -118,9 +118,9 @@ def check_entry(where: str, name: str, entry: Mapping[str, object]) -> None:
 
 
 def find_model(name: str, catalogue: Mapping[str, Mapping[str, object]], dtype: str | None = None) -> tuple[ModelShape, str]:
-    """The shape of a folder, a bundled model or an entry of the catalogue, and the dtype of its weights: `dtype`, or what they are kept in.
+    """The shape and the weights' dtype of a folder, a bundled model or an entry of the catalogue. dtype: None: as the weights are stored
 
-    Raises ConfigError where there is none of that name, CheckpointError naming the field of config.json that is absurd.
+    Raises ConfigError if there is no model of that name, CheckpointError naming an absurd field of config.json.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -187,7 +187,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _window(config: ConfigFile, kind: str, layers: int) -> tuple[int, int]:
-    """Tokens of the window and the number of layers that have it; (0, 0) without one."""
+    """(tokens of the window, number of layers that have it); (0, 0) without a window."""
     types = config.items("layer_types")
     if types and (len(types) != layers or any(each not in LAYER_TYPES for each in types)):
         config.refuse("layer_types", f"must name {' or '.join(LAYER_TYPES)} for each of {layers} layers")
@@ -217,7 +217,7 @@ def _latent(config: ConfigFile) -> LatentAttention | None:
 
 
 def _kept_dtype(outer: ConfigFile, config: ConfigFile) -> str:
-    """The dtype of quantized weights where the checkpoint has them, else that of config.json, else bf16."""
+    """The dtype of stored weights: that of quantized weights if there are any, else that of config.json, else bf16."""
     owner = outer if outer.has("quantization_config") else config
     if owner.has("quantization_config"):
         return _quantized(owner.section("quantization_config"))

@@ -16,7 +16,7 @@ from headrace.policy.placement.roofline import Layout, Roofline
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """said: what common texts say; found: what the planner computes; how: from what"""
+    """One question of sizing. said: the answer in common texts; found: the planner's answer; how: its calculation"""
 
     question: str
     said: str
@@ -29,7 +29,7 @@ def shape(catalogue: Catalogue, name: str) -> ModelShape:
 
 
 def kv_bytes(model: ModelShape, num_tokens: int, dtype: str = "fp16") -> float:
-    """KV cache of one sequence."""
+    """Bytes of one sequence's KV cache."""
     return model.num_resident_kv_values(num_tokens) * KV_BYTES[dtype]
 
 
@@ -38,7 +38,7 @@ def weights_bytes(model: ModelShape, dtype: str) -> float:
 
 
 def resident(catalogue: Catalogue, name: str, device: str, tp: int, context: int, *, memory_fraction: float = 1.0) -> tuple[int, int]:
-    """Tokens and sequences of `context` tokens that one replica over `tp` devices holds, fp16."""
+    """(tokens, sequences of `context` tokens) that one fp16 replica over `tp` devices holds."""
     need = Need(
         model=shape(catalogue, name),
         device=catalogue.device(device),
@@ -62,7 +62,7 @@ def fleet(
     output_tokens: int = 0,
     dtype: str = "fp16",
 ) -> CapacityPlan:
-    """What generates `tokens_per_s` in all. output_tokens: of an answer; 0: prompts are not counted"""
+    """The plan for generating `tokens_per_s` in all. output_tokens: per answer; 0: prompts are not counted"""
     output = output_tokens or context // 4
     return make_plan(
         Need(
@@ -84,10 +84,10 @@ def fleet(
 
 
 def standby_replicas(*, requests_per_s: float, replica_requests_per_s: float, running: int, load_s: float, patience_s: float) -> int:
-    """Replicas that must be warm beside those that run, so that clients do not time out in the mean while further ones load for `load_s`.
+    """Replicas to keep warm beside the running ones, so that no client times out while further replicas load for `load_s` seconds.
 
-    Requests that come while the load takes and are not served then wait in a queue. The last of them waits for the whole queue, and may not
-    wait longer than `patience_s`, also if no further replica helps: rate x load / (load + patience) is what must be served meanwhile.
+    Requests that arrive while replicas load, and are not served at once, queue. The last of them waits for the whole queue, and must not
+    wait longer than `patience_s`. So rate x load / (load + patience) must be served meanwhile, whether or not further replicas help later.
     Arrivals are taken as even: where they bunch, some requests wait longer.
     """
     wanted = requests_per_s * load_s / (load_s + patience_s) / replica_requests_per_s
@@ -95,7 +95,7 @@ def standby_replicas(*, requests_per_s: float, replica_requests_per_s: float, ru
 
 
 def routing_saving(share_small: float, cost_ratio: float) -> float:
-    """Share of the costs that is saved where this share of the tokens goes to a model that costs 1/`cost_ratio` of the large one."""
+    """Share of the costs saved if this share of the tokens goes to a model at 1/`cost_ratio` of the large one's cost."""
     return share_small * (1 - 1 / cost_ratio)
 
 
@@ -172,7 +172,7 @@ def _memory(catalogue: Catalogue) -> Iterator[Sizing]:
 
 
 def smallest_layout(catalogue: Catalogue, name: str, device: str, dtype: str) -> Layout:
-    """The fewest devices on which weights and one sequence of 2K tokens fit. Raises ValueError where no layout is large enough."""
+    """The layout of the fewest devices that hold the weights and one sequence of 2K tokens. Raises ValueError if there is none."""
     traffic = Traffic(prompt_tokens=2047, output_tokens=1)
     need = Need(model=shape(catalogue, name), device=catalogue.device(device), dtype=dtype, kv_dtype="fp16", traffic=traffic)
     return min((each for each in layouts(need) if judge(need, each).batch), key=lambda each: (each.num_devices, each.pp))
@@ -208,7 +208,7 @@ def _costs(catalogue: Catalogue) -> Iterator[Sizing]:
 
 
 def cost_ratio(catalogue: Catalogue, large: str, small: str, *, counts_prompts: bool) -> float:
-    """Device time of a token of `large` over one of `small`, each on its best layout on H100, TPOT goal 50 ms, 2K of context."""
+    """Device time per token of `large`, over that of `small`. Each has its best layout on H100 for a TPOT of 50 ms and 2K of context."""
     output = 512 if counts_prompts else 0
     plans = [fleet(catalogue, name, "h100", context=2048, tokens_per_s=0, tpot_s=0.05, output_tokens=output) for name in (large, small)]
     dear, cheap = (plan.figures["devices_per_1m_tokens"].value for plan in plans)
@@ -216,14 +216,14 @@ def cost_ratio(catalogue: Catalogue, large: str, small: str, *, counts_prompts: 
 
 
 def mixed_fleet(catalogue: Catalogue) -> tuple[CapacityPlan, CapacityPlan]:
-    """200,000 tokens/s: 40 % of them by 70B, 60 % by 7B."""
+    """Plans for 200,000 tokens/s: 40 % by a 70B model, 60 % by a 7B model."""
     large = fleet(catalogue, "llama-70b", "a100", context=700, tokens_per_s=80_000, tpot_s=0.05)
     return large, fleet(catalogue, "mistral-7b", "a100", context=2100, tokens_per_s=120_000, tpot_s=0.05)
 
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """One step of making a bill smaller. factor: what the costs are multiplied by"""
+    """One step of lowering a bill. factor: new costs over old costs"""
 
     name: str
     how: str
@@ -231,7 +231,7 @@ class Lever:
 
 
 def levers(catalogue: Catalogue) -> Iterator[Lever]:
-    """From fp16 70B, 32 sequences at a time on A100, to what the steps make of it; each applies to what the steps before left."""
+    """Steps that lower the bill of a 70B model in fp16, 32 sequences at a time on A100. Each applies to the costs left by earlier ones."""
     before = _dollars_per_1m(catalogue, "llama-70b", "fp16", 32)
     quantized = _dollars_per_1m(catalogue, "llama-70b", "int8", 32)
     wide, narrow = (_on_a100(catalogue, "llama-70b", dtype).best.layout.num_devices for dtype in ("fp16", "int8"))
@@ -247,7 +247,7 @@ def levers(catalogue: Catalogue) -> Iterator[Lever]:
 
 
 def _dollars_per_1m(catalogue: Catalogue, name: str, dtype: str, batch: int | None = None) -> float:
-    """Device time of 1M tokens on A100 with 2K of context. batch: sequences of a replica; None: as many as keep the goal"""
+    """Dollars for the device time of 1M tokens on A100 with 2K of context. batch: sequences per replica; None: as many as keep the goal"""
     plan = _on_a100(catalogue, name, dtype)
     best, need = plan.best, plan.need
     assert best.price_per_hour is not None, "the catalogue's A100 has a price"

@@ -20,7 +20,7 @@ VOCAB_SIZE = 2_000_000_012
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """What replicas of one model are made from. latency: of one of them; num_blocks: of its KV cache, pad block included"""
+    """The model of which simulated replicas are made. latency: of one replica; num_blocks: of its KV cache, pad block included"""
 
     config: EngineConfig
     latency: StepLatency
@@ -48,9 +48,9 @@ class SimulatedModel:
 
 
 def planned_model(config: EngineConfig, need: Need, tp: int | None) -> tuple[SimulatedModel, Placement]:
-    """A replica over `tp` devices, or over those that `choose_layout` prefers, with its roofline. Pipelines are not simulated.
+    """A model on the roofline of `tp` devices, or of those that `choose_layout` prefers, and its placement. Pipelines are not simulated.
 
-    Raises ConfigError where no layout serves the model, or none holds the KV cache that the options name.
+    Raises ConfigError if no layout serves the model, or none holds the KV cache that the options ask for.
     """
     flat = [each for each in choose_layout(need) if each.layout.pp == 1 and tp in (None, each.layout.tp)]
     if not flat:
@@ -78,7 +78,7 @@ def _num_blocks(config: EngineConfig, need: Need, placement: Placement) -> int:
 
 
 def measured_model(config: EngineConfig, latency: StepLatency, shape: ModelShape, num_blocks: int) -> SimulatedModel:
-    """A replica whose steps were measured. num_blocks: that the measured engine had, where the options name none"""
+    """A model with measured step times. num_blocks: the measured engine's, used if the options set none"""
     return _model(config, latency, config.num_kv_blocks or num_blocks, shape)
 
 

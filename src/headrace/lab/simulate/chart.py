@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def write_chart(file: Path, runs: Sequence[tuple[float, LoadReport]], price_per_hour: float | None, title: str) -> None:
-    """Write an SVG. runs: load in requests per second, and its report. Raises ConfigError as `write_svg` does."""
+    """Write an SVG of latencies by load. runs: (requests per second, report). Raises ConfigError as `write_svg`."""
     write_svg(file, lambda pyplot: _figure(pyplot, runs, price_per_hour, title))
 
 

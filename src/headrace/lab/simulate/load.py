@@ -40,16 +40,16 @@ class Spike:
 
 
 def drawn(rate: float, duration_s: float, shape: WorkloadShape, *, seed: int = 0, spike: Spike | None = None) -> Iterator[Arrival]:
-    """Requests at random times (Poisson), `rate` per second in the mean. The same seed gives the same requests.
+    """Requests at random times (Poisson), `rate` per second on average. The same seed gives the same requests.
 
-    Each is drawn when it is asked for: what is kept of prompts is that of the requests that are open.
+    Requests are drawn one by one, so that only prompts of open requests are in memory.
     """
     for at, request in zip(_times(rate, duration_s, spike, random.Random(seed)), draw_requests(shape, seed=seed), strict=False):
         yield Arrival(at, request.prompt_ids, request.output_tokens)
 
 
 def _times(rate: float, duration_s: float, spike: Spike | None, draw: random.Random) -> Iterator[float]:
-    """Times of one rate after the other: before the spike, in it, and after it."""
+    """Send times in seconds: at the plain rate before the spike, at the higher rate in it, and at the plain rate after it."""
     begin, end = (min(each, duration_s) for each in ((spike.begin_s, spike.begin_s + spike.seconds) if spike else (duration_s, duration_s)))
     for start, stop, factor in ((0.0, begin, 1.0), (begin, end, spike.factor if spike else 1.0), (end, duration_s, 1.0)):
         at = start
@@ -58,15 +58,15 @@ def _times(rate: float, duration_s: float, spike: Spike | None, draw: random.Ran
 
 
 def expected_requests(rate: float, duration_s: float, spike: Spike | None) -> float:
-    """Requests of a load, in the mean."""
+    """The mean number of requests of a load."""
     begin, end = (min(each, duration_s) for each in ((spike.begin_s, spike.begin_s + spike.seconds) if spike else (0.0, 0.0)))
     return rate * (duration_s + (end - begin) * ((spike.factor if spike else 1.0) - 1.0))
 
 
 def read_trace(file: Path) -> Iterator[Arrival]:
-    """A trace of JSON lines: `timestamp` (milliseconds), `input_length`, `output_length`, and `hash_ids` where prompts share beginnings.
+    """Requests of a trace in JSON lines: `timestamp` (milliseconds), `input_length`, `output_length`, and `hash_ids` for shared beginnings.
 
-    An id of `hash_ids` stands for 512 tokens and all before them: equal ids, equal tokens. Raises ConfigError naming the line.
+    An id in `hash_ids` stands for 512 tokens and all tokens before them: equal ids mean equal tokens. Raises ConfigError naming the line.
     """
     try:
         stream = file.open("rb")
@@ -113,7 +113,7 @@ def _count(entry: dict[str, object], name: str, where: str) -> int:
 
 
 def _prompt(num_tokens: int, hashes: list[int], number: int) -> tuple[int, ...]:
-    """Ids in which equal hashes give equal tokens, and nothing else does: what no hash covers is the line's own."""
+    """Token ids in which equal hashes give equal tokens. Tokens that no hash covers are the line's own: no other prompt has them."""
     ids: list[int] = []
     for each in hashes:
         ids += [1 + (each * 1_000_003 + place) % 2_000_000_011 for place in (0, 1)] * (TRACE_BLOCK_TOKENS // 2)

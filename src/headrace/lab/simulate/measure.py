@@ -24,11 +24,11 @@ MAX_BATCH_TOKENS = 16_384
 
 
 def measure_steps(engine: Engine, *, limit_s: float, seed: int = 0, clock: Clock = time.perf_counter) -> list[MeasuredStep]:
-    """Steps of batches of 1, 2, 4, ... sequences with prompts of several lengths, until `limit_s` are over or all were measured.
+    """Measure steps of batches of 1, 2, 4, ... sequences with prompts of several lengths, for `limit_s` seconds or until all are measured.
 
     The last prompt of a batch arrives while the others decode, so that steps with both are measured too.
 
-    engine  of depth 1, with an outbox that takes everything: one turn is then one step
+    engine  of depth 1, with an outbox that accepts everything, so that one turn is one step
     """
     found: list[MeasuredStep] = []
     until = clock() + limit_s
@@ -41,7 +41,7 @@ def measure_steps(engine: Engine, *, limit_s: float, seed: int = 0, clock: Clock
 
 
 def _typical(steps: Sequence[MeasuredStep]) -> Iterator[MeasuredStep]:
-    """Steps of one batch, with the median in the place of those that only decode: a moment in which the machine stood still is no step."""
+    """The steps of one batch. Decode steps of one size are replaced by their median: some may have been interrupted."""
     decoding: dict[int, list[MeasuredStep]] = {}
     for step in steps:
         if step.prompt_tokens:
@@ -53,7 +53,7 @@ def _typical(steps: Sequence[MeasuredStep]) -> Iterator[MeasuredStep]:
 
 
 def _batches(engine: Engine) -> Iterator[tuple[WorkloadShape, int]]:
-    """Small batches first."""
+    """(shape of the requests, batch size), small batches first."""
     info, most = engine.info, engine.scheduler.config.max_num_seqs
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size < most] + [most]
     high = info.vocab_size

@@ -34,11 +34,11 @@ KV_DTYPES = {"bfloat16": "bf16", "int8": "int8", "fp8": "fp8"}
 
 
 def on_device(config: EngineConfig, named: Collection[str], device: str) -> EngineConfig:
-    """The options as they are simulated on a device of the catalogue.
+    """The engine options for simulating a device of the catalogue.
 
-    named  options that the file has; of the others, some have other defaults on a GPU
+    named  options that the file sets; others may have another default on a GPU
 
-    Raises ConfigError where the file names another device, or values that no engine takes.
+    Raises ConfigError if the file names another device, or for values that no engine accepts.
     """
     kind = "cpu" if device == "cpu" else "cuda"
     if "device" in named and config.device != kind:
@@ -48,9 +48,9 @@ def on_device(config: EngineConfig, named: Collection[str], device: str) -> Engi
 
 
 def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device, traffic: Traffic) -> Need:
-    """What a replica with these options wants of its devices. kept: dtype of the weights as they are stored
+    """The devices that a replica with these options needs. kept: dtype of the stored weights
 
-    A cache whose blocks or bytes are named may fill the whole memory, as the engine allows it.
+    A cache whose blocks or bytes are set may fill the whole memory, as in the engine.
     """
     computed = WEIGHT_DTYPES.get(config.dtype, kept)
     is_small = kept not in WEIGHT_DTYPES.values()
@@ -67,7 +67,7 @@ def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device
 
 
 def check_measured(config: EngineConfig, measured: EngineConfig) -> None:
-    """Raises ConfigError naming an option with which the steps were not measured."""
+    """Raises ConfigError naming an option whose value differs from that of the measured engine."""
     for name in MEASURED:
         wanted, had = getattr(config, name), getattr(measured, name)
         if wanted != had:

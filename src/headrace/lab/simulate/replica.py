@@ -23,7 +23,7 @@ Wait = Callable[[float], None]
 
 
 class TimedRunner:
-    """An `engine.steps.Runner`. Every sampled token is 0: answers end by their length. seconds_of: of a step's plan"""
+    """An `engine.steps.Runner` in virtual time. Every sampled token is 0: answers end by their length. seconds_of: of a plan's step"""
 
     def __init__(self, seconds_of: Callable[[Plan], float], wait: Wait) -> None:
         self._seconds_of = seconds_of
@@ -50,14 +50,14 @@ class TimedTicket:
 
 
 class SimulatedReplica:
-    """A replica that is driven from outside: `submit` requests, and `turn` whenever it is not busy.
+    """A replica that its caller drives: `submit` requests, and `turn` whenever it is not busy.
 
-    now     of its own clock; a turn moves it on by the step's time
-    report  the load as gateways know it: that of the beginning of a step that runs, not of its end
+    now     its own clock; a turn advances it by the step's time
+    report  the load as gateways know it: as of the beginning of the running step
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo, make_runner: Callable[[Clock, Wait], Runner], *, now: float = 0.0) -> None:
-        """make_runner: of this replica's clock, and of what lets its time pass"""
+        """make_runner: called with this replica's clock and a function that advances it"""
         self.now = now
         self._updates: list[Update] = []
 
@@ -69,13 +69,13 @@ class SimulatedReplica:
         self.report: LoadSnapshot = self.engine.snapshot()
 
     def submit(self, request: EngineRequest, at: float) -> None:
-        """Hand in a request that arrives at `at`, which may be while a step runs: it is planned after that."""
+        """Hand in a request that arrives at `at`. If a step runs then, the request is planned after that step."""
         ends_at, self.now = self.now, at
         self.engine.submit(request)
         self.now = max(ends_at, at)
 
     def turn(self, at: float) -> list[Update] | None:
-        """One step that begins at `at`, and what it gave when it ends, at `now`. None where nothing was done, and nothing refused."""
+        """Run one step from `at` to `now`. Returns its updates; None if there was nothing to do and no refusal."""
         self.now = at
         did_work = self.engine.turn()
         updates, self._updates[:] = list(self._updates), []

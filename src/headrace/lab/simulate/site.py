@@ -41,7 +41,7 @@ MAX_BLOCKS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A replica ends at `at` and is back `back_s` later."""
+    """The loss of a replica at `at`, which is back `back_s` seconds later."""
 
     at: float
     replica: int
@@ -50,7 +50,7 @@ class Death:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request that is being answered. times: of its tokens; attempt: how often it was sent"""
+    """A request that is being answered. times: arrival of its tokens; attempt: number of times it was sent"""
 
     number: int
     arrival: Arrival
@@ -61,7 +61,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Place:
-    """A replica's place in the site. replica: None while it is down; generation: how many have stood here"""
+    """A replica's place in the site. replica: None while it is down; generation: number of losses so far"""
 
     number: int
     model: SimulatedModel
@@ -73,7 +73,7 @@ class _Place:
 
 
 class SimulatedSite:
-    """Replicas, and what the gateway knows of them."""
+    """Simulated replicas behind a simulated gateway."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class SimulatedSite:
         seed: int = 0,
     ) -> None:
         """
-        models     of each replica what it is made from: they may differ in speed and memory
-        failover_s  for which a request whose replica was lost waits for one, as the gateway's option
-        gateway_s  that the gateway takes between a request and its engine, and between a token and its client, together
+        models       the model of each replica: replicas may differ in speed and memory
+        gateway_s    seconds of the gateway, from a request to its engine plus from a token to its client
+        failover_s   seconds for which a request waits after the loss of its replica, as the gateway's option
 
-        Raises ConfigError where the replicas have more than MAX_BLOCKS.
+        Raises ConfigError if the replicas have more than MAX_BLOCKS blocks together.
         """
         if (num_blocks := sum(model.num_blocks for model in models)) > MAX_BLOCKS:
             reason = f"{num_blocks:,} blocks in {len(models)} replicas are more than one simulation keeps ({MAX_BLOCKS:,})"
@@ -107,11 +107,11 @@ class SimulatedSite:
 
     @property
     def replicas(self) -> list[SimulatedReplica]:
-        """The replicas that run."""
+        """The replicas that run now."""
         return [place.replica for place in self._places if place.replica is not None]
 
     def run(self, arrivals: Iterable[Arrival], deaths: Sequence[Death] = ()) -> list[LoadRecord]:
-        """Answer all arrivals, which come in the order of their times. Raises ConfigError where they are more than MAX_REQUESTS."""
+        """Answer all arrivals, which must be in the order of their times. Raises ConfigError for more than MAX_REQUESTS."""
         for death in deaths:
             self._at(death.at, lambda now, death=death: self._die(death, now))  # type: ignore[misc]
         self._arrive_next(iter(arrivals), 0)
@@ -167,7 +167,7 @@ class SimulatedSite:
         return mean_output_tokens(sum(sum(each.finished.values()) for each in counters), sum(each.generation_tokens for each in counters))
 
     def _send(self, request: _Open, now: float) -> None:
-        """To the replica that the gateway would choose. While none runs, a new request is refused, and one that has begun waits for one."""
+        """Send a request to the replica that the gateway would choose. If none runs, refuse a new request, and let a begun one wait."""
         running = {ReplicaId(str(place.number)): place for place in self._places if place.replica is not None}
         candidates = [Candidate(name, place.replica.report, place.sent) for name, place in running.items() if place.replica is not None]
         size = RequestSize(len(request.arrival.prompt_ids), min(self._expected_output_tokens(), request.arrival.output_tokens))
@@ -231,7 +231,7 @@ class SimulatedSite:
         self._end(request, seen_at, status=status, error="refused", detail=str(refused.error), retry_after_s=retry_after_s)
 
     def _die(self, death: Death, now: float) -> None:
-        """Its requests go on at other replicas, after the tokens that their clients have."""
+        """Take a replica down. Its requests go on at other replicas, after the tokens that their clients have."""
         place = self._places[death.replica]
         if place.replica is None:
             return
@@ -243,7 +243,7 @@ class SimulatedSite:
             self._send(request, now)
 
     def _give_up(self, request: _Open, now: float) -> None:
-        """It has waited for a replica for as long as a gateway lets it."""
+        """End a request that has waited for a replica for `failover_s`."""
         if request in self._waiting:
             self._waiting.remove(request)
             self._end(request, now, status=503, error="unavailable", detail="its replica was lost")

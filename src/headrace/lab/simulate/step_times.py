@@ -22,9 +22,11 @@ MAX_ERROR = 0.2
 class FittedLatency:
     """A `StepLatency` by five numbers, in seconds.
 
-    step_s     of a step, whatever is in it
-    row_s      of each sequence that decodes; context_s: of each token before it
-    prompt_s   of each prompt token; attention_s: of each prompt token and token before it
+    step_s       per step
+    row_s        per decoding sequence
+    context_s    per decoding sequence and token before it
+    prompt_s     per prompt token
+    attention_s  per prompt token and token before it
     """
 
     step_s: float
@@ -41,7 +43,7 @@ class FittedLatency:
 
 
 def step_s(latency: StepLatency, plan: Plan) -> float:
-    """Seconds of one step, whatever is in it."""
+    """Predicted seconds of the step of any plan."""
     num_rows, num_tokens = plan.num_rows, plan.num_tokens
     if not num_rows:
         return 0.0
@@ -55,9 +57,9 @@ def step_s(latency: StepLatency, plan: Plan) -> float:
 
 
 def _step_s(latency: StepLatency, num_decoding: int, context: int, prompt_tokens: int, start: int) -> float:
-    """Seconds of a step. context: of the sequences that decode, together; start: tokens before those of the prompts, in the mean
+    """Predicted seconds of a step. context: of all decoding sequences together; start: mean number of tokens before those of the prompts
 
-    Prompts beside decoding sequences cost what they add to a step of as many tokens: weights are read, and kernels started, once for all.
+    Prompts beside decoding sequences cost the difference to a step without them: weights are read and kernels are started once for both.
     """
     decode_s = latency.decode_s(num_decoding, context / num_decoding) if num_decoding else 0.0
     if not prompt_tokens:
@@ -71,8 +73,8 @@ def _step_s(latency: StepLatency, num_decoding: int, context: int, prompt_tokens
 class MeasuredStep:
     """One step of a real engine.
 
-    num_decoding, context     sequences that decoded, and the tokens before all of them together
-    prompt_tokens, attention  prompt tokens, and for each of them the tokens before it, summed
+    num_decoding, context     sequences that decoded, and the number of tokens before all of them together
+    prompt_tokens, attention  prompt tokens, and the sum over them of the tokens before each
     """
 
     num_decoding: int
@@ -91,7 +93,7 @@ class MeasuredStep:
 
 
 def fit(steps: Sequence[MeasuredStep]) -> FittedLatency:
-    """The numbers that fit the steps best, by least squares of relative errors with no negative number. Raises ValueError for too few."""
+    """The best fit by least squares of relative errors, without negative numbers. Raises ValueError for too few steps."""
     if len(steps) < 2 * len(fields(FittedLatency)):
         raise ValueError(f"{len(steps)} steps are too few to fit {len(fields(FittedLatency))} numbers")
     rows = [[1.0, each.num_decoding, each.context, each.prompt_tokens, each.attention] for each in steps]
@@ -117,10 +119,10 @@ def _non_negative(rows: Sequence[Sequence[float]], rounds: int = 2000) -> list[f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
-    """What `headrace bench steps` writes, and a simulation reads.
+    """The content of a file that `headrace bench steps` writes and a simulation reads.
 
     engine      options of the measured engine; its model as it was named
-    num_blocks  of the KV cache that it had
+    num_blocks  of the measured engine's KV cache
     error       mean relative error of the fit over the measured steps
     """
 
@@ -132,7 +134,7 @@ class StepFile:
 
     @property
     def warning(self) -> str:
-        """What is wrong with a fit that is too far off to simulate with; empty where nothing is."""
+        """A warning about a fit that is too far off to simulate with; empty for a good fit."""
         if self.error <= MAX_ERROR:
             return ""
         return (
@@ -156,7 +158,7 @@ def write_steps(file: Path, found: StepFile) -> None:
 
 
 def read_steps(file: Path) -> StepFile:
-    """Raises ConfigError naming the file and the field."""
+    """The content of a file of measured steps. Raises ConfigError naming the file and the field."""
     data = read_json_object(file)
     try:
         found = decode(StepFile, data)
