@@ -12,9 +12,10 @@ from ledger_kit import usage
 from patience import until
 
 from bench.storms.usage_kills import ids_in_sql, ids_in_topic, storm
+from headrace.core.errors import ConfigError
 from headrace.gateway.ledger import kafka
-from headrace.gateway.ledger.config import KafkaConfig, UsageConfig
-from headrace.gateway.ledger.kafka import KafkaSink, client_properties, producer_properties
+from headrace.gateway.ledger.config import ClickHouseConfig, KafkaConfig, UsageConfig
+from headrace.gateway.ledger.kafka import Archive, KafkaSink, client_properties, producer_properties
 from headrace.gateway.ledger.record import SinkFailed, encode_record
 from headrace.gateway.ledger.shipper import Shipper
 from headrace.gateway.ledger.spool import Spool
@@ -149,6 +150,20 @@ def test_the_clusters_address_and_the_file_make_a_client(tmp_path: Path) -> None
     KafkaSink(config).close()
     plain = client_properties(KafkaConfig(brokers=("localhost:9092",)))
     assert (plain["client.id"], "security.protocol" in plain) == ("headrace", False)
+
+
+@pytest.mark.pure
+def test_a_certificate_that_is_none_is_an_error_of_the_configuration_that_names_the_property(tmp_path: Path) -> None:
+    """The gateway showed the client's own error object; the archive ended with a traceback."""
+    file, authorities = tmp_path / "kafka.properties", tmp_path / "ca.pem"
+    file.touch(0o600)
+    file.write_text(f"security.protocol=SSL\nssl.ca.location={authorities}\n")
+    authorities.write_text("no certificate")
+    kafka_config = KafkaConfig(brokers=("localhost:1",), properties_file=str(file))
+    with pytest.raises(ConfigError, match=r"^usage\.kafka: cannot be used: Failed to create producer: ssl\.ca\.location failed"):
+        KafkaSink(kafka_config)
+    with pytest.raises(ConfigError, match=r"^usage\.kafka: cannot be used: Failed to create consumer: ssl\.ca\.location failed"):
+        Archive(UsageConfig(kafka=kafka_config, clickhouse=ClickHouseConfig(url="http://localhost:8123")))
 
 
 @pytest.mark.pure

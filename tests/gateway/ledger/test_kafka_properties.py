@@ -40,14 +40,16 @@ def refused(file: Path, text: str) -> str:
     return str(caught.value)
 
 
-def test_a_file_is_read_as_kcat_reads_it(file: Path) -> None:
+def test_a_file_is_read_as_kcat_reads_it(file: Path, tmp_path: Path) -> None:
+    authorities = tmp_path / "kafka ca.pem"
+    authorities.touch()
     file.write_text(
-        "# of the platform team\n\nsecurity.protocol=SASL_SSL\n  ssl.ca.location = /etc/ssl/kafka ca.pem\t\r\n"
+        f"# of the platform team\n\nsecurity.protocol=SASL_SSL\n  ssl.ca.location = {authorities}\t\r\n"
         "sasl.mechanisms=SCRAM-SHA-256\nsasl.username=ledger\n #sasl.password=old\nsasl.password=#open=sesame\n"
     )
     assert read(file) == {
         "security.protocol": "SASL_SSL",
-        "ssl.ca.location": "/etc/ssl/kafka ca.pem",
+        "ssl.ca.location": str(authorities),
         "sasl.mechanism": "SCRAM-SHA-256",
         "sasl.username": "ledger",
         "sasl.password": "#open=sesame",
@@ -164,7 +166,7 @@ def test_a_key_that_other_users_may_read_is_refused(file: Path, tmp_path: Path) 
     key = tmp_path / "tls.key"
     key.write_text("a key")
     key.chmod(0o644)
-    file.write_text(f"security.protocol=SSL\nssl.certificate.location=/c\nssl.key.location={key}\n")
+    file.write_text(f"security.protocol=SSL\nssl.certificate.location={key}\nssl.key.location={key}\n")
     with pytest.raises(ConfigError, match=r"tls\.key is open to other users"):
         read(file)
     key.chmod(0o600)
@@ -176,6 +178,20 @@ def test_a_file_that_is_not_there_is_named_with_a_remedy(tmp_path: Path) -> None
         read(tmp_path / "none")
     with pytest.raises(ConfigError, match="is not a file"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ssl.ca.location", "ssl.certificate.location", "ssl.key.location"])
+def test_a_file_that_the_properties_name_and_that_cannot_be_read_is_named_with_its_property(file: Path, tmp_path: Path, name: str) -> None:
+    """The check of a configuration passed, and the gateway then ended with an error of librdkafka that named no file."""
+    names = ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location")
+    for each in names:
+        (tmp_path / each).touch(0o600)
+    file.write_text("security.protocol=SSL\n" + "".join(f"{each}={tmp_path / each}\n" for each in names))
+    assert read(file)[name] == str(tmp_path / name)
+    (tmp_path / name).unlink()
+    with pytest.raises(ConfigError, match=rf"kafka\.properties: {name}: {tmp_path / name} cannot be read") as caught:
+        read(file)
+    assert caught.value.where == "usage.kafka.properties_file"
 
 
 def test_a_configuration_shows_none_of_the_files_values(file: Path) -> None:

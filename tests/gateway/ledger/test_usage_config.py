@@ -82,7 +82,7 @@ SASL = "sasl.mechanism=PLAIN\nsasl.username=ledger\nsasl.password=open-sesame\n"
         ("security.protocol=PLAINTEXT", False),
         (f"security.protocol=SASL_PLAINTEXT\n{SASL}", False),
         ("security.protocol=SSL", False),
-        ("security.protocol=SSL\nssl.certificate.location=/c\nssl.key.location={key}", True),
+        ("security.protocol=SSL\nssl.certificate.location={key}\nssl.key.location={key}", True),
         (f"security.protocol=SASL_SSL\n{SASL}", True),
         (f"security.protocol=sasl_ssl\n{SASL}", True),
     ],

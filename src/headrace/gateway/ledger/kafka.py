@@ -52,7 +52,7 @@ class KafkaSink:
         self._config = config
         self._properties = producer_properties(config)
         self._interrupted = threading.Event()
-        self._producer = self._open()
+        self._producer = _open("Producer", self._properties)
 
     def ship(self, payloads: Sequence[bytes]) -> None:
         delivery = _Delivery(len(payloads))
@@ -84,16 +84,9 @@ class KafkaSink:
             except BufferError:  # the client's queue is full: it empties as messages are delivered
                 self._producer.poll(WAIT_S)
             except kafka_package().KafkaException as error:
-                self._producer = self._open()  # a producer that has failed for good takes nothing any more
+                self._producer = _open("Producer", self._properties)  # a producer that has failed for good takes nothing any more
                 raise SinkFailed(f"kafka: {error.args[0]}") from None
         raise SinkFailed("kafka: interrupted")
-
-    def _open(self) -> Any:
-        confluent = kafka_package()
-        try:
-            return confluent.Producer(self._properties, logger=log)
-        except confluent.KafkaException as error:
-            raise ConfigError("usage.kafka", f"cannot be used: {error.args[0]}") from None
 
 
 class _Delivery:
@@ -131,6 +124,15 @@ def client_properties(config: KafkaConfig) -> dict[str, Any]:
     }
 
 
+def _open(kind: str, properties: dict[str, Any]) -> Any:
+    """A client: a Producer or a Consumer. Raises ConfigError for properties that librdkafka does not take."""
+    confluent = kafka_package()
+    try:
+        return getattr(confluent, kind)(properties, logger=log)
+    except confluent.KafkaException as error:
+        raise ConfigError("usage.kafka", f"cannot be used: {error.args[0].str()}") from None
+
+
 def kafka_package() -> Any:
     """The module confluent_kafka. Raises ConfigError where it is not installed."""
     try:
@@ -164,7 +166,7 @@ class Archive:
         confluent = kafka_package()
         self._exception = confluent.KafkaException
         self._end_of_partition = confluent.KafkaError._PARTITION_EOF
-        self._consumer = confluent.Consumer(client_properties(config.kafka) | properties, logger=log)
+        self._consumer = _open("Consumer", client_properties(config.kafka) | properties)
         self._consumer.subscribe([config.kafka.topic])
 
     def stop(self) -> None:

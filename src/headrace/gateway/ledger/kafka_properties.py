@@ -1,12 +1,13 @@
 """A file of librdkafka's properties, as kcat reads it: NAME=VALUE on each line, and lines of comment that begin with `#`.
 
 The names are on a list, because other properties load code (plugin.library.paths, ssl.engine.location, ssl.providers), run a command
-(sasl.kerberos.kinit.cmd) or turn verification off (enable.ssl.certificate.verification). An error shows no value, since it may be a
-secret, and the name alone where it looks like a property's.
+(sasl.kerberos.kinit.cmd) or turn verification off (enable.ssl.certificate.verification). An error shows no value but the path of a
+file, since another may be a secret, and the name alone where it looks like a property's.
 """
 
 from __future__ import annotations
 
+import os
 import re
 
 from headrace.core.errors import ConfigError
@@ -53,12 +54,14 @@ def read_properties(where: str, path: str) -> dict[str, str]:
     for name in ("security.protocol", *needed):  # a mechanism that is not named is GSSAPI, for which librdkafka runs a command
         if name not in found:
             raise ConfigError(where, f"{path}: {name} is missing")
-    for name in found:
+    for name, value in found.items():
         layer = name.partition(".")[0].upper()
         if layer in ("SASL", "SSL") and layer not in protocol:
             raise ConfigError(where, f"{path}: {name} has no effect without {layer} in security.protocol")
         if NEEDS.get(name, name) not in found:
             raise ConfigError(where, f"{path}: {name} has no effect without {NEEDS[name]}")
+        if name.endswith(".location") and not os.access(value, os.R_OK):
+            raise ConfigError(where, f"{path}: {name}: {value} cannot be read", "The user that runs Headrace must be able to read it.")
     if "ssl.key.location" in found:
         check_private_file(where, found["ssl.key.location"])
     return found
