@@ -20,7 +20,6 @@ from headrace.gateway.ledger.record import SinkFailed, encode_record
 from headrace.gateway.ledger.shipper import Shipper
 from headrace.gateway.ledger.spool import Spool
 from headrace.gateway.ledger.spool_thread import SpoolThread
-from headrace.gateway.stores.config import InsecureStore
 
 pytest.importorskip("confluent_kafka", reason=NO_PACKAGE)
 
@@ -164,9 +163,3 @@ def test_a_certificate_that_is_none_is_an_error_of_the_configuration_that_names_
         KafkaSink(kafka_config)
     with pytest.raises(ConfigError, match=r"^usage\.kafka: cannot be used: Failed to create consumer: ssl\.ca\.location failed"):
         Archive(UsageConfig(kafka=kafka_config, clickhouse=ClickHouseConfig(url="http://localhost:8123")))
-
-
-@pytest.mark.pure
-def test_nothing_is_sent_to_another_machine_in_the_clear_whatever_was_checked_before() -> None:
-    with pytest.raises(InsecureStore):
-        KafkaSink(KafkaConfig(brokers=("kafka.example:9092",)))

@@ -10,6 +10,7 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode
 from headrace.gateway.ledger.config import KafkaConfig, UsageConfig
+from headrace.gateway.ledger.kafka import client_properties
 from headrace.gateway.stores.config import InsecureStore, StoreConfig
 
 pytestmark = pytest.mark.pure
@@ -100,6 +101,11 @@ def test_brokers_on_another_machine_want_tls_and_a_user_or_a_certificate_in_the_
             kafka_of(far).properties()
     kafka_of({**far, "allow_insecure": True}).properties()
     kafka_of({**far, "brokers": ["localhost:9092"]}).properties()
+
+
+def test_nothing_is_sent_to_another_machine_in_the_clear_whatever_was_checked_before() -> None:
+    with pytest.raises(InsecureStore):
+        client_properties(KafkaConfig(brokers=("kafka.example:9092",)))
 
 
 def kafka_of(data: dict[str, Any]) -> KafkaConfig:
