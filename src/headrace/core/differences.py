@@ -1,7 +1,7 @@
-"""The differences between two configurations, path by path, as text for people. No secret is shown.
+"""Lists the differences between two configurations, path by path, as text for people. The list cannot be applied like a patch.
 
-Works on dataclasses, mappings and sequences. Items of a sequence that all have a name are compared by name. A field with `repr=False`, and
-a key of a mapping in SECRET_KEYS, is a secret: that it differs is shown, and nothing of its value. Not a patch: it cannot be applied.
+Configurations are dataclasses, mappings and sequences. Items of a sequence are compared by name where all items have a name. A field with
+`repr=False`, and a key of a mapping in SECRET_KEYS, is a secret: the list says that a secret differs, and shows nothing of its value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Content digests of a model folder's text files, computed alike by gateway and engine and compared in the wire's Hello.
+"""Digests of a model folder's tokenizer and chat template, by which a gateway and an engine check that they have the same files.
 
-Pure: the caller reads the files and passes their content in.
+Both sides compute the digests in the same way, and compare them in the first frame of their stream (Hello). No file is opened here: callers
+pass the content of the files.
 """
 
 from __future__ import annotations

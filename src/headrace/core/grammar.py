@@ -1,6 +1,6 @@
-"""A grammar that an output must match, as a value: a JSON schema, a regular expression or a Lark grammar, and where it begins to bind.
+"""The grammar of a request as a value: a JSON schema, a regular expression or a Lark grammar, and the place in an output where it begins.
 
-No grammar is compiled here; engine.grammar does that. The design is in docs/structured.md.
+`engine.grammar` compiles grammars. The design is in docs/structured.md.
 """
 
 from __future__ import annotations

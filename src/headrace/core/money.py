@@ -1,4 +1,4 @@
-"""Money as whole numbers, so that sums are exact in every store. Prices: `policy.limits.price`."""
+"""Represents amounts of money as integers, so that sums are exact in every store. `policy.limits.price` has the prices of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans as bytes: for the replay file, and for ranks in other processes. Never pickle.
+"""Encodes plans as bytes and decodes them, for replay files and for ranks in other processes, without pickle.
 
     plan   = header length (u32) | header (JSON, utf-8) | columns, back to back, 4 bytes per entry, little endian
     header = {"step_id", "costs": [fixed_s, token_s], "started": [...], "columns": [their lengths]}
@@ -6,7 +6,8 @@
 
 The columns are COLUMNS, then one of token ids per started sequence.
 
-Every length is checked against what is there before anything is read; so are the moves' kinds, which say what their numbers mean.
+Every length is checked against the bytes that follow before they are read. The kinds of moves, on which the meaning of their numbers
+depends, are checked too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Unix time for decisions that a jump of the clock must not turn back: an expired key stays expired."""
+"""A Unix clock that does not follow the system clock when that is set back, so that an expired key stays expired."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How steps reach a device that computes them later: pinned memory, marks in its queue, and work that is captured once and replayed.
+"""Protocols for work on an asynchronous device such as a GPU: copies from pinned memory, events (`Mark`), and captured graphs.
 
-All of it is enqueued in order, in the current stream of the thread that calls. Only a `Mark` waits.
+All work is enqueued in order on the current stream of the calling thread. Only `Mark.synchronize` waits for the device.
 """
 
 from __future__ import annotations

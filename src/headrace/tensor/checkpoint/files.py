@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder as data: paths that stay inside it, JSON of bounded size. Nothing here is executed or followed elsewhere."""
+"""Opens the files of a checkpoint folder safely: no path may lead out of the folder, JSON has a size limit, and nothing is executed."""
 
 from __future__ import annotations
 

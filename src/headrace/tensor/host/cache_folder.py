@@ -1,8 +1,7 @@
-"""Private cache folders of this user, for what a start would otherwise make again: compiled kernels and packed weights.
+"""Opens the private cache folders of this user, in which compiled kernels and packed weights are kept for later starts.
 
-Write access to such a folder decides which code runs and what a model answers. So every folder must belong to this user and must
-not be writable by other users; any other folder is refused. Nothing here imports torch: packed weights are looked for while torch is
-imported.
+A user with write access to a cache folder could change the code that runs and the answers of a model. A folder that belongs to another user
+or is writable by others is therefore refused. No torch is imported here: packed weights are searched while torch is being imported.
 """
 
 from __future__ import annotations

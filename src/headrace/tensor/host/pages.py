@@ -1,4 +1,4 @@
-"""Tensors in large pages (`tensor.host.file_memory`): empty ones, and bytes of a file."""
+"""Allocates tensors in huge pages (`tensor.host.file_memory`), and reads the bytes of a file into such tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files that appear under their name only when they are complete: one process at a time writes one under another name and renames it.
+"""Writes files atomically: one process at a time writes a file under a temporary name, under a lock, and renames the complete file.
 
-Unfinished files of processes that ended while writing are removed. Imports no torch: see `cache_folder`.
+Unfinished files of processes that ended while writing are removed. Imports no torch, for the reason in `cache_folder`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Choosing tokens where the logits are: what a device whose steps are launched and finished apart needs beside `Kernels`.
+"""Protocol of sampling on the device (`DeviceChoice`), and the tensors that pass between host and device for it.
 
-The host sends one matrix of a step's rows (`Field`), and reads one matrix of what was chosen (`Chosen`). What a choice needs of a sequence
-beyond its row lies on the device, by slot (`SlotTensors`). So a step that follows one in flight needs nothing from it on the host.
+The host sends one matrix that describes a step's rows (`Field`), and reads one matrix with the chosen tokens (`Chosen`). The state that
+sampling needs of a sequence (newest token, block table, token counts) stays on the device, by sequence slot (`SlotTensors`). The next step
+can therefore be launched while a step is in flight, before the host knows the chosen tokens.
 
-`plain_choice` is the plain implementation; `gpu.choice` is in Triton. A row is chosen as `tensor.sampling.sampler` says, in the same order,
-and with the same random number. Shape letters: N slots, B rows of the step, V vocabulary, G KV groups, M block-table width, S block size.
+`plain_choice` implements the protocol in torch, `gpu.choice` in Triton. Both choose as `tensor.sampling.sampler` does, in the same order
+and with the same random numbers. Shape letters: N slots, B rows of the step, V vocabulary, G KV groups, M block-table width, S block size.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""From the logits of random rows to one token each: temperature, top_k, top_p, min_p, inverse distribution function.
+"""Draws one random token per row of logits: temperature, top_k, top_p and min_p, then the inverse of the distribution function.
 
 The filters keep these tokens (ordered by falling weight, equal weights by rising id):
   top_k  the first k tokens
   top_p  the shortest prefix of the tokens kept by top_k whose mass is at least top_p of their whole mass
   min_p  the tokens of that prefix whose weight is at least min_p times the largest weight
-The token is then the first one, in id order, at which the running sum of kept weights exceeds u times their whole. So the result is a
-function of the row and of u alone.
+The drawn token is the first one, in id order, at which the running sum of kept weights exceeds u times the sum of all kept weights. The
+result is a function of the row and of the random number u alone.
 
-The whole vocabulary is never sorted: a floor below which no token can be kept is cheap to find, few tokens are above it, and values are
-sorted without their ids (ties are resolved afterwards), which NumPy does with vector instructions.
+The whole vocabulary is never sorted. A floor below which no token can be kept is cheap to find, and few tokens are above the floor. Their
+weights are sorted without ids (ties are resolved afterwards), which NumPy does with vector instructions.
 Shape letters: N rows, V vocabulary, M tokens above the floor.
 """
 

@@ -1,6 +1,7 @@
-"""`DeviceChoice` on tensors of the host: plain torch, and the host's own filters. The oracle of other implementations.
+"""The reference implementation of `DeviceChoice`, on host tensors: plain torch, with the host's filters (`kernels.filters`).
 
-It runs the steps of a device where there is none. One row at a time is edited: this is written for the reader.
+Tests compare the GPU's implementation with this one, and run the code for asynchronous devices on a machine without a GPU. Rows are edited
+one at a time, for the sake of the reader.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling parameters of slots, a column for each: what a step reads of all its rows at once."""
+"""Stores the sampling parameters of all sequence slots as columns (arrays), so that a step reads a parameter of all its rows at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are small numbers times scales: what the formats of float8, of float4 and of compressed-tensors have in common.
+"""Reads weights that are stored as few-bit numbers and scales: code shared by the FP8, FP4 and compressed-tensors formats.
 
 | code | bits | value |
 |---|---|---|

@@ -1,7 +1,7 @@
-"""Which formats there are, and a checkpoint of any of them as a source of weights, plain or in few bits.
+"""The table of quantized formats, and the source of weights for a checkpoint in any of these formats (`QuantizedSource`).
 
-A weight that no kernel takes as it is stored is made dense as it is read, a few rows at a time, so that memory holds one tensor more than
-the linears that are packed.
+A weight whose stored form no kernel multiplies is dequantized when it is read, a few rows at a time, so that memory holds only one stored
+tensor beside the packed linears.
 """
 
 from __future__ import annotations

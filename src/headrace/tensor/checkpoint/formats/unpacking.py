@@ -1,4 +1,4 @@
-"""Small integers back from the words in which formats pack them. A word's lowest bits come first."""
+"""Unpacks small integers from the 32-bit words in which quantized checkpoints store them. The lowest bits of a word come first."""
 
 from __future__ import annotations
 

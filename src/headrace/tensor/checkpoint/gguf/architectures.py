@@ -1,7 +1,7 @@
-"""GGUF's architectures as those of Hugging Face: names of tensors, and config.json made from the file's keys.
+"""Translates GGUF architectures to Hugging Face: the names of tensors, and the metadata keys that become config.json.
 
-A key `ARCH.name` is given here without its prefix. Fields of config.json that no key stands for have llama.cpp's constants, so that a file
-computes here what it computes there.
+A key `ARCH.name` is written here without its prefix. Fields of config.json without a GGUF key get the constants of llama.cpp, so that a
+model computes the same function here as in llama.cpp.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file under Hugging Face's names, plain or in few bits, read a few rows at a time."""
+"""Reads the weights of a GGUF file by their Hugging Face names, dequantized or as stored integers, a few rows at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The folder of a GGUF file, in the Hugging Face layout but for the weights, which stay where they are.
+"""Makes a folder in the Hugging Face layout (config.json, tokenizer.json, ...) for a GGUF file, so that other code reads only one layout.
 
-It lies in this user's private cache, is named after the content of the headers and the files' paths, and appears when it is complete.
-`note.json` in it says where the weights are. A folder elsewhere is never asked for such a note: it could name any file. Imports no torch.
+The weights stay in the GGUF file; `note.json` in the folder names that file. The folder is in this user's private cache, is named by a hash
+of the GGUF headers and paths, and appears only when complete. A `note.json` in any other folder is ignored, since a downloaded note could
+name any file. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GGML's tensor types by number: names, and the bytes of a block. Imports no torch. What the bytes mean is in `blocks`."""
+"""Table of GGML's tensor types by number: the name of each, and the size of its blocks. Imports no torch. `blocks` dequantizes them."""
 
 from __future__ import annotations
 

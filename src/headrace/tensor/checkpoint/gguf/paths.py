@@ -1,4 +1,4 @@
-"""Names of GGUF files: what is one, and under which name it is served. Imports nothing of ours: the command line asks at every start."""
+"""Recognizes GGUF files and their shards by name, and derives the name of the served model. Every command imports this module at start."""
 
 from __future__ import annotations
 

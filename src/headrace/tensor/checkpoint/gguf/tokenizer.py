@@ -1,8 +1,8 @@
-"""tokenizer.json and the files beside it, made from the keys `tokenizer.*` of a GGUF file.
+"""Makes tokenizer.json, tokenizer_config.json and generation_config.json from the metadata keys `tokenizer.*` of a GGUF file.
 
-Two kinds exist here: "gpt2", a byte-level BPE whose merges are listed and whose rule of cutting words has a name, and "llama", a
-SentencePiece BPE, which lists pieces with scores: the pair of the best score is merged first, so each piece's rank is its score's.
-Added tokens (control tokens and those that the user defined) are matched in the text before either rule.
+Two kinds of tokenizers are supported. "gpt2" is a byte-level BPE: the file lists the merges and names the pre-tokenizer. "llama" is a
+SentencePiece BPE: the file lists pieces with scores, the pair with the best score is merged first, and the rank of a piece is the rank of
+its score. Added tokens (control tokens and user-defined tokens) are matched in the text before either kind splits it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Choosing tokens on the GPU: `DeviceChoice` in Triton. `choice_edits`, then `choice_filters`, then `choice_logprobs`.
+"""Sampling on the GPU: implements `DeviceChoice` with the Triton kernels of `choice_edits`, `choice_filters` and `choice_logprobs`.
 
-The plain twin is `kernels.plain_choice`; tests/tensor/kernels/gpu/test_choice.py compares them. A sum over the vocabulary is made in
-another order than the host's and in single precision, so a random number that falls on the border of two tokens may pick the other one.
+The reference implementation is `kernels.plain_choice`; tests/tensor/kernels/gpu/test_choice.py compares the two. Sums over the vocabulary
+are made in another order than on the host, and in single precision. A random number that falls on the border between two tokens may
+therefore choose the other token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Rows of logits after bias, penalties, masks and end tokens, in float32.
+"""Triton kernels that apply penalties, grammar masks, logit bias and masked end tokens to rows of logits, in float32.
 
-Three kernels: every token without its bias; the few tokens that have one, again; end tokens, masked where another token is left.
+The first kernel edits all tokens without a bias. The second one computes the few tokens with a bias again. The third one masks end tokens
+where another token is allowed.
 """
 
 from __future__ import annotations

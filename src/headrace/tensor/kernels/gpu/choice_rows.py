@@ -1,7 +1,7 @@
-"""What the kernels of choosing share: a row's fields, its logits in parts, and their order as integers.
+"""Helpers that the sampling kernels share: reading a row's fields, dividing a row of logits into parts, and ordering floats as integers.
 
-A row's logits are read in PARTS parts of SIZE, by a program each, C at a time. What a part has found is written down and added up again by
-whatever needs the row's sum: no program waits for another.
+A row of logits is divided into PARTS parts of SIZE tokens, one program for each, which reads C tokens at a time. A program writes the sums
+of its part to memory, and a later kernel that needs the sum of the row adds the parts up. No program waits for another.
 """
 
 from __future__ import annotations

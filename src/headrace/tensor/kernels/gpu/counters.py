@@ -1,8 +1,9 @@
-"""Counters by which the parts of a split sum find out which of them arrives last, and so adds all of them up.
+"""Counters in GPU memory by which the programs of a split sum (split-K) find out which of them is the last, which then adds up all parts.
 
-The part that arrives last leaves its counter at zero, so that a counter is zero between two kernels of a stream. Kernels of two streams may
-run at once, so each stream has counters of its own. A captured graph keeps those of the stream that it was captured on: two graphs that may
-run at once are captured on two streams. All counters are made together and before any capture, in which their zeros would not be written.
+The last program sets its counter back to zero, so that counters are zero between two kernels of a stream. Kernels of different streams may
+run at the same time, so each stream has its own counters. A captured graph uses the counters of the stream on which it was captured; two
+graphs that may run at the same time must be captured on two streams. All counters are allocated before the first capture, since a capture
+would not write their zeros.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Attention of rows of one token: split-KV ("flash decoding").
+"""Triton kernel of decode attention over the paged KV cache, for rows of one token: split-KV ("flash decoding").
 
-A program has one row, one key/value head with all its query heads, and a share of the row's context. How many shares there are depends on
-the number of rows alone, and lengths are read on the device, so that a captured graph stays valid while contexts grow. Shares that a short
-context does not need leave at once. The share that arrives last adds up the others, in their order: there is no second launch.
+A program computes one row, one KV head with all its query heads, and one part of the row's context. The number of parts depends on the
+number of rows alone, and context lengths are read on the device, so that a captured graph stays valid while contexts grow. Programs whose
+part is beyond a short context end at once. The program that finishes last adds up the parts, always in the same order, so that no
+second launch is needed.
 
 Shape letters: see `tensor.batch`; G query heads per key/value head.
 """

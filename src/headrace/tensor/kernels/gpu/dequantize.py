@@ -1,4 +1,4 @@
-"""Planar words back to the weight that they stand for, for products of many rows, which a library computes."""
+"""Dequantizes INT8 and INT4 weights (planar words) by a Triton kernel, for products of many rows, which torch computes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The experts of a mixture without the host: (token, choice) pairs are put in the order of their experts on the device.
+"""Mixture-of-experts layers on the GPU: sorts the (token, choice) pairs of a step by expert, and runs one grouped product for all experts.
 
-Every program of the grouped product has one expert and one tile of its outputs, and goes through that expert's pairs; an expert that no
-token chose leaves at once. The weights of a layer's experts lie in one tensor.
+The host takes no part, so the layer can be captured in a CUDA graph. Each program of the grouped product computes one tile of the outputs
+of one expert, for all pairs of that expert, and ends at once when no token chose the expert. The weights of a layer's experts are one
+tensor.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How values are stored in fewer bits than they are computed with, and their way back to bfloat16 inside a kernel.
+"""Storage formats of weights and KV caches on the GPU (FP8, INT8, INT4), and their conversion to bfloat16 inside a kernel.
 
 A weight of small integers is stored as *planar* words: in a layout block of P inputs, word i holds in its field j the input
 j * (P / J) + i, where J is the number of fields (4 bytes or 8 nibbles). Each field of a tile of words is then a tile of consecutive
 inputs for a product of its own, and nothing is shuffled.
 
-The conversions are a few integer instructions per two values, by a known trick: bits put below the mantissa of 128 are 128 + n, and
-128 is subtracted again, exactly. tests/tensor/kernels/gpu/test_formats.py runs the instructions one by one. Under Triton's interpreter,
-which has no assembly, the same is said in arithmetic.
+A conversion takes a few integer instructions for two values, by a known trick: an integer n in the low mantissa bits of the bfloat16
+number 128 gives 128 + n, from which 128 is subtracted exactly. tests/tensor/kernels/gpu/test_formats.py runs the instructions one by one.
+Triton's interpreter has no assembly and computes the same values by arithmetic.
 
 Shape letters: see `tensor.batch`.
 """
