@@ -1,4 +1,5 @@
-"""Block-table entries that the device does not have yet. They are kept until a launch has succeeded: a step that raises loses none."""
+"""Collects the changes of block tables that the device has not received yet. A change is kept until a launch has succeeded, so that a step
+that raises loses no change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of plans and simulations: matplotlib, which is an extra of the installation, and a file that is equal for equal figures."""
+"""Draws plans and simulations as SVG files with matplotlib, which is an optional dependency. Equal data gives equal files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""One open request, for its consumer task: an async iterator over updates that ends, or raises, exactly once.
+"""The updates of one open request, as an async iterator for the task that consumes them. The iterator ends, or raises, exactly once.
 
-Most rows of a frame are plain: a token and nothing else. A consumer that can take plain rows without a wake-up of its task sets
-`plain_row_handler`; no update is made of the rows that the handler takes. The order is kept: the handler is called only while the task
-waits and nothing is unread, and rows that it declines become updates, which the task reads before anything later. `wire.delivery` decides
-when a stream delivers.
+Most rows of a frame are plain: a token and nothing else. A consumer may set `plain_row_handler`, a callback that takes plain rows without
+waking the task; no update object is made of rows that the handler takes. The order of updates is kept: the handler is called only while the
+task waits and no update is unread, and a row that the handler declines becomes an update that the task reads before any later row.
+`wire.delivery` decides when a stream delivers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Creating, changing and ending keys and tenants: the rules, above either store. Every change leaves an audit record.
+"""Creates, changes and revokes API keys and tenants, by the same rules for every key store. Each change leaves an audit record.
 
-`headrace keys`, `headrace tenants` and the admin socket call this. A change is decided on the records that were read.
-It is written only if no record has changed since; otherwise it is decided again.
+`headrace keys`, `headrace tenants` and the admin socket call this module. A change is decided on the records that were read, and is
+written only if no record has changed since (compare and swap); otherwise the change is decided again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""One replica: whether it is ready, how long it has stalled, and whether it fails what it is sent.
+"""The health of one replica as a gateway sees it: whether the replica is ready, how long it has stalled, and whether its requests fail.
 
-The first two are pure functions of what the wire reports about it. A replica that stops answering, or whose idle loop stalls, must count as
-not ready within one second; thresholds leave room for one heartbeat.
+Readiness and stalls are pure functions of what the wire reports about the replica. A replica that stops answering, or whose idle loop
+stalls, must count as not ready within one second; the thresholds leave room for one heartbeat.
 
-The last is what its circuit hears of the requests sent there: each submission reports one outcome. A failure is a request that the replica
-lost before its first token, once per connection (a process that dies with a hundred requests has failed once), and a sequence that ended by
-a fault of the engine's. What follows from open circuits: `policy.routing.ejection`.
+Failures are counted by the replica's circuit breaker, to which each submitted request reports one outcome. Two kinds of requests count as
+failures: one that the replica lost before the first token, once per connection (a process that dies with a hundred requests has failed
+once), and one with a sequence that ended by a fault of the engine. `policy.routing.ejection` decides what follows from open circuits.
 """
 
 from __future__ import annotations

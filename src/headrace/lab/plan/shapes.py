@@ -1,4 +1,6 @@
-"""config.json -> `ModelShape`, for models that Headrace serves and for others: sizes alone are read, in the fields that families share."""
+"""Reads the sizes of a model from its config.json (`ModelShape`), also for architectures that Headrace does not serve.
+
+Only the fields that the model families share are read."""
 
 from __future__ import annotations
 
