@@ -1,4 +1,7 @@
-"""How usage is kept and where it is sent. A store on another machine is refused unless it is asked over TLS, with a password."""
+"""The configuration of usage records: how they are kept, and the Kafka and ClickHouse servers to which they are sent.
+
+A server on another machine must be reached over TLS with authentication, or the configuration is refused, unless `allow_insecure` is set.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class KafkaConfig:
         return self
 
     def properties(self, where: str = "usage.kafka") -> dict[str, str]:
-        """What the file says now. Raises ConfigError; InsecureStore where that is not enough for a broker."""
+        """The properties in the file, read now. Raises ConfigError, and InsecureStore if a remote broker would not be secured."""
         found = read_properties(f"{where}.properties_file", self.properties_file) if self.properties_file else {}
         protocol, has_certificate = found.get("security.protocol"), {"ssl.certificate.location", "ssl.key.location"} <= found.keys()
         if not (self.allow_insecure or protocol == "SASL_SSL" or (protocol == "SSL" and has_certificate)):

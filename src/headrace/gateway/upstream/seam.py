@@ -1,9 +1,10 @@
-"""The seam between the HTTP surfaces and whatever answers requests: types only.
+"""The interface between the HTTP surfaces and the upstreams that answer requests (`Upstream`, `EventStream`): types only.
 
     validated request + facts of its key --Upstream.prepare--> Prepared (counts, to decide on) --stream--> EventStream --> OutputEvents
 
-It lies above templates and tokens: what a prompt is made into is the upstream's own business. `upstream.tokens` is our engines over the
-wire, `upstream.foreign` any OpenAI-compatible server; neither knows the other, and nothing above imports either.
+Requests pass here as conversations and text: each upstream renders templates and tokenizes by itself. `upstream.tokens` implements the
+interface for Headrace's engines, `upstream.foreign` for OpenAI-compatible servers. Neither imports the other, and the code above imports
+neither.
 """
 
 from __future__ import annotations
@@ -376,7 +377,7 @@ class Upstream(ABC):
 
     @abstractmethod
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
-        """Token ids of one conversation or one text, of any length. Raises as `prepare`."""
+        """Token ids of a conversation or text of any length. Raises InvalidRequest, Unavailable while the model starts, Overloaded."""
 
     @abstractmethod
     async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str: ...
