@@ -62,9 +62,9 @@ async def serve(
     read_again: Callable[[], GatewayConfig] | None,
     worker: GatewayWorker | None,
 ) -> bool:
-    """Listen, report it, serve, drain; False when the drain cut requests off.
+    """Open the gateway, listen, serve and drain. False: the drain cut requests off.
 
-    Raises CannotBind, ConfigError for what only opening it shows, or CheckpointError where no model can be served.
+    Raises CannotBind, ConfigError for a fault that only opening shows, or CheckpointError when no model can be served.
     """
     with StopSignals(duplicate_signal_s=0.0 if leash.is_held else DUPLICATE_SIGNAL_S) as stop:
         limit = limit_connections(config)
@@ -80,7 +80,7 @@ async def _serve_until_stopped(
     read_again: Callable[[], GatewayConfig] | None,
     stop: StopSignals,
 ) -> bool:
-    """As `serve`, once everything is open but the port."""
+    """Listen and serve until a stop signal, once everything else is open. False: the drain cut requests off. Raises CannotBind."""
     gateway = opened.app
     await first_connections(gateway.service.models)
     server = Server(gateway, config.server, gateway.refused, limit)
@@ -106,7 +106,7 @@ async def _serve_until_stopped(
 
 
 def limit_connections(config: GatewayConfig, num_connections: int = 0) -> ConnectionLimit:
-    """What open files allow of `limits.max_connections`. num_connections: of clients, open now. Raises ConfigError"""
+    """`limits.max_connections` as far as open files allow. num_connections: open client connections. Raises ConfigError if too few fit."""
     wanted = config.limits.max_connections
     num_foreign = sum(len(model.upstreams) for model in config.models)
     num_replicas = sum(len(model.replicas) for model in config.models)
@@ -125,10 +125,10 @@ def follow_connections(server: Server, config: GatewayConfig) -> Callable[[], No
 
 
 async def first_connections(models: ModelTable) -> None:
-    """Until the first attempt to connect to each replica has ended, or FIRST_CONNECTIONS_S have passed.
+    """Wait until the first attempt to connect to each replica has ended, at most FIRST_CONNECTIONS_S.
 
-    A gateway that is started again while its engines run would refuse its first requests otherwise. An engine that is not up yet refuses
-    the attempt at once.
+    Otherwise a gateway that restarts while its engines run would refuse its first requests. An engine that is not up yet refuses the
+    attempt at once.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(FIRST_CONNECTIONS_S):
@@ -137,8 +137,8 @@ async def first_connections(models: ModelTable) -> None:
 
 
 async def drain(open_requests: OpenRequests, timeout_s: float, hard: asyncio.Future[None]) -> bool:
-    """New requests are refused (503 with Retry-After), running ones end by themselves; at the timeout, or when `hard` is done, they end
-    with an error: False."""
+    """Refuse new requests (503 with Retry-After), and wait for running ones. False: some were ended with an error, at the timeout or when
+    `hard` was done."""
     open_requests.drain()
     hint = "; Ctrl-C again ends them now" if open_requests.num_open else ""
     log.info("draining %s for up to %g s%s", counted(open_requests.num_open, "request"), timeout_s, hint)

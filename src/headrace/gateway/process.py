@@ -46,10 +46,10 @@ def run_gateway(
 ) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
-    read        makes the configuration; what it raises is reported as a refusal
+    read        makes the configuration; its ConfigError is reported as a refusal
     parent_fd   the inherited end of the supervisor's leash; None when started by hand
-    read_again  makes it for a reload; None: there is no file to read again
-    worker      which of several workers this process is; None: it is the only gateway here
+    read_again  makes the configuration of a reload; None: there is no file to read again
+    worker      this process among several gateway workers; None: it is the only gateway of its port
     """
     set_up_logging(process="" if worker is None else worker.name)
     sys.setswitchinterval(SWITCH_S)

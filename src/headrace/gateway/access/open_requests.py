@@ -158,7 +158,7 @@ class KeyUses:
                 del self._ends[key_id]
 
     async def end_revoked(self, read: Callable[[str], Awaitable[KeyRecord | None]]) -> None:
-        """End the requests of revoked keys. read: gives a key's record. Raises the error of `read`; some keys are unchecked then."""
+        """End the requests of revoked keys. read: gives a key's record, or raises StoreFailed, after which some keys are unchecked."""
         in_use = list(self._ends)
         for first in range(0, len(in_use), MAX_READS):
             for record in await asyncio.gather(*map(read, in_use[first : first + MAX_READS])):

@@ -191,7 +191,10 @@ class Replays:
             del self._claims[claim.key]
 
     def _of_claim(self, claim: KeyClaim, body: bytes) -> WholeAnswer:
-        """The answer of a claim of this gateway that has ended and is being written. Raises the errors of `find`."""
+        """The answer of this gateway's own claim, while it is being written.
+
+        Raises IdempotencyMismatch for another body, and IdempotencyConflict if there is no answer yet.
+        """
         if claim.body != body:
             raise self._mismatch()
         if claim.answer is None:

@@ -135,7 +135,7 @@ class LoadedTexts:
             self.pool.replace(change.workers, max_workers=change.max_workers)
 
     async def _text(self, model: ModelConfig) -> LoadedText | FailedText:
-        """A model's text. It is loaded if unknown, or if it failed and the model has replicas. Raises CheckpointError as `prepare`."""
+        """A model's text, loaded if unknown, or if failed and the model has replicas. Raises CheckpointError if a working model fails."""
         known = self.texts.get(model.name)
         if known is not None and known.folder == model.folder and (isinstance(known, LoadedText) or not model.replicas):
             return known
@@ -150,7 +150,7 @@ class LoadedTexts:
         return _text_of(name, model.folder, text)
 
     def _in_workers(self, model: str, text: LoadedText | FailedText, workers: Workers) -> LoadedText | FailedText:
-        """A model's text, or a FailedText when `workers` could not load it. Raises CheckpointError as `prepare`."""
+        """A model's text, or a FailedText when `workers` could not load it. Raises CheckpointError if the model works at present."""
         if isinstance(text, FailedText) or (error := workers.failures.get(text.name)) is None:
             return text
         if isinstance(known := self.texts.get(model), LoadedText) and known.name not in self.pool.failures:

@@ -108,7 +108,10 @@ DEADLINE_PASSED = "The request's deadline passed before it was complete."
 
 
 def raise_if_failed(finish: FinishReason, detail: str | None, record: RequestLogRecord) -> None:
-    """Raises the error of a sequence that ended without an answer. detail: the engine's message, which is written to `record`"""
+    """Raises DeadlineExceeded, Unavailable, InvalidRequest or SequenceFailed for a sequence that ended without an answer.
+
+    detail  the engine's message, which is written to `record`
+    """
     if finish.is_answer:
         return
     if finish is FinishReason.DEADLINE:

@@ -32,7 +32,7 @@ DEADLINE_GRACE_S = 0.5
 
 
 async def generate(generation: Generation, encoder_of: Callable[[Prepared], AnswerEncoder]) -> None:
-    """Answer a request. Raises the errors of its stages and of `Upstream.prepare`, and the error that ends the answer."""
+    """Answer a request. Raises the HeadraceError by which a stage or the upstream refuses it, or which ends the answer early."""
     exchange = generation.exchange
     async with exchange.watching(), generation.ends:
         prepared = await exchange.unless_ended(_prepared(generation, 0))
@@ -136,7 +136,7 @@ class _Answer:
             await sse.write_slices(self._slices(self.encoder.encode_events(events)), num_bytes=sum([event.num_bytes for event in events]))
 
     async def _events(self) -> list[OutputEvent]:
-        """The next events; empty once every sequence has finished. Raises the error of a request that ended without an answer."""
+        """The next events; empty once every sequence has finished. Raises a HeadraceError if the request ended without an answer."""
         self._raise_if_ended()
         events = await self.stream.events()
         self.generation.record_events(events)

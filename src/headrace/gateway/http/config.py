@@ -87,7 +87,7 @@ class Limits:
 
     @property
     def max_text_queue(self) -> int:
-        """Most waiting text jobs below 64 KiB, and most larger ones. Beyond it the tenant with the most waiting jobs gets 429.
+        """Bound of the waiting text jobs below 64 KiB, and the same for larger ones. Beyond it the tenant with most of them gets 429.
 
         Each request has at most one job. The factor 2 is for requests that `max_requests` does not count: those whose body is being parsed,
         and those that only tokenize.

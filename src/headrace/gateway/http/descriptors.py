@@ -53,7 +53,7 @@ def connection_limit(
     num_connections  client connections that are open now. Beside them, open connections to replicas are counted twice, so the result is a
                      little too low
 
-    Raises ConfigError as `divide`.
+    Raises ConfigError when fewer than MIN_CONNECTIONS fit.
     """
     kept = OWN + PER_REPLICA * num_replicas + (MAX_FOREIGN_CONNECTIONS + PER_FOREIGN) * num_foreign + num_text_workers + TEXT_HOST
     taken = num_open() - num_connections + kept

@@ -192,9 +192,10 @@ class Exchange:
         return await self.body(max_bytes=max_bytes, timeout_s=timeout_s, hold=hold)
 
     async def body(self, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]) -> bytes:
-        """The whole body, decoded by its Content-Encoding. Raises as `json_body`.
+        """The whole body, decoded by its Content-Encoding. `max_bytes` bounds the received and the decoded bytes.
 
-        max_bytes bounds the received and the decoded bytes. A larger Content-Length is refused before reading.
+        Raises UnsupportedEncoding, InvalidRequest for damaged compression, BodyTooLarge (by Content-Length before reading), ReadTimeout or
+        ClientLeft.
         """
         if self.connection is not None and self.connection.has_body(self.scope):
             return await self._read_body(max_bytes, hold)
@@ -304,7 +305,7 @@ class Exchange:
     # -- the answer --------------------------------------------------------------------------------------------------------------
 
     async def reply(self, status: int, body: bytes, headers: Headers = (_JSON,)) -> None:
-        """The whole answer, its head and the body's first piece in one write. Returns and raises as `write` does."""
+        """Write a whole answer, its head and the body's first piece in one write. Raises `end_reason`, ClientLeft or SlowReader."""
         head = [*headers, (b"content-length", b"%d" % len(body))]
         if self.connection is None or self.scope["method"] == "HEAD":  # whose answer has no second write
             await self.start(status, head)

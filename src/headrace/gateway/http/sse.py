@@ -81,7 +81,7 @@ class SseStream:
             self._ping.cancel()
 
     async def write(self, payload: bytes) -> None:
-        """Send whole events. Returns and raises as `Exchange.write` does."""
+        """Send whole events. On a lost connection, raises the exchange's `end_reason` if it is set, else ClientLeft or SlowReader."""
         await self._send(payload, is_last=False)
 
     async def write_slices(self, slices: AsyncGenerator[bytes], *, num_bytes: int) -> None:

@@ -94,7 +94,7 @@ class LimitReservation:
         self._tokens_taken: _LimitsTaken | None = None
 
     async def __aenter__(self) -> None:
-        """Raises the errors of `begin`."""
+        """Raises RateLimitExceeded when a limit is reached, and Unavailable when the store fails."""
         self._limiter.opened(self)
         try:
             await self.begin()

@@ -55,7 +55,7 @@ BEFORE_PARSING = (Unit.REQUESTS, Unit.OPEN)
 
 
 class Scope(StrEnum):
-    """Whose requests one limit counts."""
+    """The requests that one limit counts: of a tenant, of a user, of a key, or of all tenants."""
 
     TENANT = "tenant"
     USER = "user"

@@ -44,10 +44,11 @@ SUMMARY_REQUEST = (
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """
-    history      what is left, with the request's messages
-    num_dropped  messages that were left out
-    usage        of making the summary
+    """A shortened conversation.
+
+    history      messages that are left, with the request's
+    num_dropped  number of messages that were left out
+    usage        tokens used for the summary
     """
 
     history: History
@@ -60,7 +61,7 @@ OpenStream = Callable[[Prepared], AbstractAsyncContextManager[EventStream]]
 
 
 class ContextFitter:
-    """One conversation of a model."""
+    """Shortens one conversation to fit its model's context."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class ContextFitter:
         open_stream: OpenStream,
     ) -> None:
         """
-        max_context_tokens  of the tier; None: the model's own limit alone
+        max_context_tokens  the tier's limit; None: only the model's own limit holds
         open_stream         opens the event stream of a request for a summary, whose tokens count towards the caller's limits; raises
                             RateLimitExceeded, QuotaExhausted or Unavailable where the limits refuse that request
         """
@@ -128,8 +129,8 @@ class ContextFitter:
     async def _summarised(
         self, request: GenerationRequest, earlier: str, messages: Sequence[Message], max_tokens: int
     ) -> tuple[str, TokenUsage]:
-        """A summary of an earlier one and these messages. What is too long for one request is summarised in halves; one message that is too
-        long by itself is left out.
+        """(summary of `earlier` and `messages`, tokens used). Messages that are too long for one request are summarised in halves; a single
+        message that is too long is left out.
         """
         try:
             return await self._asked(request, earlier, messages, max_tokens)

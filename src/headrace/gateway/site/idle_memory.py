@@ -18,7 +18,7 @@ CHECK_S = 1.0
 
 
 async def give_back_when_idle(memory: RequestMemory) -> None:
-    """Runs until it is cancelled. Gives memory back at two checks in a row, because connections free some of it after their request."""
+    """Call `give_back` at two idle checks in a row, until cancelled: connections free some memory only after their request."""
     num_seen, num_left = memory.num_closed, 0
     while True:
         await asyncio.sleep(CHECK_S)

@@ -53,7 +53,7 @@ class GuardedStore:
         self._is_closing = False
 
     async def asked(self, work: Callable[[Store], Awaitable[T]]) -> T:
-        """The result of `work` on the store, which a request waits for. Raises as `StoreGuard.waiting`, and EntryTooLarge."""
+        """The result of `work` on the store, for a waiting request. Raises EntryTooLarge, StoreFailed (also after REQUEST_WAIT_S)."""
         async with self.guard.waiting():
             return await work(self.store)
 

@@ -51,7 +51,7 @@ def open_redis(url: str, *, password: str | None = None) -> Any:
 
 
 class RedisCalls:
-    """The calls of one client. A caller that is cancelled goes on at once, whatever becomes of its call.
+    """The calls of one client. A cancelled caller goes on at once, while its call may still be running.
 
     While it connects, the package may take a cancellation for a timeout of its own and try again, which takes six seconds where the server
     hangs. So each call is a task of its own.

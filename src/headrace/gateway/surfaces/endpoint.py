@@ -126,7 +126,8 @@ async def parsed_body(service: Service, exchange: Exchange, charges: RequestChar
     charges  charged for the body's bytes as they arrive; the parsed request is not charged again
     parser   parser of the path's row in `surfaces.routes`; a large body is parsed in a text worker
 
-    Raises as `Exchange.json_body`, `decode_object` and `parser.parse`.
+    Raises UnsupportedMediaType, UnsupportedEncoding, BodyTooLarge, ReadTimeout or ClientLeft for a body that cannot be read, InvalidRequest
+    or RequestTooLarge for one that is no valid request, and Overloaded or Unavailable without memory or a text worker for it.
     """
     body = await exchange.json_body(max_bytes=service.config.limits.max_body_bytes, timeout_s=BODY_S, hold=charges.prompts.add)
     if exchange.header(LAST_EVENT_ID) is not None or exchange.header(IDEMPOTENCY_KEY) is not None:

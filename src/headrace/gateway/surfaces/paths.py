@@ -81,7 +81,7 @@ def plain_path(path: str) -> str:
 
 
 def find_path(path: str) -> tuple[AnsweredPath | None, Mapping[str, str]]:
-    """What answers a plain path, and the values of its names. None: nothing does."""
+    """(path of the table, values of its names) for a plain path; (None, ...): no path of the table matches."""
     found = _PATHS.get(path)
     if found is not None:
         return found, {}

@@ -191,7 +191,7 @@ class TextPool:
         return text_job.future
 
     def parse_body(self, path: str, body: bytes, *, tenant: str) -> asyncio.Future[Done]:
-        """A request's body parsed as `work.PARSERS` says for the path; the answer's tail is JSON of the result. Raises as `submit`."""
+        """Queue the parsing of a body by its path's parser (`work.PARSERS`). The answer's tail is JSON. Raises Overloaded, Unavailable."""
         return self.submit(frames.ParseBody(path), body, tenant=tenant, field="body")
 
     def check(self) -> None:

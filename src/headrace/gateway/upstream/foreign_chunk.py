@@ -165,7 +165,7 @@ class AnswerPiece(Struct):
         return self.object == "error" or (self.error is not None and says_something(self.error))
 
     def counts(self) -> UsageCounts | None:
-        """Its counts, in OpenAI's place, Groq's, Moonshot's (in the only choice) or Ollama's. None where it has none."""
+        """The piece's token counts, in OpenAI's place, Groq's, Moonshot's (in the only choice) or Ollama's; None: it has none."""
         choices = self.choices
         if self.usage is not None and self.usage.has_any:
             return self.usage

@@ -71,7 +71,7 @@ class EventReader:
         deadline  timeout of the next event, moved with each event except comments and empty ones
         on_begun  called before the first event is given
 
-        Raises BrokenStream for an incomplete or malformed answer, and the errors of reading.
+        Raises BrokenStream for an incomplete or malformed answer, and aiohttp.ClientError or OSError when the server is lost.
         """
         kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
         framing, decoder = EventFraming(is_event_stream=kind == "text/event-stream"), decoder_for(response, MAX_ANSWER_BYTES)

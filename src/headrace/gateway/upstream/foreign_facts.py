@@ -50,7 +50,7 @@ class ReportedLoad:
 
 
 def listed_model(body: bytes, name: str) -> ListedModel | None:
-    """What a `GET /v1/models` says of one model; None for a body that is no list of models.
+    """One model's entry in the answer to `GET /v1/models`; None for a body that is no list of models.
 
     The list stands in `data` or `models`, or is the body; it is null at a server without models. An entry may be a name alone.
     """

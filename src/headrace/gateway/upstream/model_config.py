@@ -34,10 +34,11 @@ _LINK_LOCAL = "Cloud machines hand out credentials at such addresses. If a model
 class ReplicaConfig:
     """One engine process.
 
-    name        label `replica` of the metrics
-    address     of the engine's wire: unix:/path, or host:port with a token, and beyond loopback with tls_dir
-    token       what the engine wants to see; token_file: or a file that holds it, closed to other users
-    tls_dir     folder with this gateway's certificates, and with the token where none is named
+    name        value of the label `replica` in metrics
+    address     address of the engine's wire: unix:/path, or host:port with a token, and beyond loopback with tls_dir
+    token       the engine's token
+    token_file  file with the token, closed to other users, instead of `token`
+    tls_dir     folder with this gateway's certificates, and with the token if neither of the above is given
     """
 
     name: str
@@ -47,7 +48,7 @@ class ReplicaConfig:
     tls_dir: str = ""
 
     def target(self) -> GrpcTarget:
-        """The address with the token read, and where its certificates are. Raises ConfigError."""
+        """The address, with the token read from its file and the paths of the certificates. Raises ConfigError."""
         return target_of(self.address, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
 
 
@@ -107,13 +108,14 @@ class ForeignConfig:
 class ModelConfig:
     """One served model: our replicas, foreign servers, or both.
 
-    name       what `GET /v1/models` shows; aliases answer as well
-    folder     local folder with tokenizer.json, tokenizer_config.json and the chat template; beside `replicas`
-    upstreams  foreign servers: they answer for it, or what no replica takes
-    smaller    name of a served model that answers while every replica of this one has a long queue (`admission`); "" for none
-    unavailable  why it has no replica now, in words that clients may read; beside an empty `replicas`
+    name         name that `GET /v1/models` shows
+    aliases      further names under which clients may ask for it
+    folder       local folder with tokenizer.json, tokenizer_config.json and the chat template; needed for `replicas`
+    upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
+    smaller      name of a served model that answers while every replica of this one has a long queue (`admission`); "" for none
+    unavailable  why the model has no replica now, in words that clients may read; only with empty `replicas`
 
-    tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: what the chat template asks for
+    tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: chosen by the chat template
     """
 
     name: str
@@ -155,7 +157,7 @@ def check_models(models: tuple[ModelConfig, ...]) -> None:
 
 
 def _check_smaller(models: tuple[ModelConfig, ...]) -> None:
-    """A smaller model is a served one, and has none itself: what it cannot take either waits."""
+    """Raise ConfigError unless a smaller model is served and has no smaller one itself: a request that it cannot take waits."""
     by_name = {name: model for model in models for name in (model.name, *model.aliases)}
     for index, model in enumerate(models):
         if not model.smaller:
@@ -168,7 +170,7 @@ def _check_smaller(models: tuple[ModelConfig, ...]) -> None:
 
 
 def text_folders(models: Iterable[ModelConfig]) -> dict[str, str]:
-    """Model -> the folder of its text, of the models that engines serve."""
+    """Model name -> folder of tokenizer and template, for models with replicas."""
     return {model.name: model.folder for model in models if model.folder}
 
 
@@ -218,8 +220,7 @@ def _checked_url(url: str) -> SplitResult:
 
 
 def _is_wrong_ipv4(host: str) -> bool:
-    """Whether `host` ends in a number, as no name does, and is no IPv4 address in four parts: such forms are read differently by different
-    programs."""
+    """Whether `host` ends in a number, as no name does, and is no IPv4 address in four parts. Programs read such a host differently."""
     if ":" in host or not host.rstrip(".").rpartition(".")[2].isdecimal():
         return False
     try:

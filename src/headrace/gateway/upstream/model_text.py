@@ -31,7 +31,11 @@ class ModelText:
         self.tokenizer = tokenizer
 
     async def encode_chat(self, conversation: Conversation, *, max_model_len: int | None, tenant: str) -> tuple[array[int], list[str]]:
-        """A conversation as token ids, and the fields that its template does not read. Raises as `ChatTemplate.encode` and `check_fits`."""
+        """A conversation as token ids, and the fields that its template does not read.
+
+        Raises InvalidRequest for a conversation that the template refuses or that exceeds a worker's bounds, ContextLengthExceeded for one
+        that cannot fit, Overloaded and Unavailable when no worker takes the job.
+        """
         job = self._chat_job(conversation, max_model_len)
         answer, tail = await self._submit(job, tenant=tenant, field="messages")
         (ids,) = _split(answer, tail)
@@ -39,7 +43,11 @@ class ModelText:
         return ids, answer.unread
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool, max_model_len: int | None, tenant: str) -> list[array[int]]:
-        """Texts as token ids. A text that is clearly too long is refused before it is sent to a worker. Raises as `Tokenizer.encode`."""
+        """Texts as token ids. A text that is clearly too long is refused before it is sent to a worker.
+
+        Raises InvalidRequest for a lone surrogate or a text that exceeds a worker's bounds, ContextLengthExceeded for one that cannot fit,
+        Overloaded and Unavailable when no worker takes the job.
+        """
         bound = self.tokenizer.bound
         if bound is not None and bound.counts_spaces:  # else it splits the text, too long for the event loop: a worker does it
             for text in texts:
@@ -63,7 +71,7 @@ class ModelText:
         return answer.text
 
     def _submit(self, job: frames.WorkerJob, tail: bytes = b"", *, tenant: str, field: str) -> Awaitable[Done]:
-        """A worker's answer to a job. Raises as `TextPool.submit`, and Unavailable if the files were damaged after loading."""
+        """A worker's answer to a job. Raises Overloaded when the queue is full; Unavailable without workers or with damaged files."""
         if self._name in self._pool.failures:
             raise Unavailable("The tokenizer or the chat template of this model cannot be read now.", retry_after_s=UNREADABLE_RETRY_S)
         return self._pool.submit(job, tail, tenant=tenant, field=field)

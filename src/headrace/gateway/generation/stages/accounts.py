@@ -27,7 +27,10 @@ async def reserve_memory(generation: Generation, call_next: CallNext) -> Prepare
 
 
 async def reserve_limits(generation: Generation, call_next: CallNext) -> Prepared:
-    """Reserve the most that the answer may use, and count its real usage at the end. Raises as `LimitReservation.reserve`."""
+    """Reserve the most that the answer may use, and count its real usage at the end.
+
+    Raises RateLimitExceeded or QuotaExhausted when a limit is reached, and Unavailable when the store of limits fails.
+    """
     prepared = await call_next()
     reservation = generation.reservation
     await reservation.reserve(generation.price, prepared)

@@ -16,7 +16,8 @@ from headrace.gateway.upstream.seam import EventStream, Prepared, added
 async def prepare(generation: Generation) -> Prepared:
     """Prepare the request at its upstream, after the last stage. To fit a conversation, several prompts may be prepared.
 
-    Raises the errors of `Upstream.prepare` and `ContextFitter.prepared`.
+    Raises InvalidRequest for a request that the model cannot take (ContextLengthExceeded if it is too long), Unavailable and Overloaded
+    when the upstream cannot prepare it, and RateLimitExceeded or QuotaExhausted when the caller's limits refuse a summary.
     """
     fitting = generation.parsed.fitting
     if fitting is ContextFitting.REFUSE:

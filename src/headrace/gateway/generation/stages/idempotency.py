@@ -15,7 +15,11 @@ from headrace.observe.cache_metrics import CacheResult
 
 
 async def answer_once(generation: Generation, call_next: CallNext) -> Prepared:
-    """Answer a retry by the stored answer, or keep the first answer. Raises InvalidRequest for an unusable key, and as `Replays.find`."""
+    """Answer a retry by the stored answer, or keep the first answer.
+
+    Raises InvalidRequest for a malformed key or an answer that cannot be kept, IdempotencyConflict while the first request runs,
+    IdempotencyMismatch when it had another body, and Unavailable when the store does not answer.
+    """
     exchange, config = generation.exchange, generation.service.config.idempotency
     key = retry_key(exchange, config)
     if not key:

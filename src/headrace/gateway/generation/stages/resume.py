@@ -23,8 +23,11 @@ REPLAY_STEP = 64
 
 
 async def resume(generation: Generation, call_next: CallNext) -> Prepared:
-    """Continue the stream that the request names, and give events ids. Raises as `KeptStreams.find` and `claim`, and StreamConflict when no
-    server of the model can continue the stream."""
+    """Continue the stream that the request names, and give the events ids.
+
+    Raises InvalidRequest for a malformed Last-Event-ID or another body than the stream's, UnknownStream when the stream is not kept,
+    StreamConflict when another request continues it or no server of the model can, and Unavailable when the store does not answer.
+    """
     exchange, is_streaming = generation.exchange, generation.parsed.is_streaming
     kept_streams = generation.service.kept_streams
     if (last_event := exchange.header(LAST_EVENT_ID)) is None:

@@ -162,7 +162,7 @@ class SessionTurn:
         generation.before_end.append(partial(self._keep, generation, answer))
 
     async def _keep(self, generation: Generation, answer: TurnRecorder, replica: str | None) -> None:
-        """Store the messages that made the prompt, and the answer. Raises as `Sessions.keep`."""
+        """Store the messages that made the prompt, and the answer. Raises SessionConflict, Unavailable or RequestTooLarge."""
         history = generation.history if generation.fitted is None else generation.fitted.history
         messages = [{name: value for name, value in message.items() if name not in NOT_KEPT} for message in history.messages]
         now, stored = int(self._sessions.unix_time()), self._found.stored

@@ -134,7 +134,7 @@ def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, 
 
 
 def honoured_inside(value: object, place: str, ignored: dict[str, None], path: str) -> object:
-    """A field's value with only the honoured fields of the objects in it. place: see INNER_PLACES. Raises as `honoured_fields`."""
+    """A field's value with only the honoured fields of its objects. place: see INNER_PLACES. Raises InvalidRequest for an unknown field."""
     if isinstance(value, dict) and not place.endswith("[]"):
         return honoured_fields(value, place, ignored, f"{path}.")
     if isinstance(value, list) and place.endswith("[]"):
