@@ -30,7 +30,7 @@ def on_hangup(reload: Callable[[], None] | None, stop: StopSignals) -> Iterator[
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, take)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one that came during the start is handled now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # a signal that came during the start is handled now
     try:
         yield
     finally:

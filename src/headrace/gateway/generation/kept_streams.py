@@ -182,7 +182,7 @@ class KeptStreams:
         with self._counted():
             async with self._store.guard.waiting():
                 sent = self._open.get(event.answer_id)
-                if sent is not None and _owner(sent.exchange) == _owner(exchange):  # else the checks that follow refuse it
+                if sent is not None and _owner(sent.exchange) == _owner(exchange):  # `_checked` refuses another owner
                     await self._give_way(sent)
                 value = await self._store.store.get(event.answer_id)
                 kept = entry_in(value, _decoder, FORM)

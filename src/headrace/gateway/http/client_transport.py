@@ -75,7 +75,7 @@ class ClientTransport:
         self.cycle.flow.resume_reading()
 
     def end_watch(self, on_left: Callable[[], None]) -> None:
-        if self._on_left == on_left:  # else the next request of the connection watches already
+        if self._on_left == on_left:  # otherwise the connection's next request watches already
             self._on_left = None
 
     def connection_lost(self) -> None:

@@ -254,10 +254,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(405, NO_TUNNEL, [(b"allow", METHODS)])
         elif self._has_other_coding():
             self._refuse(501, ONLY_CHUNKED)
-        elif not self.parser.should_upgrade():  # else the head is parsed once more: `_ignore_offer`
+        elif not self.parser.should_upgrade():  # a head with an offer is parsed again: `_ignore_offer`
             self._is_in_body = True
             super().on_headers_complete()
-            if self.scope["http_version"] == "1.0":  # it has no chunks: an answer of unknown length ends with its connection
+            if self.scope["http_version"] == "1.0":  # HTTP/1.0 has no chunks: without a length an answer ends with its connection
                 self.cycle.chunked_encoding, self.cycle.expected_content_length = False, UntilClose()
             self._client.cycle = self.cycle
 
@@ -274,7 +274,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # its head alone is: `_ignore_offer`
+            return  # only the head is complete: `_ignore_offer`
         self._has_begun = self._is_in_body = False
         if not self._is_ending:
             self._stop_timers("_linger_timer")

@@ -284,7 +284,7 @@ class Exchange:
         finally:
             if is_cut:
                 task.uncancel()
-            if cancel in self._on_ended:  # it would keep what `work` gave for as long as the request runs
+            if cancel in self._on_ended:  # `cancel` would keep the result of `work` alive as long as the request
                 self._on_ended.remove(cancel)
 
     def end(self, error: HeadraceError) -> None:
@@ -307,7 +307,7 @@ class Exchange:
     async def reply(self, status: int, body: bytes, headers: Headers = (_JSON,)) -> None:
         """Write a whole answer, its head and the body's first piece in one write. Raises `end_reason`, ClientLeft or SlowReader."""
         head = [*headers, (b"content-length", b"%d" % len(body))]
-        if self.connection is None or self.scope["method"] == "HEAD":  # whose answer has no second write
+        if self.connection is None or self.scope["method"] == "HEAD":  # HEAD has no body to join the head with
             await self.start(status, head)
             await self.write(body, is_last=True)
             return

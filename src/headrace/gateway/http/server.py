@@ -129,7 +129,7 @@ class Listener:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, ssl.SSLError):
             self._notice(str(error.reason or "unknown"))
-        elif error is not None and not (self.certificate is not None and isinstance(error, OSError)):  # that client left in the handshake
+        elif error is not None and not (self.certificate is not None and isinstance(error, OSError)):  # the client left in the handshake
             log.warning("a connection could not be taken: %r", error)
 
     def _wait(self, error: OSError) -> None:
@@ -151,7 +151,7 @@ class Listener:
             self._drop(next(iter(self._refused)))
         request_id = os.urandom(12).hex()
         self._refused[client] = self._loop.call_later(LINGER_S, self._drop, client)
-        with suppress(OSError):  # it left; its end is read below
+        with suppress(OSError):  # the client has left; `_read` gets its end
             client.send(refusal_bytes(503, request_id, UNAVAILABLE, RETRY_AFTER))  # an empty socket takes it whole
             client.shutdown(socket.SHUT_WR)
         self._loop.add_reader(client.fileno(), self._read, client)

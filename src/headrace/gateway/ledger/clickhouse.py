@@ -93,7 +93,7 @@ class ClickHouseSink:
     def interrupt(self) -> None:
         connection = self._connection
         if connection is not None and connection.sock is not None:
-            with suppress(OSError):  # it is not connected any more
+            with suppress(OSError):  # the connection is already closed
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

@@ -143,7 +143,7 @@ class SpoolThread:
             self._lost(0, error)
         try:
             self._found_no_room(segment.close())
-        except OSError as error:  # it stays open, and is adopted once that can be done
+        except OSError as error:  # the segment stays open, and a later `adopt` closes it
             self._lost(0, error)
         self._on_segment()
 

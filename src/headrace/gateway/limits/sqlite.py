@@ -295,7 +295,7 @@ class SqliteLimits:
 
     async def charge(self, charges: Charges) -> None:
         self._owed.add(charges)
-        await self._thread.call(lambda: None)  # its transaction begins with them
+        await self._thread.call(lambda: None)  # an empty transaction, which makes the charges at its beginning
 
     async def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts]) -> dict[str, int]:
         return await self._thread.call(lambda: self._renew(gateway, beat, saved))

@@ -168,7 +168,7 @@ def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:
     except HeadraceError as error:
         if isinstance(error, CheckpointError):
             raise
-        # it refuses this greeting, and may accept other conversations
+        # the template refuses this greeting, and may accept other conversations
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         unbound_memory()

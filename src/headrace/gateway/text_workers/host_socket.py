@@ -81,7 +81,7 @@ class HostSocket:
         except BlockingIOError:
             loop.add_writer(self._channel, self._send)
             return
-        except OSError:  # it is gone: the next read reports it
+        except OSError:  # the host is gone: the next read reports that
             self._unsent.clear()
         loop.remove_writer(self._channel)
 

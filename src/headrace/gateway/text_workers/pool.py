@@ -239,7 +239,7 @@ class TextPool:
             self._start_worker()
         elif worker in self._idle:
             self._idle.remove(worker)
-            self._start_worker(delay_s=RETRY_S)  # it had no job: it may end again at once, so the next start waits
+            self._start_worker(delay_s=RETRY_S)  # it ended without a job, and the next may end at once too: wait
 
     def _start_worker(self, delay_s: float = 0.0) -> None:
         if not self._is_closed:

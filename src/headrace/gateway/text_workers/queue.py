@@ -120,7 +120,7 @@ class RoundRobinQueue(Generic[T]):
         waiting = self._waiting.pop(tenant)
         job = waiting.popleft()
         if waiting:
-            self._waiting[tenant] = waiting  # its next turn comes after all other tenants
+            self._waiting[tenant] = waiting  # the tenant's next turn comes after all other tenants
         self._count(job, -1)
         return job
 

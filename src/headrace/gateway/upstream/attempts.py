@@ -219,7 +219,7 @@ class CallAttempts:
                 continue
             try:
                 updates = await group.updates.batch()
-            except Unavailable as error:  # its text names sockets; the operator finds it in the log through the cause
+            except Unavailable as error:  # clients get LOST; this error names sockets, and is its cause for the log
                 self._lose(group, error)
                 continue
             if updates and isinstance(updates[0], Rejected):

@@ -116,7 +116,7 @@ class HttpUpstream(Upstream):
             max_output_tokens=None if params.max_tokens is None else params.max_tokens * num_sequences,
             num_sequences=num_sequences,
             seed=params.seed,
-            ignored=["priority"] if request.has_priority else [],  # it is not sent; what else has no effect the server does not say
+            ignored=["priority"] if request.has_priority else [],  # not sent; other fields without effect are not known
         )
 
     def _stream(self, request: ForeignRequest, max_tokens: int | None) -> HttpStream:

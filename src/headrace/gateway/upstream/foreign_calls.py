@@ -246,12 +246,12 @@ class CallPieces:
                 continue  # some servers end with an empty piece
             known, last = self._known_call(piece), self._calls[-1] if self._calls else None
             if known is not None and known.is_again(piece, is_numbered=len(self._index_to_call) > 1):
-                continue  # and some with the whole calls
+                continue  # some servers end with the whole calls again
             call = self._call_of(piece, known, listed)
             if piece.name:
                 listed.add(call.number)
             if last is not None and call.number > last.number:
-                found.append(last.give(""))  # its name does not go on
+                found.append(last.give(""))  # another call follows, so the last one's name is complete
             found.append(call.add(piece))
         return [each for each in found if each is not None] if found else None
 

@@ -84,7 +84,7 @@ class EventReader:
                 events: list[OutputEvent] = []
                 try:
                     is_done = self._read_frames(framing, framing.push(part), events)
-                finally:  # what came before a broken part counts
+                finally:  # events before a broken part count
                     self._give(events, sink, on_begun)
                 if events and not sink.has_room:
                     deadline.reschedule(None)

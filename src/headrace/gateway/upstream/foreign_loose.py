@@ -164,7 +164,7 @@ class PieceReader:
                 continue  # `_delta` reads it
             elif isinstance(kind, str) and kind not in TEXT_PARTS and not isinstance(part.get("text"), str):
                 if part is value:
-                    raise BrokenStream("a content is no text")  # it may be the answer itself, as an object
+                    raise BrokenStream("a content is no text")  # this object may be the answer itself
                 self.left_out[SideField.CONTENT_PART] += 1
             else:
                 text += _needed_text(part)
@@ -172,7 +172,7 @@ class PieceReader:
 
     def _call(self, value: Fields) -> SentCall:
         function = value.get("function") or {}
-        if isinstance(function, dict):  # its fields may stand beside it
+        if isinstance(function, dict):  # some servers send its fields beside `function`
             beside = {name: value.get(name) for name in ("name", *ARGUMENTS)}
             function = beside | {name: each for name, each in function.items() if each is not None}
         found = _function(function) or SentFunction()

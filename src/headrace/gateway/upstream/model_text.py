@@ -49,7 +49,7 @@ class ModelText:
         Overloaded and Unavailable when no worker takes the job.
         """
         bound = self.tokenizer.bound
-        if bound is not None and bound.counts_spaces:  # else it splits the text, too long for the event loop: a worker does it
+        if bound is not None and bound.counts_spaces:  # other bounds split the text, which takes too long here: a worker does it
             for text in texts:
                 check_fits("prompt", text, bound, max_model_len)
         job = frames.EncodeTexts(self._name, list(texts), add_special_tokens, max_model_len)

@@ -118,7 +118,7 @@ class TokenUpstream(Upstream):
             num_sequences=sum([call.request.params.n for call in calls]),
             seed=params.seed,
             ignored=ignored,
-            keeps_events=params.prompt_logprobs is None,  # which ids do not hold
+            keeps_events=params.prompt_logprobs is None,  # kept ids have no log-probabilities
         )
 
     def _stream(self, calls: Sequence[Call]) -> EventStream:
@@ -254,7 +254,7 @@ def _call(
     """The call of the request's prompt `number`. Raises InvalidRequest by the same rules as the engine."""
     part = "messages" if isinstance(request.prompt, Conversation) else "prompt"
     room = check_fits_context(len(prompt_ids), params.max_tokens, info, part=part)
-    if params.max_tokens is None:  # what the model's author chose, if anything, as far as the context leaves room
+    if params.max_tokens is None:  # the default of the model's author, or the rest of the context
         params = with_default_max_tokens(params, info.sampling_defaults.get("max_tokens"), room)
     engine_request = EngineRequest(
         request_id=RequestId(f"{request.request_id}-{number}"),

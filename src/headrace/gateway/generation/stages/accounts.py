@@ -35,7 +35,7 @@ async def reserve_limits(generation: Generation, call_next: CallNext) -> Prepare
     reservation = generation.reservation
     await reservation.reserve(generation.price, prepared)
     reservation.follow(generation.usage)
-    generation.ends.callback(lambda: reservation.count(generation.used))  # what no engine took costs nothing
+    generation.ends.callback(lambda: reservation.count(generation.used))  # a request that no engine began costs nothing
     return prepared
 
 
@@ -44,6 +44,6 @@ async def record_prepared(generation: Generation, call_next: CallNext) -> Prepar
     exchange = generation.exchange
     exchange.ignored += prepared.ignored
     exchange.record.seed = prepared.seed
-    if generation.side_usage is None:  # else the record has the tokens of what ran already
+    if generation.side_usage is None:  # with a summary, the record has its tokens already
         exchange.record.prompt_tokens = prepared.prompt_tokens
     return prepared

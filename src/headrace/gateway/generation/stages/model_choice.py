@@ -69,5 +69,5 @@ def refused_headers(headers: Sequence[tuple[bytes, bytes]]) -> AdmittedHeaders:
 def _smaller(model: ServedModel, models: ModelTable) -> ServedModel | None:
     try:
         return models.get(model.smaller) if model.smaller else None
-    except HeadraceError:  # one that the caller may not use
+    except HeadraceError:  # the caller may not use the smaller model
         return None

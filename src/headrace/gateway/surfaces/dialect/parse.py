@@ -140,7 +140,7 @@ def honoured_inside(value: object, place: str, ignored: dict[str, None], path: s
     if isinstance(value, list) and place.endswith("[]"):
         numbered = enumerate(value)
         return [honoured_fields(item, place, ignored, f"{path}[{n}].") if isinstance(item, dict) else item for n, item in numbered]
-    return value  # its type is refused later
+    return value  # a wrong type is refused later
 
 
 def unknown_field(name: str, served: Iterable[str], prefix: str = "") -> InvalidRequest:

@@ -76,7 +76,7 @@ class EarlierCall(Struct, omit_defaults=True):
 def check_tools(tools: object) -> None:
     """Raises InvalidRequest or RequestTooLarge for a list of functions that is too large."""
     if not isinstance(tools, list):
-        return  # its type is refused later
+        return  # a wrong type is refused later
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest("tools", f"at most {MAX_TOOLS} functions", len(tools), "Send those that this turn may need.")
     num_bytes = len(msgspec.json.encode(tools))
