@@ -17,7 +17,7 @@ from headrace.functions import PythonFunction
 
 STOPPED = "error: stopped by the user"
 SHOWN_CHARS = 300
-"""Characters of a call and of its result that are printed; the model gets all of them."""
+"""Characters printed of a call, and of its result. The model gets all of them."""
 
 
 @dataclass(slots=True)

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 30.0
-"""The gateway may take this many seconds to connect to a first engine; after them the announcement is made anyway."""
+"""Seconds that the gateway may take to connect to a first engine. Then the announcement is made anyway."""
 
 STRAGGLERS_S = 5.0
-"""Once a replica answers, the announcement waits this many seconds for all other ones."""
+"""Seconds that the announcement waits for the other replicas once one answers."""
 
 POLL_S = 0.25
-"""Seconds between two requests that ask the gateway whether it is ready."""
+"""Seconds between two probes of the gateway."""
 
 OPEN = "No API key is set: whoever reaches this address may use it."
 ANY_PAGE = "allowed_origins is * and no API key is set: every web page that is opened in reach of this address may use it."
@@ -82,7 +82,7 @@ def _connection(url: str) -> HTTPConnection:
     if parts.scheme == "http":
         return HTTPConnection(parts.netloc, timeout=2.0)
     context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # its name is not this address's, and nothing secret is sent
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the certificate names another host; nothing secret is sent
     return HTTPSConnection(parts.netloc, timeout=2.0, context=context)
 
 

@@ -29,7 +29,7 @@ ModelArgument = Annotated[
 Price = Annotated[float | None, Flag("--dollars-per-hour", help="Price of this machine: adds the price of a million tokens.")]
 
 NOT_HERE = ("seed",)
-"""Engine options that are no flags here: `--seed` is the prompts' too."""
+"""Engine options without a flag here: `--seed` is also the prompts'."""
 
 
 @with_engine_flags(without=NOT_HERE)

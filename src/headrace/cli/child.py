@@ -19,9 +19,9 @@ from headrace.cli.state import VARIABLE
 from headrace.fleet.config import COMMAND
 
 URL_LINE = re.compile(r"\bServing .* at (https?://[^\s\"]+)")
-"""Found in the line, of text or JSON, that `headrace serve` writes to stderr once it answers (`cli.announcement`)."""
+"""Matches the line, text or JSON, that `headrace serve` writes to stderr once it answers (`cli.announcement`)."""
 STOP_TIMEOUT_S = 30.0
-"""A server that runs this many seconds after SIGTERM is killed."""
+"""Seconds after SIGTERM at which a server that still runs is killed."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from headrace.cli.serve_config import ServeConfig
 from headrace.core.errors import ConfigError
 
 OTHER_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_CACHE_DIR", "HEADRACE_KEEP_PACKED", "HEADRACE_STREAM_WATCH")
-"""Variables that are read and are no part of the configuration."""
+"""Variables that are read, but are not part of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)

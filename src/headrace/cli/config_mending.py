@@ -21,7 +21,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import MissingKey, NeedsExactlyOne, UnknownKey, joined
 
 MOST_FAULTS = 100
-"""The search ends after this many changes: a bound on the work, whatever the file holds."""
+"""The most changes that the search makes, which bounds its work for any file."""
 
 
 def each_error(raw: Raw) -> Iterator[ConfigError]:

@@ -26,7 +26,7 @@ TOP_LEVEL = (
     "log_format",
     "experimental",
 )
-"""Keys that stand in no section; their variables have no double underscore (HEADRACE_DRAIN_TIMEOUT_S)."""
+"""Keys outside sections; their variables have no double underscore (HEADRACE_DRAIN_TIMEOUT_S)."""
 
 ELSEWHERE = {
     "gateway.models": "Declare models at the top level.",

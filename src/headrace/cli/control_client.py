@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 
 STATUS_TIMEOUT_S = 10.0
-"""Seconds for the answer to a status, for which the supervisor waits for its gateways for two. Commands take as long as they take."""
+"""Seconds for the answer to a status request; the supervisor waits two for its gateways. Commands have no limit."""
 
 RUN_DIR_VARIABLE = "HEADRACE_RUN_DIR"
 """Environment variable that `headrace serve` reads its `run_dir` from: the unit for systemd sets it."""

@@ -28,7 +28,8 @@ FLAG_OF = {flag.field: flag.names[0].partition("/")[0] for flag in ENGINE_FLAGS}
 """Field of EngineConfig -> its flag, for errors."""
 
 GRPC_LOG = ("GRPC_VERBOSITY", "NONE")
-"""gRPC's own lines on stderr, one for each connection that fails, have no form of ours; what they say is in an exception too."""
+"""Environment variable and value that silence gRPC, which otherwise prints a line to stderr for each failed connection, beside its
+exceptions."""
 
 
 @with_engine_flags()

@@ -32,7 +32,7 @@ MAX_NUM_DEVICES = 10**6
 MAX_CONTEXT = 2**26
 
 RATE_LIMITS = {"--tokens-per-user": (1e-3, 1e6), "--requests-per-second": (1e-6, 1e9)}
-"""Flag -> the least and the most that it may be: beyond them a figure would overflow, and none is a plan."""
+"""Flag -> (least, most) allowed values: outside them a figure would overflow, and no plan is like that."""
 
 MIN_MEMORY_FRACTION = 0.01
 GOAL_LIMITS_S = (1e-6, 1e6)

@@ -42,7 +42,7 @@ REPLACED_BY_TRACE = {
     "spike": "--spike",
     "plot": "--plot",
 }
-"""Parameters, and their flags, that say what a trace says itself, or draw what needs several loads."""
+"""Parameters, and their flags, that a trace replaces, or that need several loads."""
 
 
 def simulate(

@@ -6,7 +6,7 @@ import os
 import resource
 
 UNKNOWN_OPEN = 32
-"""What is taken for open where the system does not list it."""
+"""The number of open descriptors assumed where the system does not list them."""
 
 
 def raise_limit(wanted: int) -> int:

@@ -9,7 +9,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """An end token, a stop token id or (decided in the gateway) a stop string."""
     LENGTH = "length"
-    """max_tokens or the model's context is used up."""
+    """The limit of max_tokens or of the model's context is reached."""
     CANCELLED = "cancelled"
     """The client left, or the stream that carried the request died."""
     DEADLINE = "deadline"
@@ -24,4 +24,4 @@ class FinishReason(StrEnum):
 
 
 FINISH_WORDS = {reason: reason.value for reason in FinishReason}
-"""The reasons as plain strings. A look-up costs less than an enum's `value`, which is a function."""
+"""The reasons as plain strings: a look-up costs less than an enum's `value`, which is a function call."""

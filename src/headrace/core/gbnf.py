@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from headrace.core.errors import InvalidRequest
 
 MAX_GROUP_DEPTH = 64
-"""Groups in parentheses may be nested this deep."""
+"""The deepest nesting of groups in parentheses."""
 
 MAX_NAME_CHARS = 40
-"""Characters of a rule's name that its Lark name repeats, so that messages of the compiler can be traced to the rule."""
+"""Characters of a rule's name that are repeated in its Lark name, so that the compiler's messages can be traced to the rule."""
 
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r\n]+|\#[^\n]*)

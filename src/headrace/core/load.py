@@ -19,15 +19,15 @@ class FailureKind(Enum):
     """The operation that raised inside an engine. Each failure is logged there with its traceback (`engine.failures`)."""
 
     STEP = "step"
-    """A step: undone, and repeated in parts."""
+    """A step failed: it is undone, and repeated in parts."""
     PLAN = "plan"
-    """The making of a plan: tried again."""
+    """Planning failed: it is tried again."""
     MESSAGE = "message"
-    """The handling of a request, a cancel or another message: that request ends."""
+    """Handling a request, a cancel or another message failed: that request ends."""
     PREREQUISITE = "prerequisite"
-    """The making of what a request waits for: that request ends."""
+    """Meeting a prerequisite failed: the request that waits for it ends."""
     COMMIT = "commit"
-    """The commit of one sequence's row: that sequence ends."""
+    """The commit of one sequence's row failed: that sequence ends."""
 
 
 @dataclass(frozen=True, slots=True)

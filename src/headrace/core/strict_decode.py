@@ -31,7 +31,7 @@ _REMEDIES: dict[tuple[object, object], str] = {
     (int, str): _AS_DIGITS,
     (float, str): _AS_DIGITS,
 }
-"""By (wanted, given): a file may have 1_000, yes or "8000" where a number or a switch is wanted, and 007 or true where text is."""
+"""Remedies by (wanted type, given type): a file may have 1_000, yes or "8000" for a number or a switch, and 007 or true for text."""
 
 
 class UnknownKey(ConfigError):
@@ -150,7 +150,7 @@ def _object(kind: type, data: Mapping[object, object], where: str, elsewhere: Ma
     for key in data:
         if key not in names:
             raise UnknownKey(joined(where, str(key)), names, elsewhere)
-    # What is given comes before what is missing: a misspelt key inside may be why.
+    # Unknown keys are reported before missing ones: a misspelt key may be why another is missing.
     values = {names[str(key)]: _decoded(hints[names[str(key)]], value, joined(where, str(key)), elsewhere) for key, value in data.items()}
     for item in fields(kind):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in values:

@@ -24,17 +24,17 @@ WRITER = "headrace-pack"
 """Name of the thread that writes packed weights."""
 
 Pieces = Generator[None, None, None]
-"""As `tensor.packed.store` has it, whose import would be that of torch."""
+"""The type of the same name in `tensor.packed.store`, which cannot be imported here without torch."""
 
 MAX_WAITING_BYTES = 256 << 20
 """Memory that waiting requests may hold (token ids, grammars, `logit_bias`), see `core.waiting_bytes`."""
 
 CACHED_SHARE = 0.5
-"""Part of the KV blocks that a tenant's cached ones may be before they are evicted first. A half: a flood of one tenant's prompts leaves
-the other half to all others, and a tenant alone still has the whole cache."""
+"""Share of the KV blocks that a tenant's cached blocks may take before they are evicted first. With a half, a flood of one tenant's prompts
+leaves the other half to all others, and a tenant alone still has the whole cache."""
 
 JOIN_S = 2.0
-"""An engine process that ends waits at most this long for that thread."""
+"""Seconds that an engine process waits at its end for the thread that writes packed weights."""
 
 
 def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = "") -> Scheduler:

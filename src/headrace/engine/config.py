@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """CPUs compute float16 in float32, which holds every value of it."""
 ROUNDINGS = ("int8", "int4", "fp8")
-"""How linears may be rounded at load."""
+"""Formats to which linears can be rounded at load."""
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8", "fp8")
 """fp8 in both: on GPUs that compute it (`tensor.device`)."""
 DEVICES = ("auto", "cuda", "cpu")

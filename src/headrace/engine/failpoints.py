@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 armed_places: dict[str, Callable[[], None]] = {}
-"""Name -> what is called there, and may raise."""
+"""Name of a place -> the function that is called there and may raise."""
 
 
 def failpoint(name: str) -> None:

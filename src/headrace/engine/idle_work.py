@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 POLL_S = 0.05
-"""A thread that waits for idle time looks this often whether it has come."""
+"""Seconds between two checks whether the engine is idle."""
 
 REST_S = 0.5
 """Idle time begins this long after the last request: a client that sends its next request at once leaves none."""

@@ -15,7 +15,7 @@ from headrace.engine.config import EngineConfig
 GIB = 1 << 30
 MIB = 1 << 20
 SPARE_BYTES = 256 * MIB
-"""Left free beyond what an allocation lacked, since others may come after it."""
+"""Bytes left free beyond those that an allocation lacked, for later allocations."""
 MAX_BLOCKS = 2**31 - 1
 """Block ids are 32-bit."""
 

@@ -19,28 +19,28 @@ from headrace.policy.schedule.prerequisites import check_prerequisite
 
 
 class Preparer(Protocol):
-    """All methods are called on the loop's thread and must not block. The work is done on another thread, which then calls
-    `Engine.satisfied` or `Engine.failed`."""
+    """Meets the prerequisites of requests. All methods are called on the loop's thread and must not block: the work is done on another
+    thread, which then calls `Engine.satisfied` or `Engine.failed`."""
 
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
-        """Names of what a checked request has to wait for (a grammar, an adapter, KV), each with the seconds it may take.
+        """The prerequisites of a checked request by name (a grammar, an adapter, KV), each with the seconds that it may take.
 
-        Called once for each request that the scheduler can admit. Raises a HeadraceError: the request is refused with it, and `end` is not
-        called.
+        Called once for each request that has room in the scheduler. If it raises a HeadraceError, the request is refused with that error,
+        and `end` is not called.
         """
         ...
 
     def end(self, preparation_id: PreparationId) -> None:
-        """The request is over: release what `begin` took for it. Called once for each call of `begin` that returned."""
+        """The request is over: release what `begin` took for it. Called once for each `begin` that returned."""
         ...
 
     def close(self) -> None:
-        """No request follows, and all have ended. Threads and processes of the preparer end."""
+        """End threads and processes. Called when all requests have ended and none follows."""
         ...
 
 
 class NothingToPrepare:
-    """The preparer of engines whose requests need nothing. It refuses a grammar, which would have to be compiled."""
+    """The preparer of an engine whose requests have no prerequisites. Refuses grammars, since they would have to be compiled."""
 
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
         if request.grammar is not None:
@@ -55,7 +55,7 @@ class NothingToPrepare:
 
 
 class Preparations:
-    """The preparations whose `begin` has returned and whose `end` was not called yet."""
+    """The preparations whose `begin` has returned and whose `end` has not been called."""
 
     def __init__(self, preparer: Preparer, failures: Failures) -> None:
         self._preparer = preparer
@@ -64,7 +64,7 @@ class Preparations:
         self._num_begun = 0
 
     def begin(self, request: EngineRequest) -> tuple[PreparationId, Mapping[str, float]]:
-        """Raises the preparer's errors, and ValueError for a prerequisite whose name is the scheduler's own."""
+        """Begin a request's preparation. Raises the preparer's errors, and ValueError for a prerequisite of the scheduler's own."""
         self._num_begun += 1
         preparation_id = PreparationId(self._num_begun)
         prerequisites = self._preparer.begin(request, preparation_id)
@@ -78,9 +78,9 @@ class Preparations:
         return preparation_id, prerequisites
 
     def end(self, preparation_ids: Iterable[PreparationId]) -> None:
-        """These requests are over. A preparer that raises is logged, and the rest is ended all the same.
+        """End the preparations of these requests. An error of the preparer is logged, and the others are ended all the same.
 
-        Raises EngineFatal where the preparer did, after the rest is ended.
+        Raises EngineFatal if the preparer did, after all are ended.
         """
         fatal: EngineFatal | None = None
         for preparation_id in preparation_ids:

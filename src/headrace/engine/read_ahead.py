@@ -16,7 +16,7 @@ from headrace.tensor.host.cache_folder import packed_directory
 from headrace.tensor.packed.file import PackedFolder
 
 MAX_MEMORY_SHARE = 0.5
-"""At most this share of the free memory is read into before it is known whether the configuration can run at all."""
+"""The most of the free memory that is read into before it is known whether the configuration can run at all."""
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from headrace.engine.runner_batch import Rows, token_places
 from headrace.engine.runner_slots import SlotState
 
 TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of tokens that are captured, up to the engine's most for a step."""
+"""Sizes in tokens that are captured, up to the engine's most for a step."""
 TOKENS_PER_ROW = 16
-"""Tokens of a size for each of its rows."""
+"""Tokens per row of a size: a size of N tokens has room for N / TOKENS_PER_ROW rows."""
 MAX_PADDING = 4
 """A step is padded to this many times its tokens at most, unless the size is one of SMALL_TOKENS or fewer, which costs little more than
 its weights."""
@@ -53,7 +53,7 @@ class RowLine(IntEnum):
     CONTEXT = 1
     SLOT = 2
     LAST = 3
-    """Token whose hidden state a sampling row needs, and PLACE, where the choice reads it: one of each per sampling row."""
+    """For each sampling row, the token whose hidden state it needs; PLACE is where the choice reads that state."""
     PLACE = 4
 
 
@@ -89,7 +89,7 @@ def fill(buffer: NDArray[np.int64], size: PromptSize, rows: Rows, state: SlotSta
     last = rows.row_starts[1:][rows.samples > 0] - 1
     padding = {RowLine.FIRST: num_tokens, RowLine.CONTEXT: 0, RowLine.LAST: num_tokens - 1}
     for line in RowLine:
-        of_rows[line] = padding.get(line, len(state.known))  # a slot, and a place in the choice, that no sequence has
+        of_rows[line] = padding.get(line, len(state.known))  # the slot, and the place in the choice, that no sequence uses
     of_rows[RowLine.FIRST, :num_rows], of_rows[RowLine.CONTEXT, :num_rows] = rows.row_starts[:-1], rows.ends
     of_rows[RowLine.SLOT, :num_rows] = rows.slots
     of_rows[RowLine.LAST, : len(last)], of_rows[RowLine.PLACE, : len(last)] = last, first_place + np.arange(len(last))

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 AUTHORITY_KEY_NAME = "authority.key"
 AUTHORITY_DAYS = 3650
 CERTIFICATE_DAYS = 825
-"""Days that an engine's or a gateway's certificate is valid: the longest that strict TLS libraries take for a server's."""
+"""Days that an engine's or a gateway's certificate is valid: the most that strict TLS libraries accept for a server."""
 
 CLOCK_SKEW = timedelta(hours=1)
-"""A certificate is valid from this long before it is made, for machines whose clocks are late."""
+"""How long before its creation a certificate is valid, for machines whose clocks are late."""
 
 TOKEN_BYTES = 32
 HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
@@ -289,6 +289,6 @@ def _write_folder(path: Path, content: Mapping[str, bytes]) -> None:
             mode = 0o644 if name.endswith(".crt") else 0o600
             with open(os.open(new / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(data)
-        new.rename(path)  # an empty folder gives way, anything else does not
+        new.rename(path)  # an empty folder is replaced, any other stays
     except OSError as error:
         raise ConfigError(str(path), f"cannot be written ({error.strerror})") from error

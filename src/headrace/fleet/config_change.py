@@ -12,10 +12,10 @@ from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig, ModelSpec
 
 FIXED = ("admin", "site_key", "log_format", "run_dir", "engine_command", "gateway_command")
-"""Fields of the configuration that take a restart."""
+"""Fields of the configuration that cannot change without a restart."""
 
 FIXED_GATEWAY = ("host", "port", "workers")
-"""Keys of its gateway section that take one, which this process reads itself."""
+"""Keys of the gateway's section that this process reads itself, and that cannot change without a restart."""
 
 
 def runs_alike(before: ModelSpec, after: ModelSpec) -> bool:

@@ -25,7 +25,7 @@ PREFIX = "headrace-"
 LOCK = "lock"
 GATEWAY_FILE = "gateway.json"
 MAX_DIR_BYTES = 90
-"""Leaves room for the file names inside."""
+"""Longest path of the directory: sockets' paths have a limit, and file names are appended."""
 
 
 @dataclass(frozen=True, slots=True)

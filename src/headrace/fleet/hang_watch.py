@@ -18,14 +18,14 @@ from headrace.policy.deployment import ReplicaPhase
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between two questions to the gateways. Looks are counted, not seconds: a supervisor that was stopped itself has not looked."""
+"""Seconds between two looks at all processes. Looks are counted, not seconds: a supervisor that was itself stopped has not looked."""
 
 GATEWAY_LOOKS = 4
-"""Looks in a row at which a gateway was silent before it is killed. It is given `gateways.STATUS_TIMEOUT_S` at each, so this is about ten
-seconds, for which its part of the clients waits."""
+"""Looks in a row at which a gateway must be silent before it is killed. Each look waits `gateways.STATUS_TIMEOUT_S` for it, so that this is
+about ten seconds, for which that gateway's clients wait."""
 
 Hung = tuple[str, int | None, int]
-"""A process that hangs: label, process id, answers that it has ever given. Another process, or a late answer, is counted anew."""
+"""A process that hangs: label, process id, number of answers so far. A new process, or a late answer, is counted anew."""
 
 
 class HangWatch:

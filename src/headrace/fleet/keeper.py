@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
-"""Longest pause in seconds before a process is started again. Running streams wait for the process: a pause longer than its start would be
-most of what their clients notice."""
+"""Longest pause in seconds before a process is started again. Running streams wait for the process, so that a pause longer than its start
+would be most of the wait."""
 
 STABLE_S = 5.0
 """Seconds of service after which the next pause is FIRST_PAUSE_S again. Shorter than a usual time between faults, so that pauses grow only

@@ -27,7 +27,7 @@ MAX_LEASH_LINE_BYTES = 2**20
 SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_SITE_KEY")
 """Prefixes of the environment variables that hold secrets of `headrace serve`; children do not inherit them."""
 LAST_WORDS_S = 2.0
-"""Seconds for which the output and the leash of a child that ended are still read."""
+"""Seconds for which the output and the leash of a child are still read after its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class ProcessLauncher:
         environment  variables added to those of this process
         log_format   for children that write to this process's stdout and stderr
         """
-        # gRPC's C core prints lines of its own to stderr otherwise, one for each failed connection; its exceptions say the same.
+        # Otherwise gRPC's C core prints a line to stderr for each failed connection, beside its exceptions.
         self._environment = {"GRPC_VERBOSITY": "NONE", "PYTHONUNBUFFERED": "1", **without_secrets(os.environ), **(environment or {})}
         self._log_format = log_format
 

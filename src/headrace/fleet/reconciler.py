@@ -39,17 +39,17 @@ from headrace.wire.leash import ReloadRefused
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Seconds between two questions to the gateways while a replica comes or goes."""
+"""Seconds between two queries of the gateways while a replica comes or goes."""
 
 REFUSED_PAUSE_S = 5.0
-"""Seconds until a change of replicas that a gateway has refused is offered to it again."""
+"""Seconds until a change of replicas that a gateway refused is offered again."""
 
 STRAGGLERS_S = 10.0
-"""Seconds after the start of a deployment's first replica in which the other ones may start before it counts as started without them."""
+"""Seconds after the first replica serves in which the others may start. Then the deployment counts as started without them."""
 
 CONNECT_TIMEOUT_S = 60.0
-"""A successor whose engine serves and which a gateway still does not find ready after these seconds counts as one that cannot be started:
-the gateway knows another tokenizer, or cannot reach it."""
+"""Seconds for which a successor's engine may serve without a gateway finding it ready. Then it counts as one that cannot be started: the
+gateway has another tokenizer, or cannot reach it."""
 
 
 class Reconciler:

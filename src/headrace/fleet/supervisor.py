@@ -41,13 +41,13 @@ GATEWAY_GRACE_S = 5.0
 """Seconds beyond the drain time for the gateways to close the remaining streams."""
 
 NOTICE_S = 1.0
-"""Seconds in which gateways are to read within how many seconds they shall drain, before they are asked to drain all the same."""
+"""Seconds that gateways have to read their drain time. After that they are asked to drain in any case."""
 
 CUT_GRACE_S = 3.0
 """Seconds after a second signal for the gateways to end each stream with an error and exit."""
 
 ENGINE_GRACE_S = 10.0
-"""Seconds for engines to exit after the gateways have left: nothing runs any more, they free their weights."""
+"""Seconds for engines to exit after the gateways have left. No request runs then; engines free their weights."""
 
 
 class FleetExit(IntEnum):
@@ -115,7 +115,7 @@ class Supervisor:
         reload = asyncio.Event()
         self._admin = None if self._config.admin is None else self._config.admin.opened()
         with (
-            StopSignals() as stop,  # first of all: a signal that comes while processes start waits until they serve
+            StopSignals() as stop,  # entered first, so that a signal during the start waits until the processes serve
             on_hangup(None if self._source is None else reload.set, stop),
             run_dir(self._config.run_dir) as folder,
             self._address(),

@@ -30,8 +30,8 @@ SPIN_S = 0.002
 
 
 WHOLE_ANSWERS: dict[str, float | int | bool] = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
-"""Sampling fields of answers that have all tokens asked for, each with a text: control tokens too. An answer that goes on behind its end
-token would have its first text only where the model says anything else, tens of tokens late."""
+"""Sampling fields with which answers have all tokens asked for, and a text for each, control tokens included. After its end token, a model
+may write only control tokens for a while: without their text, the first chunk would come tens of tokens late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

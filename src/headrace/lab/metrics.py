@@ -25,7 +25,7 @@ QUANTILES = (0.5, 0.9, 0.99, 0.999)
 Z_95 = 1.959964
 """Standard deviations around the mean of a normal distribution that hold 95 % of it."""
 MAX_CLIENT_LAG_S = 1e-3
-"""A load test is void when the p99 of the client's own lag reaches this many seconds."""
+"""Seconds from which on the p99 of the client's own lag makes a load test void."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,8 @@ RETRANSMIT_S = 0.2
 
 READ_BYTES = 64 << 10
 MAX_CHUNKS = 64
-"""Chunks under way in one direction of a connection; at most MAX_CHUNKS x READ_BYTES wait here, and then the sender's own socket fills."""
+"""Chunks under way in one direction of a connection. At most MAX_CHUNKS x READ_BYTES wait here; beyond that the sender's own socket
+fills."""
 
 _RST_ON_CLOSE = struct.pack("ii", 1, 0)
 

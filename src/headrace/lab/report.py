@@ -13,9 +13,9 @@ from headrace.lab.metrics import NEEDED_SAMPLES, Distribution, LoadReport
 
 WIDTH = 58
 MAX_BURST_SHARE = 0.05
-"""A note says so when the client's time to send a burst is more than this share of the median TTFT."""
+"""Share of the median TTFT from which on a note mentions the client's time to send a burst."""
 MAX_CACHED_SHARE = 0.1
-"""A note says so when more than this share of the prompt tokens was cached although the prompts share no prefix."""
+"""Share of cached prompt tokens from which on a note mentions them, if the prompts share no prefix."""
 
 
 def to_plain(value: object) -> object:

@@ -18,8 +18,8 @@ from headrace.text.assemble import OutputAssembler
 from headrace.text.tokenizer import Tokenizer
 
 MAX_IDLE_TURNS = 500
-"""After this many turns in a row without work, each of which waits for a message for `engine.loop.IDLE_WAKE_S`, the engine has lost the
-open sequences, and the run ends with EngineFatal. A request that waits for its grammar is given up by the engine long before."""
+"""Turns in a row without work (each waits `engine.loop.IDLE_WAKE_S` for a message) after which the run ends with EngineFatal: the engine
+has lost the open sequences. A request that waits for its grammar is given up by the engine long before."""
 
 
 class PromptJob:

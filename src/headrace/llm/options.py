@@ -51,10 +51,10 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "runner": (("auto", "generate"), REMEDIES["runner"]),
     "convert": (("auto", "none"), REMEDIES["convert"]),
 }
-"""vLLM's keywords that are no options here -> (values that ask for what happens anyway, what to do instead of the other values)."""
+"""vLLM's keywords that are no options here -> (values that ask for the behaviour there is anyway, the remedy for other values)."""
 
 SILENT: Mapping[str, tuple[object, ...]] = {"disable_log_stats": (True,), "swap_space": (0, 0.0), "preemption_mode": ("recompute",)}
-"""Keyword of WITHOUT_EFFECT -> values beside None and False that ask for what happens anyway, and are logged with no notice."""
+"""Keyword of WITHOUT_EFFECT -> values beside None and False that ask for the behaviour there is anyway, and need no notice."""
 
 VLLM_NAMES = {
     "memory_fraction": "gpu_memory_utilization",

@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import TextIO
 
 ENVIRONMENT = "HEADRACE_LOG_FORMAT"
-"""Environment variable with the form of a process's log where no other is given; `headrace serve` sets it for its children."""
+"""Environment variable that names the log format where nothing else does; `headrace serve` sets it for its children."""
 
 
 class LogFormat(StrEnum):

@@ -22,7 +22,7 @@ from operator import attrgetter
 from headrace.observe.logs import LogFormat, clock_time, printable, timestamp
 
 MAX_QUEUED = 10_000
-"""Lines that wait for the thread that writes them; one more is dropped and counted."""
+"""The most lines that wait for the writing thread. One more is dropped and counted."""
 
 MAX_DETAIL_CHARS = 200
 MAX_LINE_BYTES = 4096
@@ -39,7 +39,7 @@ class Outcome(StrEnum):
     COMPLETED = "completed"
     """The answer was sent whole."""
     REFUSED = "refused"
-    """A field, a key or a full queue was the reason; nothing was computed for it."""
+    """The request was refused for a field, a key or a full queue. Nothing was computed for it."""
     CANCELLED = "cancelled"
     """The client left or did not read."""
     DEADLINE = "deadline"

@@ -15,7 +15,7 @@ class KeepOutcome(StrEnum):
     KEPT = "kept"
     TOO_LARGE = "too_large"
     DROPPED = "dropped"
-    """Too much waited to be written."""
+    """Too much was waiting to be written."""
     FAILED = "failed"
     """The store was down or slow."""
 
@@ -28,7 +28,7 @@ class ContinueOutcome(StrEnum):
     CONFLICT = "conflict"
     """Another request continues the stream."""
     REFUSED = "refused"
-    """Its body is another one, or the event is not of this stream."""
+    """The request has another body, or the event is not of this stream."""
     FAILED = "failed"
     """The store was down or slow."""
 

@@ -24,23 +24,23 @@ OTHER = "other"
 """Label of all further tenants. A tenant of this very name is counted there too."""
 
 MAX_WATCHED = 10 * MAX_TENANTS
-"""Tenants whose recent requests are counted, to find the largest; beyond them the smallest is forgotten."""
+"""Tenants whose recent requests are counted, to find the largest ones. Beyond this number the smallest is forgotten."""
 
 FADE_REQUESTS = 10_000
 """After this many requests all recent counts are halved, so that a tenant that has become quiet makes way."""
 
 LEAD = 2
-"""A tenant takes the place of the smallest one that has series when it has this many times its recent requests."""
+"""A tenant takes over the series of the smallest tenant with series once it has this many times its recent requests."""
 
 TIER_PREFIX, TENANT_PREFIX = "headrace_tier_", "headrace_tenant_"
-"""How the names of these families begin."""
+"""Prefixes of the names of these families."""
 
 BUDGET_PREFIX = "headrace_budget"
-"""How the names of the families of the deployment's budget begin: its readers are those of every tenant's series."""
+"""Prefix of the names of the families of the deployment's budget. Only readers of every tenant's series see them."""
 
 FOR_EVERY_KEY = frozenset({"headrace_replica_ready", "headrace_gateway_worker_up"})
-"""Families of the whole site that a tenant's key reads: what `/ready` shows without a key. Every other one counts what all tenants did, and
-the only other tenant of a site could be read from it by subtraction."""
+"""Families of the whole site that any tenant's key reads: those that `/ready` shows without a key. All others count all tenants together:
+in a site of two tenants, one could subtract its own numbers to see the other's."""
 
 
 class RequestUse(NamedTuple):

@@ -25,11 +25,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """Our family -> vLLM's; a counter of the engine says its own. The older vllm:time_per_output_token_seconds is the gaps between tokens."""
 
 KV_BLOCKS, KV_USAGE = "headrace_kv_blocks", ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-"""vLLM says the used part of the blocks, 0..1, under a newer and an older name."""
+"""vLLM reports the used share of the blocks, 0..1, under a newer and an older name."""
 
 FINISHED = "vllm:request_success"
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}
-"""Our finish reason -> vLLM's. Others are no success there."""
+"""Our finish reason -> vLLM's. Other reasons are no success at vLLM."""
 
 LABELS = {"model": "model_name", "replica": "engine", "reason": "finished_reason"}
 

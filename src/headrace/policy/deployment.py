@@ -17,13 +17,13 @@ from headrace.core.errors import ConfigError
 
 class ReplicaPhase(StrEnum):
     STARTING = "starting"
-    """Its process loads, or a gateway is not connected to it yet."""
+    """The process is loading, or a gateway is not connected to it yet."""
     SERVING = "serving"
-    """Every gateway has reported it ready once."""
+    """Every gateway has once reported the replica ready."""
     FAILED = "failed"
-    """Its process cannot be started; none runs."""
+    """The replica's process cannot be started; none runs."""
     DRAINING = "draining"
-    """It gets no new request; its streams finish, then its process ends."""
+    """The replica gets no new request. Its streams finish, then its process ends."""
 
 
 @dataclass(slots=True)
@@ -181,7 +181,7 @@ class Deployment:
         """
         replica = self.replicas.get(name)
         if replica is None or replica.phase is ReplicaPhase.DRAINING:
-            return  # it leaves, or has left meanwhile
+            return  # the replica leaves, or has left meanwhile
         if replica.phase is ReplicaPhase.SERVING and not allow_outage and not self._serving_beside(replica):
             reason = f"is the last replica of {replica.model} that serves"
             raise ConfigError(name, reason, f"Add one first (headrace scale {replica.model}=2), or say --allow-outage.")
@@ -267,7 +267,7 @@ class Deployment:
             return
         free = target.num_replicas + options.max_surge - num_processes
         missing = target.num_replicas - len(live)
-        if missing < -options.max_surge:  # scaled down meanwhile
+        if missing < -options.max_surge:  # the model was scaled down during the rollout
             chosen = _retired(live, -missing, first=old)
             may_leave_none = options.allow_outage or target.num_replicas == 0
             yield from chosen if may_leave_none else _without_the_last_ready(chosen, live)

@@ -23,11 +23,11 @@ NO_SLOT = -1
 NO_PREPARATION = PreparationId(0)
 """The preparation of a request for which nothing was prepared."""
 LEAST_PROGRESS_TOKENS = 64
-"""Tokens that a sequence that was preempted gives, running again, before it makes room for another one a second time. Fewer cost more
-recomputation beside a tenant that comes often; with more its requests wait longer, as no sequence is left that may be preempted."""
+"""Tokens that a preempted sequence gives after it runs again, before it can be preempted for others once more. With fewer, a tenant with
+frequent requests causes more recomputation; with more, its requests wait longer, since no sequence is left that may be preempted."""
 
 NO_DRAFTS = array("i")
-"""An empty column. Shared by all sequences, never appended to."""
+"""An empty column. Shared by all sequences: never append to it."""
 
 
 class Stage(IntEnum):
@@ -41,7 +41,7 @@ class Stage(IntEnum):
 
 
 QUEUE, PREFILL, DECODE, PREEMPTED, STALLED = Stage
-"""The same by shorter names, as those of `SeqState` below."""
+"""Shorter names for the members, as for `SeqState` below."""
 
 
 class RunningFacts(NamedTuple):
@@ -61,7 +61,7 @@ class RunningFacts(NamedTuple):
 
 
 Appended = tuple[int, FinishReason | None, int | None]
-"""Tokens kept of a row, why the last of them ends the sequence (None: it does not), and that token if it is an end token."""
+"""The number of tokens kept of a row, why the last one ends the sequence (None: it does not), and that token if it is an end token."""
 
 
 class SeqState(Enum):
@@ -75,7 +75,7 @@ class SeqState(Enum):
 
 
 BLOCKED, WAITING, RUNNING, DONE = SeqState
-"""The same by shorter names: to look up an Enum's member takes 0.15 us, and the scheduler asks for states many times per step."""
+"""Shorter names for the members. Looking up an Enum's member takes 0.15 us, and the scheduler asks for states many times per step."""
 
 
 NO_FACTS = RunningFacts(NO_SLOT, 0, RequestId(""), 0, 0, 0, NO_SLOT)

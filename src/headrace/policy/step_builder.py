@@ -16,8 +16,8 @@ from headrace.policy.sequence import Sequence
 from headrace.policy.step_rows import StepRows
 
 MAX_PROMPT_LOGPROB_TOKENS = 64
-"""Most prompt positions in one chunked step that get log-probabilities. Each needs a row of logits over the whole vocabulary, which costs
-many times a plain prompt token: a full budget of such positions would delay every other sequence's next token by seconds."""
+"""The most prompt positions with log-probabilities in one chunked step. Each needs a row of logits over the whole vocabulary, many times
+the cost of a plain prompt token: a full budget of them would delay the next token of every other sequence by seconds."""
 
 Move = tuple[int, int, int, int, int]
 """Kind, id, group, source, target."""
@@ -46,7 +46,7 @@ class StepBuilder:
     ended: list[int] = field(default_factory=list)
     logprob_budget: int = MAX_PROMPT_LOGPROB_TOKENS
     num_prefills: int = 0
-    """Rows of more than one token that are not drafts: they compute more tokens than they sample."""
+    """Rows of several tokens, drafted rows excluded: rows that compute more tokens than they sample."""
     num_spent_beyond_rows: int = 0
     """Tokens of the budget spent beyond one per row: the rest of each prefill chunk or drafted row, and the surcharge for its context."""
     num_unused: int = 0

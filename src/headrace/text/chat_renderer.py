@@ -24,10 +24,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message's reasoning is given. Templates read the first, those of gpt-oss the second."""
+"""Names under which a message's reasoning is passed: most templates read the first, those of gpt-oss the second."""
 
 END_OF_FINAL_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Appended to a message that is to be continued. What a template writes from there on is cut off; it may strip the space."""
+"""Appended to a message that is to be continued. The rendered text is cut off at it; the template may strip the space."""
 
 
 def render(source: str, messages: Sequence[Mapping[str, object]], /, *, continue_final_message: bool = False, **variables: object) -> str:

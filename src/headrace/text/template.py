@@ -21,7 +21,7 @@ from headrace.text.tokenizer import Tokenizer, any_of
 from headrace.text.tokenizer_config import SPECIAL_TOKEN_NAMES
 
 MAX_CHAT_CHARS = 4 * 2**20
-"""Characters a rendered conversation may have: far beyond any context that is served, small enough to hold in memory many times."""
+"""The most characters of a rendered conversation: far beyond any served context, and small enough to hold in memory many times."""
 MAX_KWARG_CHARS = 4096
 MAX_UNREAD_NAME_CHARS = 64
 MAX_GROWTH = 4
@@ -44,7 +44,7 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = dict(sources)
-        # A folder may name its tokens as it likes, but for what templates are given beside them.
+        # A folder may name its tokens freely, except by the names of other variables of templates.
         self._special_tokens = {
             name: token for name, token in special_tokens.items() if name in SPECIAL_TOKEN_NAMES or name not in _RESERVED
         }
@@ -209,7 +209,7 @@ class ChatTemplate:
         try:
             try:
                 text = write(chat.messages)
-            except TypeError:  # DeepSeek's templates join arguments to text, which takes them as JSON; all others read objects
+            except TypeError:  # DeepSeek's templates concatenate arguments with text, so they need JSON text; all others read objects
                 text = write(with_written_arguments(chat.messages))
         except TemplateSyntaxError as error:
             raise _broken(error) from error

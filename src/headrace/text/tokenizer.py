@@ -310,7 +310,7 @@ def _build(data: bytes) -> tokenizers.Tokenizer:
         inner = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError("tokenizer.json", f"cannot be loaded ({str(error)[:200]})") from error
-    # A folder saved while training may carry these; a server never cuts or pads silently.
+    # A folder saved while training may set truncation and padding; a server never cuts or pads silently.
     inner.no_truncation()
     inner.no_padding()
     return inner

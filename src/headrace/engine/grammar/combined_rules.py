@@ -17,13 +17,13 @@ from headrace.engine.grammar.places import Place, refused, unsupported
 UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 
 EVALUATING = frozenset({"anyOf", "oneOf", "not", "if", "contains", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"})
-"""Keywords by which it depends on the value which of its parts are evaluated."""
+"""Keywords with which the value decides which of its parts are evaluated."""
 
 NAME_FORMATS = {
     "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
     "date": "^[0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-9])|(0[13-9]|1[0-2])-30|(0[13578]|1[02])-31)$",
 }
-"""Formats of the names of properties, as expressions: the library has formats of values alone."""
+"""Formats of property names, as expressions: llguidance has formats of values alone."""
 
 
 def close_unevaluated(node: Keywords, combined: Sequence[Any], conjuncts: Sequence[Keywords], place: Place) -> None:

@@ -21,11 +21,12 @@ NAMES = {
     GrammarKind.REGEX: "a regular expression",
     GrammarKind.LARK: "a grammar",
 }
-"""What a client reads. Choices, GBNF and function calls are Lark sources too, so Lark is not named."""
+"""Names of grammars in errors for clients. Choices, GBNF and function calls are Lark sources too, so that Lark is not named."""
 
 
 NAME_EXCLUDED = ". Allow it in properties, propertyNames, patternProperties or additionalProperties."
-"""What to do about a required property that one of these excludes: `propertyNames` is written as the others before the library reads it."""
+"""The remedy for a required property that one of these excludes. llguidance's message does not name `propertyNames`, which it only sees
+rewritten."""
 
 
 def compile_grammar(trie: TokenTrie, grammar: Grammar) -> LLMatcher:

@@ -17,13 +17,13 @@ ConjunctsOf = Callable[[Any], Conjuncts | None]
 """The conjuncts of a schema; None for one that no value satisfies."""
 
 MAX_COMPARISONS = 4_000
-"""Pairs of schemas that are compared for one document's `oneOf`: about 40 ms."""
+"""The most pairs of schemas that are compared for one document's `oneOf`: about 40 ms."""
 
 MAX_DEPTH = 8
-"""Properties and branches within each other that are compared."""
+"""Nesting of properties and branches up to which schemas are compared."""
 
 MAX_TAGS = 16
-"""Properties of the first branch that are tried as the one that tells the branches apart."""
+"""The most properties of the first branch that are tried as the one that distinguishes the branches."""
 
 
 class Exclusion:

@@ -11,7 +11,7 @@ TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
 SIZES = {str: ("minLength", "maxLength"), list: ("minItems", "maxItems"), dict: ("minProperties", "maxProperties")}
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 DECIDED = frozenset({"type", "required", *BOUNDS, *(keyword for keywords in SIZES.values() for keyword in keywords)})
-"""Keywords of which `refutes` says all that there is to say, `const` and `enum` beside them."""
+"""Keywords that `refutes` decides completely, together with `const` and `enum`."""
 
 
 def type_names(value: object) -> tuple[str, ...]:

@@ -41,13 +41,13 @@ OF_ANY_TYPE = frozenset({"type", "nullable", "const", "enum", "not", *LOGIC, *RE
 
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
 UNSUPPORTED = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", *DEPENDENCIES})
-"""Keywords that are refused where the rules below leave them."""
+"""Keywords that are refused unless the rules below remove them."""
 
 ENFORCED_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-"""The formats that llguidance has."""
+"""The formats that llguidance enforces."""
 
 NO_BOUND = (1 << 31) - 1
-"""A largest size from which on no answer reaches it. Generators write it where there is none."""
+"""A largest size from here on binds no answer. Generators write it for "no bound"."""
 
 
 def simplified(schema: Any, place: Place) -> Keywords | bool:
@@ -351,4 +351,4 @@ def _read_condition(node: Keywords, place: Place) -> None:
 
 
 READ_FIRST = {"number": _number_rules, "string": _string_rules, "array": _array_rules, "object": _object_rules}
-"""Rules of the keywords of each type."""
+"""By type: the function that checks and simplifies the type's keywords."""

@@ -11,16 +11,17 @@ MAX_JSON_DEPTH = 64
 """Levels of objects and arrays in the text of a JSON schema. A deeper one is refused."""
 
 MAX_LEXER_STATES = 8_000
-"""States that the lexer of one compiled grammar may build while it is used. A state takes about 0.5 KB, and 2 KB at most, so one grammar
-stays below 16 MB. A counted repetition such as `.{1,2000}` takes a state per byte written, and about eight more for each mask; a full
-lexer is renewed, which leaves those of the masks behind."""
+"""States that the lexer of one compiled grammar may build while in use. A state takes about 0.5 KB, at most 2 KB, so that one grammar stays
+below 16 MB. A counted repetition such as `.{1,2000}` takes a state per byte written, and about eight more for each mask. A full lexer is
+renewed, which drops the states of earlier masks."""
 
 MAX_COUNT = 7_000
-"""The largest count of characters in a grammar (`maxLength`, `.{1,n}`). A larger one is refused, since an output that made use of it would
-not end within MAX_LEXER_STATES."""
+"""The largest count of characters in a grammar (`maxLength`, `.{1,n}`). A larger one is refused: an output that used it would exceed
+MAX_LEXER_STATES."""
 
 MAX_RENEWAL_S = 0.25
-"""CPU time that one sequence may spend on new lexers where it found the shared one full. A sequence that needs more ends with an error."""
+"""CPU seconds that one sequence may spend on new lexers after finding the shared one full. A sequence that needs more ends with an
+error."""
 
 STEP_LEXER_FUEL = 28_000
 """Lexer work of one mask, in llguidance's units: about 14,000 per millisecond. A mask that needs more ends its sequence."""
@@ -36,7 +37,7 @@ VET_WALL_S = 10.0
 """Seconds that vetting may take by the clock, however busy the machine is. A grammar that needs more is refused."""
 
 VET_MEMORY_BYTES = 192 << 20
-"""Address space that vetting may take beside what its process has. A grammar that needs more is refused."""
+"""Address space that vetting may take beyond that of its process. A grammar that needs more is refused."""
 
 VET_STACK_BYTES = 8 << 20
 """Stack that vetting may take. A grammar whose rules refer to each other in a longer chain is refused."""
@@ -48,8 +49,8 @@ NUM_VETTED_STEPS = 48
 """Masks that vetting computes along outputs drawn at random from what the grammar allows."""
 
 MASK_CPU_S = VET_CPU_S / NUM_VETTED_STEPS
-"""CPU time that advancing by one token and filling a mask may take on average, which is what vetting allows. STEP_MAX_ITEMS does not bound
-it: in an ambiguous grammar each item costs the more the longer the output is."""
+"""CPU seconds that advancing by one token and filling a mask may take on average; vetting allows the same. STEP_MAX_ITEMS does not bound
+this: in an ambiguous grammar, an item costs more the longer the output is."""
 
 MASK_BURST_S = 0.05
 """CPU time that a sequence may spend on its masks beyond that average. A sequence that spends more ends with an error."""
@@ -59,17 +60,17 @@ STORE_BYTES = 512 << 20
 recently used first; where all are in use, further requests with new grammars are refused."""
 
 TENANT_BYTES = STORE_BYTES * 3 // 4
-"""The same for the grammars of one tenant."""
+"""Memory of the compiled grammars of one tenant, counted as for STORE_BYTES."""
 
 STATES_BYTES = MAX_LEXER_STATES * 512
-"""Memory counted for a compiled grammar beside what it held when it was vetted: the states that its lexer may still build."""
+"""Memory added for a compiled grammar to the amount measured by vetting: for the states that its lexer may still build."""
 
 PREPARE_TIMEOUT_S = 30.0
-"""Seconds that a request waits for its grammar; then it is refused as one that can be sent again. The first one of an engine also waits
-until the model's vocabulary is read."""
+"""Seconds that a request waits for its grammar. Then it is refused with an error that allows a retry. The first request of an engine also
+waits until the model's vocabulary is read."""
 
 MAX_WAITING_GRAMMARS = 64
-"""Requests of one tenant that may wait for grammars to be prepared, one after the other. Further ones with new grammars are refused."""
+"""Requests of one tenant that may wait for their grammars. Further ones with new grammars are refused."""
 
 STACK_BYTES = 64 << 20
 """Stack of the threads that compile and match grammars: eight times that of vetting, so that what

@@ -23,10 +23,10 @@ from headrace.engine.grammar.places import Place, refused
 from headrace.engine.grammar.references import References
 
 MAX_WRITTEN = 4_000
-"""Schemas that are written, each time counted, before definitions are no longer written out."""
+"""Schemas written, repetitions counted, after which definitions are no longer written out."""
 
 MAX_WRITTEN_OUT = 6
-"""Definitions that are written out within each other."""
+"""Definitions that may be written out within each other."""
 
 MAX_NAME_CHARS = 40
 
@@ -35,7 +35,7 @@ BRANCHES = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 
 Schema = dict[str, Any] | bool
 Around = tuple["Around", Any] | None
-"""Schemas within each other, the innermost last."""
+"""The schemas around a value, linked from the innermost outwards."""
 
 
 class Target(NamedTuple):

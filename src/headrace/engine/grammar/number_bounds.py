@@ -15,7 +15,7 @@ from typing import Any
 from headrace.engine.grammar.places import Place, refused
 
 EXACT = 1 << 53
-"""Up to here a 64-bit float holds every integer."""
+"""A 64-bit float holds every integer up to here."""
 
 MAX_INTEGER = (1 << 63) - 1
 """The largest bound of an integer: llguidance rounds it to 2^63, and cuts that off here."""
@@ -24,13 +24,13 @@ MAX_FLOAT = (1 << 63) - 1024
 """The largest float below 2^63; its negative is the least bound."""
 
 OPEN_LIMIT = 10**18
-"""llguidance cannot write a range that begins here or further out and is open towards infinity."""
+"""llguidance cannot write a range that is open towards infinity and begins here or further out."""
 
 NUM_DIGITS = 15
-"""The digits that a number with a fraction keeps, as far as at most MAX_DECIMALS stand after the point: further ones may be others."""
+"""Digits that a fraction keeps in llguidance, if at most MAX_DECIMALS are after the point. Further digits may change."""
 
 MAX_DECIMALS = 22
-"""Powers of ten up to this one are 64-bit floats."""
+"""Powers of ten up to this one are exact as 64-bit floats."""
 
 MAX_MULTIPLE = (1 << 32) - 1
 

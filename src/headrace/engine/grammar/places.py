@@ -15,7 +15,7 @@ ROOT: Place = "#"
 MAX_POINTER_CHARS = 120
 
 LONG_INTEGER = 10**40
-"""An integer from here on is shown with an exponent, as it was probably written."""
+"""From here on, an integer is shown with an exponent, as the client probably wrote it."""
 
 _NOTHING = object()
 

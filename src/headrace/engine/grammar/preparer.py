@@ -24,11 +24,11 @@ GRAMMAR = "grammar"
 """The prerequisite's name."""
 
 MAX_VETTED = 4096
-"""Grammars remembered as vetted after the store has dropped them: they are compiled again without a second vetting."""
+"""Grammars remembered as vetted after the store dropped them. They are compiled again, but not vetted again."""
 
 
 class PreparedEngine(Protocol):
-    """What a preparer says to the loop; `engine.loop.Engine` is one."""
+    """The calls that a preparer makes to its engine; `engine.loop.Engine` is one."""
 
     def satisfied(self, preparation_id: PreparationId, what: str) -> None: ...
 
@@ -36,7 +36,7 @@ class PreparedEngine(Protocol):
 
 
 class GrammarPreparer:
-    """Compiles the grammars of admitted requests into a `GrammarStore`, from which the runner takes its matchers."""
+    """Compiles the grammars of accepted requests into a `GrammarStore`, from which the runner takes its matchers."""
 
     def __init__(self, compiler: GrammarCompiler, store: GrammarStore) -> None:
         self._compiler = compiler
@@ -50,13 +50,14 @@ class GrammarPreparer:
         self._vetted: OrderedDict[bytes, int] = OrderedDict()
 
     def attach(self, engine: PreparedEngine) -> None:
-        """Say what becomes of prerequisites to this engine. Called once, before the first `begin`."""
+        """Set the engine to notify of prerequisites. Called once, before the first `begin`."""
         self._engine = engine
 
     # on the loop's thread
 
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
-        """Raises InvalidRequest for a grammar where the model can have none, Overloaded while too many of the tenant's wait."""
+        """As `Preparer.begin`. Raises InvalidRequest where the model can have no grammar, Overloaded while too many of the tenant's
+        wait."""
         if request.grammar is None:
             return {}
         if self._compiler.refusal:
@@ -85,7 +86,7 @@ class GrammarPreparer:
             self._store.unpin(key)
 
     def close(self) -> None:
-        """End the thread, after the grammar it works on, and the vetting process."""
+        """End the vetting process and, after its current grammar, the thread."""
         self._jobs.close()
         self._compiler.close()
 
@@ -107,7 +108,7 @@ class GrammarPreparer:
                 self._engine.satisfied(preparation_id, GRAMMAR)
 
     def _prepare(self, key: GrammarKey) -> None:
-        """Compile it, unless an earlier request of the tenant has just had it compiled; pinned once either way."""
+        """Pin the grammar. Compile it first, unless an earlier request of the tenant has just had it compiled."""
         if not self._store.pin(key):
             num_bytes = self._vet(key)
             self._store.add(key, self._compiler.compile(key.grammar), num_bytes)
@@ -122,7 +123,7 @@ class GrammarPreparer:
         return self._vetted[digest]
 
     def _hand_over(self, preparation_id: PreparationId, key: GrammarKey) -> None:
-        """The pin is the request's from here on, and given back at once where it has ended meanwhile."""
+        """Give the pin to the request. If the request has ended meanwhile, unpin the grammar."""
         with self._lock:
             is_open = preparation_id in self._open
             if is_open:
@@ -132,7 +133,7 @@ class GrammarPreparer:
 
 
 class TenantJobs:
-    """Preparations that wait for their grammar: first come, first served within a tenant; tenants take turns. Two threads use the queue."""
+    """Preparations that wait for the thread: tenants take turns, first come, first served within a tenant. Two threads use the queue."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[PreparationId]] = OrderedDict()
@@ -140,7 +141,7 @@ class TenantJobs:
         self._closed = False
 
     def check_room(self, tenant: str) -> None:
-        """Raises Overloaded where a tenant's request would wait behind too many of its own."""
+        """Raises Overloaded if MAX_WAITING_GRAMMARS of the tenant's preparations wait already."""
         with self._changed:
             num_waiting = len(self._waiting.get(tenant, ()))
         if num_waiting >= MAX_WAITING_GRAMMARS:
@@ -153,7 +154,7 @@ class TenantJobs:
             self._changed.notify()
 
     def take(self) -> PreparationId | None:
-        """Wait for the next one; None once closed."""
+        """Wait for the next preparation; None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._closed:

@@ -29,7 +29,7 @@ Step = tuple[str, Any]
 """The text of a reference, or a keyword, and the schema that it leads to."""
 
 OLD_DRAFTS = frozenset({f"http://json-schema.org/draft-0{number}/schema" for number in (4, 6, 7)})
-"""Drafts in which nothing beside a `$ref` counts; of that, an `$id` could change what it points to."""
+"""Drafts in which keywords beside a `$ref` are ignored. Of these, only an `$id` could change where the reference points."""
 
 
 @dataclass(slots=True, eq=False)

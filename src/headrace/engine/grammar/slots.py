@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 LEXER_IS_FULL = "too many states"
-"""What a matcher says when its lexer has as many states as it may have. Copies share a lexer, so other sequences may have filled it."""
+"""Text in a matcher's error if its lexer has reached the limit of states. Copies share a lexer, so other sequences may have filled it."""
 
 OVERSPENT = f"its masks take more than {MASK_CPU_S * 1000:g} ms of CPU time on average"
 
 MIN_SHARED_TOKENS = 64
-"""A sequence whose renewed lexer was full again within this many tokens goes on with one that no other sequence fills."""
+"""If a renewed lexer is full again within this many tokens, the sequence goes on with a lexer that it does not share."""
 
 
 class MatcherSource(Protocol):
@@ -90,7 +90,7 @@ class _Slot:
         assert matcher is not None, "match_with comes first"
         begin, num_new = time.thread_time(), len(self.token_ids) - self.num_consumed
         for token_id in self.token_ids[self.num_consumed :]:
-            matcher.consume_token(token_id)  # which takes an end token after a complete output; `consume_tokens` does not
+            matcher.consume_token(token_id)  # `consume_tokens` would refuse an end token after a complete output
         self.num_consumed = len(self.token_ids)
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)  # releases the GIL

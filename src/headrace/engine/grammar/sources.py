@@ -25,8 +25,8 @@ _NEWLINES_BEFORE_JSON = "/\\n{0,2}/"
 """Models write an empty line between their reasoning and a document. White space before a document does not change it."""
 
 _OPTIONS = "x-guidance"
-"""llguidance's options of a schema. It takes them out and moves the last keyword to where they stood: anywhere but at the end, that would
-change the order of the keywords."""
+"""The keyword with llguidance's options in a schema. llguidance removes it and puts the last keyword in its place, so that anywhere but at
+the end it would change the keywords' order."""
 
 _EMBEDDED = re.compile(r"""//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(%json\s*)(?=\{)""")
 """A schema in a Lark source, or a comment, a text or an expression, in which no schema begins."""

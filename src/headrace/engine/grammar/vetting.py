@@ -29,10 +29,10 @@ START_TIMEOUT_S = 60.0
 """Seconds that reading a model's vocabulary may take."""
 
 ANSWER_TIMEOUT_S = VET_WALL_S + 3.0
-"""A process that has not answered by then is killed, and the grammar refused."""
+"""Seconds after which a process that has not answered is killed, and the grammar refused."""
 
 NUM_ATTEMPTS = 2
-"""How often a grammar is vetted whose vetting process has ended meanwhile: it may have been killed for another reason."""
+"""Times that a grammar is vetted whose vetting process ended meanwhile, since that may have had another cause."""
 
 
 class GrammarVetter:
@@ -73,7 +73,7 @@ class GrammarVetter:
         self._closed = True
         if (channel := self._channel) is not None:
             with suppress(OSError):
-                channel.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for an answer; a fork may hold the other end still
+                channel.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for an answer, even while a fork holds the other end open
         if (process := self._process) is not None:
             process.kill()
         with self._lock:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 NO_EXTENSION = "NoExtensionBias"
-"""What a matcher says where no token continues the output."""
+"""The text of a matcher that no token can continue."""
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def _vet_and_leave(trie: TokenTrie, grammar: Grammar, writer: int) -> NoReturn:
             answer = {"invalid": {"limit": error.limit, "value": None if error.given is None else error.value, "remedy": error.remedy}}
         os.write(writer, json.dumps(answer).encode())
     except MemoryError:
-        os.abort()  # as code that cannot raise it does
+        os.abort()  # the same end as that of native code out of memory
     finally:
         os._exit(0)
 
@@ -110,7 +110,7 @@ def _bind_this_process() -> None:
     """Bound the memory, stack and time of this process from now on."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # an abort says so on stderr, with what the client sent
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # an abort would print the client's text on stderr
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit(resource.RLIMIT_STACK, VET_STACK_BYTES)
     if own := _memory_bytes()[0]:
@@ -131,7 +131,7 @@ def vet(trie: TokenTrie, grammar: Grammar) -> int:
     _try_masks(matcher, grammar)
     if sys.platform == "linux":
         with suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # what compiling took and gave back is not the grammar's
+            ctypes.CDLL(None).malloc_trim(0)  # memory freed after compiling does not count for the grammar
     num_bytes = max(0, _memory_bytes()[1] - before)
     if num_bytes > MAX_COMPILED_BYTES:
         limit = f"{NAMES[grammar.kind]} that takes at most {MAX_COMPILED_BYTES >> 20} MiB once it is compiled"

@@ -59,7 +59,7 @@ class ProcessConfig:
         """Bind this process to its CPUs and its GPU, and reduce the engine's memory share. Before anything counts CPUs or imports torch."""
         if self.gpu:
             os.environ[VISIBLE] = self.gpu
-        if self.cpus:  # empty where a process cannot be bound
+        if self.cpus:  # empty on systems that cannot bind a process
             os.sched_setaffinity(0, {int(cpu) for cpu in self.cpus.split(",")})
         return replace(engine, memory_fraction=engine.memory_fraction / (1 + self.num_neighbours))
 

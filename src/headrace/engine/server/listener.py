@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 FOLDER_PREFIX = "headrace-wire-"
 INNER_NAME = "grpc.sock"
 LOCK_NAME = "engine.lock"
-"""Says that an engine uses the directory. Not "lock": such a directory would count as a deployment's (fleet/files.py)."""
+"""Name of the file that marks the directory as in use. Another name than "lock", which marks a deployment's directory (fleet/files.py)."""
 
 HANDSHAKE_S = 5.0
 """Seconds from the connection to the end of its handshake. A connection that takes longer is closed."""
 
 MAX_HANDSHAKES = 64
-"""Connections that have not finished their handshake. One more is closed at once: strangers must not take all descriptors."""
+"""Connections that may be in their handshake. One more is closed at once, so that strangers cannot take all descriptors."""
 
 REPEAT_S = 60.0
 """Seconds until the same refusal of the same address is logged again: a gateway tries every second."""
@@ -46,14 +46,14 @@ MAX_REFUSALS = 1024
 """Refusals that are remembered for REPEAT_S; with more, all are forgotten and may be logged again."""
 
 UNREAD_S = 2 * LEASE_S
-"""Seconds after which the system ends a connection whose other end acknowledges or takes nothing: a machine that lost its power says no
-goodbye. gRPC has given the gateway up before (its lease), and this frees the relay's sockets."""
+"""Seconds after which the system ends a connection whose other end acknowledges or reads nothing, such as a machine that lost its power. By
+then the gateway has lost its lease, and only the relay's sockets are freed."""
 
 LINGER_S = 2.0
 """Seconds in which a connection that the gRPC server has closed may deliver the rest of its bytes: an engine that drains ends this way."""
 
 ACCEPT_PAUSE_S = 0.1
-"""Seconds of rest after a connection could not be accepted, for want of descriptors for instance."""
+"""Seconds to wait after a connection could not be accepted, for example for want of descriptors."""
 
 TLS_HANDSHAKE = 0x16
 """First byte of a TLS handshake; HTTP/2 begins with a letter."""
@@ -220,7 +220,7 @@ def listening_sockets(target: GrpcTarget) -> list[socket.socket]:
         for family, *_, address in dict.fromkeys(found):
             sockets.append(socket.create_server((address[0], port, *address[2:]), family=family, backlog=128))
             sockets[-1].setblocking(False)
-            port = sockets[-1].getsockname()[1]  # a free one is the same at each address
+            port = sockets[-1].getsockname()[1]  # a port chosen by the system is used at each address
     except OSError as error:
         for each in sockets:
             each.close()

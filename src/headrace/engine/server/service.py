@@ -46,7 +46,7 @@ from headrace.wire.target import GrpcTarget, check_private, token_matches
 log = logging.getLogger(__name__)
 
 STREAMS_END_S = 1.0
-"""Seconds in which streams may end in order. gRPC cancels a call that does not, and drops what the other end has not read of it."""
+"""Seconds in which streams may end in order. After them gRPC cancels the call, and bytes that the other end has not read are lost."""
 
 Asked = TypeVar("Asked", pb.DrainRequest, pb.SnapshotRequest)
 
@@ -220,10 +220,10 @@ class EngineService:
 
     async def _greet(self, stream: GatewayStream) -> None:
         hello = await stream.read_hello()
-        check_protocol(hello.protocol_version, "the gateway")  # first: what another version's fields mean is not known here
+        check_protocol(hello.protocol_version, "the gateway")  # first: the fields of another version may mean something else
         check_known_fields("hello", hello)
         check_model(self._engine.info, Expectation(digests=dict(hello.digests), vocab_size=hello.vocab_size))
-        self._streams.append(stream)  # before the hello is written: what changes meanwhile waits in `unsent` and follows it
+        self._streams.append(stream)  # before the hello is written, so that changes meanwhile wait in `unsent` and follow it
         await stream.send(pb.EngineFrame(hello=self.hello))
         self._send_load()
         if self._dispatcher.draining is not None:

@@ -17,19 +17,19 @@ from headrace.core.update import SequenceUpdate
 UNIT_BYTES = 32
 
 UPDATE_UNITS = 24
-"""Charged for each update, as it came or merged, beside its contents: the object, and the map's entry."""
+"""Units charged for each waiting update, merged or not, beside its contents: for the object, and the map's entry."""
 
 POSITION_UNITS, ALTERNATIVE_UNITS = 8, 3
-"""Charged for a position's log-probabilities while they are objects, and for each of its alternatives."""
+"""Units charged for the log-probabilities of a position that are still objects, and for each alternative."""
 
 COLUMNS_UNITS = 24
-"""Charged for merged log-probabilities, and again for those of the prompt, beside a unit per entry: six arrays."""
+"""Units charged for merged log-probabilities, and again for those of the prompt, beside a unit per entry: six arrays."""
 
 FACTS_UNITS = 12
-"""Charged for an end, or for a first token's facts, beside the end's message."""
+"""Units charged for an end, or for a first token's facts, beside the end's message."""
 
 MAX_MERGED_ENTRIES = 4096
-"""A merged update of this many entries takes no more in, since a frame is filled with whole updates."""
+"""Entries from which on a merged update takes no further ones, since a frame is filled with whole updates."""
 
 PAGE_POSITIONS = 1024
 """A long prompt's log-probabilities are split after this many positions, so that one frame need not hold all of them."""
@@ -91,7 +91,7 @@ class UnreadUpdate:
 
 
 Unread = SequenceUpdate | list[UnreadUpdate]
-"""What waits of one sequence: an update as it came, or merged ones."""
+"""The waiting output of one sequence: one update as it came, or merged ones."""
 
 
 def put(unread: Unread | None, update: SequenceUpdate) -> tuple[Unread, int]:

@@ -22,7 +22,7 @@ MAX_FILE_BYTES = 1 << 20
 """Most bytes of a catalogue or of a file of prices."""
 
 OLD_MONTHS = 12
-"""Months after which an entry is said to be old."""
+"""Months after which an entry is reported as old."""
 
 HOURS_PER_MONTH = 730
 
@@ -38,7 +38,7 @@ LIMITS = {
     "egress_per_gb": (0, 1e6),
     "storage_per_gb_month": (0, 1e6),
 }
-"""Field -> the least and the most that it may be: wide enough for any device, and small enough that every figure is a finite number."""
+"""Field -> (least, most) allowed values: wide enough for any device, and narrow enough that every figure is a finite number."""
 
 TFLOPS_LIMITS = (1e-3, 1e9)
 

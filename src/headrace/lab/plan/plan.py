@@ -12,13 +12,13 @@ from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES
 from headrace.policy.placement.roofline import COLLECTIVES, COMPUTING, GAPS, READING_KV, READING_WEIGHTS, Roofline
 
 EGRESS_BYTES_PER_TOKEN = 250
-"""Bytes that a client is sent for each token of a stream: one event of a chat completion, with its headers' share."""
+"""Bytes sent to a client for each token of a stream: one event of a chat completion, with its share of headers."""
 
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Contexts for which the number of sequences is shown."""
 
 OUTPUT_SHARE = 4
-"""Tokens of a context for each token of an answer, where the length of answers follows from nothing that is given."""
+"""Assumed context tokens per answer token, where nothing else gives the length of answers."""
 
 
 @dataclass(frozen=True, slots=True)

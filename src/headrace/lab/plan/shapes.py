@@ -22,7 +22,7 @@ EVERY_OTHER = frozenset({"gemma2"})
 """Families in which every other layer has the sliding window although config.json does not say so."""
 
 TIED = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
-"""Families whose head is the table of embeddings where config.json says nothing."""
+"""Families whose head is the embedding table if config.json does not say."""
 
 FAMILIES = (
     ENCODERS
@@ -32,7 +32,7 @@ FAMILIES = (
     | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "olmoe", "granite", "granitemoe", "cohere", "cohere2", "glm", "glm4", "glm4_moe"}
     | {"smollm3", "stablelm", "seed_oss", "exaone4"}
 )
-"""Values of model_type whose sizes stand in the fields that are read here. Any other is read as Llama, and the plan says so."""
+"""Values of model_type whose sizes are in the fields that are read here. Any other is read as Llama, with a note in the plan."""
 
 OTHER_LAYERS = (
     "state_size",
@@ -53,17 +53,17 @@ OTHER_LAYERS = (
     "is_encoder_decoder",
     "add_cross_attention",
 )
-"""Fields, or beginnings of their names, of layers with another state than keys and values of one sequence."""
+"""Fields, or prefixes of fields, of layers with a state other than keys and values of one sequence."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 NOT_READ = {"interleave_moe_layer_step": 1, "decoder_sparse_step": 1, "moe_layer_freq": 1, "mlp_only_layers": []}
-"""Fields that say which layers have experts -> the value with which all have."""
+"""Fields that say which layers have experts -> the value that means all layers."""
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", **{name: name for name in WEIGHT_BYTES}}
 
 GGUF_DTYPES = {"Q4": "int4", "Q8": "int8", "F16": "fp16", "BF16": "bf16", "F32": "fp32"}
-"""How a GGUF file's mixture of types begins -> the dtype."""
+"""Prefix of a GGUF file's mixture of types -> the dtype."""
 
 MAX_WIDTH = 2**20
 MAX_LAYERS = 1024

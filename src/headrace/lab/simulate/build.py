@@ -15,7 +15,7 @@ from headrace.policy.placement.model import ModelShape
 from headrace.policy.placement.roofline import Roofline, StepLatency
 
 VOCAB_SIZE = 2_000_000_012
-"""Ids of simulated prompts lie below this, whatever the model's vocabulary is: they say which prompts begin alike, and nothing else."""
+"""Ids of simulated prompts are below this, whatever the model's vocabulary: ids only say which prompts begin alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class SimulatedModel:
             vocab_size=VOCAB_SIZE,
             max_model_len=self.max_model_len,
             eos_token_ids=(),
-            kv_groups=(KvGroup(layers=(0,), kv_heads=1, head_dim=1, dtype_bytes=1),),  # blocks are counted, their bytes were before
+            kv_groups=(KvGroup(layers=(0,), kv_heads=1, head_dim=1, dtype_bytes=1),),  # only blocks are counted from here on
             block_size=self.config.block_size,
             num_blocks=(self.num_blocks,),
             dtype="none",

@@ -27,7 +27,7 @@ MEASURED = (
     "deterministic",
     "num_threads",
 )
-"""Options that decide what a step takes and how many blocks there are: measured steps are those of one value."""
+"""Options that decide how long a step takes and how many blocks there are. Measured steps apply only to the same values."""
 
 WEIGHT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 KV_DTYPES = {"bfloat16": "bf16", "int8": "int8", "fp8": "fp8"}

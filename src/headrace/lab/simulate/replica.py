@@ -19,7 +19,7 @@ from headrace.engine.steps import Runner
 Update = SequenceUpdate | Rejected
 
 Wait = Callable[[float], None]
-"""Called with seconds of virtual time: they have passed when it returns."""
+"""Called with seconds of virtual time, which have passed when it returns."""
 
 
 class TimedRunner:

@@ -29,11 +29,11 @@ from headrace.policy.routing.choice import Candidate, ReplicaId, choose
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 
 UNAVAILABLE_RETRY_S = 1.0
-"""Seconds after which a gateway without a replica asks clients to come back."""
+"""Retry time in seconds that a gateway without a replica gives to clients."""
 
 MAX_REQUESTS = 1_000_000
 MAX_OUTPUT_TOKENS = 50_000_000
-"""Most requests and output tokens of one simulation: what is kept of them takes about 2 GB."""
+"""The most requests and output tokens of one simulation: their records take about 2 GB."""
 
 MAX_BLOCKS = 1 << 25
 """Most KV blocks of all replicas together: their tables take about 50 bytes for each."""
@@ -194,7 +194,7 @@ class SimulatedSite:
     def _turn(self, place: _Place, now: float) -> None:
         replica = place.replica
         assert replica is not None
-        place.sent = NOTHING_SENT  # the load that is published as the step begins knows of all that was sent
+        place.sent = NOTHING_SENT  # the load published as the step begins includes all requests sent so far
         updates = replica.turn(now)
         place.is_busy = updates is not None
         if updates is not None:
@@ -202,7 +202,7 @@ class SimulatedSite:
 
     def _end_step(self, place: _Place, generation: int, updates: list[Update], now: float) -> None:
         if generation != place.generation or place.replica is None:
-            return  # it died during the step
+            return  # the replica died during the step
         seen_at = now + self._gateway_s / 2
         for update in updates:
             request = place.open.get(update.request_id)

@@ -15,7 +15,7 @@ from headrace.engine.config import EngineConfig
 from headrace.policy.placement.roofline import StepLatency
 
 MAX_ERROR = 0.2
-"""A fit that is further off in the mean is warned of."""
+"""Mean relative error of a fit from which on a warning is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from headrace.core.option import option
 
 GOAL_SHARE = 0.5
-"""Part of a tier's `ttft_ms` that a request may be predicted to wait. The rest is for its own prompt and for what the prediction misses:
-with all of the goal, overload keeps the wait at the goal, and most requests that are served miss it."""
+"""Part of a tier's `ttft_ms` that a request may be predicted to wait. The rest is for the request's own prompt and for errors of the
+prediction. With all of the goal, overload would keep waits at the goal, and most served requests would miss it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

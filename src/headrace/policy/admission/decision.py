@@ -21,8 +21,8 @@ from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens, speed_of, wait_s
 
 BUSY_DEPTH = 10
-"""A model whose every replica has more waiting sequences than this is busy, whatever wait is predicted: a replica whose speed is not known
-yet has no predicted wait at all."""
+"""A model is busy if every replica has more waiting sequences than this, whatever wait is predicted: for a replica of unknown speed none
+is."""
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
@@ -34,7 +34,7 @@ class AdmissionOutcome(StrEnum):
 
     SERVED = "served"
     CACHED_ANSWER = "cached_answer"
-    """Its answer was there already (docs/caches.md); nothing was decided."""
+    """The answer was in a cache (docs/caches.md), so nothing was decided."""
     SMALLER_MODEL = "smaller_model"
     QUEUED = "queued"
     REFUSED = "refused"

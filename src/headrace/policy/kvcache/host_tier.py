@@ -155,7 +155,7 @@ class HostTier:
         prompt = self.kv.hashes_before(seq, identities[-1])
         if len(identities) > self._pool.num_available - self._pool.num_idle_hits(prompt):
             return False
-        # Blocks copied in are of use only after the blocks that are here, so these must not be evicted for them.
+        # Blocks copied in extend the prefix that the device holds: none of its blocks may be evicted to make room.
         self._pool.touch([block for identity in prompt if (block := self._pool.find(identity)) is not None])
         lease = self.kv.leases.lease_fresh(GROUP, len(identities), "host in", now + self.config.lease_s)
         slots = [self._slots.stored[identity] for identity in identities]
@@ -173,7 +173,7 @@ class HostTier:
                 return
             slot = self._slots.take(last_used)
             if slot is None:
-                continue  # a newer one may still find an older one's slot
+                continue  # a later block of the list is newer, and may replace an older one's slot
             self._slots.used_at[slot] = last_used
             identity = self._pool.identity(block)
             assert identity is not None, "a cached block has an identity"

@@ -27,7 +27,7 @@ from headrace.policy.kvcache.cached_shares import CachedShares
 PAD_BLOCK = 0
 
 MAX_CHECKED_BLOCKS = 2**16
-"""In a pool with more blocks, `check` compares counts alone: a look at each block takes a quarter to half a microsecond."""
+"""In a larger pool, `check` compares counts alone: checking each block takes a quarter to half a microsecond."""
 
 
 @dataclass(slots=True)

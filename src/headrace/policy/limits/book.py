@@ -18,14 +18,14 @@ from typing import NamedTuple, Protocol
 from headrace.policy.limits.counters import KEPT_BUCKETS, Amounts, Moment, Unit, Window, bucket_of, used_of
 
 UNNAMED_BEATS = 10
-"""Beats after which a reservation that its gateway does not name is charged as unused: the gateway gave the request up before the store had
-made the reservation."""
+"""Beats after which a reservation that its gateway does not name is charged as unused. Such a gateway gave the request up before the store
+had made the reservation."""
 
 LATE_MS = 3_600_000
-"""Milliseconds for which an expired reservation waits for the charge of a gateway that was slow and not dead."""
+"""Milliseconds for which an expired reservation still waits for a charge: its gateway may have been slow, not dead."""
 
 MAX_LATE_REMOVED = 256
-"""Expired reservations that one `renew` removes at most."""
+"""The most expired reservations that one `renew` removes."""
 
 
 class Claim(NamedTuple):

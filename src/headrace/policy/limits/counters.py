@@ -17,11 +17,11 @@ MINUTE_MS = 60_000
 DAY_MS = 86_400_000
 
 OPEN_RETRY_S = 1.0
-"""Seconds after which a request beyond the limit of open requests may be sent again: nothing says when another one ends."""
+"""Retry time in seconds of a request beyond the limit of open requests, since nothing tells when one ends."""
 
 KEPT_BUCKETS = 8
-"""Buckets of one counter that are kept. When one more is made, the oldest goes. A clock that jumps ahead and back makes one bucket, so it
-finds the counts of the day that it came from."""
+"""Buckets kept per counter; a new one replaces the oldest. A clock that jumps ahead and back makes one extra bucket, so the counts of the
+right day are still there."""
 
 
 class Window(StrEnum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 LEASE_S = 5.0
-"""Seconds for which a beat may stand still. Then the gateway counts as dead, and another one charges its reservations."""
+"""Seconds for which a beat may stand still. After that the gateway counts as dead, and another gateway charges its reservations."""
 
 
 class PeerWatch:

@@ -11,20 +11,20 @@ from headrace.core.option import check_options, option
 PICOS_PER_NANO = 1000
 
 PICOS_OF_PRICE = 1_000_000
-"""Pico-units per token that a price of 1 per million tokens is."""
+"""Pico-units per token for a price of 1 per million tokens."""
 
 PRICE_DECIMALS = 6
 """Decimals of a price per million tokens. The last one is a pico-unit per token, so a price is a whole number of these."""
 
 MAX_PRICE = 1e6
-"""Most per million tokens, in the currency's unit: sums of a month stay below what a 64-bit integer holds."""
+"""The highest price per million tokens, in the currency's unit: it keeps a month's sum within a 64-bit integer."""
 
 
 MIN_MONEY, MAX_MONEY = 1e-9, 1e9
 """Bounds of a budget, in the currency's unit: a nano-unit, and what is less in nano-units than a 64-bit integer holds."""
 
 MAX_PRICES = 256
-"""Prices that are kept in memory as whole numbers; more of them are computed for each request."""
+"""Prices that are cached as whole numbers; further prices are computed for each request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,4 +64,4 @@ def picos_per_token(price: float) -> int:
 
 
 FREE = Price()
-"""The price of a model that the table does not name."""
+"""The price of a model without an entry in the table."""

@@ -20,7 +20,7 @@ ACTIVATION_BYTES = 2
 
 
 READING_WEIGHTS, COMPUTING, READING_KV, GAPS, COLLECTIVES = "reading weights", "computing", "reading KV", "gaps", "collectives"
-"""Names of the terms that a step or a prompt takes its time for."""
+"""Names of the terms of a step's or a prompt's time."""
 
 
 class StepLatency(Protocol):

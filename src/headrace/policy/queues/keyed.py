@@ -39,7 +39,7 @@ class KeyQueue:
     def push(self, seq: Sequence, cost_tokens: int) -> None:
         if seq.incarnation == 0:
             seq.key = self.key_of(seq, cost_tokens)
-        self._pushes += 1  # a sequence pushed again may still have its old entry: the number keeps the heap from comparing sequences
+        self._pushes += 1  # the number decides between two entries of one sequence, so that the heap never compares sequences
         heapq.heappush(self._heap, (seq.key, seq.seq_id, self._pushes, seq))
         self._waiting.add(seq.seq_id)
 

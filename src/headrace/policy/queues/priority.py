@@ -16,7 +16,7 @@ PRIORITY_AGING_S = 10.0
 class is served until it has its share by CLASS_WEIGHTS."""
 
 CLASS_WEIGHTS = {PriorityClass.PREMIUM: 64.0, PriorityClass.STANDARD: 8.0, PriorityClass.BATCH: 1.0}
-"""Tokens of each class in the long run, if all classes always wait."""
+"""Ratio of the tokens that the classes get in the long run while all of them wait."""
 
 
 class _ClassOrder(FairShareQueue):

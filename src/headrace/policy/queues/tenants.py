@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from headrace.policy.sequence import Sequence
 
 MAX_REMEMBERED_TENANTS = 10_000
-"""Service counters kept. Beyond it, half of them are dropped: those of tenants with nothing waiting and the least service."""
+"""Service counters kept. Beyond this number half of them are dropped: those of tenants without waiting sequences, the least served
+first."""
 
 IDLE_CREDIT_TOKENS = 1024.0
-"""A tenant or tier that begins to wait may lag this many tokens (a tier's by weight) behind the least served of those that wait. A short
-burst after a pause is then served at once; however often a tenant pauses, it gets no more than this beyond its share."""
+"""Tokens (for a tier: divided by its weight) by which a tenant or tier that begins to wait may lag behind the least served waiting one. A
+short burst after a pause is then served at once. However often a tenant pauses, it gets no more than this beyond its share."""
 
 _Entry = tuple[float, float, int, str]
 """A waiting tenant in the heap: its service, the key of its first sequence, the order in which it began to wait (for ties), its name."""
@@ -84,7 +85,7 @@ class TenantOrder:
     def charge(self, tenant: str, service: float) -> None:
         self._served[tenant] = self._served.get(tenant, 0.0) + service
         if service < 0 and tenant in self._queues:
-            self._enter(tenant)  # its entry would come too late
+            self._enter(tenant)  # the entry in the heap would come too late
 
     def _enter(self, tenant: str) -> None:
         """Push a new entry of a waiting tenant whose first sequence or service has changed."""

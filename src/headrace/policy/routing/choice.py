@@ -26,15 +26,15 @@ SIMILAR = 1.25
 share evenly."""
 
 UNMEASURED_DIVISOR = 64
-"""One choice in this many is made without the measured speeds. A replica that once was measured as slow, and so gets nothing, is measured
-anew by it; fewer than one request in a hundred goes to a replica that really is slower."""
+"""One choice in N ignores the measured speeds, so that a replica once measured as slow, which gets no requests, is measured again. Fewer
+than one request in a hundred then goes to a replica that really is slower."""
 
 AFFINITY = 2.0
-"""A preferred replica is taken while its predicted time is at most this many times that of the choice without it. What its prefix cache
-saves is not predicted: a conversation's history is most of its prompt, and computing it is most of the time to its first token."""
+"""A preferred replica is taken if its predicted time is at most this many times that of the choice without it. The prediction leaves out
+what the prefix cache saves: a conversation's history is most of its prompt, and computing it most of the time to first token."""
 
 AFFINITY_REQUESTS = 2
-"""The same while no speed is known: at most this many requests more than at the choice without it."""
+"""The limit of affinity while no speed is known: the preferred replica may have this many requests more than the other choice."""
 
 RESOLUTION = 1 << 30
 """Weighted draws take an integer in [0, RESOLUTION)."""
@@ -49,7 +49,7 @@ EMPTY = LoadSnapshot(
     kv_blocks_total=0,
     counters=EngineCounters(),
 )
-"""The load assumed of a replica before its first snapshot. No block of it is known, and none counts as missing."""
+"""The load assumed of a replica before its first snapshot. The number of its blocks is unknown, so that none counts as missing."""
 
 
 class Random(Protocol):

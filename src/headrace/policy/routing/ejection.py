@@ -15,7 +15,7 @@ EJECTED_DIVISOR = 10
 """At most 1/N of a model's ready replicas are left out at a time, and one where there are fewer."""
 
 REPLICA_LIMITS = BreakerLimits(max_failures=3, cooldown_s=5.0, max_cooldown_s=60.0)
-"""A replica that is lost again and again costs each time a request that has to move: three failures in a row open its circuit."""
+"""Three failures in a row open a replica's circuit: each loss of a replica makes a request move."""
 
 
 def ejected(ready: Mapping[ReplicaId, CircuitBreaker], now: float) -> frozenset[ReplicaId]:

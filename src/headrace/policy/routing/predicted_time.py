@@ -22,7 +22,7 @@ OUTPUT_SHARE = 0.1
 same time; with 1 it stays idle while requests queue at a fast one (docs/experiments.md, Routing by predicted time)."""
 
 UNKNOWN_OUTPUT_TOKENS = 128
-"""Length expected of an answer before any has ended."""
+"""Expected output tokens of an answer before any has ended."""
 
 
 def mean_output_tokens(num_finished: int, num_tokens: int) -> int:

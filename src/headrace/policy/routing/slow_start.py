@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from headrace.policy.routing.choice import RESOLUTION, Choice, Random
 
 SLOW_START_S = 10.0
-"""Seconds over which the share of a replica grows that has just connected while others serve."""
+"""Seconds in which the share of a newly connected replica grows to its full size, while others serve."""
 
 FIRST_SHARE = 0.1
 """Part of its share that a replica gets in its first moment: enough to find out its speed."""

@@ -20,26 +20,26 @@ SEPARATORS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", 
 """llguidance's options of a schema. Set here, whatever the client wrote: others could switch checks off or let white space run on."""
 
 MAX_BRANCHES = 256
-"""References and branches followed to find the texts of strings; a schema that has more refuses the request."""
+"""The most references and branches that are followed to find a schema's strings. With more, the request is refused."""
 
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "x-guidance"})
-"""Keywords that bind nothing."""
+"""Keywords without effect on the value."""
 _OF_TEXTS = frozenset(
     {"type", "const", "enum", "minLength", "maxLength", "pattern", "format", "$ref", "allOf", "anyOf", "oneOf", "not", "if", "nullable"}
 )
-"""Keywords that bind a value that can only be a text. Of such a value all others bind nothing."""
+"""Keywords that bind a value that can only be a string. Other keywords have no effect on it."""
 _OF_OBJECTS = frozenset(
     {
         *("patternProperties", "minProperties", "maxProperties", "propertyNames", "unevaluatedProperties", "const", "enum"),
         *("dependentRequired", "dependentSchemas", "dependencies", "$ref", "allOf", "anyOf", "oneOf", "not", "if"),
     }
 )
-"""Rules of an object as a whole, which are not followed between tags."""
+"""Rules for an object as a whole, which cannot be enforced between tags."""
 _DEFINITIONS = ("$defs", "definitions")
 _KEY = re.compile(r'[^<>"\s]([^<>"\n]{0,62}[^<>"\s])?')
 
 TERMINALS = ("ANY_TEXT: /(?s:.*)/", f"ANY_KEY: /{_KEY.pattern}/")
-"""Lines that a source with TaggedArguments has."""
+"""Lines that a source with TaggedArguments must have."""
 
 
 def lark_text(text: str) -> str:
@@ -118,7 +118,7 @@ class TaggedArguments:
             rule = f"{self.rule}_{number}"
             self.lines.append(f"{rule}: {self._argument(name, schema, rule)}")
             num_chars += len(self.lines[-1])
-            if num_chars > MAX_GRAMMAR_BYTES:  # definitions stand in it once for each parameter that refers to one
+            if num_chars > MAX_GRAMMAR_BYTES:  # definitions are repeated for each parameter that refers to one
                 raise InvalidRequest(self.path, f"at most {MAX_GRAMMAR_BYTES} bytes of grammar", None, "Shorten the schema.")
             parts.append(rule if name in required else f"{rule}?")
         return " ".join(parts)

@@ -12,18 +12,18 @@ from enum import StrEnum
 from headrace.core.grammar import ReasoningSpan
 
 ARGUMENTS_MARKER, CALL_ID_MARKER = "[ARGS]", "[CALL_ID]"
-"""In CallSyntax.NAMED: between name and arguments, and before an id that the model gives the call."""
+"""In CallSyntax.NAMED: the marker between name and arguments, and the marker before an id that the model gives the call."""
 ARGUMENTS_MARKERS = (ARGUMENTS_MARKER, CALL_ID_MARKER)
 
 _TAG = re.compile(r"<[^<>=\s]+>")
-"""What may be a token of its own within `CallTags`."""
+"""Parts of `CallTags` texts that may be a single token."""
 
 
 class CallSyntax(StrEnum):
     """How calls are written between a format's markers. `calls` reads some other spellings too."""
 
     JSON_OBJECT = "json_object"
-    """{"name": "f", "arguments": {...}}; further objects may follow after the row's separator."""
+    """{"name": "f", "arguments": {...}}. Further objects may follow the row's separator."""
     JSON_LIST = "json_list"
     """A list of such objects."""
     NAMED = "named"

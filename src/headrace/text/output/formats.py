@@ -184,7 +184,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     {"llama4_json": "llama3_json", "qwen": "hermes", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}
     | {"deepseek_v3": "qwen3", "deepseek_v31": "qwen3", "glm45": "qwen3", "minimax_m2": "deepseek_r1"}
 )
-"""Other names of rows; where a table has a row of the name itself, that one is meant."""
+"""Other names of rows. In a table with a row of that very name, the row is meant."""
 
 
 def reasoning_format(name: str, templates: Iterable[str], *, where: str = "reasoning_parser") -> ReasoningFormat | None:

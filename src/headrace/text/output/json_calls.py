@@ -18,17 +18,18 @@ from headrace.text.output.python_literals import json_of_literal
 from headrace.text.output.reading import CallLog, Reading, TagChoice
 
 MAX_KEY_CHARS = 256
-"""Characters of a name or a key as written, quotes and escapes included. Text with a longer one is no call."""
+"""The most characters of a name or key as written, with quotes and escapes. Text with a longer one is no call."""
 
 _ARGUMENTS = ("arguments", "parameters")
 _FUNCTION = "function"
-"""Key of an object that holds name and arguments, as OpenAI's interface writes a call; or of the name."""
+"""Key whose value is an object with name and arguments, as in OpenAI's interface; or whose value is the name."""
 _NAMES = (_FUNCTION, "tool_name")
-"""Keys of the name beside "name" itself. Their value counts where it names a function that the request offers."""
+"""Further keys of the name, beside "name". Their value counts only if it names an offered function."""
 _DESCRIPTION = "description"
-"""Key that a function's definition has, and no call. Where no marker says that a call follows, the model recites a definition."""
+"""Key of a function's definition that no call has. Without a start marker, an object with it is a definition that the model repeats."""
 _DEFINED = "parameters"
-"""Key of a definition's schema, and of a call's arguments. Where it may be a schema it is held, since a description may follow it."""
+"""Key of a call's arguments that is also that of a definition's schema. A value that may be a schema is held, since a description may
+follow."""
 _SCHEMA_STARTS = ('{"type":"object"', '{"properties":{', '{"$schema":"')
 _LONGEST_START = max(map(len, _SCHEMA_STARTS))
 
@@ -53,7 +54,7 @@ class _Use(Enum):
     KEY = 1
     NAME = 2
     EARLY_ARGUMENTS = 3
-    """Arguments before the name, or a schema perhaps: they wait for what follows."""
+    """Arguments before the name, or perhaps a schema. They wait for the rest of the object."""
     PYTHON = 4
     """The whole object in Python's spelling."""
     OTHER = 5

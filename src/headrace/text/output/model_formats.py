@@ -12,7 +12,7 @@ from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
 TAIL_TOKENS = 64
-"""Tokens at the end of a prompt that are looked at for an opening of the reasoning."""
+"""Tokens at the end of a prompt that are searched for the start of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

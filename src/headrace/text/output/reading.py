@@ -10,10 +10,10 @@ from headrace.text.output.delta import CallPiece
 from headrace.text.output.markers import first_non_space
 
 MAX_CALLS = 128
-"""Tool calls of one output. What looks like a call after them is text."""
+"""The most tool calls of one output. Text after them is never a call."""
 
 NAMESPACE = "functions."
-"""What OpenAI's own models write before a function's name, and models that learned from their transcripts do."""
+"""Namespace that OpenAI's own models, and models trained on their transcripts, write before a function's name."""
 
 MAX_HELD_CHARS = 64 << 10
 """Characters held back until it is known whether they are a call. Text that stays undecided for longer is no call."""
@@ -23,7 +23,7 @@ class Reading(Enum):
     GOES_ON = 1
     DONE = 2
     FAILED = 3
-    """The text is no call, or none any more: what the log holds is text, and so is what follows."""
+    """The text is no call, or no longer one: the held text and everything after it is text."""
 
 
 class CallLog:

@@ -10,12 +10,12 @@ from headrace.core.tools import FunctionTool
 from headrace.text.output.python_literals import json_of_literal
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
-"""Every type: that of a parameter of which the schema says nothing."""
+"""Every type: those of a parameter whose schema names none."""
 
 TEXT = frozenset({"string"})
 
 MAX_DEPTH = 64
-"""References that lead to each other; what stands behind more of them counts as unknown."""
+"""The longest chain of references that is followed. The types beyond it count as unknown."""
 
 
 class FunctionTypes:
