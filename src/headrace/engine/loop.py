@@ -37,13 +37,13 @@ from headrace.policy.schedule.prerequisites import check_prerequisite
 from headrace.policy.schedule.scheduler import Scheduler
 
 IDLE_WAKE_S = 0.2
-"""An idle loop wakes this often and publishes its load, whose age then tells an idle loop from one that hangs."""
+"""Seconds between wakes of an idle loop, which publishes its load each time: the load's age tells an idle loop from one that hangs."""
 
 CHECK_INTERVAL_S = 60.0
-"""An idle loop checks the scheduler at most this often: a request that arrives meanwhile waits for the check."""
+"""Least seconds between checks of the scheduler by an idle loop: a request that arrives meanwhile waits for the check."""
 
 MAX_PLAN_FAILURES = 3
-"""After this many plans in a row that could not be made, the engine ends."""
+"""Failed plans in a row after which the engine ends."""
 
 Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
 
@@ -51,9 +51,9 @@ Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
 class Engine:
     """One engine: a scheduler, a runner and the loop between them.
 
-    outbox    called on the loop's thread with what happened; must not block
-    preparer  names what a request waits for before it takes a step's budget, and is called when the request is over
-    closing   what is given back when the loop has ended, the last entered first
+    outbox    called on the loop's thread with updates; must not block
+    preparer  names the prerequisites of a request, and is called when the request is over
+    closing   exit stack of resources that are released when the loop has ended
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Engine:
 
     @property
     def clock(self) -> Clock:
-        """What requests' deadlines are measured by."""
+        """The clock that requests' deadlines are on."""
         return self._clock
 
     # what other threads call
 
     def submit(self, request: EngineRequest) -> None:
-        """Hand a request in. Its fate arrives through the outbox, a refusal included."""
+        """Hand a request in. All its updates, a refusal included, arrive through the outbox."""
         self._inbox.put(Submit(request, self._clock()))
 
     def cancel(self, request_id: RequestId) -> None:
@@ -105,12 +105,13 @@ class Engine:
         self._inbox.put(Finish(request_id, index, keep_tokens, reason))
 
     def satisfied(self, preparation_id: PreparationId, what: str) -> None:
-        """A prerequisite is met. Raises ValueError for one that is the scheduler's own."""
+        """A prerequisite is met. Raises ValueError for a prerequisite of the scheduler's own."""
         check_prerequisite(what)
         self._inbox.put(Satisfied(preparation_id, what))
 
     def failed(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
-        """A prerequisite cannot be met: the request ends. The client reads a HeadraceError, the log any other. Raises as `satisfied`."""
+        """A prerequisite cannot be met: end the request. A HeadraceError is sent to the client, any other is logged. Raises as
+        `satisfied`."""
         check_prerequisite(what)
         self._inbox.put(PrerequisiteFailed(preparation_id, what, error))
 
@@ -120,22 +121,22 @@ class Engine:
         self._inbox.put(Wake())
 
     def snapshot(self) -> LoadSnapshot:
-        """The replica's load as the loop published it last, with every plan and every step's result."""
+        """The replica's load. The loop publishes it with every plan and with every step's result."""
         return self._load.snapshot()
 
     @property
     def is_stopping(self) -> bool:
-        """`stop` was called."""
+        """Whether `stop` was called."""
         return self._stopping
 
     @property
     def is_idle(self) -> bool:
-        """No request runs, waits, or was handed in."""
+        """Whether no request runs, waits or is in the inbox."""
         load = self.snapshot()
         return load.num_running == 0 and load.num_waiting == 0 and load.step_age_s is None
 
     def recent_plans(self) -> bytes:
-        """The last plans, in the file format of `headrace replay`. They hold prompts: a caller that writes them down keeps them private."""
+        """The last plans, in the file format of `headrace replay`. They hold prompts: a caller that stores them must keep them private."""
         return dump_plans(list(self._steps.recent))
 
     @property
@@ -146,7 +147,7 @@ class Engine:
     # the loop
 
     def run(self) -> None:
-        """Turn until `stop`. Raises EngineFatal when going on could give wrong answers."""
+        """Call `turn` until `stop`. Raises EngineFatal when going on could give wrong answers."""
         with self.closing:
             while not self._stopping:
                 if self.turn():
@@ -170,7 +171,7 @@ class Engine:
         return plan is not None or commits or bool(updates) or self._plan_failures > 0
 
     def _emit(self, updates: Sequence[SequenceUpdate | Rejected]) -> None:
-        """Publish the load, then hand out the updates that led to it: a reader of an update finds a snapshot that includes it."""
+        """Publish the load, then hand out updates: whoever reads an update finds a snapshot that includes it."""
         self._publish()
         if updates:
             self._outbox(list(updates))
@@ -181,7 +182,7 @@ class Engine:
         self._load.publish()
 
     def idle(self) -> None:
-        """Sleep until a message, a deadline or the next regular wake. A sleep that no message ends is the time for a check."""
+        """Sleep until a message, a deadline or the next regular wake. If none comes, check the invariants from time to time."""
         timeout = IDLE_WAKE_S
         if (deadline := self.scheduler.next_deadline()) is not None:
             timeout = min(timeout, max(0.0, deadline - self._clock()))
@@ -191,7 +192,7 @@ class Engine:
             self._check()
 
     def _check(self) -> None:
-        """Raise EngineFatal when slots and blocks do not add up, or cannot be summed. No sequence is alive then: no answer is lost."""
+        """Raise EngineFatal if slots and blocks do not add up. Called when no sequence is alive, so that no answer is lost."""
         self._is_checked = True
         self._next_check = self._clock() + CHECK_INTERVAL_S
         try:
@@ -204,7 +205,7 @@ class Engine:
             self._handle(message)
 
     def _handle(self, message: Message) -> None:
-        """Nothing a client can send may end the loop."""
+        """Handle a message. An error refuses that message: nothing a client sends may end the loop."""
         try:
             self._dispatch(message)
         except EngineFatal:
@@ -215,7 +216,7 @@ class Engine:
     def _dispatch(self, message: Message) -> None:
         match message:
             case Submit(request, arrived):
-                self._admit(request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len), arrived)
+                self._add(request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len), arrived)
             case Refuse():
                 self._reject(message, message.error)
             case Cancel(request_id):
@@ -229,8 +230,8 @@ class Engine:
             case Wake():
                 pass
 
-    def _admit(self, request: EngineRequest, arrived: float) -> None:
-        """Nothing is prepared for a request that is refused."""
+    def _add(self, request: EngineRequest, arrived: float) -> None:
+        """Add a request to the scheduler. Its prerequisites are begun only once it is known to have room."""
         leaving = self._sequences.check_room(request)
         preparation_id, prerequisites = self._preparations.begin(request)
         try:
@@ -240,7 +241,7 @@ class Engine:
             raise
 
     def _end_unprepared(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
-        """A request whose prerequisite shows that it is invalid, or that there is no room for it, is refused as if it had just arrived."""
+        """End a request whose prerequisite failed. An InvalidRequest or Overloaded refuses it as if it had just arrived."""
         if isinstance(error, InvalidRequest | Overloaded):
             if (request := self._sequences.withdraw(preparation_id, self._clock())) is not None:
                 self._reject(request, error)
@@ -251,7 +252,7 @@ class Engine:
         self._sequences.failed(preparation_id, what, f"prerequisite failed: {what}: {message}", self._clock())
 
     def _reject(self, refused: EngineRequest | Refuse, error: Exception) -> None:
-        """Send a refusal. That of a full queue says when to come back, by what waits at this moment."""
+        """Send a refusal. For a full queue, add the retry time that follows from the load at this moment."""
         if isinstance(error, QueueFull):
             lowest = self._sequences.queue.traits.lowest_before(refused.priority)
             wait_s = full_queue_retry_s(self.snapshot(), lowest, block_size=self.info.block_size)
@@ -272,7 +273,7 @@ class Engine:
             self._sequences.cancel_preparation(message.preparation_id, self._clock())
 
     def _plan(self) -> Plan | None:
-        """A plan that cannot be made is tried again next turn; when it keeps failing, the scheduler's state is not to be trusted."""
+        """The next plan; None without one. If planning raises, the next turn tries again. Raises EngineFatal after MAX_PLAN_FAILURES."""
         try:
             plan = self.scheduler.plan(self._clock(), self._steps.costs)
         except EngineFatal:
@@ -310,14 +311,14 @@ class Engine:
             self._sequences.counters.note_step(seconds)
 
     def _recover(self, failed: Plan) -> None:
-        """The failed plan and those made after it are undone, and their rows repeated."""
+        """Undo the failed plan and all later ones, and repeat their rows."""
         later = self._steps.take_all()
         for step in later:
             self.scheduler.end_moves(self._discard(step))
         self._recovery.recover([failed, *(step.plan for step in later)])
 
     def _discard(self, step: UncommittedStep) -> array[int]:
-        """Wait for a step whose rows do not count any more. Returns the ids of the moves it reports, which have ended all the same."""
+        """Wait for a step whose rows do not count any more. Returns the ids of the moves that ended, which count all the same."""
         try:
             return step.ticket.result().moves_done
         except EngineFatal:

@@ -28,7 +28,7 @@ from headrace.wire.handles import Handle, MalformedFrame
 
 
 class ServedEngine(Protocol):
-    """What the server needs of `engine.loop.Engine`. Every method may be called from any thread and returns at once."""
+    """The interface that the server needs of `engine.loop.Engine`. Every method may be called from any thread and returns at once."""
 
     info: ModelInfo
 
@@ -36,7 +36,7 @@ class ServedEngine(Protocol):
     def clock(self) -> Clock: ...
 
     def submit(self, request: EngineRequest) -> None:
-        """What becomes of it comes through the outbox, under the request's epoch."""
+        """Hand a request in. Its updates come through the outbox, under the request's epoch."""
         ...
 
     def cancel(self, request_id: RequestId) -> None: ...
@@ -49,7 +49,7 @@ class ServedEngine(Protocol):
 class RequestDispatcher:
     """Open requests of one engine, over all streams. Lives on the asyncio loop.
 
-    draining  why no new request is taken; None while requests are
+    draining  why no new request is taken; None: new requests are taken
     """
 
     def __init__(self, engine: ServedEngine) -> None:
@@ -63,7 +63,7 @@ class RequestDispatcher:
         return len(self._routes)
 
     def take(self, stream: GatewayStream, command: pb.Command) -> None:
-        """Carry out a gateway's command. Raises MalformedFrame for one that breaks the format: it ends the stream."""
+        """Carry out a gateway's command. Raises MalformedFrame, which ends the stream, for a command that breaks the format."""
         check_known_fields("command", command)
         match command.WhichOneof("kind"):
             case "submit":
@@ -76,7 +76,7 @@ class RequestDispatcher:
                 raise MalformedFrame("a command of unknown kind")
 
     def cancel_all(self, stream: GatewayStream) -> None:
-        """The stream has ended: so do its requests."""
+        """Cancel all requests of a stream that has ended."""
         for route in self._routes.of_stream(stream):
             self._routes.close(route)
             self._engine.cancel(route.request_id)
@@ -107,14 +107,14 @@ class RequestDispatcher:
             raise MalformedFrame(f"submit: handle {handle} is in use")
         stream.num_submits += 1
         try:
-            self._admit(stream, handle, decode_submit(message, self._engine.clock()))
+            self._start_attempt(stream, handle, decode_submit(message, self._engine.clock()))
         except MalformedFrame:
             raise
         except HeadraceError as error:
             stream.unsent.put_rejected(handle, error)
             stream.wake()
 
-    def _admit(self, stream: GatewayStream, handle: Handle, request: EngineRequest) -> None:
+    def _start_attempt(self, stream: GatewayStream, handle: Handle, request: EngineRequest) -> None:
         if self.draining is not None:
             raise Unavailable(f"this replica takes no new work: {self.draining}")
         request.params.checked()
