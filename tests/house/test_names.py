@@ -19,14 +19,14 @@ LIBRARIES = ("F", "json", "numpy", "object", "prometheus_client", "random", "tim
 FOREIGN = frozenset(
     [
         *("BaseHTTPMiddleware", "RequestResponseCycle.send", "StreamingResponse"),  # Starlette, uvicorn
-        *("PyThreadState_SetAsyncExc", "__array_interface__", "attrgetter", "finally", "None", "Protocol"),  # Python, NumPy
+        *("attrgetter", "finally", "None", "Protocol"),  # Python
         *("Allow", "Forwarded", "Origin"),  # HTTP
         *("client_max_body_size", "health_check", "least_conn", "maxconn", "worker_connections"),  # nginx, HAProxy
         *("SSL_CERT_FILE",),  # OpenSSL
         *("default.headrace_usage",),  # a table in ClickHouse
         *("CapabilityBoundingSet", "MemoryDenyWriteExecute"),  # systemd
-        *("cpu_gemm_wna16", "int8_asym", "onednn_mm", "raw_logprobs"),  # vLLM, OpenVINO
-        *("mark_control_tokens", "modeling_rope_utils", "render_jinja_template"),  # transformers
+        *("cpu_gemm_wna16", "int8_asym", "raw_logprobs"),  # vLLM, OpenVINO
+        *("mark_control_tokens", "modeling_rope_utils"),  # transformers
         *(
             "libtorch_cpu.so",
             "model.safetensors",
@@ -35,7 +35,7 @@ FOREIGN = frozenset(
             "ca.crt",
             "tls.crt",
         ),  # files of others
-        *("perf", "prefetchnta", "vpaddd", "vpaddw"),  # Linux, x86
+        *("perf", "prefetchnta"),  # Linux, x86
         *("num_x", "max_x", "x_id", "a_to_b", "_ms"),  # patterns of names
     ]
 )
