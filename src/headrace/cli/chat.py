@@ -43,7 +43,8 @@ def chat(
 
 
 def client_of(stack: ExitStack, model: str | None, url: str | None, api_key: str | None) -> ApiClient:
-    """A client of the server at `url`; or of the server running at DEFAULT_URL; or of a server that is started here and stopped at the end.
+    """A client of the server at `url`. Without `url` and `model`, of the server that runs at DEFAULT_URL. Else of a server that is started
+    here, and stopped when `stack` closes.
 
     Raises UsageRefused if both a model and a URL are given.
     """
@@ -63,7 +64,7 @@ def client_of(stack: ExitStack, model: str | None, url: str | None, api_key: str
 
 
 def chosen_model(client: ApiClient, served_name: str | None) -> str:
-    """The served model named `model`, or the first one without a name. Raises ServerFailed if the model is not served."""
+    """The served model of this name; None: the first one. Raises ServerFailed if the server does not serve it."""
     names = client.models()
     if not names or (served_name is not None and served_name not in names):
         raise ServerFailed(f"{client.url} serves {', '.join(names) or 'no model'}, not {served_name or 'anything'}")

@@ -12,7 +12,7 @@ from headrace.core.errors import ConfigError
 
 @contextmanager
 def named_by_origin(environment: Mapping[str, str], prefix: str, flag_names: Mapping[str, str]) -> Iterator[None]:
-    """Raise a ConfigError anew, naming the flag or variable that set the value, if the file did not.
+    """Make a ConfigError of the block name the flag or variable that set the value, unless the value is from the file.
 
     environment  of the process; variables with `prefix` are configuration
     flag_names   path as `cli.config.load` takes it -> the flag as written; only flags that were given

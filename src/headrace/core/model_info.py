@@ -19,17 +19,17 @@ class ModelInfo:
 
     architecture      `architectures[0]` of config.json
     max_model_len     resolved: never more than the KV pool can hold for one sequence
-    eos_token_ids     all that some file of the model's folder names
+    eos_token_ids     all end tokens that any file of the model's folder names
     num_blocks        per KV group, pad block included
     weight_bytes      read by one decode step (for MBU)
-    costly_context    tokens before a prompt token from which its attention takes longer than its matrix products, about; 0: it never does.
-                      The engine's own: it does not cross the wire
+    costly_context    tokens of context from which on a prompt token's attention takes longer than its matrix products; 0: never. Only
+                      for the engine: it does not cross the wire
     sampling_defaults from generation_config.json: temperature, top_p, top_k, repetition_penalty, ...
     digests           hex content digests: model (a sample of the weights), tokenizer, template; and kv_dtype, the name of the KV cache's
-                      element type, as it is
-    numerics          what equal results depend on, by name (`core.numerics`); "weights" is empty until all weight bytes are hashed
-    decided           what was chosen at start and why, one line each, for people
-    queue_policy      the engine's, by which a gateway says that a request's priority has no effect; "" when it is not known
+                      element type (not a digest)
+    numerics          facts that equal results depend on, by name (`core.numerics`); "weights" is empty until all weight bytes are hashed
+    decided           the choices made at start with their reasons, one line each, for people
+    queue_policy      the engine's, from which a gateway learns that a request's priority has no effect; "" when it is not known
     """
 
     architecture: str

@@ -280,19 +280,18 @@ NO_LOGPROBS = LogprobColumns()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a step produced, row by row in the plan's order.
+    """The output of one step, row by row in the plan's order.
 
     token_counts     per row, 0..samples tokens
     token_ids        all rows' tokens, flat
     logprobs         one position per token in `token_ids`, or none when no row asked
     prompt_rows      rows with log-probabilities of prompt positions, ascending
-    prompt_counts    for each of them, how many positions: start+1 .. start+count of the row, prompt only
-    prompt_logprobs  theirs, flat; every position was asked for
-    draft_counts     per row, tokens drafted to follow those it gave; empty when nothing is drafted. They are the next plan's choice:
-                     it may take fewer, or none
-    drafts           theirs, flat
+    prompt_counts    for each of `prompt_rows`, the number of positions: start+1 .. start+count of the row, prompt only
+    prompt_logprobs  log-probabilities of these positions, flat; every position was asked for
+    draft_counts     per row, tokens drafted to follow its tokens; empty when nothing is drafted. The next plan may take all, fewer or none
+    drafts           the drafted tokens, flat
     moves_done       ids of asynchronous moves that ended since the last result, whichever plan began them; each id is reported once.
-                     A step that raises reports none: what ended meanwhile is in the next result
+                     A step that raises reports none: moves that ended meanwhile are in the next result
     errors           (row, message): this sequence alone failed; it produced no token
     """
 

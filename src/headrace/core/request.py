@@ -59,7 +59,7 @@ class EngineRequest:
     """One request as the engine sees it.
 
     request_id      server-made; unique per attempt together with `epoch`
-    epoch           attempt number: results of an older epoch are fenced off by the gateway
+    epoch           attempt number: the gateway drops results of an older epoch
     prompt_ids      at least one token id
     first_index     index of its first sequence: a request has the sequences first_index .. first_index + n - 1. The index keys the
                     random numbers and names the updates, so sequence 2 of n = 4 can be resumed alone: first_index 2, n 1
@@ -71,11 +71,11 @@ class EngineRequest:
     tier            shares and goals of the tenant's tier
     salt            separates prefix caches; the gateway derives it from the tenant
     adapter         resident adapter's name, None for the base model
-    grammar         what the output must match; None: any text. Output ids of an earlier attempt count as matched
-    deadline_at     when the answer ends, finished or not, on the clock of the process that holds this value; None = no deadline. Between
-                    processes travels what remains of it
+    grammar         the output must match it; None: any text. Output ids of an earlier attempt count as matched
+    deadline_at     when the answer ends, finished or not, in seconds on the clock of this process; None = no deadline. The wire carries
+                    the remaining seconds
     prefix_caching  False: neither reads nor feeds the prefix cache
-    numerics_digest of the replica that output_ids came from (`core.numerics`): an engine whose own is another one does not go on from them
+    numerics_digest of the replica that computed output_ids (`core.numerics`): an engine with another digest does not go on from them
     """
 
     request_id: RequestId

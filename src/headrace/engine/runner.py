@@ -99,7 +99,7 @@ class ModelRunner:
         self._upload = partial(upload_each, device=device)
 
     def submit(self, plan: Plan) -> CompletedStep:
-        """Compute the plan now. Never raises: the ticket's `result` raises what the step raised."""
+        """Compute the plan now. Never raises: the ticket's `result` raises the step's error."""
         try:
             return CompletedStep(self.execute(plan))
         except Exception as error:

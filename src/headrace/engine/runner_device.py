@@ -93,7 +93,7 @@ class DeviceRunner:
         self._steps.capture()
 
     def submit(self, plan: Plan) -> LaunchedStep | CompletedStep:
-        """Enqueue the plan's step. Never raises: the ticket's `result` raises what the step raised."""
+        """Enqueue the plan's step. Never raises: the ticket's `result` raises the step's error."""
         try:
             with torch.inference_mode():
                 self._apply(plan)

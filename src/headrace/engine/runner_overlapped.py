@@ -32,7 +32,7 @@ class OverlappedRunner:
         self._thread.start()
 
     def submit(self, plan: Plan) -> Future[Result]:
-        """Return at once; `result()` waits for the step and raises what it raised. Raises RuntimeError after `close`."""
+        """Return at once. The ticket's `result` waits for the step and raises the step's error. Raises RuntimeError after `close`."""
         if self._closed:
             raise RuntimeError("the runner is closed")
         ticket: Future[Result] = Future()

@@ -32,13 +32,13 @@ COMMAND = (sys.executable, "-P", "-m", "headrace")
 class ModelSpec:
     """One served model.
 
-    name       what clients call it
-    folder     its local folder, resolved (`fleet.weights.resolve_model`); None: foreign servers alone answer
+    name       the name that clients use
+    folder     its local folder, resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
     aliases    other names for it
     replicas   engine processes, each with its own copy of the weights; none without a folder or beside `remote`
     engine     options of `engine.config.EngineConfig` beside `model`, checked when they are decoded and again by the engine
-    remote     engines that run elsewhere: the gateway's own options of each replica; then none are started here
-    upstreams  the foreign servers that answer, beside engines what these do not take: the gateway's own options of each
+    remote     engines that run elsewhere, as the gateway's options of each replica; none are started here then
+    upstreams  foreign servers, as the gateway's options of each; beside engines, they answer requests that the engines cannot take
     gateway    the gateway's own options of the model
     """
 
@@ -58,13 +58,14 @@ class FleetConfig:
 
     models           at least one
     gateway          keys of the gateway's own file beside `models` (host, port, api_keys, limits, ...); without a port a free one is taken
-    site_key         secret (hex) of all that processes of the site agree on (`core.hashing.site_secret`); empty: `with_site_key` draws one
-    drain_timeout_s  after SIGTERM: how long running requests may take
-    start_timeout_s  a process that has not served so long after its start is killed, and counts as failed; 0: never
-    hang_timeout_s   an engine that no gateway can use for so long is killed and started again, and a gateway that answers nothing after
-                     about ten seconds, or so long if that is less; 0: never
-    log_format       of the logs of every process
-    admin            where the admin requests are answered over TCP too; None: over the Unix socket alone
+    site_key         secret (hex) from which the site's shared secrets are derived (`core.hashing.site_secret`); empty: `with_site_key`
+                     draws one
+    drain_timeout_s  seconds that running requests may take after SIGTERM
+    start_timeout_s  seconds after its start at which a process that does not serve yet is killed, and counts as failed; 0: never
+    hang_timeout_s   seconds after which an engine that no gateway can use is killed and started again. A gateway that answers nothing is
+                     killed after about ten seconds, or this time if it is shorter. 0: never
+    log_format       format of the logs of every process
+    admin            TCP address for admin requests, beside the Unix socket; None: only the socket
     run_dir          parent of this deployment's private directory; None: XDG_RUNTIME_DIR, else the temporary directory
     engine_command, gateway_command   started with `--config FILE --parent-fd N` appended
     """

@@ -152,7 +152,7 @@ class Deployment:
             self.targets[model] = replace(known, num_replicas=count)
 
     def roll_out(self, model: str, options: RolloutOptions) -> int:
-        """Replace every replica of `model` by one of a new revision, which is returned.
+        """Replace every replica of `model` by one of a new revision. Returns the revision.
 
         Raises: ConfigError where the first step would leave no replica that serves, unless `options` allow that.
         """

@@ -31,7 +31,7 @@ NO_DRAFTS = array("i")
 
 
 class Stage(IntEnum):
-    """What a sequence's time is spent on; the value is the field's index in `core.update.StageSeconds`."""
+    """The stages of a sequence's time; the value is the field's index in `core.update.StageSeconds`."""
 
     QUEUE = 0
     PREFILL = 1
@@ -87,8 +87,8 @@ class Sequence:
     """One token stream. Its counts and states change through the methods below; the KV manager changes its blocks and hashes.
 
     limit        length at which the sequence ends: prompt + max_tokens, at most max_model_len
-    incarnation  raised by every preemption: rows planned by an earlier one do not count as computed any more
-    makes_room_from  length from which it may be preempted so that another sequence has room
+    incarnation  raised by every preemption: rows planned with a lower one do not count as computed any more
+    makes_room_from  length from which on the sequence may be preempted so that another sequence has room
     blocks       per KV group, block ids in order; 0 where a window has passed
     hashes       identities of its leading full blocks, computed as far as they were needed
     allocated_until    positions below this may be written into the sequence's blocks; 0 = ask the KV manager
@@ -96,21 +96,21 @@ class Sequence:
                        0 = check the sequence in full
     bulk_commit_limit  below this computed length a commit brings one token and nothing else: no end, no full block, no block before the
                        window; 0 = check the sequence in full
-    end_ids      tokens that end the sequence once it has `min_tokens` outputs; with a grammar at any time, as an end token is sampled early
-                 only where nothing else is allowed
-    facts        its row in a step's columns; replaced when the sequence starts or its rows are disowned
+    end_ids      tokens that end the sequence once it has `min_tokens` outputs. With a grammar they end it at any time: an end token is then
+                 sampled early only where no other token is allowed
+    facts        the sequence's row in a step's columns; replaced when the sequence starts or its rows are disowned
     drafts       ids drafted to follow the last known one; the next row verifies them
     waits_for_commit  no row is planned while another one is in flight: the sequence has drafts, or one of its rows gave too few tokens
-    missing      unmet prerequisites, each with the seconds it may take from arrival
-    preparation_id  what was prepared for its request; NO_PREPARATION where nothing was
-    registered   per KV group, leading blocks already offered to the prefix cache
+    missing      unmet prerequisites, each with the seconds from arrival that it may take
+    preparation_id  the preparation of its request; NO_PREPARATION if there is none
+    registered   per KV group, number of leading blocks already offered to the prefix cache
     num_prompt_logprobs_emitted  prompt positions whose log-probabilities were emitted; a prompt computed again after a preemption does
-                                 not emit them twice
+                                 not emit them again
     stage, stage_since, stage_seconds  the current stage, when it began, and the seconds spent in each stage before it
     stage_unstalled  the stage that follows STALLED
     num_charged  positions that the queue policy has counted as service, or that others computed
     has_aged     the sequence started while a higher class waited, so no sequence of a higher class preempts it
-    num_queued, num_waiting_bytes  what it counts for in `waiting.WaitingWork`; 0 while it does not wait
+    num_queued, num_waiting_bytes  the sequence's part in `waiting.WaitingWork`; 0 while it does not wait
     key          its place in the queue policy's order, smaller first; set at the first push
     """
 

@@ -18,7 +18,7 @@ from headrace.policy.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class QueueTraits:
-    """What a queue policy takes into account.
+    """The facts that a queue policy takes into account.
 
     has_classes  higher classes are served first
     has_tenants  tenants are served in turns, by the tokens computed for each: `Queue.charge` has to be called

@@ -112,15 +112,15 @@ class ReasoningFormat:
 class ToolFormat:
     """How tool calls are written.
 
-    start, end       texts around calls; an empty `end` is none
-    is_bare          calls may stand at the beginning of the output without `start`; an empty `start` means that they only do so
+    start, end       texts around calls; empty `end`: none
+    is_bare          calls may begin the output without `start`; with an empty `start` they can only be there
     separator        text between two JSON objects of one section (empty: an object ends its section), or between two TAGGED calls
-    arguments_key    name of a JSON call's arguments as the family writes it; both "arguments" and "parameters" are read
+    arguments_key    key of a JSON call's arguments as the family writes it; both "arguments" and "parameters" are read
     padding          white space inside the markers and between sections, as the family writes it
-    family           name that chooses among several rows, by what the template asks for; empty: the row's own name
+    family           name that stands for several rows, among which the template's hints choose; empty: the row's own name
     tags             with CallSyntax.TAGGED: the texts inside a section
     call_id_chars    exact length of a call's id where the family's template demands one
-    hints, unless    the chat template asks for this row if it has any of `hints` and none of `unless`
+    hints, unless    the row is chosen if the chat template contains any of `hints` and none of `unless`
     """
 
     name: str
