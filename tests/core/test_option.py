@@ -31,9 +31,9 @@ class Part:
 class Whole:
     port: int = option(80, "Port.", "--port", low=0, high=65535)
     key: str = option("", "Secret.", role=Role.SECURITY, repr=False)
-    part: Part = section(Part, "A part.", role=Role.OPERATOR)
+    part: Part = section(Part, role=Role.OPERATOR)
     items: tuple[Item, ...] = option((), "Items.", reload=Reload.LIVE)
-    named: dict[str, Item] = section(dict, "By name.", reload=Reload.LIVE, role=Role.TENANTS)
+    named: dict[str, Item] = section(dict, reload=Reload.LIVE, role=Role.TENANTS)
     one: Item | None = option(None, "One.", role=Role.BILLING)
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.bundled import bundled_path
 from headrace.core.errors import ConfigError
-from headrace.core.option import Option, Reload, Role, check_options, option, required, section
+from headrace.core.option import Reload, Role, check_options, option, required, section
 from headrace.core.strict_decode import NeedsExactlyOne, plain
 from headrace.engine.config import EngineConfig
 from headrace.fleet.admin_listen import AdminListen
@@ -158,12 +158,10 @@ class ServeConfig:
         shown="`HEADRACE_STATE`, `$XDG_STATE_HOME/headrace`, else `~/.local/state/headrace`",
         role=Role.OPERATOR,
     )
-    tiers: dict[str, Tier] = section(dict, "What tenants may use.", reload=Reload.LIVE, role=Role.TENANTS)
-    prices: dict[str, Price] = section(dict, "Prices of tokens, by the model's name.", reload=Reload.LIVE, role=Role.TENANTS)
-    usage: UsageConfig = section(UsageConfig, "How usage records are kept and shipped.", reload=Reload.LIVE, role=Role.BILLING)
-    gateway: GatewayConfig = field(
-        default_factory=lambda: GatewayConfig(models=()), metadata={"option": Option(help="The gateway.", role=Role.OPERATOR)}
-    )
+    tiers: dict[str, Tier] = section(dict, reload=Reload.LIVE, role=Role.TENANTS)
+    prices: dict[str, Price] = section(dict, reload=Reload.LIVE, role=Role.TENANTS)
+    usage: UsageConfig = section(UsageConfig, reload=Reload.LIVE, role=Role.BILLING)
+    gateway: GatewayConfig = section(lambda: GatewayConfig(models=()), role=Role.OPERATOR)
     drain_timeout_s: float = option(
         30.0,
         "Seconds that running streams may take after SIGTERM, when no new work is accepted.",

@@ -9,7 +9,7 @@ made from these fields. A field that is itself a configuration (`section`) hands
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from math import isfinite
@@ -54,7 +54,7 @@ class Option:
     shown        the default in words, where its value says too little ("the model's"); empty: the value is shown
     flags        its flags; None: made from the field's name by commands with a flag for each field (`cli.engine_flags`), else none
     one_of       allowed values; other_names: vLLM's names for some of them
-    low, high    bounds of a number, both included; above: a bound that is not included; None: no bound
+    low, high    bounds of a number, both included; above: in place of `low`, a bound that is not included; `high` is beside one of them
     switch       (off, on): the values that its flag --x/--no-x sets
     on           default by device, for a field that is not set; empty: one default for all devices
     reload, role  None: as in the section that the field is in
@@ -142,9 +142,9 @@ def by_device(cpu: Value, gpu: Value, help: str, *flags: str, **about: object) -
     return option(cast(Value, None), help, *flags, on={"cpu": cpu, "cuda": gpu}, **about)  # type: ignore[arg-type]
 
 
-def section(kind: type[Value], help: str, *, reload: Reload | None = None, role: Role | None = None) -> Value:
+def section(make: Callable[[], Value], *, reload: Reload | None = None, role: Role | None = None) -> Value:
     """A field that is a nested configuration with its own defaults. reload, role: for its fields that set none"""
-    made: Value = field(default_factory=kind, metadata={"option": Option(help=help, reload=reload, role=role)})
+    made: Value = field(default_factory=make, metadata={"option": Option(help="", reload=reload, role=role)})
     return made
 
 

@@ -95,9 +95,9 @@ class GatewayConfig:
         reload=Reload.LIVE,
     )
     salt_key: str = field(default="", repr=False)
-    limits: Limits = section(Limits, "What clients may send and hold.", reload=Reload.LIVE)
-    timeouts: Timeouts = section(Timeouts, "Times of connections and requests.")
-    admission: AdmissionRules = section(AdmissionRules, "How long a request may wait for a busy model.", reload=Reload.LIVE)
+    limits: Limits = section(Limits, reload=Reload.LIVE)
+    timeouts: Timeouts = section(Timeouts)
+    admission: AdmissionRules = section(AdmissionRules, reload=Reload.LIVE)
     tls: HttpTls | None = option(None, "Certificate and key of the port.", reload=Reload.LIVE, role=Role.SECURITY)
     trusted_proxies: tuple[str, ...] = option(
         (),
@@ -105,14 +105,14 @@ class GatewayConfig:
         reload=Reload.LIVE,
         role=Role.SECURITY,
     )
-    store: StoreConfig = section(StoreConfig, "Where streams, sessions and answers are kept.")
-    sessions: SessionConfig = section(SessionConfig, "How long conversations are kept.")
-    cache: CacheConfig = section(CacheConfig, "The response cache.", reload=Reload.LIVE)
-    idempotency: IdempotencyConfig = section(IdempotencyConfig, "Answers for retries.", reload=Reload.LIVE)
+    store: StoreConfig = section(StoreConfig)
+    sessions: SessionConfig = section(SessionConfig)
+    cache: CacheConfig = section(CacheConfig, reload=Reload.LIVE)
+    idempotency: IdempotencyConfig = section(IdempotencyConfig, reload=Reload.LIVE)
     state: str = ""
-    tiers: dict[str, Tier] = section(dict, "What tenants may use.", reload=Reload.LIVE)
-    prices: dict[str, Price] = section(dict, "Prices of tokens, by the model's name.", reload=Reload.LIVE)
-    usage: UsageConfig = section(UsageConfig, "How usage records are kept and shipped.", reload=Reload.LIVE)
+    tiers: dict[str, Tier] = section(dict, reload=Reload.LIVE)
+    prices: dict[str, Price] = section(dict, reload=Reload.LIVE)
+    usage: UsageConfig = section(UsageConfig, reload=Reload.LIVE)
 
     def checked(self) -> GatewayConfig:
         """This value. Raises ConfigError for the first broken rule."""
