@@ -1,1 +1,3 @@
-"""Pure decisions: scheduler, KV blocks, queues, routing, limits. No torch, no sockets, no clock: `now` is an argument."""
+"""Decides what the system does next: scheduling, KV blocks, queues, routing, limits. No torch, no sockets, no clock: `now` is an
+argument.
+"""

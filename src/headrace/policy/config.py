@@ -1,4 +1,4 @@
-"""What the policy floor reads of the engine's configuration."""
+"""Holds the limits of one scheduler (`SchedulerConfig`), taken from the engine's configuration."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which replicas of a deployment to start and to retire next: desired state against the replicas there are.
+"""Decides which replicas of a deployment to start and to retire next, by comparing the desired state with the replicas that exist.
 
-Pure: events of processes and commands of operators come in as calls, `actions` says what to do now, and the caller does it and reports it
-with `start`, `retire` and `end_rollout`. No clock, no process and no gateway is known here: `fleet.reconciler` has them. docs/control.md
-has the rules and why.
+Pure: no clock, no process and no gateway is known here. Events of processes and commands of operators come in as calls. `actions` returns
+what to do now. The caller (`fleet.reconciler`) does it and reports it with `start`, `retire` and `end_rollout`. The rules and their reasons
+are in docs/control.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A sequence as the scheduler sees it: its counts, blocks and state.
+"""Describes a sequence as the scheduler sees it: its counts, blocks and state.
 
     len(tokens)                     ids whose value is known here: prompt and committed outputs
     num_planned   >= num_computed   positions handed to a plan / whose plan is committed

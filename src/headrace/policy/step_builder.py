@@ -1,7 +1,7 @@
-"""A step while it is being decided: its rows, its token budget, and the changes of state that the runner needs for them.
+"""Collects a step while it is being decided: its rows, its token budget, and the changes of state that the runner needs for them.
 
-The planner adds rows (`policy.schedule.planner`), the KV manager and the host tier write block tables and moves, and `build` freezes all
-of it as a plan.
+The planner adds rows (`policy.schedule.planner`). The KV manager and the host tier write block tables and moves. `build` freezes all of it
+as a plan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One step's rows while they are decided, and until the step is committed or rolled back.
+"""Stores one step's rows while they are decided, and until the step is committed or rolled back.
 
 A step has one row per running sequence, and nearly all rows are alike: one token computed, one sampled. Rows are stored as columns, so
 that such a row costs two appends (`seqs`, `starts`). The columns that change only when a sequence starts or ends (slot, request id, epoch)

@@ -1,4 +1,4 @@
-"""How long a request may wait for a busy model. What follows from it: `policy.admission.decision`."""
+"""Configures how long a request may wait for a busy model. `policy.admission.decision` uses the value."""
 
 from __future__ import annotations
 

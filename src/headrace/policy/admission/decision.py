@@ -1,11 +1,11 @@
-"""What becomes of a request whose model is busy. The first outcome that holds is taken:
+"""Decides what becomes of a request whose model is busy. The first outcome that is possible is taken:
 
     served -> smaller model -> queued -> refused
 
-A cached answer comes before all of them, and limits of the tenant do (`policy.limits`). Depths and waits are those of the
-replica with the shortest wait, as its last load report and what this gateway sent since say, and of the work that is served before the
-request: that of its class and the higher ones (`served_before`), and of that what comes before its tenant's turn
-(`QueueState.at_turn`). docs/tenancy.md, "Busy models".
+A cached answer and the tenant's limits (`policy.limits`) come before all of them. Depths and waits are those of the replica with the
+shortest wait, by its last load report and what this gateway has sent since. Only work that is served before the request counts: work of its
+class and of higher classes (`served_before`), and of that only what comes before its tenant's turn (`QueueState.at_turn`). See
+docs/tenancy.md, "Busy models".
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Admitted requests that no replica was sent yet, counted per model: their prompts are being read, or their tenants' limits asked.
+"""Counts, for each model, the admitted requests that no replica was sent yet. Such a request's prompt is being read, or its tenant's limits
+are being asked.
 
 Load reports know nothing of these requests, nor do the counts of what replicas were sent. Without this count the same short queue would
 admit every request that arrives while the event loop is busy.

@@ -1,4 +1,5 @@
-"""Cached blocks by tenant, so that one tenant's flood of prompts evicts its own cached blocks and not those of every tenant.
+"""Tracks the cached blocks of each tenant, so that one tenant's flood of prompts evicts its own cached blocks and not those of every
+tenant.
 
 A tenant may have more than its share while nothing else needs the blocks. When a block is needed, a tenant above its share loses its least
 recently used one; only where no tenant is above it, the least recently used of all is evicted. Each change costs one dict operation.

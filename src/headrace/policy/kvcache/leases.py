@@ -1,4 +1,4 @@
-"""Leases: block ownership of transfers, each with a time limit.
+"""Tracks the blocks that transfers own: each transfer holds a lease with a time limit.
 
     lease --begin_move--> moves in flight --moves_done--> the last one done --release--> its blocks are dropped
       `-- expire: the time is over --> nothing in flight: released at once

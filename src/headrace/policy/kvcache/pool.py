@@ -1,4 +1,4 @@
-"""One KV group's blocks: free, cached or used, and the prefix tree over the cached ones.
+"""Manages one KV group's blocks (free, cached or used) and the prefix tree over the cached ones.
 
 Life of a block:
 

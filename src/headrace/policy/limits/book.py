@@ -1,4 +1,4 @@
-"""The book of limits: takes amounts for a request if every limit allows them, and replaces them by what was used, exactly once.
+"""Takes amounts for a request if every limit allows them, and later replaces them by what was used, exactly once: the book of limits.
 
     take -> (save, every second) -> charge          the gateway lives
     take -> (save, every second) -> expire -> (charge, if the gateway was only slow)

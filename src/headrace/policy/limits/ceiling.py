@@ -1,4 +1,4 @@
-"""What one request may use at most by the numbers of its limits, before anything is counted: where an answer without `max_tokens` ends."""
+"""Computes the most that one request may use under its limits, before anything is counted. An answer without `max_tokens` ends there."""
 
 from __future__ import annotations
 

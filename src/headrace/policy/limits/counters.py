@@ -1,4 +1,4 @@
-"""Counters: what a limit compares with its number. A counter is a name and a used amount per bucket of time.
+"""Keeps the counters that limits are compared with. A counter is a name and a used amount per bucket of time.
 
 Every window is buckets: `bucket_of` names the one that an instant belongs to. A day and a month are their own bucket. A minute slides: what
 counts is the running 60 s bucket and the part of the one before it that lies less than 60 s back, as if its use had been spread evenly.

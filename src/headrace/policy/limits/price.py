@@ -1,4 +1,4 @@
-"""Prices of tokens. Money is counted in `core.money.NANOS`."""
+"""Computes what tokens cost by the prices of their model. Money is counted in `core.money.NANOS`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiers: what a tenant may use, as data. docs/tenancy.md says where each number is enforced."""
+"""Defines tiers: what a tenant may use, as data. docs/tenancy.md says where each number is enforced."""
 
 from __future__ import annotations
 

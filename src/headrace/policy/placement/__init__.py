@@ -1,1 +1,1 @@
-"""Placement of a model: its size in bytes and FLOPs, the time of a step on given devices, and the best layout over them."""
+"""Computes a model's size in bytes and FLOPs, the time of a step on given devices, and the best layout over them."""

@@ -1,4 +1,4 @@
-"""A device as the planner sees it: memory, two rates, and the links to its neighbours. Its numbers come from a catalogue."""
+"""Describes a device as the planner sees it: memory, two rates, and the links to its neighbours. The numbers come from a catalogue."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which layout, and how many replicas of it: every layout that a device allows is judged by the same rules, and the cheapest that keeps the
-goals is chosen. Those that are not say why.
+"""Chooses a model's layout over devices and the number of its replicas. Every possible layout is judged by the same rules, and the cheapest
+that meets the goals is chosen. Every other layout says why it was not.
 
 A replica is filled until its goals are used to HEADROOM. Where prompts are counted, `ratio` prompt tokens are computed for each token
 generated, and a step of n sequences then takes decode_s(n) + n * ratio * (seconds of one prompt token).

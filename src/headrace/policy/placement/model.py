@@ -1,4 +1,4 @@
-"""The sizes of a model, from which its weights, its KV cache and its arithmetic follow. Nothing here knows a file or a device."""
+"""Describes a model by its sizes, and computes its weights, KV cache and FLOPs from them. Nothing here knows a file or a device."""
 
 from __future__ import annotations
 

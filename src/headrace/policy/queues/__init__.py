@@ -1,4 +1,4 @@
-"""Queue policies by name. A new policy is one file here and one row of `QUEUES`."""
+"""Orders the waiting sequences, by one of several policies. A new policy is one file here and one row of `QUEUES`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies whose order is a key fixed at first push: first come first served, shortest job first.
+"""Implements the policies whose order is a key fixed at first push: first come first served, and shortest job first.
 
 A push or a pop costs O(log n). Aging needs no rescans: with linear aging the order of two waiting sequences never changes, because
 `length - waited / aging_s` sorts like `arrival + length * aging_s`.

@@ -1,4 +1,4 @@
-"""Premium before standard before batch, with aging; inside a class fair between tiers and tenants (docs/fairness.md)."""
+"""Serves premium before standard before batch, with aging; inside a class, shares fairly between tiers and tenants (docs/fairness.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The protocol of a queue policy: the order in which sequences start, the sequence to preempt, and shares of the step's prefill budget.
+"""Declares the protocol of a queue policy: the order in which sequences start, the sequence to preempt, and shares of the step's prefill
+budget.
 
 The sequence that a policy would serve last is preempted first. Implementations: `keyed` (first come first served, shortest job
 first), `fair` and `priority`; `QUEUES` names them.

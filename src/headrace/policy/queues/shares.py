@@ -1,6 +1,6 @@
-"""Shares a step's token budget between prefilling sequences, alike for every queue policy (`queue.Queue.shares`).
+"""Shares a step's token budget between prefilling sequences, by the same rule for every queue policy (`queue.Queue.shares`).
 
-The planner asks (`policy.schedule.planner`); which sequence comes first is the queue's own order.
+The planner asks for the shares (`policy.schedule.planner`). Which sequence comes first is the queue's own order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The waiting sequences of one tier, fair between its tenants. A push or a pop costs O(log n) in the number of waiting tenants."""
+"""Orders the waiting sequences of one tier, fairly between its tenants. A push or a pop costs O(log n) in the number of waiting tenants."""
 
 from __future__ import annotations
 

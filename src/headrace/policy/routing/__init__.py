@@ -1,1 +1,1 @@
-"""Routing: the choice of a replica for a request."""
+"""Chooses a replica for a request."""

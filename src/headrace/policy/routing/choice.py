@@ -1,11 +1,11 @@
 """Chooses the replica of a request: draws two at random, and takes the one that is expected to be done first.
 
-A pure decision: no socket, no clock, no state, and the random numbers are the caller's. A replica's load is its last snapshot plus what
-this gateway sent since that snapshot was made; without the second part a burst would all go to the replica that looked idle a moment
-ago. Two replicas are drawn, a faster one more often, and compared by `predicted_time`; while neither speed is known, by the number of
-requests. Comparing two alone keeps several gateways from herding as well (Mitzenmacher 2001, "The power of two choices").
+Pure: no socket, no clock, no state, and the random numbers are the caller's. A replica's load is its last snapshot plus what this gateway
+sent since that snapshot was made. Without the second part a burst would all go to the replica that looked idle a moment ago. A faster
+replica is drawn more often. The two are compared by `predicted_time`, or by the number of requests while neither speed is known. Comparing
+two alone also keeps several gateways from choosing the same replica at once (Mitzenmacher 2001, "The power of two choices").
 
-Not here: health (an unhealthy replica is not a candidate), retries (the caller leaves out what it tried).
+Not here: health (an unhealthy replica is not a candidate), retries (the caller leaves out the replicas that it has tried).
 """
 
 from __future__ import annotations

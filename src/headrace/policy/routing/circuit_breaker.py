@@ -1,4 +1,4 @@
-"""A circuit breaker: decides when a server that failed is sent requests again.
+"""Decides when a server that failed is sent requests again: a circuit breaker.
 
     CLOSED --max_failures in a row--> OPEN --cooldown passed--> HALF_OPEN --probe answered--> CLOSED
                                        ^                            |

@@ -1,4 +1,5 @@
-"""A retry budget: only a share of all requests may be sent again to the server that failed them, so that no failure becomes a storm.
+"""Limits the requests that are sent again to the server that failed them to a share of all requests, so that failures cause no storm of
+retries.
 
 A token bucket without a clock. Every new request adds `share` of a token, every retry takes a whole one, and at most `burst` tokens are
 kept. With everything failing, servers get at most 1 + `share` times the requests that clients send. Source: Finagle's RetryBudget.

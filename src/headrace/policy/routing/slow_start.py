@@ -1,4 +1,4 @@
-"""A replica that has just become ready gets a part of its share, which grows until SLOW_START_S have passed.
+"""Gives a replica that has just become ready a part of its share of requests, which grows until SLOW_START_S have passed.
 
 The prefix cache of such a replica is empty, its speed is unknown, and if it fails its requests, few have to move. Shares are relative: when
 all replicas have just started, none waits for another, and a replica alone gets everything at once.

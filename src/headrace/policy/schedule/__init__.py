@@ -1,1 +1,1 @@
-"""The scheduler: sequences, the planner of a step, and what a finished step means."""
+"""Schedules: holds the sequences, plans a step, and decides what a finished step means."""

@@ -1,4 +1,6 @@
-"""Deadlines of answers and prerequisites: a heap of (time, sequence). Entries of sequences that ended in time are removed lazily."""
+"""Finds the answers and prerequisites whose time is over: a heap of (time, sequence). Entries of sequences that ended in time are removed
+lazily.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Displacement: waiting requests leave a full queue for a new request whose tenant has less than its part of the queue.
+"""Chooses the waiting requests that leave a full queue for a new request whose tenant has less than its part of the queue.
 
 Otherwise one tenant could fill the whole queue, and the queue policy (`policy.queues`) would never see another tenant's request. A class
-displaces no higher one (`WaitingWork`). A request that has begun, at any engine, is never displaced: its client may have read a part of
-the answer. The rule: docs/fairness.md, "How much may wait".
+displaces no higher one (`WaitingWork`). A request that has begun, at any engine, is never displaced: its client may have read a part of the
+answer. The rule: docs/fairness.md, "How much may wait".
 """
 
 from __future__ import annotations

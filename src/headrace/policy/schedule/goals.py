@@ -1,6 +1,6 @@
-"""Goals for further tokens: how many tokens a step may have, and how many sequences may run (docs/fairness.md).
+"""Limits a step's tokens and the running sequences, so that goals for further tokens (TPOT) are met (docs/fairness.md).
 
-A goal for the first token decides the order of prompts: `policy.queues.fair`.
+A goal for the first token decides the order of prompts instead: `policy.queues.fair`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prerequisites: named events that a sequence waits for before it takes a step's budget, each with the seconds it may take.
+"""Tracks what a sequence waits for before it takes a step's budget: named prerequisites, each with the seconds it may take.
 
 The scheduler's own names begin with RESERVED. All other names come from the engine (`engine.preparation`), which may neither add nor
 answer a reserved one.

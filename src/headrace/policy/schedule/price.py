@@ -1,4 +1,4 @@
-"""The cost of a prompt chunk in tokens of a step's budget: it grows with the context before the chunk."""
+"""Computes the cost of a prompt chunk in tokens of a step's budget. The cost grows with the context before the chunk."""
 
 from __future__ import annotations
 

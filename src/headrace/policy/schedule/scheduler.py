@@ -1,4 +1,4 @@
-"""The scheduler: which sequences compute which positions into which blocks in the next step, and what a finished step means.
+"""Decides which sequences compute which positions into which blocks in the next step, and commits or rolls back what a step computed.
 
     plan(now, costs)    -> Plan | None     decides; nothing is computed
     commit(plan, result, now) -> updates   appends tokens, finishes, frees
@@ -6,8 +6,9 @@
 
 `planner` decides which rows a step has; this module commits them or rolls them back.
 
-`depth` plans may be uncommitted. Sampled ids in flight live in the runner, so the next plan can be made before the last result is read.
-What ends a sequence is seen at commit; a row planned for it meanwhile is dropped there.
+Up to `depth` plans may be uncommitted. The runner keeps the ids that such plans sample, so the next plan is made before the last result is
+read. A commit finds out which sequences have ended. If a later plan already has a row for an ended sequence, that row is dropped when the
+later plan is committed.
 
 No torch, no clock, no lock: the loop owns the one thread that calls this.
 """

@@ -1,4 +1,4 @@
-"""Every sequence of one engine, from arrival to end: states, slots, deadlines, prerequisites, and the updates about each.
+"""Keeps every sequence of one engine from arrival to end: states, slots, deadlines, prerequisites, and the updates about each.
 
     add -> BLOCKED (prerequisites missing) -> WAITING (in the queue) -> RUNNING (slot and blocks) -> DONE
                                                   ^---- preempt ----'

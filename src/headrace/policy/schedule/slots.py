@@ -1,6 +1,6 @@
-"""The slots of one engine and the sequences that run in them.
+"""Assigns the slots of one engine to its running sequences.
 
-Which sequence starts is decided in `planner`; which one leaves, there and in `sequence_table`.
+`planner` decides which sequence starts; `planner` and `sequence_table` decide which one leaves.
 """
 
 from __future__ import annotations

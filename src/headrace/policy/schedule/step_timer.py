@@ -1,4 +1,6 @@
-"""Learns the cost of steps from earlier ones. Readiness tells a hanging step from a large one by it, and gateways compare replicas."""
+"""Learns the cost of steps from earlier ones. Readiness uses it to tell a hanging step from a large one, and gateways to compare
+replicas.
+"""
 
 from __future__ import annotations
 

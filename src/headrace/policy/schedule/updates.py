@@ -1,4 +1,4 @@
-"""Makes updates of a step's output: for one row, and for many rows of one token each."""
+"""Makes the updates of a step's output: for one row, and for many rows of one token each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Counts the waiting sequences of one engine, with their tokens and bytes, and holds the bounds of the waiting queue.
 
-Every sequence that does not run (new, blocked or preempted) is counted from the moment it begins to wait until it runs or ends. So an
-arriving request costs no search. `policy.queues` decides which sequence is served next, and `displacement` which request leaves a full
-queue.
+A sequence that does not run (new, blocked or preempted) is counted from the moment it begins to wait until it runs or ends. The counts are
+kept as sequences come and go, so an arriving request costs no search. `policy.queues` decides which sequence is served next, and
+`displacement` which request leaves a full queue.
 """
 
 from __future__ import annotations
