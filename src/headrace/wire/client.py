@@ -1,8 +1,8 @@
-"""The gateway's end of the wire: one connection to one replica, renewed until closed, and a stream of updates per request.
+"""Connects a gateway to one replica: `ReplicaClient` keeps the connection and gives every open request a stream of its updates.
 
-ReplicaClient owns the connection (it reconnects with back-off), keeps the replica's last hello and load, and gives every request a
-ReplicaStream. When the connection dies, every open stream raises Unavailable: nothing is lost silently, and sending again is the caller's
-decision. Everything here runs on one asyncio loop. `wire.session` reads and writes the frames.
+ReplicaClient reconnects with back-off until it is closed, and keeps the replica's last hello and load. When the connection dies, every open
+`ReplicaStream` raises Unavailable: nothing is lost silently, and the caller decides whether to send the request again. Everything here runs
+on one asyncio loop. `wire.session` reads and writes the frames.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Commands that a gateway has not written yet, and the frames they are written in.
+"""Keeps the commands that a gateway has not written yet, and packs them into frames.
 
-Cancels and finishes are written first: they are small, and what they end costs the engine a step each time. Submits follow in order. A
-frame has at most MAX_FRAME_BYTES of commands, or one larger Submit and what fits before it. A cancel of a Submit that was not written
-removes both. Not thread-safe; holds no connection.
+Cancels and finishes are written first: they are small, and until they arrive the engine goes on computing what they end. Submits follow in
+order. A frame has at most MAX_FRAME_BYTES of commands, or one larger Submit and what fits before it. A cancel of a Submit that was not
+written removes both. Not thread-safe; the connection belongs to `wire.session`.
 """
 
 from __future__ import annotations

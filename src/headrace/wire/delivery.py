@@ -1,8 +1,9 @@
-"""A queue of streams with unread data, delivered in order of arrival in short slices of the event loop.
+"""Delivers unread updates to their streams in order of arrival, in short slices of the event loop.
 
-One frame may bring updates for a thousand streams. Woken all at once, their tasks would hold the event loop for a tenth of a second.
-A slice delivers for about SLICE_S, then everything else on the loop (heartbeats, new requests, sockets) runs. Rows that arrive while their
-stream is in the queue are delivered with its earlier rows: under load several tokens leave together, and without load nothing waits.
+One frame may bring updates for a thousand streams. Woken all at once, the tasks that read them would hold the event loop for a tenth of a
+second. So a slice delivers for about SLICE_S, and then everything else on the loop (heartbeats, new requests, sockets) runs. Rows that
+arrive while their stream waits in the queue are delivered together with its earlier rows: under load several tokens leave together, and
+without load nothing waits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Connects a gateway to an engine: the gRPC channel and, where a connection fails, the reason that gRPC does not give.
+"""Connects a gateway to an engine: opens the gRPC channel and, where TLS fails, finds out why.
 
-gRPC says that a socket closed, whatever is wrong with a certificate. So the handshake is repeated here with OpenSSL, which says what is
-wrong, or gets the alert in which the engine does.
+gRPC only says that a socket closed, whatever is wrong with a certificate. So the handshake is repeated here with OpenSSL. OpenSSL finds the
+fault itself, or receives the alert in which the engine names the fault.
 """
 
 from __future__ import annotations

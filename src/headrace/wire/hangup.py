@@ -1,4 +1,4 @@
-"""SIGHUP: reads the configuration again. From a closed terminal it ends the program, as usual.
+"""Handles SIGHUP: the process reads its configuration again, or drains and ends where it has no reload or its terminal was closed.
 
 A process that was started with SIGHUP ignored (nohup) goes on ignoring it.
 """

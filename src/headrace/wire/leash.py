@@ -1,4 +1,4 @@
-"""The leash: a socket pair between a supervisor and a child it started. Each end writes one JSON object per line.
+"""Ties a child process to its supervisor by a socket pair, over which each end writes one JSON object per line.
 
     child       {"event": "ready", ...}                               it serves, with facts about it
                 {"event": "failed", "reason": R, "can_retry": B}      why it ends
@@ -10,8 +10,8 @@
 
 STATUS is `{"ready": B, "reason": R, "open": COUNT, "refused": B}`, see `ReplicaStatus`.
 
-When the supervisor's end closes, by `kill -9` of the supervisor too, the child exits at once: no orphan keeps a port or a GPU. A gateway
-answers requests (`gateway.control.reload`), an engine none. `LeashRequests` is the supervisor's side of them.
+The child exits at once when the supervisor's end closes, also after `kill -9` of the supervisor: no orphan keeps a port or a GPU. A gateway
+answers requests (`gateway.control.reload`), an engine answers none. `LeashRequests` is the supervisor's side of the requests.
 """
 
 from __future__ import annotations

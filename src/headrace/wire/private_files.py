@@ -1,4 +1,4 @@
-"""Files that hold a secret of the wire: they must be closed to other users before their content is used."""
+"""Reads files that hold a secret of the wire, after a check that they are closed to other users."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The protocol's constants, shared by both ends: method names, protocol version, times, channel limits, and what a hello must match.
+"""Defines the constants and checks that both ends share: method names, protocol version, times, channel limits, and what a hello must
+match.
 
-Services are registered as generic handlers (no generated stubs): Infer.Connect is the stream, Control.Drain and Control.Snapshot are
-plain calls for operators and tests.
+Services are registered as generic handlers (no generated stubs). Infer.Connect is the stream. Control.Drain and Control.Snapshot are plain
+calls for operators and tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One connection of a ReplicaClient, from dial to loss: hellos, the two pumps, and the watch over silence.
+"""Runs one connection of a ReplicaClient from dial to loss: hellos, reading, writing, and a watch for silence.
 
-Four tasks run until one of them ends the session: the writer sends waiting commands (`wire.commands`), the reader hands frames' rows to
-streams, `wire.delivery` delivers them to the streams' consumers, and the watch ends a connection that was silent for LEASE_S.
+Four tasks run until one of them ends the session. The writer sends waiting commands (`wire.commands`). The reader puts the rows of frames
+into streams. `wire.delivery` delivers the rows to the streams' consumers. The watch ends a connection that was silent for LEASE_S.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as futures, the same in every process of a deployment, and the wait for whichever comes first."""
+"""Turns SIGTERM and SIGINT into futures, the same in every process of a deployment. `first_of` waits for the first of several futures."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The updates of one open request, as an async iterator for the task that consumes them. The iterator ends, or raises, exactly once.
+"""Gives the updates of one open request to the task that consumes them, as an async iterator that ends, or raises, exactly once.
 
 Most rows of a frame are plain: a token and nothing else. A consumer may set `plain_row_handler`, a callback that takes plain rows without
-waking the task; no update object is made of rows that the handler takes. The order of updates is kept: the handler is called only while the
-task waits and no update is unread, and a row that the handler declines becomes an update that the task reads before any later row.
+waking the task. No update object is made of rows that the handler takes. The order of updates is kept: the handler is called only while the
+task waits and no update is unread. A row that the handler declines becomes an update, which the task reads before any later row.
 `wire.delivery` decides when a stream delivers.
 """
 

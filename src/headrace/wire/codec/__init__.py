@@ -1,7 +1,8 @@
-"""Core values <-> wire messages. Pure functions, one module per kind of value, `same_fields` for all; docs/wire.md has the rules.
+"""Converts core values to wire messages and back: pure functions, one module per kind of value.
 
-Encoding refuses what the wire cannot carry with InvalidRequest; decoding checks the schema (equal columns, rows in range, known enum
-values) and raises MalformedFrame. The rules of the values themselves live in core and are applied by the engine.
+`same_fields` serves all of these modules. Encoding refuses what the wire cannot carry with InvalidRequest. Decoding checks the schema
+(equal columns, rows in range, known enum values) and raises MalformedFrame. The rules of the values themselves live in core, and the engine
+applies them. docs/wire.md has the rules of the format.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The enums of core that cross the wire, both ways. Numbers on the wire are fixed for ever; zero is never a value."""
+"""Maps the enums of core to their numbers on the wire, and back. A number never changes its meaning, and zero is never a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoadSnapshot <-> Load."""
+"""Converts a LoadSnapshot, an engine's report of its load, to the message Load and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModelInfo <-> ModelFacts: what the engine's hello says of its model."""
+"""Converts ModelInfo, what the engine's hello says of its model, to the message ModelFacts and back."""
 
 from __future__ import annotations
 

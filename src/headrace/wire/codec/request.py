@@ -1,4 +1,4 @@
-"""EngineRequest <-> Submit, and the two other commands a gateway sends."""
+"""Converts the three commands that a gateway sends (submit, cancel, finish) to their messages and back."""
 
 from __future__ import annotations
 

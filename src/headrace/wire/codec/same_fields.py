@@ -1,4 +1,4 @@
-"""Fields that a value of core and its message have under the same names: a new one is a field on each side, and no line between."""
+"""Converts the fields that a core value and its message have under the same names. A new such field needs no line of code in the codec."""
 
 from __future__ import annotations
 

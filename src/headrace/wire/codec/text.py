@@ -1,4 +1,4 @@
-"""Text that must cross whatever it holds."""
+"""Shortens a text and makes it valid Unicode, so that a message can carry it."""
 
 from __future__ import annotations
 

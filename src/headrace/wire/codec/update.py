@@ -1,6 +1,7 @@
-"""SequenceUpdates <-> Updates: one frame's columns.
+"""Converts the SequenceUpdates of one frame to the message Updates and back.
 
-Tokens are columns; what only some rows have (an end, a first token's extras, logprobs) is a sparse list whose entries name their row.
+Tokens are columns. What only some rows have (an end, a first token's extras, log-probabilities) is a sparse list whose entries name their
+row.
 """
 
 from __future__ import annotations

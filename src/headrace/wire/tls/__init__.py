@@ -1,5 +1,5 @@
-"""Mutual TLS of the wire between machines: certificate files, the handshake, and why one failed. Why as it is: docs/wire.md.
+"""Secures the wire between machines with mutual TLS: certificate files, the handshake, and the reason why one failed.
 
-`files` holds an end's certificates and reads them again when they change, `stream` speaks TLS over a socket, `faults` puts OpenSSL's
-errors into words. They rest on the standard library alone. Certificates are made elsewhere (`fleet.authority`).
+`files` holds an end's certificates and reads them again when they change. `stream` speaks TLS over a socket. `faults` puts OpenSSL's errors
+into words. All three need the standard library alone. `fleet.authority` makes certificates. docs/wire.md says why TLS is done this way.
 """

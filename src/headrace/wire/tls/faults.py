@@ -1,4 +1,4 @@
-"""OpenSSL's errors of a handshake in words that name the end whose certificate is at fault."""
+"""Puts OpenSSL's handshake errors into words that name the end whose certificate is at fault."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One end's certificate files: checked at start, read again when they change.
+"""Loads and checks one end's certificate files, at start and again when they change.
 
-Nothing of certificates is parsed here: OpenSSL verifies them, at start in a handshake of this end with itself.
+No certificate is parsed here: OpenSSL verifies the files when one end, at start, makes a handshake with itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TLS over a non-blocking socket, on the engine's end, by way of OpenSSL's memory buffers.
+"""Speaks TLS over a non-blocking socket at the engine's end, with OpenSSL's memory buffers.
 
 asyncio's own TLS transport is not used: it drops the alert of a failed handshake, which tells the other end why it failed.
 """
