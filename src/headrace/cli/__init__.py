@@ -1,1 +1,1 @@
-"""The `headrace` commands. They may import every package; no package imports them."""
+"""Holds the `headrace` commands, which may import every package and which no package imports."""

@@ -1,4 +1,4 @@
-"""The flags of commands that also reach a deployment on another machine. docs/control.md, "Over TCP"."""
+"""Declares the flags of commands that also reach a deployment on another machine (docs/control.md, "Over TCP")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace agent`: a conversation in the terminal whose model may call Python functions of local files.
+"""`headrace agent` holds a conversation in the terminal, in which the model may call Python functions of local files.
 
 Everything else is as in `headrace chat` (`cli.chat`): the server it talks to, Ctrl-C, and pipes, where only answers go to stdout. Calls and
 their results are printed to stderr.

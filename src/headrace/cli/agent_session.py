@@ -1,6 +1,7 @@
-"""One conversation in which the model may call local functions: ask, call, send the results back, ask again, until it answers in text.
+"""Holds one conversation in which the model may call local functions: ask, call, send the results back, ask again, until it answers in
+text.
 
-It prints answers to `out`, and calls with their results to `log`. `cli.agent` reads the lines.
+Answers are printed to `out`, calls and their results to `log`. `cli.agent` reads the lines of the user.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The announcement of `headrace serve` once it answers: what was decided at start and why, the URL, and a command to try it.
+"""Prints what `headrace serve` announces once it answers: what was decided at start and why, the URL, and a command to try it.
 
-On a terminal it is a few lines on stderr. Elsewhere it is log events, so that the stream holds nothing but the log; the last one has the
-URL.
+On a terminal the announcement is a few lines on stderr. Elsewhere it is log events, so that the stream holds nothing but the log; the last
+event has the URL.
 """
 
 from __future__ import annotations

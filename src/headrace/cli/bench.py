@@ -1,7 +1,7 @@
-"""`headrace bench serve|throughput|latency|steps`: measurements that can be repeated, with the names and formulas of vLLM's tools.
+"""`headrace bench serve|throughput|latency|steps` measures servers and engines, with the names and formulas of vLLM's tools.
 
-Every JSON carries commit, machine, load average, and the read bandwidth measured before and after. How figures are computed:
-`lab.metrics`, `lab.offline`.
+Every JSON result has the commit, the machine, the load average, and the read bandwidth before and after the run. `lab.metrics` and
+`lab.offline` compute the figures.
 """
 
 from __future__ import annotations

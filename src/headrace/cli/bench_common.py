@@ -1,4 +1,4 @@
-"""Shared by the `headrace bench` commands: flags, the shape of the data set, the conditions of a run, and the JSON they write."""
+"""Holds what the `headrace bench` commands share: flags, the shape of the data set, the conditions of a run, and the JSON they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace bench throughput|latency|steps`: run the engine in this process, without HTTP."""
+"""`headrace bench throughput|latency|steps` runs the engine in this process, without HTTP, and measures it."""
 
 from __future__ import annotations
 

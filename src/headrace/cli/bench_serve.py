@@ -1,6 +1,7 @@
-"""`headrace bench serve`: load any OpenAI-compatible server with an open loop and report its latencies.
+"""`headrace bench serve` loads any OpenAI-compatible server with an open loop and reports its latencies.
 
-Requests are sent at their own times, however slow the answers are. Formulas: `lab.metrics`. The client: `lab.loadgen`.
+In an open loop requests are sent at their own times, however slow the answers are. `lab.metrics` has the formulas, `lab.loadgen` is the
+client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`headrace cache`: commands for stored answers, in the state folder or the Redis of a server. The server need not run."""
+"""`headrace cache purge` removes a tenant's stored answers, in the state folder or the Redis of a server. The server need not run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`headrace chat`: a conversation in the terminal, streamed over the HTTP API.
+"""`headrace chat` holds a conversation in the terminal, streamed over the HTTP API.
 
-On a terminal it prints a prompt and hints. In a pipe each input line is a message and only answers are printed, so that
-`echo hi | headrace chat` works in scripts. Ctrl-C during an answer stops that answer; at the prompt a second Ctrl-C leaves. A server that
-was started for the chat gets no Ctrl-C: it is stopped when the chat ends. The conversation itself: `cli.chat_session`.
+On a terminal the command prints a prompt and hints. In a pipe each input line is a message and only answers are printed, so that `echo hi |
+headrace chat` works in scripts. Ctrl-C during an answer stops that answer; at the prompt a second Ctrl-C leaves. A server that was started
+for the chat gets no Ctrl-C: it is stopped when the chat ends. `cli.chat_session` is the conversation itself.
 """
 
 from __future__ import annotations

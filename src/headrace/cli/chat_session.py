@@ -1,6 +1,6 @@
-"""One conversation with a server: messages, sampling parameters, and the slash commands that change them.
+"""Holds one conversation with a server: messages, sampling parameters, and the slash commands that change them.
 
-It prints and reads no terminal; `cli.chat` reads the lines.
+Answers are printed to `out`. `cli.chat` reads the lines from the terminal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server for as long as a command needs one: `headrace serve` on a free loopback port, stopped at the end of a `with` block."""
+"""Runs a server for as long as a command needs one: `headrace serve` on a free loopback port, stopped at the end of a `with` block."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A small blocking client for the OpenAI-compatible API: what `headrace chat` and `headrace agent` need, from the standard library.
+"""Speaks the OpenAI-compatible API for `headrace chat` and `headrace agent`: a small blocking client from the standard library alone.
 
-Each answer has a connection of its own: leaving an answer early (Ctrl-C) closes it, and the server cancels the request.
+Each answer has a connection of its own. Leaving an answer early (Ctrl-C) closes the connection, and the server cancels the request.
 """
 
 from __future__ import annotations

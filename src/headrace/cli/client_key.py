@@ -1,4 +1,4 @@
-"""The flag `--api-key` of the commands that are clients of a server (chat, bench serve)."""
+"""Declares the flag `--api-key` of the commands that are clients of a server (chat, agent, bench serve)."""
 
 from __future__ import annotations
 

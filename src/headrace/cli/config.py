@@ -1,6 +1,6 @@
-"""The configuration of `headrace serve`: one YAML file, then the environment, then flags; read here and nowhere else.
+"""Loads the configuration of `headrace serve` from one YAML file, then the environment, then flags. No other module reads these.
 
-What the values are: `cli.serve_config`. Every key is in docs/config.md. How variables become values: `cli.config_variables`.
+`cli.serve_config` has the types of the values, and docs/config.md lists every key. `cli.config_variables` turns variables into values.
 
     file         models: [{name: tiny, replicas: 2, engine: {model: /models/tiny}}]
     environment  HEADRACE_MODELS__0__REPLICAS=3, HEADRACE_GATEWAY__PORT=9000

@@ -1,4 +1,7 @@
-"""`headrace config check|show|init`: check, print or begin a configuration file; and how the commands that start servers load theirs."""
+"""`headrace config check|show|init` checks, prints or begins a configuration file.
+
+Commands that start servers load their configuration here too, with `load_to_start`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every fault of a configuration at once, each with its line in the file.
+"""Finds every fault of a configuration at once, each with its line in the file.
 
-Here errors get their lines, or the variable that set the value. How several errors are found: `cli.config_mending`.
+This module gives each error its line, or the variable that set the value. `cli.config_mending` finds the errors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""All errors of a configuration, found by mending: checks stop at the first error, so its value is made valid, and they run again.
+"""Finds all errors of a configuration by mending it: checks stop at the first error, so its value is made valid, and the checks run again.
 
-The mended data is thrown away. Lines, variables and messages: `cli.config_faults`.
+The mended data is thrown away. `cli.config_faults` adds lines, variables and messages to the errors.
 
-A mended value must not hide other faults. So a section is kept where it can be: a key that was misspelt is renamed with all that it holds,
-and of two sections that exclude each other the second moves into an item of its own. Errors name such values as the file does.
+A mended value must not hide other faults. So a section is kept where possible: a misspelt key is renamed with all that it holds, and of two
+sections that exclude each other the second moves into an item of its own. Errors name such values as the file does.
 """
 
 from __future__ import annotations

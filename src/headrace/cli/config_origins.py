@@ -1,4 +1,4 @@
-"""The origin of a configuration value, so that an error names what the user wrote: a flag, a variable, else the path in the file."""
+"""Finds the origin of a configuration value (a flag, a variable or the file), so that an error names what the user wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration of a running deployment, to be read again: the same file, environment and flags as at its start."""
+"""Reads the configuration of a running deployment again, from the same file, environment and flags as at its start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Environment variables and flags -> the plain data of a file, which `core.strict_decode` makes typed values of.
+"""Sets the values of environment variables and flags in the plain data of a configuration, which `core.strict_decode` makes typed values
+of.
 
-A variable is a string where the configuration has a string, and YAML elsewhere. An unknown variable is an error with the nearest known one.
-How the file is read is said in `cli.config_yaml`, what the values mean in `cli.config`.
+A variable's value is a string where the configuration has a string, and YAML elsewhere. An unknown variable is an error that names the
+nearest known one. `cli.config_yaml` reads the file; `cli.config` puts file, variables and flags together.
 """
 
 from __future__ import annotations

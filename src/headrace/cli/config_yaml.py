@@ -1,10 +1,10 @@
-"""YAML as a configuration file may use it: plain data, without anchors and without a key given twice. Nothing is evaluated.
+"""Reads YAML as a configuration file may use it: plain data, without anchors and without a key given twice. Nothing is evaluated.
 
-Words and numbers are read by the core schema of YAML 1.2, and a key is always text. The 1.1 of PyYAML reads the country code no as false,
+Words and numbers are read by the core schema of YAML 1.2, and a key is always text. PyYAML's YAML 1.1 reads the country code no as false,
 the port 010000 as 4096, 1:30 as 90 and 1e-3 as text.
 
-`read_yaml` refuses the first thing that is wrong; `config_faults` takes the whole document, with the line of every value, and goes on.
-Values get their types in `core.strict_decode`.
+`read_yaml` refuses the first thing that is wrong. `config_faults` uses `parse_document` instead: the whole document, with the line of every
+value. Values get their types in `core.strict_decode`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operator's commands for a deployment that runs: status, reload, rollout, scale, drain. docs/control.md says what each does."""
+"""`headrace status|reload|rollout|scale|drain` operate a deployment that runs. docs/control.md says what each does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The operator's end of a deployment's admin socket: finds the deployment, sends a command, reads what it says line by line."""
+"""Sends an operator's commands to a running deployment: finds it, connects to its admin socket or over TCP, and reads the reply line by
+line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Opens the keys and tenants for commands: in the state folder, or in the Redis of a configuration. No server need run."""
+"""Opens the keys and tenants for a command: those of a state folder, of a configuration's Redis, or, with `--admin`, of a running
+deployment.
+
+Without `--admin` no server need run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace doctor`: what this machine offers, what will be slow or fail, and what to do about it. It starts and changes nothing."""
+"""`headrace doctor` says what this machine offers, what will be slow or fail, and what to do about it. Nothing is started or changed."""
 
 from __future__ import annotations
 

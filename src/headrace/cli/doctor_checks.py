@@ -1,7 +1,7 @@
-"""The checks of `headrace doctor`: one function per question, each with one or more findings as its answer.
+"""Checks this machine for `headrace doctor`: one function per question, which returns one or more findings.
 
-Reads /proc, cgroup files and package metadata; asks the engine what it makes of the CPU, tries a kernel on a GPU, and asks Numba for its
-threading layers.
+The checks read /proc, cgroup files and package metadata. They ask the engine what it makes of the CPU, try a kernel on a GPU, and load
+Numba's threading layers.
 """
 
 from __future__ import annotations

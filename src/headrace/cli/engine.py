@@ -1,6 +1,7 @@
-"""`headrace engine`: one engine at an address, for gateways here or on other machines. `headrace serve` starts its engines with it too.
+"""`headrace engine` runs one engine at an address, for gateways on this or other machines. `headrace serve` starts its engines with it too.
 
-By hand everything is in flags, or in a YAML file with the keys of `engine.server.config`; a supervisor gives a JSON file and its leash.
+Started by hand, the engine is configured by flags, or by a YAML file with the keys of `engine.server.config`. A supervisor gives it a JSON
+file and a leash (`wire.leash`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Flags for the engine's options, made from `EngineConfig`, so that every command has the same flags with the same help.
+"""Makes the flags for the engine's options from `EngineConfig`, so that every command has the same flags with the same help.
 
     @with_engine_flags()
     def serve(port: ..., engine: Given) -> None: ...
 
-`serve` then has a parameter for each option in the place of `engine`, and is called with the given ones in `engine`.
+`serve` then has a parameter for each option in the place of `engine`. When it is called, `engine` holds the options that were given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exit codes of every command, and the one place where an error becomes a line on stderr.
+"""Defines the exit codes of all commands, and prints the error of a command as one line on stderr.
 
 0    done; also after SIGTERM or Ctrl-C, once running streams have finished
 1    a check or a run failed: doctor found a fault, a benchmark finished no request, a server died

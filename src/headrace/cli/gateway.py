@@ -1,7 +1,7 @@
-"""`headrace gateway`: a gateway alone, for engines that were started by themselves. `headrace serve` starts its gateway with it too.
+"""`headrace gateway` runs a gateway alone, for engines that were started by themselves. `headrace serve` starts its gateway with it too.
 
-By hand its configuration is the one of `headrace serve`, without models that engines of this command would serve; a supervisor gives a
-JSON file and its leash.
+Started by hand, the gateway takes a configuration of `headrace serve`, but no model with engines that only `serve` would start. A
+supervisor gives it a JSON file and a leash (`wire.leash`).
 """
 
 from __future__ import annotations

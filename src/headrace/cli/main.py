@@ -1,7 +1,6 @@
-"""The `headrace` command: the list of its sub-commands, and the handling of their errors.
+"""Runs the `headrace` command: lists its sub-commands, and turns their errors into exit codes (`cli.exits`).
 
-Modules of sub-commands import torch, Numba, HTTP and YAML inside functions only, so that `--help` and shell completion
-answer at once. Exit codes: `cli.exits`.
+Modules of sub-commands import torch, Numba, HTTP and YAML inside functions only, so that `--help` and shell completion answer at once.
 """
 
 from __future__ import annotations

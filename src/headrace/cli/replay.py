@@ -1,4 +1,4 @@
-"""`headrace replay FILE`: show a dumped ring of plans as a table, or run it again on a model."""
+"""`headrace replay FILE` shows the dumped last plans of an engine as a table, or runs them again on a model."""
 
 from __future__ import annotations
 

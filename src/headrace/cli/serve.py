@@ -1,6 +1,6 @@
-"""`headrace serve`: from a model's name to a running server. It builds the configuration and hands it to the fleet's supervisor.
+"""`headrace serve` goes from a model's name to a running server: it builds the configuration and hands it to the fleet's supervisor.
 
-Flag names are vLLM's where vLLM has the option. A flag that is not given leaves file and environment as they are.
+Flag names are vLLM's where vLLM has the option. A flag that is not given leaves the values of the file and the environment as they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flags that several of `headrace serve`, `headrace gateway` and `headrace engine` have, each declared once."""
+"""Declares the flags that several of `headrace serve`, `headrace gateway` and `headrace engine` have, each once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`headrace simulate`: a deployment under load before it exists, on virtual time, with the product's own decisions."""
+"""`headrace simulate` runs a deployment under load before it exists: on virtual time, with the admission, routing and scheduling code that
+serves.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The state folder of a deployment: which one a command means, and how it is made. docs/tenancy.md says what lies in it.
+"""Finds the state folder that a command uses, and makes it where it is missing. docs/tenancy.md says what lies in it.
 
-Every command finds it the same way: `--state`, then HEADRACE_STATE, then `state` of the configuration file, then the user's own. So
-`headrace keys` without arguments works on what `headrace serve` without arguments uses.
+Every command looks in the same order: `--state`, HEADRACE_STATE, `state` of the configuration file, the user's own folder. So `headrace
+keys` without arguments works on what `headrace serve` without arguments uses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asks at a start and at a reload whether a server's store has keys: keys let it listen beyond loopback."""
+"""Asks whether a server's store has keys, at a start and at a reload: keys let the server listen beyond loopback."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Suggestions for a misspelt flag: the nearest of the command's own flags and vLLM's.
+"""Suggests, in place of a misspelt flag, the nearest of the command's own flags and vLLM's.
 
-No flag is suggested that would then be refused: a misspelt `--tensor-paralel-size` is answered with what to do instead.
+A flag that would then be refused is not suggested: a misspelt `--tensor-paralel-size` is answered with what to do instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`headrace tenants`: create, list, show, change and remove tenants. docs/identity.md"""
+"""`headrace tenants` creates, lists, shows, changes and removes tenants (docs/identity.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace tls init`: certificates for the wire between machines, and what to copy where."""
+"""`headrace tls init` makes the certificates for the wire between machines, and says what to copy where."""
 
 from __future__ import annotations
 

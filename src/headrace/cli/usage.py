@@ -1,5 +1,7 @@
-"""`headrace usage`: what tenants used, and how fast they were answered, from ClickHouse where it is configured, else from the usage.db of a
-state folder, whether a server runs on it or not."""
+"""`headrace usage` shows what tenants used, and how fast they were answered.
+
+The figures come from ClickHouse where it is configured, else from the usage.db of a state folder. No server need run.
+"""
 
 from __future__ import annotations
 

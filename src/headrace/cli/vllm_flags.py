@@ -1,9 +1,10 @@
-"""vLLM's flags that Headrace does not have: translated where Headrace has the same under another name, dropped with a notice where they
-change nothing here, else refused by name with what to do instead. vLLM's spellings are read too: --max_model_len, and several values after
-one flag.
+"""Answers the flags of vLLM that Headrace does not have: each is translated, dropped with a notice, or refused by name with what to do
+instead.
 
-A value that asks for what happens anyway (`--tensor-parallel-size 1`, `--no-enable-lora`) is dropped without a notice. A flag that is not
-in TABLE is left to the parser, which suggests the nearest name. docs/config.md documents TABLE.
+A flag is translated where Headrace has the same under another name, and dropped where it changes nothing here. A value that asks for what
+happens anyway (`--tensor-parallel-size 1`, `--no-enable-lora`) is dropped without a notice. A flag that is not in TABLE is left to the
+parser, which suggests the nearest name. vLLM's spellings are read too: --max_model_len, and several values after one flag. docs/config.md
+documents TABLE.
 """
 
 from __future__ import annotations
