@@ -1,4 +1,4 @@
-"""The engine: inbox, plan, submit, commit, outbox.
+"""Runs a model's engine: takes requests from an inbox, plans steps, has a runner compute them, and emits updates.
 
-`loop` imports core and policy only; `runner` is where plans meet tensors; `server` is where the loop meets the wire.
+`loop` imports core and policy only. Plans meet tensors in `runner`; the loop meets the wire in `server`.
 """

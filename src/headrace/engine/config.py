@@ -1,7 +1,7 @@
-"""The configuration of one engine. Decoded by the command line (`cli.config`), resolved once, never changed.
+"""Defines the configuration of one engine. The command line decodes it (`cli.config`); it is resolved once and never changed.
 
-`EngineConfig` is the one list of engine options: flags of the commands (`cli.engine_flags`), keywords of `LLM` and the checks of values
-are made from it, and its table in docs/config.md.
+`EngineConfig` is the one list of engine options. Flags of the commands (`cli.engine_flags`), keywords of `LLM`, the checks of values and
+the table in docs/config.md are made from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Named places where a test may make the engine fail, so that "raise from every call site once" is a loop and not a hope.
+"""Makes the engine fail at named places when a test asks for it, so that "raise from every call site once" is a loop and not a hope.
 
 `failpoint("runner.forward")` does nothing until something is armed under that name, which only tests do
 (`tests/support/failpoint_kit.py`); in production its cost is one test of an empty dict.

@@ -1,4 +1,4 @@
-"""Failures inside an engine: counted, and logged with their tracebacks.
+"""Counts the failures inside an engine, and logs them with their tracebacks.
 
 A step that keeps failing fails a hundred times a second, so a few failures of each kind are logged per window, and the next one logged
 says how many were left out. All failures are counted (`core.load.EngineCounters`) and shown by /metrics.

@@ -1,4 +1,4 @@
-"""Work of an engine that can wait, done in pieces on a thread of its own while the engine has no request.
+"""Does work that can wait, in pieces, on its own thread, while the engine has no request.
 
 Packing weights (`tensor.packed.store`) takes CPUs and memory bandwidth for seconds, and would make the first answers slow. An engine that
 always has a request does no idle work.

@@ -1,4 +1,4 @@
-"""Messages from other threads to the loop, in order, and a count of the submitted work that the loop has not taken yet.
+"""Carries messages from other threads to the loop, in order, and counts the submitted requests that the loop has not taken yet.
 
 Only Submits are counted, not cancels, finishes or preparers' answers: gateways read the count as waiting work. A step can take seconds, and
 the loop takes no message meanwhile, so the Submits are bounded by bytes, as the waiting queue is.

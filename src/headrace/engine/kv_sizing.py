@@ -1,7 +1,7 @@
-"""Sizes the KV pools: blocks per group, with the arithmetic in sentences for the operator. Pure: numbers in, numbers and sentences out.
+"""Sizes the KV pools: computes the blocks per group, and the arithmetic in sentences for the operator. Pure.
 
-A windowed group never needs more than its window and one step per running sequence; full groups share the rest, so that all groups hold
-equally many tokens where they can. Block 0 of each pool is the pad block and is counted in what is returned.
+A group with a window never needs more than its window and one step per running sequence. Full groups share the rest, so that all groups
+hold equally many tokens where possible. The returned count includes block 0 of each pool, the pad block.
 """
 
 from __future__ import annotations

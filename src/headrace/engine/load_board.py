@@ -1,4 +1,4 @@
-"""The replica's load: published by the loop's thread, read by another one at any time.
+"""Publishes the replica's load: the loop's thread writes it, and other threads read it at any time.
 
 A published load is one frozen value, so a reader never sees half of a change. Ages are computed when it is read: a step or a loop that
 hangs shows in them.

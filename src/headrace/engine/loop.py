@@ -1,4 +1,4 @@
-"""The engine loop: inbox, plan, submit, commit, outbox.
+"""Runs the engine loop: takes messages from the inbox, plans a step, submits it to the runner, commits its result, emits updates.
 
 One thread runs the loop and owns the scheduler; other threads reach it through the `inbox`. The runner that computes plans is a Protocol
 (`steps`): the loop imports no tensor. `depth` plans may be uncommitted: 1 is the reference, 2 overlaps planning with computing.
@@ -110,8 +110,10 @@ class Engine:
         self._inbox.put(Satisfied(preparation_id, what))
 
     def failed(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
-        """A prerequisite cannot be met: end the request. A HeadraceError is sent to the client, any other is logged. Raises as
-        `satisfied`."""
+        """A prerequisite cannot be met: end the request. A HeadraceError is sent to the client, any other is logged.
+
+        Raises ValueError for a prerequisite of the scheduler's own.
+        """
         check_prerequisite(what)
         self._inbox.put(PrerequisiteFailed(preparation_id, what, error))
 

@@ -1,4 +1,4 @@
-"""The process entry of one replica (`headrace engine`). What the process does is `engine.server.process`."""
+"""Starts the process of one replica (`headrace engine`). What the process does is in `engine.server.process`."""
 
 from __future__ import annotations
 

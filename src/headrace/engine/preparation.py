@@ -1,4 +1,4 @@
-"""Resources that a request needs before it takes a step's budget: prepared while it waits, released when it is over.
+"""Prepares resources that a request needs before it takes a step's budget, while the request waits, and releases them when it is over.
 
 A `Preparer` compiles grammars, loads adapters or fetches KV, on threads of its own, while the request waits in the scheduler. Each
 request has its own `PreparationId`: a late answer for a cancelled request cannot be taken for one about a later request of the same id.

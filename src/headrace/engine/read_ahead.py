@@ -1,6 +1,6 @@
-"""Reads the weights that an earlier start packed while torch is still being imported, in a thread: reading needs no torch.
+"""Reads, in a thread, the weights that an earlier start packed, while torch is still being imported. Reading needs no torch.
 
-The files and the notes that name them: `tensor.packed.file`.
+The format of the files and of the notes that name them: `tensor.packed.file`.
 """
 
 from __future__ import annotations

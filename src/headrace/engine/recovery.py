@@ -1,4 +1,4 @@
-"""Recovery from a step that raised: undo it, repeat its rows in halves, end the sequence that makes it fail.
+"""Recovers from a step that raised: undoes it, repeats its rows in halves, and ends the sequence that makes it fail.
 
 One forward computes all rows, so the sequence that causes the failure is unknown until it runs alone. Repeating is safe, since KV writes
 and state changes are idempotent. A failure that cannot be repeated ends the engine (`EngineFatal`): going on could give wrong answers.

@@ -1,4 +1,4 @@
-"""Turns a plan's columns into the tensors of one forward pass. Index arithmetic over whole columns: no Python per row or token.
+"""Turns a plan's columns into the tensors of one forward pass, by index arithmetic over whole columns. No Python runs per row or token.
 
 What a plan may ask for and this runner cannot do (adapters, drafts, moves other than copies) is refused here by name.
 """

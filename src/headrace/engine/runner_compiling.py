@@ -1,4 +1,4 @@
-"""Log lines for a start that compiles kernels: the progress, and the folder that keeps the compiled kernels.
+"""Logs a start that compiles kernels: the progress, and the folder that keeps the compiled kernels.
 
 Kernels are compiled once per machine and version, which takes about half a minute for a CPU; later starts load them. What compiles them
 is a part of the backend (`tensor.kernels.KernelCompiler`).

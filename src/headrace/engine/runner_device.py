@@ -1,13 +1,17 @@
-"""Executes plans on a device whose steps are launched and finished apart: `submit` enqueues a step, its ticket's `result` waits for it.
+"""Executes plans on a device whose steps are launched first and finished later: `submit` enqueues a step, its ticket's `result` waits for
+it.
 
 So the next step is planned and enqueued while the device computes, without a thread. The parts of a plan are enqueued in this order
-(`runner_device_steps`): block tables and rows of one token, replayed; rows of prompts, in a batch of their own, replayed where a captured
-size has room for them; the choice of all tokens, replayed. A row whose token is still in flight takes it on the device.
+(`runner_device_steps`):
+  - block tables, and rows of one token, replayed from a graph;
+  - rows of prompts, in a batch of their own, replayed where a captured size has room for them;
+  - the choice of all tokens, replayed.
 
-The host waits for the steps in flight before it enqueues what needs their tokens: a row of several tokens, a slot whose counts it writes
-anew, a grammar's mask, for which the forward pass is enqueued first. It waits for its own step to compute log-probabilities of prompts.
+A row whose token is still in flight takes that token on the device. In three cases the host waits for the steps in flight before it
+enqueues: a row of several tokens needs their tokens, a slot's counts are written anew, or a grammar's mask is filled. For a mask the
+forward pass is enqueued first. To compute log-probabilities of prompts, the host waits for the step itself.
 
-A slot may be given to another sequence while a step of the last one is in flight: a generation per slot keeps a late token out of it.
+A slot may be given to another sequence while a step of the last one is in flight. A generation per slot keeps a late token out of it.
 `runner` says what holds after a step that raised; a step may raise as it is launched or as it is finished.
 """
 

@@ -1,4 +1,4 @@
-"""The tensors of a device's steps, at addresses that captured graphs know, and the kernels that are enqueued over them.
+"""Holds the tensors of a device's steps at fixed addresses, which captured graphs know, and enqueues kernels over them.
 
 `runner_device` decides the rows of a step, and when they are computed. Every method enqueues and returns at once.
 """

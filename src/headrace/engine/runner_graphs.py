@@ -1,8 +1,8 @@
-"""The parts of a step that are captured: forward passes over rows of one token and over prompts, and the choice of tokens.
+"""Captures the parts of a step as graphs: forward passes over rows of one token, forward passes over prompts, and the choice of tokens.
 
-Forward passes are captured per padded number of rows or tokens, the choice per padded number of rows and kind. They are captured apart, so
-that a kind of choice needs no capture of the whole model, and so that a step with prompts replays the pass of its other rows. The choice
-begins with the model's head, which so reads its weights once for the rows of both passes.
+A forward pass is captured for each padded number of rows or tokens, and the choice for each padded number of rows and kind. They are
+captured apart for two reasons: a kind of choice needs no capture of the whole model, and a step with prompts replays the pass of its other
+rows. The choice begins with the model's head, which so reads its weights once for the rows of both passes.
 """
 
 from __future__ import annotations

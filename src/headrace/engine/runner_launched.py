@@ -1,4 +1,4 @@
-"""A launched step of a device's runner, until its end, and the layout of its rows."""
+"""Holds a step that a device's runner has launched, until the step is finished, and the layout of its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammar masks of a runner's slots: the tokens that each row's grammar allows.
+"""Gets the grammar masks of a step's rows from a mask source: the tokens that each row's grammar allows.
 
 The masks of a step are begun before its forward pass and waited for before sampling, so that they are filled on another thread while the
 model computes. How a mask acts on logits is `tensor.sampling`'s; where masks come from is in docs/structured.md.

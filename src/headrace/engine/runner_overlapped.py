@@ -1,4 +1,4 @@
-"""A runner that computes on one thread of its own, in the order of submission, so that the loop can make the next plan meanwhile.
+"""Runs plans on a thread of its own, in the order of submission, so that the loop can make the next plan meanwhile.
 
 The thread is a daemon and not an executor's: Python waits for executors' threads when it exits, and a step that hangs would keep the
 process alive for ever.

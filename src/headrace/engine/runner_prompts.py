@@ -1,8 +1,9 @@
-"""Inputs of a captured forward pass over rows of prompts: a step's prompts, padded to one of a few sizes.
+"""Makes the inputs of a captured forward pass over rows of prompts: a step's prompts, padded to one of a few sizes.
 
-Few prompts beside many rows of one token are the usual step under load, and the host would need longer to enqueue their layers one by one
-than the device to compute them. Padding tokens belong to no row: nothing is written to the cache for them, and what is computed of
-them is not read. Padding rows have no tokens. More tokens than the largest size take so long that the host keeps ahead of the device.
+Under load a usual step has few prompts beside many rows of one token. To enqueue the prompts' layers one by one would take the host longer
+than the device needs to compute them. Padding tokens belong to no row: nothing is written to the cache for them, and nothing computed for
+them is read. Padding rows have no tokens. A step with more tokens than the largest size takes so long that the host keeps ahead of the
+device without a graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The runner's state by slot: the protocol of its parts (`SlotPart`), and the part with token ids, block tables and sizes.
+"""Keeps the runner's state by slot: the protocol of its parts (`SlotPart`), and the part with token ids, block tables and sizes.
 
 A plan carries changes only; this is the state that they change. Everything is numpy on the host. The large arrays are reserved and not
 touched, so unused slots cost no memory. Applying the same changes twice gives the same state, because the loop sends the changes of a

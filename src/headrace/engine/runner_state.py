@@ -1,4 +1,4 @@
-"""A runner's state between steps, and the changes that a plan makes to it. The parts are `runner_slots.SlotPart`s.
+"""Keeps a runner's state between steps, and applies the changes that a plan makes to it. The parts are `runner_slots.SlotPart`s.
 
 A step that raised may have applied its changes or not; the loop sends them again. So applying, and rewinding, may be repeated.
 """

@@ -1,5 +1,7 @@
-"""Collects the changes of block tables that the device has not received yet. A change is kept until a launch has succeeded, so that a step
-that raises loses no change."""
+"""Collects the changes of block tables that the device has not received yet.
+
+A change is kept until a launch has succeeded, so that a step that raises loses no change.
+"""
 
 from __future__ import annotations
 

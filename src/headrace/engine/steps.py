@@ -1,4 +1,4 @@
-"""Steps between submission and commit: the runner's protocol, the queue of uncommitted steps, and the ring of the last plans.
+"""Tracks steps between submission and commit: the runner's protocol, the queue of uncommitted steps, and the ring of the last plans.
 
 `StepQueue` keeps the order in which plans went to the runner, and when the oldest began. The scheduler commits results
 (`policy.schedule.scheduler`); `engine.recovery` repeats steps that raised.

@@ -2,11 +2,10 @@
 
 The steps are short. A CPU's kernel is compiled per dtype, never per size, and the memory of a step's activations is not kept. So a long
 step would prepare nothing that a short one does not (docs/experiments.md, 2026-11-22). A GPU's kernels have variants by the number of
-tokens, which change at powers of two: there prompts of each of these numbers are computed too, replayed
-where they were captured.
+tokens, which change at powers of two. There prompts of each of these numbers are computed too, and replayed where they were captured.
 
-No KV block is taken. The block tables of the made-up sequences are empty, which stands for the pad block: their keys and values are
-written there, and no request's sequence ever reads them.
+No KV block is taken. The block tables of the made-up sequences are empty, which stands for the pad block: their keys and values are written
+there, and no request's sequence ever reads them.
 """
 
 from __future__ import annotations

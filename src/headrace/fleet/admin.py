@@ -1,8 +1,8 @@
-"""The admin socket: HTTP with JSON over a Unix socket in the deployment's own directory. docs/control.md lists the requests.
+"""Answers operators' requests at the admin socket: HTTP with JSON over a Unix socket in the deployment's own directory.
 
-Only the user that runs the deployment can open it, and each request carries the token from the file beside it. The same requests are
-answered over TCP where the configuration says so, with another token (`fleet.admin_listen`). What a command does is `fleet.control`;
-`cli.control_client` is the other end.
+Only the user that runs the deployment can open the socket, and each request carries the token from the file beside it. If the configuration
+says so, the same requests are answered over TCP, with another token (`fleet.admin_listen`). docs/control.md lists the requests.
+`fleet.control` does what a command says; `cli.control_client` is the other end.
 """
 
 from __future__ import annotations

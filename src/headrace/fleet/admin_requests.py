@@ -1,4 +1,4 @@
-"""Bodies of the admin socket's requests, decoded strictly: an unknown key is refused. docs/control.md says what they do."""
+"""Decodes the bodies of the admin socket's requests strictly: an unknown key is refused. docs/control.md says what the requests do."""
 
 from __future__ import annotations
 

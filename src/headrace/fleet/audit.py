@@ -1,4 +1,4 @@
-"""Audit records of the commands that change a running deployment: reload, rollout, scale, drain.
+"""Records the commands that change a running deployment: reload, rollout, scale, drain.
 
 A command that was refused changed nothing and leaves no record. The caller gives the store of the records (`cli.serve`: the store of keys
 and tenants, whose changes are recorded there too).

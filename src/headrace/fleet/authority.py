@@ -1,4 +1,4 @@
-"""A private certificate authority for one site, in one folder: what `headrace tls init` makes.
+"""Makes a private certificate authority for one site, in one folder, and certificates for its machines (`headrace tls init`).
 
     DIR/authority.key        signs new certificates; stays in this folder, off the servers
     DIR/ca.crt               the authority's certificate

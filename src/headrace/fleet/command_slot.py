@@ -1,4 +1,4 @@
-"""The right to change a deployment, which one command at a time holds."""
+"""Lets one command at a time change a deployment; another one is refused meanwhile (`ControlBusy`)."""
 
 from __future__ import annotations
 

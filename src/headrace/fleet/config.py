@@ -1,4 +1,4 @@
-"""What a deployment on one machine consists of: models, their replicas, gateways on one port. Decoded and composed by the command line."""
+"""Describes a deployment on one machine: models, their replicas, gateways on one port. The command line decodes and composes it."""
 
 from __future__ import annotations
 

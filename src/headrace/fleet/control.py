@@ -1,4 +1,5 @@
-"""An operator's commands to a running deployment: status, reload, rollout, scale, drain. One command at a time changes the deployment.
+"""Carries out an operator's commands to a running deployment: status, reload, rollout, scale, drain. One command at a time changes the
+deployment.
 
 The admin socket (`fleet.admin`) and SIGHUP come here. A command returns when all that follows from it is done; a caller that leaves
 earlier stops nothing.

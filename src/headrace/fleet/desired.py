@@ -1,4 +1,4 @@
-"""The desired state of a deployment: its configuration, and the engine options of each revision of a model."""
+"""Holds the desired state of a deployment: its configuration, and the engine options of each revision of a model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The private directory of one deployment and the files its processes are started with.
+"""Makes the private directory of one deployment, and writes the files that its processes are started with.
 
-Sockets and configuration (which holds keys) live in one directory of mode 0700 with a short path: a Unix socket's name has 107 bytes.
+Sockets and configuration (which holds keys) live in one directory of mode 0700. Its path is short, since a Unix socket's name has at most
+107 bytes.
 """
 
 from __future__ import annotations

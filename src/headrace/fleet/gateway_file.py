@@ -1,4 +1,6 @@
-"""Changes the file that all gateways of a deployment read: all running gateways follow the change, or the file is restored."""
+"""Changes the configuration file that all gateways of a deployment read. Either all running gateways follow the change, or the file is
+restored.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Progress of changes to a deployment, as lines for people. Each is about one model, and goes to the log and to that model's commands."""
+"""Passes on the progress of changes to a deployment, as lines for people. Each line is about one model. It goes to the log and to that
+model's commands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process behind one replica: kept running, tried again where it could not be started, and ended once its requests have left.
+"""Keeps the process behind one replica running: tries again if it could not be started, and ends it once its requests have left.
 
 `keeper` restarts a process that has served. This module handles the time before the first success, and the end.
 """

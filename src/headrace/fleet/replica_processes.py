@@ -1,4 +1,4 @@
-"""The engine processes of one deployment by replica name: made from the configuration, started, forgotten and closed.
+"""Holds the engine processes of one deployment by replica name: makes them from the configuration, starts, forgets and closes them.
 
 `fleet.reconciler` decides when; `fleet.replica_process` is one of them.
 """

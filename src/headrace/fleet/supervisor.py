@@ -1,9 +1,9 @@
-"""The supervisor: gateway processes and one engine process per replica, kept running, changed while they run, and taken down in order.
+"""Runs a deployment: keeps gateway processes and one engine process per replica running, and takes them down in order.
 
 `fleet.reconciler` starts and ends engines by the configuration and the operator's commands (`fleet.control`).
 
-SIGTERM or SIGINT drains: first the gateways, which take no new work and let running streams finish, then the engines. A second signal
-has the gateways end their streams with an error, and then ends everything. When the supervisor itself is killed, its leashes break and the
+SIGTERM or SIGINT drains: first the gateways, which take no new work and let running streams finish, then the engines. After a second signal
+the gateways end their streams with an error, and then everything ends. When the supervisor itself is killed, its leashes break and the
 children leave by themselves.
 """
 

@@ -1,6 +1,7 @@
-"""From a model's name to a local folder: bundled, already here, made for a GGUF file, or a hub id through huggingface_hub's cache.
+"""Finds or fetches the local folder of a model by its name: bundled, already here, made for a GGUF file, or a hub id.
 
-Engines get local paths only. From a hub, nothing but weights in safetensors and text files is ever fetched: no pickles, no code.
+Engines get local paths only. A hub's models come through huggingface_hub's cache. From a hub, nothing but weights in safetensors and text
+files is ever fetched: no pickles, no code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Grammars in the engine: vetted in another process, compiled once per tenant, and matched token by token in the runner's slots.
+"""Prepares grammars for the engine and matches outputs against them: vets each in another process, compiles it once per tenant, and masks
+tokens by it.
 
-`vocabulary` is what a model can write; `sources` writes a `core.grammar.Grammar` in llguidance's language, JSON schemas as `normalize` has
-them; `compiling` compiles it; `vetting` has it tried in a process that the kernel bounds; `store` keeps compiled grammars; `preparer` ties
-these to the loop; `slots` gives the runner its masks. The design is in docs/structured.md. llguidance is imported at the first grammar.
+`vocabulary` is what a model can write. `sources` writes a `core.grammar.Grammar` in llguidance's language; `normalize` rewrites JSON
+schemas for it. `compiling` compiles the result, and `vetting` first tries it in a process that the kernel bounds. `store` keeps compiled
+grammars. `preparer` connects these to the loop, and `slots` gives the runner its masks. llguidance is imported at the first grammar. The
+design is in docs/structured.md.
 """

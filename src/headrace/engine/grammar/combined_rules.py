@@ -1,7 +1,7 @@
-"""What the keywords of a schema say together with its neighbours: with its `allOf` and references, or with each other.
+"""Simplifies keywords of a JSON schema together with their neighbours: with the schema's `allOf` and references, or with each other.
 
-A schema's conjuncts are its own simplified keywords and those of all that its `allOf` and `$ref` name. The functions here change the
-keywords of one schema, and look at its conjuncts; `normalize` finds these.
+A schema's conjuncts are its own simplified keywords and those of every schema that its `allOf` and `$ref` name. A function here changes the
+keywords of one schema and looks at its conjuncts, which `normalize` finds.
 """
 
 from __future__ import annotations

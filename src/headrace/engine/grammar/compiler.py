@@ -1,4 +1,6 @@
-"""From a grammar to a compiled one in two steps: vetted in another process, then compiled in this one, over a trie that is made once."""
+"""Compiles a model's grammars in two steps: each is vetted in another process, then compiled in this one. The trie of the vocabulary is
+made once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling a grammar over a model's vocabulary, and saying in a client's words why one cannot be compiled."""
+"""Compiles a grammar over a model's vocabulary, or says in a client's words why it cannot be compiled."""
 
 from __future__ import annotations
 

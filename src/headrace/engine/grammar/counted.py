@@ -1,7 +1,7 @@
-"""Counted repetitions, as in `maxLength` and `.{1,2000}`: what is counted beyond a lexer's states is refused where the grammar arrives.
+"""Refuses, when a grammar arrives, counted repetitions such as `maxLength` and `.{1,2000}` that need more states than a lexer has.
 
-A lexer takes a state for each byte written inside one (`limits.MAX_COUNT`). Only single counts are seen here: where they multiply, as in
-`(a{1,500}){1,500}`, and where letters take several bytes, a longer output ends with the lexer's own error.
+A lexer takes a state for each byte written inside a repetition (`limits.MAX_COUNT`). Only single counts are checked here. Where counts
+multiply, as in `(a{1,500}){1,500}`, or letters take several bytes, a longer output ends with the lexer's own error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Threads with a stack deep enough for any grammar that vetting let pass: llguidance recurses over a grammar's rules."""
+"""Starts threads with a deep stack. llguidance recurses over a grammar's rules, and the stack is deep enough for any grammar that vetting
+passes.
+"""
 
 from __future__ import annotations
 

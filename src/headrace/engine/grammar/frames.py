@@ -1,4 +1,4 @@
-"""Frames between an engine and its vetting process: four bytes of length, then that many bytes."""
+"""Sends and receives frames between an engine and its vetting process. A frame is four bytes of length, then that many bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON values, and what the plain keywords of a schema say of one: its type, its size, the values that are listed."""
+"""Decides what the plain keywords of a JSON schema say of a value: its type, its size, and the listed values."""
 
 from __future__ import annotations
 

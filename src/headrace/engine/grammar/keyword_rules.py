@@ -1,7 +1,8 @@
-"""What the keywords of one schema say, without its subschemas: what has no effect goes, and what older drafts spell otherwise is rewritten.
+"""Simplifies the keywords of one JSON schema, without its subschemas: drops those without effect and rewrites the spellings of older
+drafts.
 
-`simplified` is the first half of `normalize`, which follows references and descends. Keywords that JSON Schema does not define, and those
-that it leaves to annotation, are not kept.
+`simplified` is the first half of `normalize`, which follows references and descends into subschemas. Keywords that JSON Schema does not
+define, and annotations, are dropped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The budgets of one grammar. A grammar that needs more is refused by name, or its sequence ends alone; docs/structured.md lists them."""
+"""Sets the budgets of one grammar. A grammar that needs more is refused by name, or its sequence alone ends. docs/structured.md
+lists them.
+"""
 
 from __future__ import annotations
 

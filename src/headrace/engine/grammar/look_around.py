@@ -1,8 +1,8 @@
-"""Regular expressions of schemas without look-around, which llguidance does not have.
+"""Rewrites a schema's regular expressions without look-around, which llguidance does not support.
 
-What stands between `^` and the rest of an expression, as generators write it, becomes expressions of its own: a text that matches all of
-them matches the given one. Of negative ones those are known that name characters: a text does not begin or end with them, does not hold
-them, does not hold one twice in a row, or does not consist of them.
+Look-around that generators write stands between `^` and the rest of an expression. Each such condition becomes an expression of its own,
+and a text matches the given expression if it matches all of them. Negative conditions are supported if they name characters: a text does
+not begin or end with them, does not contain them, does not contain one twice in a row, or does not consist of them.
 """
 
 from __future__ import annotations

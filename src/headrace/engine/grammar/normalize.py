@@ -1,13 +1,16 @@
-"""A JSON schema as llguidance enforces it: the one pass between what a client sends and the grammar library.
+"""Rewrites a JSON schema into the form that llguidance enforces: the one pass between what a client sends and the grammar library.
 
-What has no effect goes, annotations go, references are followed within the document, and what the library cannot hold is rewritten where
-that says the same. Everything else that binds an answer is refused by its keyword and its place in the schema. The order of properties and
-of keywords is kept, since it is the order of the answer.
+Keywords without effect and annotations are dropped. References are followed within the document. What the library cannot express is
+rewritten where the rewritten schema means the same. Every other keyword that binds an answer is refused by its name and its place in the
+schema. The order of properties and keywords is kept, since it is the order of the answer.
 
-`keyword_rules` simplifies the keywords of one schema, `combined_rules` those that need its neighbours, `references` finds what a reference
-points to, `exclusive` judges `oneOf`. A schema that is referred to is written once, under `$defs`. The library cannot combine a definition
-that it is still reading with other keywords: in a schema that recurs such a definition is written out, as far as MAX_WRITTEN allows. The
-rest of what is written is linear in the document. Time is not where schemas are combined: each of a chain of `allOf` looks at all below it.
+`keyword_rules` simplifies the keywords of one schema, `combined_rules` those that need their neighbours, `references` finds what a
+reference points to, `exclusive` judges `oneOf`.
+
+A schema that is referred to is written once, under `$defs`. The library cannot combine a definition that it is still reading with other
+keywords. In a recursive schema such a definition is therefore written out in place, as far as MAX_WRITTEN allows. Everything else that is
+written is linear in the size of the document. The time is not linear where schemas are combined: each schema in a chain of `allOf` looks at
+all schemas below it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Numbers of a JSON schema as llguidance can hold them: 64-bit floats, and 64-bit integers within an integer's bounds.
+"""Rewrites the numbers of a JSON schema as llguidance can hold them: 64-bit floats, and 64-bit integers as bounds of an integer.
 
-Exact are integers up to EXACT, and fractions that llguidance reads as they are meant (`as_read`). A bound that is not exact is moved
-inwards to the next number that is: every answer within the moved bound is within the given one. Values that would be another number are
-refused.
+Integers up to EXACT are exact, and so are fractions that llguidance reads as they are meant (`as_read`). A bound that is not exact is moved
+inwards to the next exact number, so every answer within the moved bound is within the given one. A listed value that would become another
+number is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The place of a keyword in a JSON schema, and refusals that name it."""
+"""Names the place of a keyword in a JSON schema, and makes the refusals that mention it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The `Preparer` of grammars: a request with one waits until it is vetted and compiled, on a thread of its own.
+"""Prepares the grammars of requests (a `Preparer`): a request waits until its grammar is vetted and compiled, on the preparer's own thread.
 
-Tenants take turns on that thread, so that one tenant's grammars wait behind its own. A grammar that is refused refuses its request
-alone.
+Tenants take turns on that thread, so one tenant's grammars delay only its own requests. If a grammar is refused, only its request is
+refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading the text of a JSON schema. Integers stay exact, and a number without a fraction is an integer, however it was written."""
+"""Reads the text of a JSON schema. Integers stay exact, and a number without a fraction is read as an integer, however it was written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_schema(text: str) -> Any:
 
 
 def read_embedded(text: str, begin: int) -> tuple[Any, int] | None:
-    """(value, end offset) of the JSON value that begins at an offset; None where there is none. Raises InvalidRequest as `read_schema`."""
+    """(value, end offset) of the JSON value that begins at an offset; None where there is none. Raises InvalidRequest if it is too deep."""
     try:
         schema, end = _DECODER.raw_decode(text, begin)
     except RecursionError:

@@ -1,8 +1,8 @@
-"""The grammars of a runner's slots: a matcher per slot, and each step's masks, filled while the forward pass runs.
+"""Keeps a matcher for each of a runner's slots with a grammar, and fills each step's masks while the forward pass runs.
 
-A slot's matcher is derived from its grammar and its output ids alone: it is advanced, and after a rollback built anew, by the thread that
-fills the masks, before it fills them. So nothing here is stored with a sequence, and `start` of the same sequence twice, `commit` and
-`retract` in any order give the state that the ids give.
+A slot's matcher follows from its grammar and its output ids alone. The thread that fills the masks advances the matcher first, or builds it
+anew after a rollback. So nothing here is stored with a sequence: a repeated `start`, or `commit` and `retract` in any order, give the state
+that the ids give.
 """
 
 from __future__ import annotations

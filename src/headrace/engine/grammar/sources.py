@@ -1,9 +1,9 @@
-"""A grammar in llguidance's language: a short Lark grammar around the client's source, which stays a grammar of its own.
+"""Writes a grammar in llguidance's language: a short Lark grammar around the client's source, which stays a grammar of its own.
 
     {"grammars": [{"lark_grammar": "start: ..."}, {"name": "answer", "json_schema" | "lark_grammar": ...}]}
 
-Its option no_forcing is always set: a mask then allows every token that keeps the output within the grammar, and does not choose how a
-text is split into tokens; its cost does not grow with the length of a constant text either.
+The option no_forcing is always set: a mask then allows every token that keeps the output within the grammar. Without the option a mask
+would choose how a text is split into tokens, and its cost would grow with the length of a constant text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiled grammars of one engine: by tenant, bounded in bytes, pinned while a request uses them.
+"""Keeps the compiled grammars of one engine: by tenant, bounded in bytes, and pinned while a request uses them.
 
 Each is counted with all the states its lexer may build. Beside these stand lexers that were full and renewed, until the sequences that
 still use them end: one per running sequence at most.

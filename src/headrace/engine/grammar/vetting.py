@@ -1,7 +1,7 @@
-"""The engine's end of its vetting process: `vetting_host` tries each grammar there before the engine compiles it.
+"""Has each grammar tried in a vetting process (`vetting_host`) before the engine compiles it: the engine's end of that process.
 
-The process is started at the first grammar and kept. Where it has ended, it is started again. Any thread may call; one grammar is vetted
-at a time.
+The process is started at the first grammar and kept. If it has ended, it is started again. Any thread may call; one grammar is vetted at a
+time.
 """
 
 from __future__ import annotations

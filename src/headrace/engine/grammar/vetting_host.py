@@ -1,4 +1,4 @@
-"""`python -m headrace.engine.grammar.vetting_host`: reads a model's vocabulary once, then tries each grammar in a fork of itself.
+"""Tries each grammar in a fork of itself, within bounds: the vetting process, `python -m headrace.engine.grammar.vetting_host`.
 
 A fork takes milliseconds and shares the vocabulary's trie. The kernel bounds it: CPU time and time by timers whose signals end it, in C or
 Rust code too, memory by its address space. It compiles the grammar, computes masks along outputs drawn from it, and says what it holds.

@@ -1,4 +1,4 @@
-"""A model's vocabulary: the bytes of every token id, and the trie of these bytes that masks are computed over.
+"""Reads a model's vocabulary: the bytes of every token id, and the trie of these bytes that masks are computed over.
 
 The bytes are those of the project's own detokenizer (`text.tokenizer`), so what a grammar allows is what the client reads. Control tokens
 stand for no text: a grammar reaches them by name only. All other tokens, added ones such as `<tool_call>` included, are plain text.

@@ -1,4 +1,5 @@
-"""What an engine process is started with: JSON of the supervisor, or an operator's file or flags; decoded once and refused by name.
+"""Decodes what an engine process is started with: JSON of the supervisor, or an operator's file or flags. What does not fit is refused by
+name.
 
 {"replica": "demo-0", "address": "unix:/run/user/1000/headrace-x/e0.sock", "engine": {"model": "/models/demo", "max_num_seqs": 32}}
 """

@@ -1,4 +1,4 @@
-"""One gateway's stream at the engine: reads its commands, writes its frames, and ends when either stops.
+"""Serves one gateway's stream at the engine: reads its commands, writes its frames, and ends when either stops.
 
 The stream owns no request: the dispatcher routes them, and cancels those still open when the stream ends (`dispatcher`).
 """

@@ -1,4 +1,4 @@
-"""The engine's TCP port: accepts gateways' connections, takes those with the right certificate, and relays their bytes to the gRPC server.
+"""Listens on the engine's TCP port: accepts gateways with the right certificate, and relays their bytes to the gRPC server.
 
 The gRPC server listens at a Unix socket behind it. gRPC's own TLS port would tell neither end why a handshake failed (docs/wire.md).
 Tokens are not looked at here: they are in the calls.

@@ -1,4 +1,4 @@
-"""The engine's outbox in a served process: carries a step's updates from the loop's thread to the asyncio loop."""
+"""Carries a step's updates from the loop's thread to the asyncio loop of an engine process."""
 
 from __future__ import annotations
 

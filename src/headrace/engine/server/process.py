@@ -1,4 +1,4 @@
-"""One engine as one process: the loop in its thread, the wire on the main one, the leash to the supervisor, signals.
+"""Runs one engine as one process: the loop in its thread, the wire on the main thread, the leash to the supervisor, and signals.
 
 SIGTERM drains and exits 0; a second one, or the end of the drain time, does not wait. A loop that dies takes the process with it: its
 exit status says so and the supervisor starts a new one. A process that cannot start says why through the leash. SIGUSR1 dumps the plan

@@ -1,4 +1,4 @@
-"""Routes: which stream carries which attempt of a request. Pure bookkeeping; each request ends exactly once.
+"""Records which stream carries which attempt of a request. Pure bookkeeping; each request ends exactly once.
 
 A route is open from Submit until every sequence of the request has finished, was rejected or cancelled, or the stream ended. An attempt
 with a higher epoch replaces an older one of the same request, on whichever stream that came. The engine's updates about a replaced or

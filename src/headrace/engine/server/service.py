@@ -1,4 +1,4 @@
-"""The engine's end of the wire: gateways' streams from hello to hang-up, heartbeats, drain, and operators' calls.
+"""Serves the engine's end of the wire: gateways' streams from hello to hang-up, heartbeats, drain, and operators' calls.
 
 grpc.aio on the main thread. The loop's thread hands its updates over once per step (`outbox`); everything here runs on the asyncio loop.
 `dispatcher` handles a stream's commands and the engine's updates. Heartbeats are sent from here and not from the engine's loop, so that

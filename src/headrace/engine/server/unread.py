@@ -1,8 +1,8 @@
-"""One sequence's updates that no frame has taken yet. A single update is kept as it came; several are merged and charged by their memory.
+"""Holds one sequence's updates that no frame has taken yet. A single update is kept as it came; several are merged.
 
-An update of one token is a tuple of twelve fields, 230 bytes and more. A gateway that reads slowly would leave one per step, so from the
-second on they are merged: token ids go into an array, log-probabilities into columns. A gateway that keeps up pays for none of that. A
-unit is 32 bytes, and what is charged is at least what is held. Bounds, frames and refusals are `unsent`'s.
+An update of one token is a tuple of twelve fields, 230 bytes and more. For a gateway that reads slowly, one per step would pile up. So the
+second and later ones are merged: token ids go into an array, log-probabilities into columns. A gateway that keeps up pays for none of that.
+Memory is charged in units of 32 bytes, and the charge is at least what is held. Bounds, frames and refusals are in `unsent`.
 """
 
 from __future__ import annotations
