@@ -1,1 +1,3 @@
-"""The lab: a load generator, a fake engine on the real loop, and the figures of both. Only `cli`, benchmarks and tests import it."""
+"""Measures and predicts: a load generator, a fake engine on the real loop, a planner and a simulator. Only `cli`, benchmarks and tests
+import it.
+"""

@@ -1,6 +1,7 @@
-"""Send times of an open-loop client: gamma inter-arrival times, as in `vllm bench serve`. They are drawn from a seed; no clock is read.
+"""Draws the send times of an open-loop client: gamma inter-arrival times, as in `vllm bench serve`. A seed decides them; no clock is read.
 
-Burstiness is the gamma shape: 1 is Poisson, below 1 requests come in bursts (0.25 is our burst test), above 1 at more even intervals.
+Burstiness is the gamma shape. At 1 arrivals are Poisson, below 1 they come in bursts (our burst test uses 0.25), above 1 at more even
+intervals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts for load tests, as token ids so that lengths are exact. They are drawn from a seed; nothing is downloaded.
+"""Draws prompts for load tests, as token ids, so that their lengths are exact. A seed decides them; nothing is downloaded.
 
 Ids are drawn from [low_id, high_id): the lowest ids of most vocabularies are control tokens and single bytes.
 """

@@ -1,4 +1,4 @@
-"""The environment of a measurement: commit, machine, load, read bandwidth. Every JSON with a figure carries one."""
+"""Records the environment of a measurement: commit, machine, load, read bandwidth. Every JSON with a figure carries one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m headrace.lab.fake_engine --config FILE`: an engine process on the real wire, with a FakeRunner where the model would be.
+"""Runs an engine process on the real wire with a FakeRunner in place of the model: `python -m headrace.lab.fake_engine --config FILE`.
 
 The file is an engine's (see `engine.server.config`) plus a section "fake" with FakeOptions. It is for tests and load measurements of
 gateway and fleet; no `headrace` command starts it.

@@ -1,7 +1,7 @@
-"""A fake runner's memory: token ids where a model would keep keys and values, in blocks and host slots, and moves that take several steps.
+"""Emulates the memory of a fake runner: blocks and host slots hold token ids in place of keys and values, and moves take several steps.
 
-It finds a block that is read before its move is done, and a source that is overwritten before: the target holds ARRIVING until the move
-is done, and the source must then be what it was when the move began.
+It detects a block that is read before its move is done, and a source that is overwritten before. The target holds ARRIVING until the move
+is done. The source must then be what it was when the move began.
 """
 
 from __future__ import annotations

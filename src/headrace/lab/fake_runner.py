@@ -1,4 +1,4 @@
-"""A runner without tensors: the real scheduler and loop on top, deterministic tokens and chosen pacing below.
+"""Executes plans without tensors: the scheduler and loop above are real, the tokens are deterministic, and the pace is chosen.
 
 What it computes is `fake_token`, a pure function of the sequence's seed, its index, the position and the token before it; so a test can
 write down the whole answer (`fake_answer`), and a preempted, resumed or re-planned sequence must give the same one. With `verify` it also

@@ -1,4 +1,4 @@
-"""An open-loop load generator for any OpenAI-compatible server: sends on its own schedule, whatever the server does.
+"""Sends requests to any OpenAI-compatible server at scheduled times, whatever the server does: an open-loop load generator.
 
 It stamps every chunk that carries text, with one monotonic clock. What the records mean is said in `lab.metrics`; schedules come from
 `lab.arrivals`, prompts from `lab.datasets`. A slow server does not slow the schedule down; a late client reports its lag.

@@ -1,4 +1,4 @@
-"""The report of a load test, computed from the client's records. Pure: no clock, no socket, no randomness.
+"""Computes the report of a load test from the client's records. Pure: no clock, no socket, no randomness.
 
 The formulas are those of `vllm bench serve`, with two differences that make them stricter:
   - every latency starts at the *intended* send time, so a client that falls behind cannot hide a slow server (coordinated omission);

@@ -1,4 +1,4 @@
-"""A TCP proxy that makes the link between two processes bad: late, lossy, slow, cut in one direction or both, reset.
+"""Makes the link between two processes bad, as a TCP proxy: late, lossy, slow, cut in one direction or both, reset.
 
 For tests and storms. It knows nothing of what it carries, so that TLS passes through it. It is no packet filter: a lost packet is emulated
 as the time until TCP sends it again, in order, and a cut link holds bytes back until it is healed, as the kernels at both ends would. What

@@ -1,4 +1,4 @@
-"""Measure one engine without HTTP: submit requests at their times, turn the engine's loop here, and stamp every token.
+"""Measures one engine without HTTP: submits requests at their times, turns the engine's loop, and stamps every token.
 
 It uses the engine's interface only (`engine.loop`), so it runs on a real model and on the fake runner, in any configuration. The times
 include planning, computing, sampling and committing; they exclude tokenizing, text and sockets.

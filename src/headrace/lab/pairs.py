@@ -1,4 +1,4 @@
-"""The ratio of two variants measured in turn, with an interval that slow drift of the machine does not widen.
+"""Computes the ratio of two variants measured in turn, with an interval that slow drift of the machine does not widen.
 
 Each round runs both variants, so a drift from round to round cancels out in a round's ratio. The summary is the geometric mean of the
 ratios and its 95 % interval by Student's t on their logarithms; no round is left out.

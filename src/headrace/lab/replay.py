@@ -1,4 +1,4 @@
-"""Summarize a dumped ring of plans, and run it again on any runner.
+"""Summarizes a dumped ring of plans, and runs it again on any runner.
 
 A ring holds the last plans only: sequences that began before its first plan are unknown to a fresh runner. `known_rows` leaves out their
 rows, `count_rows` counts them. A sequence that took blocks from the prefix cache reads what the plans of the dump wrote there; blocks

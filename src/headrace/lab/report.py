@@ -1,4 +1,6 @@
-"""A load report as text, in the order of the block that `vllm bench serve` prints, and as JSON. Its figures: `lab.metrics`."""
+"""Prints a load report as text, in the order of the block that `vllm bench serve` prints, and as JSON. `lab.metrics` defines its
+figures.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM`: a model in this process, which runs in the calling thread. Prompts are parsed in `llm.prompts` and run in `llm.batch`."""
+"""Provides `LLM`, a model in this process that runs in the calling thread. Prompts are parsed in `llm.prompts` and run in `llm.batch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The offline loop: run an engine in the calling thread until every prompt of a list is answered."""
+"""Runs an engine in the calling thread until every prompt of a list is answered."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The keywords of `LLM`: the engine's options under vLLM's names. Another keyword of vLLM's that changes nothing here is logged; every
-other one is refused by name."""
+"""Translates the keywords of `LLM` into the engine's options, which have vLLM's names. A keyword of vLLM's that changes nothing here is
+logged; every other unknown keyword is refused by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of `LLM.generate` and `LLM.chat`, with vLLM's names, and how they are collected from the engine's updates."""
+"""Defines the results of `LLM.generate` and `LLM.chat`, with vLLM's names, and collects them from the engine's updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inputs of `LLM.generate` and `LLM.chat`: every accepted form is checked and parsed into one before anything runs."""
+"""Parses the inputs of `LLM.generate` and `LLM.chat`: every accepted form is checked and brought into one before anything runs."""
 
 from __future__ import annotations
 

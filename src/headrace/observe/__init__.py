@@ -1,1 +1,1 @@
-"""Metrics and the structured request log."""
+"""Makes the metrics page, the structured request log and the process log."""

@@ -1,4 +1,4 @@
-"""The deployment's budget on the metrics page, so that an alarm comes before it is spent."""
+"""Shows the deployment's budget on the metrics page, so that an alarm comes before it is spent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of answers that were given again: by the response cache, and under an Idempotency-Key."""
+"""Counts answers that were given again: from the response cache, and under an Idempotency-Key."""
 
 from __future__ import annotations
 

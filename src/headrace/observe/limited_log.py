@@ -1,4 +1,4 @@
-"""A logger for lines that every request may cause: it writes one line an interval, with the number left out since the last one."""
+"""Logs lines that every request may cause: writes one line per interval, with the number left out since the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process log, on stderr: short lines on a terminal, one JSON object per event elsewhere.
+"""Writes the process log to stderr: short lines on a terminal, one JSON object per event elsewhere.
 
 An event is always one line, whatever is in it: a traceback or a client's text cannot forge lines or colour a terminal. Every line has its
 time. All processes of a deployment log in one form: a child whose output is piped to its supervisor writes JSON, and the supervisor's

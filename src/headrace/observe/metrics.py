@@ -1,12 +1,12 @@
-"""The metrics page: names, labels, buckets, and the source of each number.
+"""Makes the metrics page: names, labels, buckets, and the source of each number.
 
 There are two sources. The gateway's own measurements (latencies, outcomes) are counted here as they happen. An engine's state (running and
 waiting sequences, KV blocks, its monotonic counters, the histogram of its steps) is read from the engine's last snapshot when the page is
-asked for: any number of gateways may export it, with equal numbers. A counter of the engine is a row of `core.load.EngineCounters`, which
-says its names too. The counters of a restarted engine begin at zero, which Prometheus' rate() expects.
+asked for. So any number of gateways may export it, with equal numbers. A counter of the engine is a row of `core.load.EngineCounters`,
+which gives its names too. The counters of a restarted engine begin at zero, which Prometheus' rate() expects.
 
-Several gateway workers show one page: each worker's own measurements with the label `worker` (`observe.worker_families`), what is read from
-engines once.
+Several gateway workers show one page. Each worker's own measurements have the label `worker` (`observe.worker_families`). What is read from
+engines appears once.
 
 Labels are `model` and `replica`, `tier` or `tenant` (`observe.tenant_metrics`), and `outcome`, `state`, `reason`, `kind` or `of` where a
 metric has one. Their values are configured names and fixed words, never a client's, so the configuration bounds the number of series.

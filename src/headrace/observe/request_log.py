@@ -1,5 +1,5 @@
-"""One line per HTTP request: how it ended, never what was said. No prompt, answer or key enters a record, and no header but a client's
-own short x-request-id.
+"""Writes one line per HTTP request: how the request ended, never what was said. No prompt, answer or key enters a record. The only header
+that does is a client's own short x-request-id.
 
 JSON in a file or a pipe, a short line on a terminal.
 

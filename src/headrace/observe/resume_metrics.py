@@ -1,4 +1,4 @@
-"""Counts of streams that are kept for their clients to continue, and of requests that continue one."""
+"""Counts streams that are kept for their clients to continue, and requests that continue one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of what became of sessions' turns."""
+"""Counts the turns of sessions by their outcome."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Counters and histograms of what is counted for each request or token: the same samples on the metrics page as the library's own, for a
-fraction of the time.
+"""Counts what happens for each request or token, as counters and histograms. The samples equal those of `prometheus_client`, for a fraction
+of the time.
 
-`prometheus_client` takes a lock for each number that it changes (three for an observation) and searches buckets from the first on. Here
-all counting is done on one thread without locks, buckets are found by bisection, and samples are made when the page is read.
+`prometheus_client` takes a lock for each number that it changes (three for an observation) and searches buckets from the first on. Here all
+counting is done on one thread without locks, buckets are found by bisection, and samples are made when the page is read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The use of tiers and of the largest tenants, on the metrics page.
+"""Shows the use of tiers and of the largest tenants on the metrics page.
 
 Labels are bounded: tiers come from the configuration, and at most MAX_TENANTS tenants have series of their own; the rest is `other`. Users
 and keys are no labels; `headrace usage` has them. Where there are several tenants, a tenant's key reads its own series alone
-(`ShownTenants`). Every series only grows. A tenant that gets its own series begins at zero there, and what it used before stays with
-`other`; one that loses it ends, as a series of a process that was started again does.
+(`ShownTenants`). Every series only grows. When a tenant gets its own series, the series begins at zero, and what the tenant used before
+stays with `other`. When a tenant loses its own series, the series ends, like one of a process that was restarted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Foreign servers on the metrics page: attempts by result, requests under way, circuit, rate limit, and the load that they report."""
+"""Shows foreign servers on the metrics page: attempts by result, open requests, circuit, rate limit, and the load that they report."""
 
 from __future__ import annotations
 

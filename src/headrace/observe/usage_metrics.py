@@ -1,4 +1,4 @@
-"""Usage records on the metrics page: what was recorded, dropped, shipped, and what waits."""
+"""Shows usage records on the metrics page: the numbers recorded, dropped, shipped and waiting."""
 
 from __future__ import annotations
 

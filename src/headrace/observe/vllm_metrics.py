@@ -1,4 +1,4 @@
-"""The metrics page's families under vLLM's names and labels too, for dashboards and autoscalers that know these.
+"""Repeats the metrics page's families under vLLM's names and labels, for dashboards and autoscalers that know these.
 
 Made from our own families when the page is asked for: nothing is counted twice. Labels are vLLM's `model_name` and `engine`, a replica's
 name here, and `worker` where there are several gateway workers. A name that vLLM has and this table lacks has no counterpart here.

@@ -1,7 +1,7 @@
-"""Metric families of several gateway workers as one page: how they travel between workers, and how they become one.
+"""Combines the metric families of several gateway workers into one page, and encodes them for the way between workers.
 
-Each worker's own series get the label `worker`. What is read from engines and foreign servers is the same in every worker and is no part of
-this: the worker that is asked adds it once. `gateway.site.metrics` asks the other workers.
+Each worker's own series get the label `worker`. What is read from engines and foreign servers is the same in every worker and not included:
+the worker that is asked adds it once. `gateway.site.metrics` asks the other workers.
 """
 
 from __future__ import annotations

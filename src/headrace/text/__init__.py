@@ -1,1 +1,3 @@
-"""Text: tokenizers, chat templates, incremental detokenizing, stop strings. Knows no HTTP and no tensors."""
+"""Turns text into tokens and tokens into text: tokenizers, chat templates, incremental detokenizing, stop strings. No HTTP and no
+tensors.
+"""

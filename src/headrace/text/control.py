@@ -1,9 +1,10 @@
 """Keeps control tokens in users' text apart from the template's own while a conversation is rendered to one string.
 
-Control tokens inside users' strings are wrapped in two private-use characters which occur nowhere in the request, so they cannot be
-forged. After rendering, what stands between a pair is spelled with ordinary tokens. Strings without control tokens are left alone: a
-harmless conversation renders and encodes exactly as it would without all this.
-Source of the idea: `mark_control_tokens` in transformers; here the marks are picked per request and dictionary keys are covered too.
+A control token inside a user's string is put between two private-use characters that occur nowhere in the request, so the marks cannot be
+forged. After rendering, the text between such a pair is spelled with ordinary tokens. Strings without control tokens are left alone: a
+harmless conversation renders and encodes exactly as it would without this module.
+
+Source of the idea: `mark_control_tokens` in transformers. Here the marks are picked per request, and dictionary keys are covered too.
 """
 
 from __future__ import annotations

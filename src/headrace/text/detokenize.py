@@ -1,4 +1,4 @@
-"""Tokens to text as they arrive.
+"""Turns tokens into text as they arrive.
 
 Characters are never split across deltas. Text that may begin a stop string is held back until that is decided. Emitted text is final: all
 deltas joined are the whole decode, cut at the first stop string.

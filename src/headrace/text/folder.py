@@ -1,4 +1,4 @@
-"""Everything about text that a model folder holds, loaded together."""
+"""Loads everything about text that a model folder holds."""
 
 from __future__ import annotations
 

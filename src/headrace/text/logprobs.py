@@ -1,7 +1,7 @@
-"""Log-probabilities of one sequence's tokens and their texts, as columns, from the wire to the response.
+"""Holds the log-probabilities of one sequence's tokens, and their texts, as columns, from the wire to the response.
 
-An answer may have a hundred thousand alternatives. As objects they would take milliseconds to make, megabytes to keep, and every garbage
-collection would look at each; as columns they take 12 bytes each. Objects (`TokenEntry`) are made only by iteration.
+An answer may have a hundred thousand alternatives. As objects they would take milliseconds to make and megabytes to keep, and every garbage
+collection would look at each. As columns they take 12 bytes each. Objects (`TokenEntry`) are made only by iteration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversations as the border gives them, brought into the one form templates are given: known roles, text contents."""
+"""Brings conversations into the one form that templates are given: known roles, text contents."""
 
 from __future__ import annotations
 

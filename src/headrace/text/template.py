@@ -1,7 +1,7 @@
-"""Conversations to text and token ids through the model's own chat template.
+"""Renders conversations to text and token ids through the model's own chat template.
 
-Only the folder's template is ever used; clients cannot bring one. It is rendered in a sandbox (`chat_renderer`), which is imported on
-first use: Jinja takes a tenth of a second. `encode` keeps users' text from forming control tokens (see `control`).
+Only the folder's template is ever used; clients cannot bring one. The sandbox that renders it (`chat_renderer`) is imported on first use,
+since importing Jinja takes a tenth of a second. `encode` keeps users' text from forming control tokens (see `control`).
 """
 
 from __future__ import annotations

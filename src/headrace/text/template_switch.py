@@ -1,4 +1,4 @@
-"""Fields of a request that set a variable of the chat template, whatever that variable is called in this model's template.
+"""Maps fields of a request to the variable of the chat template that they switch, whatever this model's template calls it.
 
 Reasoning is switched by `enable_thinking` in one template and by `thinking` in another, and clients have half a dozen fields for it. A
 switch names the variables in order of preference; the template's text decides which one is set.

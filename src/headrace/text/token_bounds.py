@@ -1,4 +1,5 @@
-"""A lower bound on the number of tokens of a text, from its bytes alone, so that a text too long for a context need not be tokenized.
+"""Computes a lower bound on the number of tokens of a text from its bytes alone, so that a text too long for a context need not be
+tokenized.
 
 One token covers at most `max_bytes` bytes of text. That holds only where no rule of the tokenizer drops text, so the rules are read from
 tokenizer.json. A tokenizer with a rule that is not known here has no bound: its texts are tokenized, whatever their length.

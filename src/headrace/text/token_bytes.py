@@ -1,4 +1,4 @@
-"""The exact bytes each token stands for.
+"""Finds the exact bytes that each token stands for.
 
 Text is bytes joined and decoded as UTF-8: one rule for whole and incremental decoding, so that a stream always adds up to the whole.
 The `decoder` section of tokenizer.json says how a token's spelling maps to bytes. Two families exist among language models:

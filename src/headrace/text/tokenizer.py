@@ -1,8 +1,8 @@
-"""Text to token ids and back, from a local folder's tokenizer.json and what `tokenizer_config` reads beside it.
+"""Turns text into token ids and back, by a local folder's tokenizer.json and what `tokenizer_config` reads beside it.
 
-Two things differ from calling the `tokenizers` library directly. User text cannot smuggle in control tokens: `<|im_end|>` written by a
-user becomes ordinary tokens unless the caller says otherwise. And decoding joins exact bytes (`token_bytes`), so that a stream of
-tokens always adds up to the whole text. Incremental decoding is in `detokenize`, chat templates in `template`.
+Two things differ from calling the `tokenizers` library directly. User text cannot smuggle in control tokens: `<|im_end|>` written by a user
+becomes ordinary tokens unless the caller says otherwise. And decoding joins exact bytes (`token_bytes`), so that a stream of tokens always
+adds up to the whole text. Incremental decoding is in `detokenize`, chat templates in `template`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads tokenizer_config.json, which adds names of special tokens, and more tokens, to tokenizer.json.
 
-Read as transformers reads it, older folders' special_tokens_map.json and added_tokens.json included. Not read are `tokenizer_class`,
-`add_bos_token` and `add_eos_token`, since tokenizer.json says how texts are cut and what opens them, and `model_max_length`, which is no
-limit of the model.
+The file is read as transformers reads it, older folders' special_tokens_map.json and added_tokens.json included. Four keys are not read.
+`tokenizer_class`, `add_bos_token` and `add_eos_token` add nothing, since tokenizer.json says how texts are cut and which tokens open them.
+`model_max_length` is no limit of the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The planner: from a model and devices to memory, layouts, rates and costs, before any hardware is bought.
+"""Plans hardware before it is bought: computes memory, layouts, rates and costs from a model and devices.
 
-The command: `headrace plan`. What is computed and from what: docs/planning.md.
+The command is `headrace plan`. docs/planning.md says what is computed, and from what.
 """

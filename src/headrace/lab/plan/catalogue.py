@@ -1,4 +1,6 @@
-"""The planner's data: devices with links and prices, and shapes of models: TOML in this package, and a file of the user's beside it."""
+"""Reads the planner's data: devices with links and prices, and shapes of models. It is TOML, in this package and in a file of the
+user's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans as a picture: tokens per second and TPOT over the batch, one line per device."""
+"""Draws plans: tokens per second and TPOT over the batch, one line per device."""
 
 from __future__ import annotations
 

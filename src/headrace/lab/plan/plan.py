@@ -1,4 +1,6 @@
-"""One model on one kind of device: what fits, which layout serves the traffic, how fast, at what cost. Each number keeps its formula."""
+"""Plans one model on one kind of device: what fits, which layout serves the traffic, how fast, at what cost. Each number keeps
+its formula.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans as text and as JSON."""
+"""Prints plans as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sizings that are often asked for, each computed by the planner from shapes and devices: docs/sizings.md and docs/cost.md print them."""
+"""Lists sizings that are often asked for, each computed by the planner from shapes and devices. docs/sizings.md and docs/cost.md print
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator: the real scheduler, queues, admission and choice of replicas on virtual time, over steps whose times are computed.
+"""Simulates a site: the real scheduler, queues, admission and choice of replicas on virtual time, over steps whose times are computed.
 
-The command: `headrace simulate`. What is simulated, and how near it comes: docs/simulation.md.
+The command is `headrace simulate`. docs/simulation.md says what is simulated, and how near it comes to a real site.
 """

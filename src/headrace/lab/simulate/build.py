@@ -1,4 +1,4 @@
-"""Replicas for the simulator, from a model's shape, an engine's options, and what says how long steps take."""
+"""Builds replicas for the simulator from a model's shape, an engine's options, and a source of step times."""
 
 from __future__ import annotations
 

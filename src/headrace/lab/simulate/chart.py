@@ -1,4 +1,4 @@
-"""Simulated runs over the load, as a picture."""
+"""Draws simulated runs over the load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Arrivals: drawn from a seed, or read from a trace line by line, so that a file of any size takes no more memory than its requests."""
+"""Makes the arrivals of a simulation: drawn from a seed, or read from a trace.
+
+A trace is read line by line, so that a file of any size takes no more memory than its requests.
+"""
 
 from __future__ import annotations
 

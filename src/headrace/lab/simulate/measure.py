@@ -1,4 +1,4 @@
-"""Steps of a real engine, measured one by one, so that a simulation can take the times of this machine."""
+"""Measures the steps of a real engine one by one, so that a simulation can use the times of this machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""An engine's options, as far as they decide what a simulated replica has: its device, its defaults there, its dtypes and its memory.
+"""Derives from an engine's options what a simulated replica has: its device, its defaults there, its dtypes and its memory.
 
-Not simulated on a device of the catalogue: `kernels`, `deterministic` and `num_threads`, of which a roofline knows nothing.
+Three options are not simulated on a device of the catalogue, since a roofline does not know them: `kernels`, `deterministic` and
+`num_threads`.
 """
 
 from __future__ import annotations

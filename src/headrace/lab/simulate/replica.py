@@ -1,4 +1,6 @@
-"""One replica on virtual time: the real engine loop and scheduler over a runner that computes no tokens and says how long a step takes."""
+"""Simulates one replica on virtual time: the real engine loop and scheduler run over a runner that computes only how long each
+step takes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Replicas of one model behind one gateway, on virtual time: admission, the choice of a replica, deaths and their failover.
+"""Simulates replicas of one model behind one gateway, on virtual time: admission, the choice of a replica, deaths and their failover.
 
-Events are handled in the order of their times. A step is computed when it begins, and what it gives is known when it ends: a request that
-arrives meanwhile finds the load of the step's beginning, as a gateway does.
+Events are handled in the order of their times. A step is computed when it begins, and its result is known when it ends. A request that
+arrives meanwhile finds the load of the step's beginning, as at a gateway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Times of simulated steps, from a `StepLatency`: the planner's roofline, or a fit to steps that were measured on this machine."""
+"""Computes the times of simulated steps from a `StepLatency`: the planner's roofline, or a fit to steps that were measured on
+this machine.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Takes tool calls out of an answer: finds a format's markers and hands what follows to the reader of its syntax.
 
-Models of every family write JSON calls now and then, between the markers of their own. So where a section begins with a brace, or with the
-bracket of a list that is none of Python's calls, it is read as JSON.
+Models of every family sometimes write JSON calls between their own markers. So a section is read as JSON if it begins with a brace, or with
+a bracket that does not begin a list of Python calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The output of a parser: pieces of content, of reasoning and of tool calls, in the order of the text."""
+"""Describes what a parser emits: pieces of content, of reasoning and of tool calls, in the order of the text."""
 
 from __future__ import annotations
 

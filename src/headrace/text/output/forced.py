@@ -1,6 +1,6 @@
-"""The grammar of tool calls that the model must make, so that their arguments validate.
+"""Writes the grammar of tool calls that the model must make, so that their arguments validate.
 
-The text around a call's arguments is written as the family's templates write it, with json.dumps's separators; the arguments follow the
+The text around a call's arguments is written as the family's templates write it, with json.dumps's separators. The arguments follow the
 function's own schema, whose references stay within it. No grammar is compiled here.
 """
 

@@ -1,7 +1,7 @@
-"""Rules of a forced call whose parameters stand between tags, each value by its own part of the function's schema.
+"""Writes the grammar rules of a forced call whose parameters stand between tags. Each value follows its own part of the function's schema.
 
-Strings stand there without quotes, so what a schema says of them cannot be left to `%json`: a free string is any text up to the closing
-tag, an enumeration is its texts, and other rules of strings are refused by name.
+Strings stand there without quotes, so `%json` cannot enforce a string's schema. A free string becomes any text up to the closing tag, and
+an enumeration becomes its texts. Other rules of strings are refused by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One row of the table of output formats: how a family of models marks reasoning, and how it writes tool calls.
+"""Defines one row of the table of output formats: how a family of models marks reasoning, and how it writes tool calls.
 
 The rows are in `formats`.
 """

@@ -1,4 +1,4 @@
-"""The table of output formats: how each family of models marks reasoning and writes tool calls. One row per format.
+"""Lists the output formats: how each family of models marks reasoning and writes tool calls. One row per format.
 
 A row is chosen by the name that vLLM gives its parser, or by what the model's chat template mentions. Formats whose calls no `CallSyntax`
 describes (gpt-oss's channels) have no row: requests with functions are refused.

@@ -1,8 +1,7 @@
-"""Reads tool calls written as JSON objects. Linear in the text, whatever its splits.
+"""Reads tool calls written as JSON objects. Linear in the text, however it is split.
 
-Only as much of JSON is understood as finds a call's name and where its arguments end. What the arguments hold is the client's to check: if
-the model writes no valid JSON there, the client gets what it wrote. Text that is no call at all is given back as text. How arguments may be
-written: `call_arguments`.
+Only a call's name and the end of its arguments are understood. The client checks the arguments themselves: if the model writes no valid
+JSON there, the client gets what it wrote. Text that is no call is given back as text. `call_arguments` says how arguments may be written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds markers in text that arrives in pieces: what may still become one is held back."""
+"""Finds markers in text that arrives in pieces, and holds back text that may still become one."""
 
 from __future__ import annotations
 

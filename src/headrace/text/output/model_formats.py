@@ -1,4 +1,6 @@
-"""The output formats of one model: the rows that its template or its operator chose, and what its tokenizer makes of their markers."""
+"""Chooses the output formats of one model by its template or its operator, and finds the tokens that its tokenizer makes of their
+markers.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Separates generated text, as it arrives, into content, reasoning and tool calls.
 
-How it is split into pieces changes nothing: all deltas joined are the parse of the whole text. Nothing raises and nothing is lost but the
-markers of what was recognized, the white space after them, and what a call's JSON holds beside name and arguments. What looks like a call
-and is none is content. Memory is bounded (`reading.MAX_HELD_CHARS`), and time is linear in the text.
+The split into pieces changes nothing: all deltas joined are the parse of the whole text. Nothing raises. Only three things are left out:
+the markers that were recognized, the white space after them, and whatever a call's JSON holds beside name and arguments. Text that looks
+like a call and is none is content. Memory is bounded (`reading.MAX_HELD_CHARS`), and time is linear in the text.
 """
 
 from __future__ import annotations

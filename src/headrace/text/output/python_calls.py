@@ -1,4 +1,4 @@
-"""Reads tool calls written in Python: [f(a=1, b="x"), g()]. Nothing is evaluated. Linear in the text, whatever its splits.
+"""Reads tool calls written in Python: [f(a=1, b="x"), g()]. Nothing is evaluated. Linear in the text, however it is split.
 
 Each argument is passed on as JSON when it is complete, since only its end shows that a Python literal has JSON.
 """

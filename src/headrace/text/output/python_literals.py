@@ -1,4 +1,6 @@
-"""Python literals as JSON, without evaluating anything: strings, numbers, True, False, None, lists and dictionaries with string keys."""
+"""Converts Python literals to JSON without evaluating anything: strings, numbers, True, False, None, lists and dictionaries with string
+keys.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by the readers of calls: a reader's position, and the record of the calls that it found."""
+"""Gives the readers of calls what they share: a reader's position, and the record of the calls that it found."""
 
 from __future__ import annotations
 

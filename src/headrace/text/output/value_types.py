@@ -1,4 +1,4 @@
-"""The JSON types of a function's parameters, by its schema. Formats that write values without quotes need them to tell 5 from "5"."""
+"""Finds the JSON types of a function's parameters in its schema. Formats that write values without quotes need them to tell 5 from "5"."""
 
 from __future__ import annotations
 
