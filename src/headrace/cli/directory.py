@@ -63,17 +63,26 @@ class KeyDirectory:
         return administered(self.file, self.state, lambda admin: answer_request(admin, method, path, query, body))
 
     def limits(self, kind: str, name: str) -> Any:
-        """The limits of a key or tenant, with what is used of each. kind: "keys" or "tenants". Raises as `ask`."""
+        """The limits of a key or tenant, with what is used of each. kind: "keys" or "tenants"
+
+        Raises: ConfigError, InvalidRequest and StoreFailed; ServerFailed and UsageRefused for a deployment.
+        """
         if self.file is None and not self.is_remote:
             print("headrace: limits are those of built-in tiers; where the server has a configuration file, give --config", file=sys.stderr)
         return self._report(lambda report: report.of(kind, name), kind, name)
 
     def deployment_limits(self) -> Any:
-        """The budgets that all tenants share, with what is used of each. Raises as `ask`."""
+        """The budgets that all tenants share, with what is used of each.
+
+        Raises: ConfigError, InvalidRequest and StoreFailed; ServerFailed and UsageRefused for a deployment.
+        """
         return self._report(lambda report: report.of_deployment())
 
     def _report(self, work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]], *path: str) -> Any:
-        """The rows that `work` returns for a report. path: path of the same report at a deployment, before /limits. Raises as `ask`."""
+        """The rows that `work` returns for a report. path: path of the same report at a deployment, before /limits
+
+        Raises: ConfigError, InvalidRequest and StoreFailed; ServerFailed and UsageRefused for a deployment.
+        """
         if self.is_remote:
             return self._ask_deployment("GET", *path, "limits")
         config = _settings(self.file, self.state)
@@ -101,7 +110,10 @@ class KeyDirectory:
                 print(f"headrace: {self.file} has no model {name}; it has {', '.join(served)}", file=sys.stderr)
 
     def purge(self, tenant: str, *, is_all: bool) -> int:
-        """Remove a tenant's kept answers, or with `is_all` all its kept entries. Returns the number of entries. Raises as `ask`."""
+        """Remove a tenant's kept answers, or with `is_all` all its kept entries. Returns the number of entries.
+
+        Raises: ConfigError, InvalidRequest and StoreFailed; ServerFailed and UsageRefused for a deployment.
+        """
         from headrace.gateway.control.purge import purge
 
         if self.is_remote:
@@ -166,7 +178,10 @@ def administered(file: Path | None, state: str | None, work: Callable[[Administr
 async def read_limits(
     config: ServeConfig, admin: Administration, work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]]
 ) -> list[dict[str, object]]:
-    """The rows that `work` returns for a report on the limits of a configuration's tenants. Raises as `LimitReport`."""
+    """The rows that `work` returns for a report on the limits of a configuration's tenants.
+
+    Raises: InvalidRequest for an unknown name, ConfigError and StoreFailed.
+    """
     from headrace.gateway.limits.report import LimitReport
     from headrace.gateway.limits.store import open_limits
     from headrace.policy.limits.tier import all_tiers
