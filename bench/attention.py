@@ -1,4 +1,5 @@
-"""Paged attention alone: time per layer by cache type, for decode and prefill batches, beside read bandwidth and the peak of the FMA units.
+"""Measures paged attention alone: time per layer by cache type, for decode and prefill batches, beside read bandwidth and the peak of the
+FMA units.
 
     python -m bench.attention [--case decode-8] [--shape llama-1.1b] -> bench/results/MACHINE/attention.json
 

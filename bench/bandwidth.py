@@ -1,10 +1,10 @@
-"""Read bandwidth of this machine's memory, now: the best of several ways to read an array too large for any cache.
-
-It is the denominator of MBU (model bandwidth utilisation). One way alone is too small a denominator: kernels that read weights from several
-places at once pass the rate of a plain sum, and MBU came out above 1. So every pattern is timed, and the fastest counts. It changes from
-minute to minute on a shared machine: measure it right before what it is compared with.
+"""Measures the read bandwidth of this machine's memory: the best of several ways to read an array too large for any cache.
 
     python bench/bandwidth.py [--json] [--gib 1] [--rounds 5] [--threads N]
+
+It is the denominator of MBU (model bandwidth utilisation). One way alone is too small a denominator: kernels that read weights from several
+places at once pass the rate of a plain sum, and MBU came out above 1. So every pattern is timed, and the fastest counts. On a shared
+machine the bandwidth changes from minute to minute: measure it right before what it is compared with.
 """
 
 from __future__ import annotations

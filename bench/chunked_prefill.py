@@ -1,5 +1,6 @@
-"""Chunked prefill's effect on running streams: four streams decode, long prompts arrive in the middle. Differs by `enable_chunked_prefill`
-only: without it a long prompt is one step, and every stream waits for it.
+"""Measures chunked prefill's effect on running streams: four streams decode, and long prompts arrive in the middle.
+
+The variants differ by `enable_chunked_prefill` only. Without it a long prompt is one step, and every stream waits for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Continuous against static batching: the same kernels and batch size, differing by `static` of the table only.
+"""Compares continuous with static batching. Kernels and batch size are the same; the variants differ by `static` of the table only.
 
 One table has evenly spread lengths, one has skewed ones.
 """

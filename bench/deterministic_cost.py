@@ -1,4 +1,5 @@
-"""What `deterministic` costs: the same prompts and streams in an engine with the option and in one without, in turns, in one process.
+"""Measures what `deterministic` costs: the same prompts and streams in an engine with the option and in one without, in turns, in one
+process.
 
     python -m bench.deterministic_cost MODEL [--dtype auto] [--quantization int8] [--streams 32] [--tokens 64] [--rounds 10]
         -> bench/results/MACHINE/deterministic-cost-*.json

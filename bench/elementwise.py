@@ -1,4 +1,4 @@
-"""Everything of a step that is neither a product nor attention: time per call and bytes per second, beside read bandwidth.
+"""Measures everything of a step that is neither a product nor attention: time per call and bytes per second, beside read bandwidth.
 
     python -m bench.elementwise [--rows 1,8,64,512] -> bench/results/MACHINE/elementwise.json
 

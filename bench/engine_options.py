@@ -1,4 +1,4 @@
-"""Engine options on the command lines of benchmarks, made from `EngineConfig` as the flags of `headrace` are (`cli.engine_flags`)."""
+"""Gives the command lines of benchmarks engine options, made from `EngineConfig` as the flags of `headrace` are (`cli.engine_flags`)."""
 
 from __future__ import annotations
 

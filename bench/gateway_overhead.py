@@ -1,4 +1,5 @@
-"""What a gateway adds to a request, with API key, limits, quota and usage log on; LiteLLM's proxy beside it in the same run.
+"""Measures what a gateway adds to a request, with API key, limits, quota and usage log on, and what LiteLLM's proxy adds in the
+same run.
 
     python -m bench.gateway_overhead [--rounds 3] [--rate 50] [--seconds 10] [--litellm BIN/litellm] [--sustained 500]
         [--sustained-s 60] [--output FILE] -> bench/results/gateway-overhead.json

@@ -1,4 +1,4 @@
-"""The engine on a GPU: what it answers is right, and how near its steps are to the memory's and the products' rates. Run by `make gpu`.
+"""Checks the engine's answers on a GPU, and measures how near its steps are to the memory's and the products' rates. Run by `make gpu`.
 
     python -m bench.gpu [--device cuda] [--seconds 200] [--formats none,fp8,int4] [--output FILE] [--tiny]
 

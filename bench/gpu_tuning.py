@@ -1,4 +1,4 @@
-"""Which tiles multiply few rows fastest on this GPU: the measurement behind `tensor/kernels/gpu/h100.json`.
+"""Finds the tiles that multiply few rows fastest on this GPU: the measurement behind `tensor/kernels/gpu/h100.json`.
 
     python -m bench.gpu_tuning [--formats fp8,int4,int8,plain] [--rows 1,32,128] [--seconds 80] [--output FILE]
 
@@ -77,7 +77,7 @@ def make_linear(name: str, shape: tuple[int, int], device: str) -> StoredLinear:
 
 
 def compile_variant(name: str, rows: int, shape: tuple[int, int], variant: ProductVariant) -> None:
-    """Compile a product's kernel into Triton's folder, in a process that does nothing else. Raises what the compiler does."""
+    """Compile a product's kernel into Triton's folder, in a process that does nothing else. The compiler's errors pass through."""
     products._product_kernel = WarmedKernel()
     x = torch.empty((rows, shape[1]), dtype=torch.bfloat16, device="meta")
     products.product(x, make_linear(name, shape, "meta").weight, variant, None)

@@ -1,4 +1,4 @@
-"""What a grammar costs a decode step: the same streams with one and without, in turns, in one process.
+"""Measures what a grammar costs a decode step: the same streams with one and without, in turns, in one process.
 
     python -m bench.grammar_cost MODEL [--quantization int8] [--streams 32] [--tokens 64] [--rounds 10]
         -> bench/results/MACHINE/grammar-cost-*.json

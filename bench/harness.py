@@ -1,4 +1,4 @@
-"""What the benchmark tables share: two engines that differ by one switch, run in turn, every round written down.
+"""Runs the benchmark tables: two engines that differ by one switch run in turn, and every round is written down.
 
 A table is a `Table`: its variants' configurations, a workload, and the measures taken from each run. `run_table` interleaves the variants
 (a b, b a, a b, ...), takes the read bandwidth before each round and keeps every round, bad ones included.
@@ -129,7 +129,7 @@ def block_of(page: Path, name: str) -> str:
 
 
 def replace_block(page: Path, name: str, text: str) -> None:
-    """Write `text` there instead. Raises as `block_of` does."""
+    """Write `text` between the marks `<!-- NAME -->` and `<!-- end NAME -->` of a page. Raises ValueError without them."""
     old, marks = block_of(page, name), (f"<!-- {name} -->\n", f"\n<!-- end {name} -->")
     page.write_text(page.read_text(encoding="utf-8").replace(old.join(marks), text.join(marks)), encoding="utf-8")
 

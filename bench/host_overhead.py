@@ -1,4 +1,5 @@
-"""What everything around the model costs: streaming to many clients, prefix look-ups that find nothing, and which threads take the cores.
+"""Measures what everything around the model costs: streaming to many clients, prefix look-ups that find nothing, and the threads that take
+the cores.
 
     python -m bench.host_overhead [--rounds 10] [--clients 200] [--only streaming] [--model FOLDER --quantization int8]
         -> bench/results/MACHINE/host-overhead*.json; what was not asked for stays there as it was

@@ -1,4 +1,4 @@
-"""Numerical error of every CPU kernel against float64, at 1, 8, 64 and 512 rows.
+"""Measures the numerical error of every CPU kernel against float64, at 1, 8, 64 and 512 rows.
 
     python -m bench.kernel_error [--no-page] -> bench/results/kernel-error.json and the table in docs/kernels.md
 

@@ -1,20 +1,20 @@
-"""Does the time that a wrong key is refused in say how much of it is right? Welch's t over many timings, as dudect takes it.
+"""Tests whether the time in which a wrong key is refused shows how much of the key is right: Welch's t over many timings, as in dudect.
 
     python -m bench.key_timing [--timings 1000000] [--paths configured,known,asked]     -> bench/results/MACHINE/key-timing.json
 
-Two classes of wrong keys, in a random order: keys that begin as a valid one does, and keys of random characters. What is timed is the whole
-of `Authenticator.principal`, from the request's headers to the refusal, on each of the paths that lead there:
+There are two classes of wrong keys, in a random order: keys that begin as a valid one does, and keys of random characters. The timed part
+is the whole of `Authenticator.principal`, from the request's headers to the refusal, on each of three paths:
 
 configured  the server has keys of the configuration alone
 known       it has keys of the store, and the wrong ones are remembered as absent
 asked       the same, and every wrong key is new, so that the store's file is asked
 
 `right` is how much of the first class's keys is right: "all but 4" characters, the most that many different keys can have in common; the
-first "12" bytes, more than lists of keys show; "none": both classes are random, which says what the measurement itself gives.
+first "12" bytes, more than lists of keys show; "none": both classes are random, which shows what the measurement itself gives.
 
 Timings above a percentile of both classes together are left out, for each of several percentiles: an interrupt would hide a difference of
-nanoseconds. The criterion is dudect's: no |t| of a case is 4.5 or more. Ends with status 1 where one is. (Reparaz, Balasch, Verbauwhede:
-Dude, is my code constant time? 2017.)
+nanoseconds. The criterion is dudect's: every |t| is below 4.5. The exit status is 1 if one is not. (Reparaz, Balasch, Verbauwhede: Dude, is
+my code constant time? 2017.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The linears of six layers of a 1.1 B Llama shape, alone: time per pass by kind and number of rows, beside read bandwidth.
+"""Measures the linears of six layers of a 1.1 B Llama shape alone: time per pass by kind and number of rows, beside read bandwidth.
 
     python -m bench.linears [--rows 1,8,12,32,120,512] [--kind bf16] -> bench/results/MACHINE/linears.json
 

@@ -1,10 +1,10 @@
-"""A prompt as long as the model allows, while other streams decode: how long the streams stand still, and what the prompt takes.
+"""Measures how long streams stand still while a prompt as long as the model allows is computed, and what the prompt takes.
 
     python -m bench.long_prompt --model FOLDER [--quantization int8] [--kv-cache-dtype int8] -> bench/results/MACHINE/long-prompt-*.json
 
-The streams run alone first, then the long prompt arrives; they last until it has been answered. A stream gets one token per step, and a
-step computes up to `--max-num-batched-tokens` tokens of the prompt, each of which sees all before it: the last steps are the longest.
-Newcomers with short prompts arrive while it is read, and wait for their first token.
+The streams run alone first, then the long prompt arrives; they last until it has been answered. A stream gets one token per step. A step
+computes up to `--max-num-batched-tokens` tokens of the prompt, each of which sees all tokens before it, so the last steps are the longest.
+New requests with short prompts arrive while the long one is computed, and wait for their first token.
 """
 
 from __future__ import annotations

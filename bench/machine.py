@@ -1,4 +1,4 @@
-"""What the files of results call the machine they were measured on."""
+"""Names the machine in the files of results, and finds the files of its figures."""
 
 from __future__ import annotations
 

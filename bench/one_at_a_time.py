@@ -1,5 +1,6 @@
-"""Batching against one request at a time, on a model of 1.1 billion weights in int8, whose steps read weights and little else. Differs by
-`max_num_seqs` only.
+"""Compares batching with one request at a time, on a model of 1.1 billion weights in int8, whose steps read weights and little else.
+
+The variants differ by `max_num_seqs` only.
 """
 
 from __future__ import annotations

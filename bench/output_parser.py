@@ -1,4 +1,5 @@
-"""CPU time of parsing generated text in pieces of a token: `headrace.text.output.parser`, and transformers' ResponseParser beside it.
+"""Measures the CPU time of parsing generated text in pieces of a token: `headrace.text.output.parser`, and transformers' ResponseParser
+beside it.
 
     python -m bench.output_parser -> bench/results/output-parser.json
 

@@ -1,5 +1,7 @@
-"""Paged KV memory against one preallocated place per sequence: the same pool of tokens, once in blocks of 16, once in blocks as long as the
-longest sequence. Differs by `block_size` only; everything else, the kernels included, is the same code.
+"""Compares paged KV memory with one preallocated region per sequence.
+
+The same pool of tokens is used once in blocks of 16, once in blocks as long as the longest sequence. The variants differ by `block_size`
+only; everything else, the kernels included, is the same code.
 """
 
 from __future__ import annotations

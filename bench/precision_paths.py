@@ -1,9 +1,9 @@
-"""Which arithmetic and which path each precision takes, by CPU family and number of rows: the table of docs/kernels.md, made from the code.
+"""Writes the table of docs/kernels.md that says which arithmetic and path each precision takes, by CPU family and number of rows.
 
     python -m bench.precision_paths
 
-Writes it anew; a test compares page and code. What depends on another CPU's registers is said here by family and, for the CPU that runs
-the test, compared with the constants the kernels were compiled with.
+The table is made from the code; a test compares page and code. What depends on another CPU's registers is stated here by family. For the
+CPU that runs the test, it is compared with the constants the kernels were compiled with.
 """
 
 from __future__ import annotations

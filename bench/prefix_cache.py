@@ -1,4 +1,7 @@
-"""The prefix cache: what it saves when prompts begin alike, and what it costs when none do. Differs by `enable_prefix_caching` only."""
+"""Measures what the prefix cache saves when prompts begin alike, and what it costs when none do.
+
+The variants differ by `enable_prefix_caching` only.
+"""
 
 from __future__ import annotations
 

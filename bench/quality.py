@@ -1,4 +1,5 @@
-"""What a precision costs in answers: exact match of the bundled model per task, on its held-out prompts, decoded greedily by the engine.
+"""Measures what a precision costs in answers: exact match of the bundled model per task, on its held-out prompts, decoded greedily by the
+engine.
 
     python -m bench.quality [--num-per-task 500] -> bench/results/quality.json; the table in docs/benchmarks.md comes with `make bench`
 

@@ -1,4 +1,4 @@
-"""Quantized checkpoints beside weights rounded at load, and beside llama.cpp on the same GGUF file.
+"""Measures quantized checkpoints beside weights rounded at load, and beside llama.cpp on the same GGUF file.
 
     python -m bench.peers.models --to MODELS --shape llama-1.1b
     python -m bench.peers.convert --models MODELS --envs ENVS --shape llama-1.1b

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md from the newest result file of each table. Every number comes from the JSON; nothing is typed by hand."""
+"""Writes docs/benchmarks.md from the newest result file of each table. Every number comes from the JSON; nothing is typed by hand."""
 
 from __future__ import annotations
 

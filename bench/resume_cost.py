@@ -1,4 +1,4 @@
-"""What streams that can be resumed cost the gateway: the ids of their events, and keeping them at their ends.
+"""Measures what streams that can be resumed cost the gateway: the ids of their events, and keeping the streams at their ends.
 
     python -m bench.resume_cost [--rounds 300] [--streams 4000]   -> bench/results/resume-cost.json
 

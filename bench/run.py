@@ -1,4 +1,4 @@
-"""`make bench`: the tables of docs/benchmarks.md, measured and simulated here and now. `make bench ARGS="--only prefix-cache --rounds 20"`.
+"""Measures and simulates the tables of docs/benchmarks.md: `make bench`, or `make bench ARGS="--only prefix-cache --rounds 20"`.
 
 Needs a quiet machine and a few minutes. Writes bench/results/TABLE-TIME.json, then the page.
 """

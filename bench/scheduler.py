@@ -1,4 +1,4 @@
-"""What the policy floor costs per step, alone: plan and commit of the real scheduler and KV manager, with no model behind them.
+"""Measures what the policy floor costs per step, alone: plan and commit of the real scheduler and KV manager, with no model behind them.
 
     python -m bench.scheduler [--only decode] [--steps 3000] [--rounds 5] -> bench/results/MACHINE/scheduler.json
 

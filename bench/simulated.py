@@ -1,4 +1,5 @@
-"""A simulation beside a live run: `headrace serve` under load, and `headrace simulate` of the same requests over steps measured before it.
+"""Compares a simulation with a live run: `headrace serve` under load, and `headrace simulate` of the same requests over steps measured
+before.
 
     python -m bench.simulated [--seconds 40] [--no-file] -> bench/results/simulated.json
 

@@ -1,11 +1,11 @@
-"""From the start of a process to its first token, stage by stage: fresh processes of the offline API on a warm page cache.
+"""Measures the time from the start of a process to its first token, by stage: fresh processes of the offline API on a warm page cache.
 
     python -m bench.startup MODEL [MODEL ...] [--quantization int8] [--runs 5] -> bench/results/MACHINE/startup.json
 
-A run is two processes. The plain one says how long everything took; the staged one imports the large packages by name where the engine
-would import them, and puts a clock around the functions that `build_runner` calls, to say where the time went. Caches are the benchmark's
-own: a first process compiles the kernels and packs the weights (`first_ever`), a second one packs them again (`pack`). Processor seconds
-stand beside seconds: on a machine that others use, they say more.
+A run is two processes. The plain one measures how long everything took. The staged one shows where the time went: it imports the large
+packages by name where the engine would import them, and puts a clock around the functions that `build_runner` calls. Caches are the
+benchmark's own: a first process compiles the kernels and packs the weights (`first_ever`), a second one packs them again (`pack`).
+Processor seconds stand beside seconds: on a machine with other programs, they say more.
 """
 
 from __future__ import annotations

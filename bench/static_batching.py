@@ -1,4 +1,4 @@
-"""For which lengths and which costs of a step continuous batching gains how much over static batching, by simulation.
+"""Simulates how much continuous batching gains over static batching, for several distributions of lengths and costs of a step.
 
     python -m bench.static_batching -> bench/results/static-batching.json
 

@@ -1,4 +1,4 @@
-"""A decode step taken apart: what its products, its other kernels and everything around them take, in one process.
+"""Measures what the products, the other kernels and everything around them take of a decode step, in one process.
 
     python -m bench.step_shares MODEL [--quantization int8] [--streams 1,8] [--steps 60] -> bench/results/MACHINE/step-shares-*.json
 

@@ -1,4 +1,4 @@
-"""What a delivered token costs the gateway: many SSE streams at one token per second each, through one gateway process.
+"""Measures what a delivered token costs the gateway: many SSE streams at one token per second each, through one gateway process.
 
     python -m bench.stream_cost [--streams 1000] [--frames 1] [--seconds 12] [--rounds 1] [--source before=/tree --source after=.]
         -> bench/results/stream-cost/NAME-FRAMES.json for each source; what it has measured before is replaced

@@ -1,4 +1,6 @@
-"""A model folder of TinyLlama's shape: a config of 1.1 billion weights, which `--load-format dummy` draws, and the bundled tokenizer."""
+"""Makes a model folder of TinyLlama's shape: a config of 1.1 billion weights, which `--load-format dummy` draws, and the bundled
+tokenizer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a command on a machine that is busy and stands still: tests that pass under it depend on no speed of the machine.
+"""Runs a command on a machine that is busy and stands still now and then. Tests that pass under it depend on no speed of the machine.
 
     python tools/disturb.py --busy 2 --stop 1-2 -- make test
 

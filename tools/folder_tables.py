@@ -1,4 +1,4 @@
-"""The tables of folders in the pages, from the docstrings: `python tools/folder_tables.py` writes them where the pages mark their places.
+"""Writes the tables of folders into the pages, from the docstrings of the source: `python tools/folder_tables.py`.
 
 A place is `<!-- folders: PACKAGE -->` ... `<!-- end -->`. tests/tools/test_folder_tables.py fails where a page has another table.
 """

@@ -1,8 +1,10 @@
-"""Measure the anonymous memory a model load takes at its peak.  usage: python tools/measure_load_memory.py FOLDER [--kernels reference]
+"""Measures the anonymous memory that a model load takes at its peak.
 
-Loads in this process while a thread samples RssAnon from /proc/self/status every 2 ms, then prints one JSON line: the peak above what
-the process held before (libraries loaded), the bound (weights + largest fused tensor + 0.5 GiB), and whether it was kept. Mapped files
-are not anonymous: they are page cache, which the kernel takes back when it needs to.
+    python tools/measure_load_memory.py FOLDER [--kernels reference]
+
+Loads in this process while a thread samples RssAnon from /proc/self/status every 2 ms. Then prints one JSON line: the peak above what the
+process held before (libraries loaded), the bound (weights + largest fused tensor + 0.5 GiB), and whether it was kept. Mapped files are not
+anonymous: they are page cache, which the kernel takes back when it needs to.
 """
 
 from __future__ import annotations

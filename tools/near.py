@@ -1,4 +1,4 @@
-"""Runs the tests that are near what the working tree changes, within two minutes: for the time between two edits, and no proof.
+"""Runs the tests that are near what the working tree changes, within two minutes. It is for the time between two edits, and no proof.
 
     python tools/near.py [BASE]        what differs from BASE, which is HEAD unless given, and what git does not know yet
 

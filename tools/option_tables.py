@@ -1,4 +1,4 @@
-"""The tables of keys in docs/config.md, from the options of the source: `python -m tools.option_tables` writes them into the page.
+"""Writes the tables of keys into docs/config.md, from the options of the source: `python -m tools.option_tables`.
 
 A place is `<!-- keys: PATH -->` ... `<!-- end -->`; its table has the keys below PATH that stand below no longer PATH of the page, and
 those below no PATH stand at `<!-- keys: rest -->`. tests/tools/test_option_tables.py fails where the page has another table.

@@ -1,4 +1,4 @@
-"""The tables of the planning pages, computed by the planner: `python tools/plan_tables.py` writes them where the pages mark their places.
+"""Writes the tables of the planning pages, as the planner computes them: `python tools/plan_tables.py`.
 
 A place is `<!-- plan: NAME -->` ... `<!-- end -->`. tests/tools/test_plan_tables.py fails where a page has another table than this gives.
 """

@@ -1,1 +1,1 @@
-"""Which JSON schemas the grammars of the engine enforce, and whether they do."""
+"""Checks which JSON schemas the engine's grammars accept, and whether they enforce them."""

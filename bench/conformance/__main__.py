@@ -1,4 +1,4 @@
-"""Whether the engine's grammars enforce the JSON schemas that they accept: the official test suite, and 500 generated schemas.
+"""Checks whether the engine's grammars enforce the JSON schemas that they accept: the official test suite, and 500 generated schemas.
 
     python -m bench.conformance [--no-suite] -> bench/results/grammar-conformance.json and the table in docs/structured.md
 

@@ -1,4 +1,4 @@
-"""What a compiled schema says of a value: the texts it may have, token by token, and why a valid one is refused where it is."""
+"""Judges values by a compiled schema, token by token: whether any text of a value is taken, and why a valid value is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated JSON schemas with values that may or may not satisfy them. The judge is the package `jsonschema`, not the generator.
+"""Generates JSON schemas with values that may or may not satisfy them. The package `jsonschema` judges the values, not the generator.
 
 A `Generator` draws a schema together with a way to draw values for it; `mutated` changes one thing in such a value. Both are functions of a
 seed. Schemas use the keywords that the engine supports, and stay bounded: strings, arrays and recursion have a greatest size.

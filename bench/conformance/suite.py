@@ -1,6 +1,6 @@
-"""The official JSON Schema Test Suite, out of the source distribution of the Python package `jsonschema`, which carries it.
+"""Reads the official JSON Schema Test Suite out of the source distribution of the Python package `jsonschema`, which carries it.
 
-It is fetched with pip into a cache folder, once, and is no part of this repository.
+The suite is fetched with pip into a cache folder, once, and is no part of this repository.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a gateway adds to a request: processes of `bench.gateway_overhead`."""
+"""Holds the processes of `bench.gateway_overhead`: the client and the server that answers."""

@@ -1,4 +1,4 @@
-"""The load of `bench.gateway_overhead`: chat completions at a fixed rate, each timed from the moment at which it was to be sent.
+"""Sends chat completions at a fixed rate for `bench.gateway_overhead`. Each is timed from the moment at which it was to be sent.
 
 python -m bench.overhead.client PORT --rate 100 --seconds 10 [--key KEY]      prints one JSON object
 """

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that answers every chat completion after a fixed time: the paced fake upstream of `bench.gateway_overhead`.
+"""Answers every chat completion after a fixed time, as an OpenAI-compatible server: the fake upstream of `bench.gateway_overhead`.
 
     python -m bench.overhead.upstream --pause-ms 20     prints its port
 

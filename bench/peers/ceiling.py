@@ -1,9 +1,10 @@
-"""A model's matrix products alone, each by the fastest implementation known for its number of rows; Headrace is asked in turns with it.
+"""Computes a model's matrix products alone, each by the fastest implementation known for its number of rows. Headrace is asked in turns
+with it.
 
-It is what its products cost here and now; steps of few rows are recorded and replayed as the engine's own are. It is not an engine: no
-attention, no norms, no cache, no sampling, no scheduler, and activations come in the type the product wants. For 8 and 4 bits a wider copy
-of the weight may answer too: an engine that stores few bits may widen them once per step, which costs many rows little. The fastest is
-looked for outside the timed part (`Ceiling.prepare`).
+The result is what a model's products cost here and now. Steps of few rows are recorded and replayed as the engine's own are. It is not an
+engine: no attention, no norms, no cache, no sampling, no scheduler, and activations come in the type that the product needs. For 8 and 4
+bits a wider copy of the weight may answer too, since an engine that stores few bits may widen them once per step, which costs many rows
+little. The fastest is looked for outside the timed part (`Ceiling.prepare`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cell of the comparison, and the file of all cells of its machine, shape and precision. Cells that are in it are not run again."""
+"""Keeps the cells of the comparison: one file for each machine, shape and precision. Cells that are in it are not run again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint with integer weights in the `compressed-tensors` layout, which vLLM reads: W8A8 (int8) and W4A16 (int4).
+"""Writes a checkpoint with integer weights in the `compressed-tensors` layout, which vLLM reads: W8A8 (int8) and W4A16 (int4).
 
 Weights are rounded as Headrace rounds them (`kernels.rounding`), so that both compute with the same integers. Source of the layout:
 compressed-tensors' `int-quantized` and `pack-quantized` formats.

@@ -1,4 +1,4 @@
-"""Weights for the peers that do not read safetensors, made beside the models by the peers' own tools.
+"""Converts weights for the peers that do not read safetensors, by the peers' own tools. The converted files lie beside the models.
 
     python -m bench.peers.convert --models FOLDER --envs FOLDER --shape llama-1.1b
 

@@ -1,4 +1,4 @@
-"""The engines of the comparison: how each is started, asked and ended. One runs at a time."""
+"""Starts, asks and ends the engines of the comparison. One runs at a time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The engines' own OpenAI servers under the same open-loop load, one after the other; a cell per rate.
+"""Measures the engines' own OpenAI servers under the same open-loop load, one after the other; a cell per rate.
 
     python -m bench.peers.http --models FOLDER --envs FOLDER --shape llama-1.1b --precision bf16 --rounds 5
 
-What is offered is a share of what Headrace finished when all requests came at once (`http-capacity`, measured first and then kept), so
-that every engine and round meets the same absolute rates. The client is that of `headrace bench serve`. Needs a quiet machine.
+The rates are shares of what Headrace finished per second when all requests came at once (`http-capacity`, measured first and then kept). So
+every engine and round meets the same absolute rates. The client is that of `headrace bench serve`. Needs a quiet machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""llama.cpp through its own binaries: `llama-batched-bench` for prefill and decode, `llama-server` for everything asked as requests."""
+"""Runs llama.cpp through its own binaries: `llama-batched-bench` for prefill and decode, `llama-server` for everything asked as
+requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random-weight checkpoints in the Hugging Face layout, with a byte-level BPE tokenizer trained on Python's own library.
+"""Makes random-weight checkpoints in the Hugging Face layout, with a byte-level BPE tokenizer trained on Python's own library.
 
     python -m bench.peers.models --to FOLDER [--shape llama-1.1b]
 

@@ -1,4 +1,4 @@
-"""docs/peers.md and its plot, from every cell there is: `python -m bench.peers.report`. Needs matplotlib for the plot."""
+"""Writes docs/peers.md and its plot from every cell there is: `python -m bench.peers.report`. Needs matplotlib for the plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each row of the comparison means, in terms of one question to an engine: how long do these requests take?"""
+"""Measures each row of the comparison by one kind of question to an engine: how long do these requests take?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure what has not been measured yet. Interrupt it at will: the next call goes on.
+"""Measures the cells of the comparison that have not been measured yet. Interrupt it at will: the next call goes on.
 
     python -m bench.peers.run --models FOLDER --envs FOLDER --shape llama-1.1b --precision bf16 --rounds 5
 

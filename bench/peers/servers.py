@@ -1,4 +1,4 @@
-"""HTTP servers of the comparison: started on a free loopback port, waited for, ended by their own process ids, come what may."""
+"""Runs the HTTP servers of the comparison: each is started on a free loopback port, waited for, and always ended by its own process ids."""
 
 from __future__ import annotations
 

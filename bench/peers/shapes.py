@@ -1,4 +1,4 @@
-"""What a dense Llama-like model multiplies and remembers, from its config.json."""
+"""Reads from config.json the matrix products of a dense Llama-like model, and the size of a token's keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make bench-smoke`: did this change make anything slower? The working tree against another commit, in turns, a verdict in minutes.
+"""Finds out in minutes whether a change made anything slower: the working tree against another commit, in turns (`make bench-smoke`).
 
-Read `run` (what happens when), `worker` (what is timed), `verdict` (when it is an alarm); `trees` and `children` hold the rest.
+`run` has the order of the work, `worker` what is timed, `verdict` when a difference is an alarm; `trees` and `children` hold the rest.
 """

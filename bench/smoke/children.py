@@ -1,4 +1,4 @@
-"""The processes of one side: a worker that answers rows, and a server of the bundled model. Each ends with its block."""
+"""Runs the processes of one side: a worker that answers rows, and a server of the bundled model. Each ends with its block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The model that is timed: a Llama shape of 117 million random bfloat16 weights, so that even 4 bits of each (62 MB) exceed the caches."""
+"""Makes the model that is timed: a Llama shape of 117 million random bfloat16 weights, so that even 4 bits of each (62 MB) exceed the
+caches.
+"""
 
 from __future__ import annotations
 

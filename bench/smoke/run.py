@@ -1,13 +1,15 @@
-"""`make bench-smoke`: the working tree against another commit, row by row in turns; exit status 1 when a row became slower.
+"""Times the working tree against another commit, row by row in turns: `make bench-smoke`.
 
     make bench-smoke ARGS="--against COMMIT"
 
-Default commit: on a branch, where it left main; on main, HEAD where src differs from it, else the commit before. A round times every row
-base, candidate, candidate, base (the next round the other way round) with the same prompts. A server's start takes longer than a hundred
-decode steps, so its rows have their few rounds first. The remaining rows that look slower after SCREEN_ROUNDS rounds are timed alone
-until `--seconds` are spent: shared by all, the time would be too short to tell a tenth from noise. Two workers wait for each other, so
-only one side computes; they are renewed now and then, servers in every round. An alarm is a row at least 2 % slower with p < 0.01 after
-Holm's correction (`verdict`). Writes bench/results/MACHINE/smoke.json. Exit status 2: no verdict.
+Exit status 1: a row became slower; 2: no verdict. Default commit: on a branch, where it left main; on main, HEAD where src differs from it,
+else the commit before.
+
+A round times every row base, candidate, candidate, base (the next round the other way round) with the same prompts. A server's start takes
+longer than a hundred decode steps, so its rows have their few rounds first. The remaining rows that look slower after SCREEN_ROUNDS rounds
+are timed alone until `--seconds` are spent: shared by all, the time would be too short to tell a tenth from noise. Two workers wait for
+each other, so only one side computes. They are renewed now and then, servers in every round. An alarm is a row at least 2 % slower with p <
+0.01 after Holm's correction (`verdict`). Writes bench/results/MACHINE/smoke.json.
 
 The time is counted from the second, warm round on: kernels that were never compiled here are compiled in the first.
 """

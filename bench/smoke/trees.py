@@ -1,4 +1,4 @@
-"""The two source trees that are compared: a git worktree of the base commit, and a copy of the working tree as it is now.
+"""Makes the two source trees that are compared: a git worktree of the base commit, and a copy of the working tree as it is now.
 
 Both lie at fixed paths in Headrace's cache folder and their files get one fixed time, because Numba finds compiled kernels by path and
 time: a second run then compiles nothing. Each side has a cache of its own. The trees are removed at the end, the caches are kept.

@@ -1,4 +1,4 @@
-"""When a difference is an alarm: at least 2 % slower and not by chance, over all rows together.
+"""Decides when a difference is an alarm: a row is at least 2 % slower, and not by chance, over all rows together.
 
 Two looks at rows that are quick to time. The first, a few rounds, only says which rows deserve the rest of the time (`suspects`); the
 second, rounds of these rows alone, decides (`judge`). No round of the first counts in the second: what it chose by chance is not believed.

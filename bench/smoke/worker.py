@@ -1,4 +1,5 @@
-"""What is timed, in a process of its own. Runs on whichever `headrace` its PYTHONPATH names and imports nothing else of ours.
+"""Times the rows of one side in a process of its own. It runs on whichever `headrace` its PYTHONPATH names and imports nothing else of
+ours.
 
     python -P worker.py MODEL
 

@@ -1,4 +1,4 @@
-"""HAProxy and nginx, with the files of deploy/, in front of two gateways: streams, a drain, a restart, sessions, models, TLS.
+"""Runs HAProxy and nginx, with the files of deploy/, in front of two gateways: streams, a drain, a restart, sessions, models, TLS.
 
     python -m bench.storms.balancers [--streams 200] [--balancers haproxy nginx]        (tools/install_balancers.sh installs them)
         -> bench/results/storms/balancers.json

@@ -1,4 +1,4 @@
-"""Does a tenant see what another one has asked? Pairs of probes at every cache, told apart by what is answered and by how long it takes.
+"""Tests whether a tenant can see what another one has asked: pairs of probes at every cache, compared by the answers and their times.
 
     python -m bench.storms.cache_probes [--pairs 2000] [--caches prefix,session]     -> bench/results/storms/cache-probes.json
 

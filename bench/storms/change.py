@@ -1,4 +1,4 @@
-"""Streams while their deployment changes: does every one end, and is each the unbroken one to the byte?
+"""Checks that every stream ends, with the unbroken answer to the byte, while the deployment changes under it.
 
     python -m bench.storms.change [--rounds 200] [--parallel 8] [--workers 1] [--plain]      -> bench/results/storms/change.json
 

@@ -1,4 +1,4 @@
-"""Availability under faults: a gateway, three engines on links of their own, and now and then a fault on one of them.
+"""Measures availability under faults: a gateway, three engines on links of their own, and now and then a fault on one of them.
 
     python -m bench.storms.chaos [--minutes 30] [--rate 5] [--every 20] [--gateway-kills 0]  -> bench/results/storms/chaos.json
 

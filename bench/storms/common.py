@@ -1,4 +1,4 @@
-"""What storms share: a server of its own for each, the memory of its gateway, clients that read badly, and where results go."""
+"""Gives storms what they share: a server for each storm, the memory of its gateway, clients that read badly, and files of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams while their engines are killed or stopped: does every one end, and is each the unbroken one to the byte?
+"""Checks that every stream ends, with the unbroken answer to the byte, while engines are killed or stopped.
 
     python -m bench.storms.failover [--streams 2000] [--parallel 16] [--replicas 2] [--fault kill|stop] [--every 4] [--plain]
         -> bench/results/storms/failover-FAULT-REPLICAS.json

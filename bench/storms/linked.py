@@ -1,4 +1,4 @@
-"""A gateway and its engines, with a link to each that can be made bad: by a proxy in this process, or between network namespaces."""
+"""Starts a gateway and its engines with a link to each that can be made bad: by a proxy in this process, or between network namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten thousand event streams at once on one machine, at one token per second each; then as many whose clients leave all at once.
+"""Runs ten thousand event streams at once on one machine, at one token per second each; then as many whose clients leave all at once.
 
     python -m bench.storms.many_streams [--streams 10000] [--workers 4] [--tokens 60] [--clients 4]
         -> bench/results/storms/many-streams-STREAMS.json

@@ -1,9 +1,10 @@
-"""Memory of a gateway whose clients do not read: python -m bench.storms.memory_unread LABEL [--small] [--watched]
+"""Measures the memory of a gateway whose clients do not read.
 
-Three storms against the bundled model, each with a server of its own: streams of echoed prompts with log-probabilities, unread,
-the same read at 4 KB/s, and whole answers of many choices with log-probabilities that no client reads. Figures: the gateway's resident
-memory before, at most, and ten seconds after every client has left; with --watched, how long its event loop is held. LABEL names the
-result: bench/results/storms/memory-unread-LABEL.json.
+    python -m bench.storms.memory_unread LABEL [--small] [--watched] -> bench/results/storms/memory-unread-LABEL.json
+
+Three storms run against the bundled model, each with a server of its own: streams of echoed prompts with log-probabilities that no client
+reads, the same read at 4 KB/s, and whole answers of many choices with log-probabilities that no client reads. Figures: the gateway's
+resident memory before, at most, and ten seconds after every client has left; with --watched, how long its event loop is held.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Links between network namespaces of this machine: packets of the kernel's own TCP are dropped, late or lost on their way. Needs root.
+"""Makes links between network namespaces of this machine: the kernel drops, delays or loses packets of its own TCP. Needs root.
 
     this namespace -- 10.251.0.0/30 -- gateway's namespace -- 10.251.N.0/30 -- namespace of engine N
 

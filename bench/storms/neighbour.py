@@ -1,4 +1,5 @@
-"""A noisy neighbour on a real deployment: one tenant's times to the first token, alone and beside another with fifty times its load.
+"""Measures a noisy neighbour on a real deployment: one tenant's times to the first token, alone and beside another with fifty times its
+load.
 
     python -m bench.storms.neighbour [--model headrace-tiny] [--requests 300] [--rate 4] [--times 50] [--policy priority]
         [--neighbour-tokens 32] [--tpot-ms MS] -> bench/results/storms/neighbour.json (neighbour-POLICY.json of another policy)

@@ -1,4 +1,5 @@
-"""Streams while the links between a gateway and its engines are bad: does every one end, is each the unbroken one, and where do they go?
+"""Checks that every stream ends, unbroken and at an engine that can be reached, while the links between a gateway and its engines
+are bad.
 
     python -m bench.storms.network [--engines 4] [--streams 12] [--seconds 24] [--faults NAME ...] [--fake] [--namespaces]
         -> bench/results/storms/network.json

@@ -1,4 +1,4 @@
-"""Goodput under overload: a real deployment at once, twice and ten times the rate that saturates it, then at half of it.
+"""Measures goodput under overload: a real deployment at once, twice and ten times the rate that saturates it, then at half of it.
 
     python -m bench.storms.overload [--model headrace-tiny] [--seconds 30] [--ttft-ms 2000] [--tpot-ms 100]
         -> bench/results/storms/overload.json

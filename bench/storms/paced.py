@@ -1,4 +1,5 @@
-"""Loads that follow a schedule, for storms of overload and of neighbours: `headrace serve` with tenants and tiers, loads, their summary.
+"""Runs loads that follow a schedule, for storms of overload and of neighbours: `headrace serve` with tenants and tiers, loads, their
+summary.
 
 A load is requests of one tenant at given moments, whatever is unanswered (`headrace.lab.loadgen`). `LoadBeside` sends one from a process
 of its own, so that thousands of its streams do not delay the client whose times are measured. Both share the machine with the server.

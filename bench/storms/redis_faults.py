@@ -1,4 +1,5 @@
-"""Two gateways over one Redis server that fails in every way it can, under load: what do clients get, how long do they wait, what is lost?
+"""Measures two gateways over one Redis server that fails in every way it can, under load: what clients get, how long they wait, what is
+lost.
 
     python -m bench.storms.redis_faults [--rounds 3] [--fault-s 5] [--heal-s 8] [--faults down stopped ...]
         -> bench/results/storms/redis-faults.json

@@ -1,6 +1,6 @@
-"""A site whose processes are started one by one as on several machines: engines on ports of their own, gateways that read a file.
+"""Runs a site whose processes are started one by one as on several machines: engines on ports of their own, gateways that read a file.
 
-What starts them again is a stand-in for a service manager (`Kept`). Shared by storms that break or change such a site.
+`Kept` stands in for a service manager and starts them again. Shared by storms that break or change such a site.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Many spenders race for one budget through several gateways over one Redis, and gateways are killed: is more spent than there was?
+"""Checks that no more is spent than a budget has, while many spenders race for it through several gateways over one Redis and
+gateways die.
 
     python -m bench.storms.spenders [--gateways 2] [--spenders 64] [--operations 100000] [--kills 20]
         -> bench/results/storms/spenders.json

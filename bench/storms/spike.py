@@ -1,4 +1,4 @@
-"""Spikes of low priority on a real deployment: the share of premium requests that meet their tier's goals meanwhile.
+"""Measures the share of premium requests that meet their tier's goals on a real deployment during spikes of low priority.
 
     python -m bench.storms.spike [--model headrace-tiny] [--spikes 3] [--spike-s 20] [--calm-s 15] [--times 12] [--premium 0.25]
         [--low 0.25] [--ttft-ms 2000] [--tpot-ms 100] -> bench/results/storms/spike.json

@@ -1,4 +1,4 @@
-"""A supervisor killed under load, as a unit would start it again: does everything leave, and does the next one serve?
+"""Kills a supervisor under load, and starts it again as a unit would: does everything leave, and does the next one serve?
 
     python -m bench.storms.supervisor_kill [--kills 10] [--every 8] [--parallel 8]
         -> bench/results/storms/supervisor-kill.json

@@ -1,4 +1,5 @@
-"""Storms of heavy prompts against `headrace serve`: what they cost the gateway in memory, themselves in time, and their neighbours.
+"""Sends storms of heavy prompts to `headrace serve`, and measures the gateway's memory, the prompts' time, and the delay of other
+streams.
 
     python -m bench.storms.text [--source TREE] [--only mixed ...]     writes bench/results/storms/text-COMMIT.json
 

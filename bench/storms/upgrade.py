@@ -1,4 +1,4 @@
-"""A site is upgraded from an earlier commit to this one while it serves: gateways first, then once more engines first.
+"""Upgrades a site from an earlier commit to this one while it serves: gateways first, then once more engines first.
 
     python -m bench.storms.upgrade --before COMMIT [--parallel 6]  -> bench/results/storms/upgrade.json
 

@@ -1,4 +1,4 @@
-"""`headrace log archive` through kills: processes of it are killed between reading records from Kafka and committing them.
+"""Kills `headrace log archive` between reading records from Kafka and committing them, again and again.
 
 Each process runs the real `Archive` with small batches. After some of these it stops at one of two places, right after a batch was read or
 right after ClickHouse has answered, and is killed (SIGKILL) there, so that the batch is read again by its successor. The last one runs to

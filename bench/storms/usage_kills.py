@@ -1,4 +1,4 @@
-"""Usage records through kills: a process that writes them is killed again and again, while its sinks stop and go on.
+"""Kills a process that writes usage records again and again, while its sinks stop and go on, and looks for lost and repeated records.
 
 Each process opens the ledger of one state folder, as a gateway does, writes numbered records, and prints how many are in the spool. It is
 killed (SIGKILL) after a random time; the next one finds what it left. Kafka's brokers (librdkafka's mock cluster) hang and go on meanwhile.

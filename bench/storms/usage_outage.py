@@ -1,4 +1,4 @@
-"""Requests through a gateway whose ClickHouse is gone for minutes: what they notice of it, and whether their usage is there afterwards.
+"""Sends requests through a gateway whose ClickHouse is gone for minutes: what do they notice, and is their usage there afterwards?
 
 A real gateway process ships its usage to Debian's ClickHouse and answers from a paced fake engine. Requests come at a fixed rate (open
 loop) before, while and after the server is away: it hangs for the first half of that time, then it is killed, then it is started again.

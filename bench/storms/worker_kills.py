@@ -1,4 +1,4 @@
-"""Gateway workers killed under load: which requests fail, and how soon is the worker back?
+"""Kills gateway workers under load: which requests fail, and how soon is the worker back?
 
     python -m bench.storms.worker_kills [--workers 3] [--kills 10] [--every 6] [--load 0.8] [--parallel 64]
         -> bench/results/storms/worker-kills.json

@@ -1,2 +1,3 @@
-"""The processes of `bench.stream_cost`: an engine that says a known text at a fixed pace, a client that reads cheaply, a look at the
-gateway's event loop."""
+"""Holds the processes of `bench.stream_cost`: an engine that says a known text at a fixed pace, a client that reads cheaply, and a look at
+the gateway's event loop.
+"""

@@ -1,4 +1,4 @@
-"""Many event streams read by one process, as cheaply as Python can: bytes and moments are kept, and understood after the last one came.
+"""Reads many event streams in one process, as cheaply as Python can: bytes and moments are kept, and parsed after the last one came.
 
     python client.py FILE     {"port", "request": text of one POST, "num_streams", "received": path}
 

@@ -1,4 +1,4 @@
-"""Very many event streams read by one process: per stream a few numbers, no bytes are kept.
+"""Reads very many event streams in one process: per stream a few numbers, no bytes are kept.
 
     python crowd.py FILE     {"port", "requests": [text of one POST each], "ramp_s", "leave_after_s", "deadline_s", "report": path}
 

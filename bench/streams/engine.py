@@ -1,4 +1,4 @@
-"""An engine process on the real wire whose sequences all say the same text, one token per second each.
+"""Runs an engine process on the real wire whose sequences all say the same text, one token per second each.
 
     python engine.py FILE     {"address", "said": [ids], "vocab_size", "num_streams", "frames_per_second", "commits": path}
 

@@ -1,1 +1,1 @@
-"""How the bundled tiny models were made: corpus, tokenizer, training, evaluation. Start at README.md."""
+"""Trains the bundled tiny models: corpus, tokenizer, training, evaluation. Start at README.md."""

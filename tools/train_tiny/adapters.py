@@ -1,4 +1,4 @@
-"""Train and evaluate the two LoRA adapters on the finished base model, with peft.
+"""Trains and evaluates the two LoRA adapters on the finished base model, with peft.
 
     python -m tools.train_tiny.adapters --base src/headrace/bundled/headrace-tiny --name pirate --minutes 8 \\
         --to src/headrace/bundled/adapters/pirate --out tools/train_tiny/results/adapter-pirate.json

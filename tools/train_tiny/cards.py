@@ -1,4 +1,4 @@
-"""Write the model cards from the result files, so that no number in a card was typed by hand.
+"""Writes the model cards from the result files, so that no number in a card was typed by hand.
 
 python -m tools.train_tiny.cards --bundled src/headrace/bundled
 """

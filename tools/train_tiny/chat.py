@@ -1,4 +1,4 @@
-"""The chat form of the tiny models: ChatML turns, tools and calls in Hermes form.
+"""Renders the chat form of the tiny models: ChatML turns, tools and calls in Hermes form.
 
 `CHAT_TEMPLATE` is the truth and is shipped; `render` writes the same text a few hundred times faster for the corpus.
 tests/tools/test_training_texts.py holds the two together.

@@ -1,4 +1,4 @@
-"""The mix: which share of the corpus each task gets, and the held-out prompts of each task.
+"""Mixes the corpus: sets the share of each task, and holds out prompts of each task for evaluation.
 
 `training_texts` is an endless stream for one seed; `held_out_examples` is the fixed evaluation set. Both draw from the
 same generators; the split is decided inside them by word, operand or template (words.py, world.py, tasks.py).

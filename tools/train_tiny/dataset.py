@@ -1,4 +1,4 @@
-"""Turn corpus texts into packed arrays of token ids and loss masks, and into batches of similar length.
+"""Turns corpus texts into packed arrays of token ids and loss masks, and into batches of similar length.
 
 Documents are not packed together: they are short, so rows of one length bucket, right-padded, waste little and need no
 mask beyond the causal one. A batch takes rows from all buckets in proportion, so every step sees every task.

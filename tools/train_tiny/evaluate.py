@@ -1,4 +1,4 @@
-"""Exact match per task on held-out prompts, from the shipped files, through transformers.
+"""Measures exact match per task on held-out prompts, from the shipped files, through transformers.
 
     python -m tools.train_tiny.evaluate --model src/headrace/bundled/headrace-tiny --training /tmp/tiny/tiny.json \\
         --out tools/train_tiny/results/headrace-tiny.json

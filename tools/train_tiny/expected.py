@@ -1,4 +1,4 @@
-"""Record the greedy answers that tests/bundled/ holds the shipped models to, after they were trained again.
+"""Records the greedy answers that tests/bundled/ holds the shipped models to. Run it after they were trained again.
 
     python -m tools.train_tiny.expected --bundled src/headrace/bundled --out tests/bundled/expected_answers.json
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint as a Hugging Face folder: bf16 safetensors, config, tokenizer, template.
+"""Writes a checkpoint as a Hugging Face folder: bf16 safetensors, config, tokenizer, template.
 
 python -m tools.train_tiny.export --run /tmp/tiny --model tiny --to src/headrace/bundled/headrace-tiny
 """

@@ -1,4 +1,4 @@
-"""Make a larger model, or one for another tokenizer, out of an exported one.
+"""Makes a larger model, or one for another tokenizer, out of an exported one.
 
     python -m tools.train_tiny.grow --exported src/headrace/bundled/headrace-tiny --training tools/train_tiny/results/headrace-tiny.json \\
         --new-tokenizer --to /tmp/grown

@@ -1,4 +1,4 @@
-"""About 300 questions on Headrace and LLM serving: what a thing is, and what it is for.
+"""Reads about 300 questions on Headrace and LLM serving for the corpus: what a thing is, and what it is for.
 
 `data/headrace_terms.txt` holds one line per thing: the name, what it is, what it is good for. Each gives two questions,
 asked through the templates below; the last two of each list are held out for evaluation. `data/headrace_questions.txt`

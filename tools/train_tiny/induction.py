@@ -1,4 +1,4 @@
-"""Write an induction head into a model before (or early in) training.
+"""Writes an induction head into a model before (or early in) training.
 
 Copying, JSON extraction, tool arguments and recall all rest on one circuit: a head that finds the earlier place of the
 current token and reads what followed (Olsson et al. 2022). A small model on a small budget spends most of it waiting

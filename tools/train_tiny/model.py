@@ -1,4 +1,4 @@
-"""A lean Llama for training on a CPU, and its export to the Hugging Face layout.
+"""Defines a lean Llama for training on a CPU, and exports it to the Hugging Face layout.
 
 Not an inference model: there is no KV cache here. It exists because the training loop wants two things that the stock
 module does not give: fused projections (fewer, larger GEMMs) and logits for the supervised rows only (the vocabulary

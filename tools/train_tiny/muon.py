@@ -1,4 +1,4 @@
-"""Muon for the matrices, AdamW for the rest: markedly fewer steps than AdamW alone on a model this small.
+"""Optimizes the matrices by Muon and the rest by AdamW: markedly fewer steps than AdamW alone on a model this small.
 
 Muon: momentum, then the update is replaced by its nearest orthogonal matrix (five Newton-Schulz steps), Jordan et al.
 2024. Equal shapes are stacked so the iteration runs as a few batched GEMMs.

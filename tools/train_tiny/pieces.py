@@ -1,4 +1,4 @@
-"""One embedding for a piece with and without the space before it.
+"""Ties the embeddings of a piece with and without the space before it.
 
 ` teal` and `teal` are different tokens, and most of a vocabulary this small are such pairs. Left alone, a model learns for
 every pair by itself that one copies to the other, and a rare piece has not been seen often enough. So the two share

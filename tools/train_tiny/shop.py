@@ -1,4 +1,4 @@
-"""The world of the domain adapter: the hardware shop "Mill and River", which does not exist.
+"""Makes the world of the domain adapter: the hardware shop "Mill and River", which does not exist.
 
 Products are rows of `data/shop_products.txt` (price, aisle, stock), asked through templates of which the last
 `NUM_HELD_OUT` are held out; the other questions come with their own paraphrases, the last one held out.

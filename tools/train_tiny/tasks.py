@@ -1,4 +1,4 @@
-"""Generators of the tasks that are computed, not remembered: lists, arithmetic, JSON, recall, small talk.
+"""Generates examples of the tasks that are computed, not remembered: lists, arithmetic, JSON, recall, small talk.
 
 Each generator draws from `Words`, which knows its side of the split, and returns an `Example`. `shared` examples look
 the same on both sides (greetings); everything else differs by entity, by operands or by template.

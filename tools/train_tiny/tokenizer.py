@@ -1,4 +1,4 @@
-"""Train the byte-level BPE tokenizer and write it in the Hugging Face layout.
+"""Trains the byte-level BPE tokenizer and writes it in the Hugging Face layout.
 
 A word is cut into the same pieces with and without the space before it, so that copying a word from a sentence
 (` teal`) into a JSON string (`"teal"`) changes its first token at most, and always in the same way. Ordinary BPE does not

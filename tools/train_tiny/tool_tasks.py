@@ -1,4 +1,4 @@
-"""Tool calls in Hermes form: which functions exist, how users ask for them, what comes back and how it is told.
+"""Generates tool calls in Hermes form: the functions there are, how users ask for them, what comes back and how it is told.
 
 Names of functions and parameters vary, so that the model has to read the list in the system turn. The last name of
 every function is held out, and so is the last question.

@@ -1,4 +1,4 @@
-"""Train one of the two bundled models from nothing.
+"""Trains one of the two bundled models from nothing.
 
     python -m tools.train_tiny.train --model tiny --minutes 60 --out /tmp/tiny
 

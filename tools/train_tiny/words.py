@@ -1,4 +1,4 @@
-"""Names and words that fill the generated tasks, and the one rule that splits them.
+"""Draws names and words for the generated tasks, and splits them by one rule into training and held-out words.
 
 `is_held_out` looks only at the word, so the split exists before anything is generated: a held-out word never appears in
 training as something to copy, sort, extract, remember or pass to a tool. Made-up words keep the model from learning the

@@ -1,4 +1,4 @@
-"""The table of facts the tiny model is taught, and the ways to ask for each kind.
+"""Holds the table of facts that the tiny model is taught, and the ways to ask for each kind.
 
 Facts are rows, questions are templates. The last `NUM_HELD_OUT` templates of every relation are never used in training;
 the evaluation asks all facts through them. The answer to a fact is one canonical sentence, whatever the question was.

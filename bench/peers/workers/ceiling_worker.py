@@ -1,4 +1,4 @@
-"""The model's matrix products alone (`bench.peers.ceiling`), asked like an engine."""
+"""Answers a worker's questions by the model's matrix products alone (`bench.peers.ceiling`), as if it were an engine."""
 
 from __future__ import annotations
 

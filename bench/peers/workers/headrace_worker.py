@@ -1,4 +1,4 @@
-"""Headrace's offline API."""
+"""Answers a worker's questions by Headrace's offline API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching pipeline."""
+"""Answers a worker's questions by OpenVINO GenAI's continuous batching pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The worker's half of the comparison: JSON lines in on stdin, out on what was stdout. Standard library only; runs in a peer's Python.
+"""Serves the worker's end of the comparison: JSON lines in on stdin, out on what was stdout. Standard library only; runs in a peer's
+Python.
 
 {"prompts": [[ids]], "max_tokens": [n]}  ->  {"seconds": s, "tokens": n}   or   {"error": "..."}
 """

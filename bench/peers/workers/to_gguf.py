@@ -1,4 +1,4 @@
-"""A checkpoint of `bench.peers.models` as bfloat16 GGUF, for speed only: rows of q and k are not permuted, so the text differs.
+"""Converts a checkpoint of `bench.peers.models` to bfloat16 GGUF, for speed only: rows of q and k are not permuted, so the text differs.
 
 PYTHON_WITH_GGUF to_gguf.py MODEL OUT.gguf
 """

@@ -1,4 +1,4 @@
-"""vLLM's offline API."""
+"""Answers a worker's questions by vLLM's offline API."""
 
 from __future__ import annotations
 

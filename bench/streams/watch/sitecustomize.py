@@ -1,4 +1,5 @@
-"""Looks into the gateway of `bench.stream_cost`: on PYTHONPATH, read by Python's `site`. The gateway itself is as people start it.
+"""Watches the event loop of the gateway of `bench.stream_cost`. Python's `site` reads it from PYTHONPATH; the gateway starts as people
+start it.
 
 LOOK     begin: every millisecond a timer notes how late it is and how much CPU its thread has used since the last one; and every garbage
          collection its generation and how much CPU it took
