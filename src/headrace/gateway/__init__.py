@@ -1,1 +1,1 @@
-"""The gateway: surfaces, authentication, admission, streaming, usage. It sends replicas token ids, and turns token ids back into text."""
+"""Serves the OpenAI-compatible API over HTTP: sends token ids to replicas, and turns the returned token ids into text."""

@@ -1,8 +1,9 @@
-"""The ASGI application: every request to every row of `surfaces.routes` enters and leaves here.
+"""Defines the ASGI application, in which every HTTP request enters and leaves the gateway.
 
-`Gateway.__call__` gives a request its id and checks its Host and Origin; `surfaces.paths` finds the endpoint by the decoded path.
-`dispatch` checks the key unless the path is public. Every request ends in one answer, one count, and one log line unless its path is quiet.
-Few frames stand between a handler and the socket, because each time that a request waits and goes on, all of them are entered again.
+`Gateway.__call__` gives a request its id and checks its Host and Origin. `surfaces.paths` finds the endpoint of the decoded path in the
+table `surfaces.routes`. `dispatch` checks the key unless the path is public. Every request ends in one answer, one count in the metrics,
+and one log line unless its path is quiet. Few coroutines stand between a handler and the socket, because all of them are entered again each
+time that a request waits and goes on.
 """
 
 from __future__ import annotations

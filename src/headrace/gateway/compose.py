@@ -1,6 +1,6 @@
 """Opens everything that a gateway is made of, and closes it together: `open_gateway`.
 
-The only module of the gateway that knows every other one. What serves it is `gateway.main`, the application `gateway.app`.
+No other module of the gateway knows all of its parts. `gateway.main` serves what is opened here, and `gateway.app` is the application.
 """
 
 from __future__ import annotations

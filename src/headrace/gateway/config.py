@@ -1,8 +1,8 @@
-"""The gateway's configuration: one JSON file, written by the supervisor, or the same data of `headrace gateway`; decoded once.
+"""Decodes the gateway's configuration once: one JSON file, written by the supervisor, or the same data from `headrace gateway`.
 
-Nothing here is read from the environment or the command line, which `cli.config` does. The key of a foreign server is only named here;
-`upstream.foreign` reads it when the gateway opens. API keys are kept as SHA-256 digests from the moment the file is decoded, and no repr of
-these values shows a secret.
+Nothing here is read from the environment or the command line; `cli.config` does that. The configuration only names the key of a foreign
+server, and `upstream.foreign` reads the key when the gateway opens. API keys are kept as SHA-256 digests from the moment the file is
+decoded, and no repr of these values shows a secret.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A gateway that serves: it listens, reports that, and drains.
+"""Runs an opened gateway: listens, reports that it is ready, serves and drains.
 
-The process around it is `gateway.process`, its parts come from `gateway.compose`.
+`gateway.process` is the process around it, and `gateway.compose` opens its parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process entry of a gateway (`headrace gateway`), from its configuration to its exit status.
+"""Runs the process of a gateway (`headrace gateway`), from its configuration to its exit status.
 
 0   drained after SIGTERM or SIGINT
 2   refused to start: configuration or model folder (starting it again with the same file fails again)
@@ -6,8 +6,8 @@
 69  the supervisor has ended (wire.leash)
 75  the drain ended by its time limit or a second signal: the requests that were still open got a retryable error
 
-What serves is in `gateway.main`. It is imported only after the text workers were started: both take about a second of processor time, which
-a gateway that is started again spends side by side.
+`gateway.main` does the serving. It is imported only after the text workers were started: the import and the start of the workers take about
+a second of processor time each, and so run side by side.
 """
 
 from __future__ import annotations

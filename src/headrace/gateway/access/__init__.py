@@ -1,1 +1,1 @@
-"""Authentication, open requests, and the memory that requests are charged."""
+"""Authenticates callers, counts open requests, and charges requests for the memory that they hold."""

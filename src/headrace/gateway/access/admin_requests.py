@@ -1,6 +1,6 @@
-"""Keys and tenants over the admin socket: requests to `access.administration`, records to JSON. docs/identity.md lists the requests.
+"""Answers the admin socket's requests about keys and tenants: calls `access.administration`, and returns its records as JSON.
 
-`limits.report` and `control.purge` have further rows of the table.
+docs/identity.md lists the requests. `limits.report` and `control.purge` add further handlers to the table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Authentication: the principal that an API key belongs to. Once there is a key, every path that is not marked public wants one.
+"""Authenticates a request: finds the principal that its API key belongs to. Once any key exists, every path needs one unless it is public.
 
-`gateway.app` decides by the path that the router matched, never by a URL rebuilt from headers. Keys are those of the configuration, then
-those of the store (`access.stored_keys`); a tenant's record in the store holds for both. Keys exist here only as SHA-256 digests, and
-lookups are blinded (`stored_keys.blinding`).
+`gateway.app` decides by the path that the router matched, never by a URL rebuilt from headers. A key is looked up in the configuration,
+then in the store (`access.stored_keys`). A tenant's record in the store holds for the keys of both. Keys exist here only as SHA-256
+digests. Look-ups hash a digest once more with a random secret, so that their time leaks nothing about stored digests
+(`stored_keys.blinding`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Looks keys up in their store. Of keys that this gateway has not found before, few are looked up at a time."""
+"""Looks keys up in their store. Keys that this gateway has not found before get only a few look-ups at a time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The records of keys and tenants in a store.
+"""Defines the records of keys and tenants in a store.
 
-No store has a key itself, only its SHA-256 digest and first characters.
+No record holds a key itself, only its SHA-256 digest and first characters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The protocol of a store of keys and tenants, which gateways read and administration changes.
+"""Defines the protocol of a store of keys and tenants, which gateways read and administration changes.
 
 A store is a directory of small records (`access.key_records`) with one version. Every change names the version that it was decided on, and
-is refused if the directory has changed since. So the rules are written once (`access.administration`), above both stores:
-`access.sqlite_keys` for one machine, `access.redis_keys` for several.
+is refused if the directory has changed since. So the rules are written once (`access.administration`) for both stores: `access.sqlite_keys`
+for one machine, `access.redis_keys` for several.
 """
 
 from __future__ import annotations

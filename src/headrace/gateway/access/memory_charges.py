@@ -1,12 +1,12 @@
-"""Memory charges: the bytes that requests hold in this process, in two sums.
+"""Counts the bytes that requests hold in this process, in two sums: prompts and answers. A request's part of a sum is its memory charge.
 
 Each sum has a limit per request, per tenant and in all.
 
 prompts  bodies and what they are parsed into, prompt tokens
 answers  log-probabilities, and answers until they are written, which may be far larger than the requests for them
 
-A size that is not known beforehand is charged as it grows. The end of `with` gives a charge back. `http.sse` bounds the bytes that wait for
-clients of streams by what is left here. Nothing is counted per token.
+A size that is not known beforehand is charged as it grows. The end of a charge's `with` block gives the bytes back. `http.sse` lets unsent
+bytes of streams grow only to what the sums have left. Nothing is counted per token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Filters the series of /metrics by their reader."""
+"""Chooses the series of /metrics that a reader sees, by the reader's key."""
 
 from __future__ import annotations
 

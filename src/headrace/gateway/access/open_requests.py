@@ -1,4 +1,4 @@
-"""Counts open requests: generating ones, those of each key, and the users of each object that is closed after its last user.
+"""Counts open requests: all generating ones, those of each key, and those that use an object which is closed after its last user.
 
 A generating request beyond the cap, or beyond its tenant's part of the cap, is refused with 429. Any request during the drain gets 503.
 """

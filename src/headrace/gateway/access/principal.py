@@ -1,4 +1,4 @@
-"""The authenticated caller of a request, and the keys that the configuration names.
+"""Defines the authenticated caller of a request, and the keys that the configuration names.
 
 A plain key is hashed at once. No repr shows a key or its hash.
 """

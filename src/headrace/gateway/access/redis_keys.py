@@ -1,4 +1,4 @@
-"""Keys and tenants in Redis (6.2 or later) or Valkey, for gateways on several machines.
+"""Keeps keys and tenants in Redis (6.2 or later) or Valkey, for gateways on several machines.
 
 Redis needs persistence, and a `maxmemory-policy` that evicts no key without an expiry. If Redis has lost the records, gateways still
 require keys and refuse all of them.

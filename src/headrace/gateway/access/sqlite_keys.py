@@ -1,4 +1,4 @@
-"""Keys and tenants in a SQLite file, which all processes of a machine share: a change is on the disk when `apply` returns."""
+"""Keeps keys and tenants in a SQLite file, which all processes of a machine share. A change is on the disk when `apply` returns."""
 
 from __future__ import annotations
 

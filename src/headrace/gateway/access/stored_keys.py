@@ -1,9 +1,9 @@
-"""One gateway's cache of stored keys: each answer of the store holds until the directory changes.
+"""Caches the keys that one gateway has looked up in the store. An answer of the store holds until the directory of keys changes.
 
-The directory's version is read every POLL_S. After a new version each key is looked up again (`access.key_lookups`), so that a key that
-was revoked, rotated or changed stops on every gateway within two seconds. Where that look-up fails, what was found before the change holds
-until these two seconds are over. While the store does not answer, keys that were found stay good for OUTAGE_S; a key that was not found is
-refused with 503 and never passes.
+The directory's version is read every POLL_S. After a new version each key is looked up again (`access.key_lookups`), so that a revoked,
+rotated or changed key stops on every gateway within two seconds. Where that look-up fails, the earlier answer holds until these two seconds
+are over. While the store does not answer, keys that were found stay good for OUTAGE_S. A key that was not found is refused with 503
+meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The response cache: whole answers, keyed by everything that they depend on, and at most one `Computation` of each at a time.
+"""Implements the response cache: keeps whole answers, keyed by everything that they depend on, and computes each at most once at a time.
 
-Which requests use it: `generation.stages.response_cache`. A store that fails costs only the cache: equal requests still wait for one
-another.
+`generation.stages.response_cache` decides which requests use it. A store that fails costs only the cache: equal requests still wait for one
+`Computation`.
 """
 
 from __future__ import annotations

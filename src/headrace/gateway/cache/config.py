@@ -1,4 +1,4 @@
-"""How long whole answers are kept."""
+"""Defines the options of the response cache and of the answers that are kept for an Idempotency-Key."""
 
 from __future__ import annotations
 

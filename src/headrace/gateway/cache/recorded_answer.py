@@ -1,7 +1,7 @@
-"""A recorded answer: the events of a whole answer as one compact value, from which an encoder writes the same answer again.
+"""Records the events of a whole answer as one compact value, from which an encoder writes the same answer again.
 
-Events are kept one by one, so that a stream is replayed in the same pieces. Log-probabilities are kept as columns, with the
-texts of the token ids in them: no tokenizer is needed for a replay. Log-probabilities of prompts are not kept.
+Events are kept one by one, so that a stream is replayed in the same pieces. Log-probabilities are kept as columns, with the texts of the
+token ids in them: no tokenizer is needed for a replay. Log-probabilities of prompts are not kept.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Requests with an Idempotency-Key: the first one claims the key and its answer is kept, a retry gets that answer.
+"""Answers retries with an Idempotency-Key: the first request claims the key and its answer is kept, a retry gets that answer.
 
     no entry --claim--> running, for LEASE_S at a time, renewed --keep--> the answer, for `idempotency.ttl_s`
         ^                    |
         `-- free: it failed, or its gateway died and the lease ran out
 
-A claim is an entry of the store that is swapped in where there is none: of two equal requests at two gateways one computes. Without an
-answer of the store a request is refused retryably: it might be computed and billed a second time.
+A claim is an entry that is put into the store only where there is none, so of two equal requests at two gateways one computes. A request is
+refused retryably while the store does not answer, because it might be computed and billed a second time.
 """
 
 from __future__ import annotations

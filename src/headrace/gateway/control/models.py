@@ -1,6 +1,6 @@
-"""Opens models, and says what a changed configuration makes of one that is open.
+"""Opens models, and changes open models to follow a changed configuration.
 
-Which of them are served now is in `control.site_models`; what may change at all in `control.reload`.
+`control.site_models` has the models that are served now. `control.reload` says what may change at all.
 """
 
 from __future__ import annotations

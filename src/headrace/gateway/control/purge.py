@@ -1,6 +1,6 @@
-"""Removes one tenant's entries from the stores: `headrace cache purge` and `DELETE /cache/TENANT`. No server need run.
+"""Removes one tenant's entries from the stores, for `headrace cache purge` and `DELETE /cache/TENANT`. No server need run.
 
-A request that runs meanwhile still writes its entry when it ends. So revoke the keys of a tenant before removing it.
+A request that runs meanwhile still writes its entry when it ends. So the keys of a tenant that is removed must be revoked before the purge.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Applies a changed configuration to a running gateway, all of it or nothing, and refuses changes that take a restart.
 
-What can fail comes first and changes nothing: reading and checking the file, and opening what is new. Then the change is made between two
-rounds of the event loop: a request sees the configuration before or the one after, never a mixture, and keeps what it began with.
-It is done when a supervisor asks through the leash, or at SIGHUP: one after another, in the order of asking. A status is answered at once,
-during a reload too.
+The steps that can fail come first and change nothing: reading and checking the file, and opening what is new. Then the change is made
+between two rounds of the event loop. A request sees the configuration before or the one after, never a mixture, and keeps the one it began
+with. A supervisor asks for a reload through the leash (`wire.leash`); SIGHUP asks for one too. Reloads run one after another, in the order
+of asking. A request for the status is answered at once, also during a reload.
 """
 
 from __future__ import annotations

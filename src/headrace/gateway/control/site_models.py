@@ -1,7 +1,7 @@
-"""The models that a gateway serves, and removed models whose requests still run.
+"""Keeps the models that a gateway serves, and removed models whose requests still run.
 
-A model or a set of replicas is closed when no request can use it any more. Requests that began under an earlier configuration may still
-ask for a removed model. The series of a closed model stay on the metrics page for `SERIES_KEPT_S` more.
+A model or a set of replicas is closed when no request can use it any more. Requests that began under an earlier configuration may still ask
+for a removed model. The series of a closed model stay on the metrics page for `SERIES_KEPT_S` more.
 """
 
 from __future__ import annotations

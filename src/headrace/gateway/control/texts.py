@@ -1,10 +1,10 @@
-"""The tokenizers and templates of a running gateway's models: loaded in this process, and in the text workers' host.
+"""Loads the tokenizers and templates of a running gateway's models, in this process and in the text workers' host process.
 
-A host loads at its start and never again. A model that comes therefore takes another host, which loads every model in use before the
-workers are replaced (`text_workers.pool`); a model that leaves stays in the host until the next one is started.
+A host loads models at its start and never again. A new model therefore takes another host, which loads every model in use before the
+workers are replaced (`text_workers.pool`). A removed model stays in the host until the next host is started.
 
-A model whose text cannot be loaded fails alone (`FailedText`), and is tried again at a reload. One that serves already is not made to fail
-by a reload: the reload is refused.
+A model whose text cannot be loaded fails alone (`FailedText`), and is tried again at a reload. A reload that would make a serving model
+fail is refused.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Turns the events of an answer into bytes: the protocols of encoders and recorders, and a writer that needs no task of its own.
 
-`generation.run` calls an encoder in the request's own task; `DirectChunkWriter` calls it from the task that reads from the upstream (the
-wire connection's delivery task, or the reader of a foreign server's stream), while the request's task waits.
+`generation.run` calls an encoder in the request's own task. `DirectChunkWriter` calls it while the request's task waits, from the task that
+reads from the upstream (the wire connection's delivery task, or the reader of a foreign server's stream).
 
-Answers with many log-probabilities are encoded in slices: one slice at a time over all requests, and only as clients read.
-
-Encoding is Python code; in a thread it would block the event loop through the GIL all the same. So the event loop does it, for SLICE_S at a
-time. It makes one slice per round of the loop, however many answers wait, so that other events are handled between any two slices.
+Answers with many log-probabilities are encoded in slices of about SLICE_S: one slice at a time over all requests, and only as clients read.
+The event loop encodes them itself, because Python code in a thread would block it through the GIL all the same. It makes one slice per
+round, however many answers wait, so that other events are handled between any two slices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What answering a request reads of the gateway's configuration."""
+"""Holds the parts of the gateway's configuration that answering a request reads."""
 
 from __future__ import annotations
 

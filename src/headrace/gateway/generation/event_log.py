@@ -1,4 +1,4 @@
-"""The numbers of one stream's events, which clients send back as `Last-Event-ID`, and the output offset of each event."""
+"""Numbers the events of one stream, and keeps each event's output offset. Clients send the number back as `Last-Event-ID`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Kept streams: event streams that ended early and that their clients may continue (`Last-Event-ID`).
+"""Keeps event streams that ended early, so that their clients may continue them (`Last-Event-ID`).
 
     stream ends --keep--> store --find (checks), claim--> ContinuedStream --> `generation.run` replays its events and goes on
 
-Rules: docs/failover.md. The upstream's own state is opaque bytes here. `stores.guard` bounds the time that a request waits for the store.
+docs/failover.md has the rules. The upstream's own state is opaque bytes here. `stores.guard` bounds the time that a request waits for the
+store.
 """
 
 from __future__ import annotations

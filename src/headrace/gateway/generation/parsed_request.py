@@ -1,4 +1,4 @@
-"""The parsed body of a generating request, one type for all surfaces, with the caps that hold for all of them."""
+"""Defines the parsed body of a generating request: one type for all surfaces, with the caps that hold for all of them."""
 
 from __future__ import annotations
 

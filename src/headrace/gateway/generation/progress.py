@@ -1,7 +1,8 @@
-"""Times, token counts and finish reasons of one generating request, for metrics, usage and the request log; how its stream ended.
+"""Records the times, token counts and finish reasons of one generating request, for metrics, usage and the request log.
 
-Definitions (vLLM's): TTFT = arrival at the gateway to the first token; TPOT = (last token - first token) / (tokens - 1), once per
-sequence; ITL = every gap, where a chunk of k tokens counts as k gaps of a k-th each.
+The definitions are vLLM's. TTFT = arrival at the gateway to the first token. TPOT = (last token - first token) / (tokens - 1), once per
+sequence. ITL = every gap, where a chunk of k tokens counts as k gaps of a k-th each. `raise_if_failed` raises the error of a sequence that
+ended without an answer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""One admitted request, from what its surface asks for to the last byte of its answer.
+"""Runs one admitted request, from the parsed body to the last byte of its answer.
 
     ParsedRequest -> stages -> Upstream.prepare -> events -> chunks or one answer -> ends
 
-A surface parses the body into a `ParsedRequest`, makes a `Generation` of it, and calls `generate` with what makes the `AnswerEncoder` that
-turns events into its own JSON. Encoding runs in the request's own task. `DirectChunkWriter` is the exception: the task that reads from the
-upstream calls it while the request's task waits (both in `answer_encoder`). `Exchange.end` ends an answer early: it cancels the event
-stream, and the request's task unwinds. `Generation.ends` runs once, however the request ends.
+A surface parses the body into a `ParsedRequest` and makes a `Generation` of it. It calls `generate` with a function that makes the
+`AnswerEncoder`, which turns events into the surface's own JSON. Encoding runs in the request's own task. `DirectChunkWriter` is the
+exception: the task that reads from the upstream calls it while the request's task waits (both in `answer_encoder`). `Exchange.end` ends an
+answer early: it cancels the event stream, and the request's task unwinds. `Generation.ends` runs once, however the request ends.
 
 A chunk is one server-sent event of an answer. A page is up to 64 tokens whose log-probabilities are encoded together. A piece is what an
 encoder yields at a time, a page's JSON at most. A slice is the pieces of one turn of `answer_encoder.EncodingTurns`.

@@ -1,4 +1,4 @@
-"""The objects that answering requests needs. Made once by `gateway.compose`."""
+"""Holds the objects that answering requests needs. `gateway.compose` makes them."""
 
 from __future__ import annotations
 

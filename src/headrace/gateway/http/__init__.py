@@ -1,1 +1,1 @@
-"""Bytes in, bytes out: connections and their bounds, one request on bare ASGI, JSON, event streams, errors to status and body."""
+"""Speaks HTTP: connections and their bounds, one request on bare ASGI, JSON, event streams, and errors as status and body."""

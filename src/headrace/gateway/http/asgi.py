@@ -1,5 +1,6 @@
-"""The types of ASGI, what `http.connection` gives an application beyond it in `scope["extensions"]`, and the size of the writes of a large
-body.
+"""Defines the types of ASGI, and the keys under which `http.connection` gives an application more, in `scope["extensions"]`.
+
+`joined_pieces` joins the pieces of a large body into writes of a fit size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The transport of one HTTP connection as uvicorn and the application see it: what may be written, and how the connection ended.
+"""Wraps the transport of one HTTP connection for uvicorn and the application: what may be written, and how the connection ended.
 
-The protocol that owns it, with its limits and timers: `http.connection`.
+`http.connection` has the protocol that owns the transport, with its limits and timers.
 """
 
 from __future__ import annotations

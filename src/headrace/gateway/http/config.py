@@ -1,4 +1,4 @@
-"""What the configuration says of the HTTP server: its certificate, its bounds, and which pages and names may use it."""
+"""Defines the options of the HTTP server: its certificate, its bounds, and which pages and names may use it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One HTTP/1.1 connection: uvicorn's httptools protocol with bounds on size, count and time.
+"""Serves one HTTP/1.1 connection: uvicorn's httptools protocol with bounds on size, count and time.
 
-uvicorn parses and frames. The bounds that a public server needs and uvicorn does not have are here:
+uvicorn parses and frames. This module adds the bounds that a public server needs and uvicorn does not have:
 
     head      request line and headers: bytes, count, seconds. A TLS handshake is named in the log and closed
     body      framing overhead (floods of tiny chunks, chunk extensions). `Exchange.body` bounds the body's own size and time
@@ -9,8 +9,9 @@ uvicorn parses and frames. The bounds that a public server needs and uvicorn doe
     refusal   is written behind the answers that are due to earlier requests of the connection; nothing that follows it is read
     answer    a client that does not catch up with 64 KiB of unsent bytes is cut off; an HTTP/1.0 answer has no chunks
 
-What the application gets in `scope["extensions"]`: "headrace.abort" drops the connection with its unsent bytes, "headrace.lost" says why it
-is gone, "headrace.connection" is a `ClientTransport`, which writes a stream's chunks without waking its consumer task.
+The application gets three things in `scope["extensions"]`. "headrace.abort" drops the connection with its unsent bytes. "headrace.lost"
+says why the connection is gone. "headrace.connection" is a `ClientTransport`, which writes a stream's chunks without waking its consumer
+task.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Undoes the Content-Encoding of a body slice by slice, so that the output of a compression bomb is counted before it is made.
 
-A body may have several codings, named in the order in which they were applied (RFC 9110, 8.4). Each is undone by a `StreamDecoder`, whose
-output is bounded by the cap of the whole body, also where another coding undoes it. The body of one coding may be several streams, one
-after the other, where its format has that: members of gzip (RFC 1952), frames of zstd (RFC 8878). Zeros behind the last member of gzip are
-padding, as gunzip has it.
+A body may have several codings, named in the order in which they were applied (RFC 9110, 8.4). Each is undone by a `StreamDecoder`. The
+output of every decoder is bounded by the cap of the whole body, also where another decoder follows. The body of one coding may be several
+streams, one after the other, where its format allows that: members of gzip (RFC 1952), frames of zstd (RFC 8878). Zeros behind the last
+member of gzip are padding, as in gunzip.
 """
 
 from __future__ import annotations

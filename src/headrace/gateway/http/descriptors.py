@@ -1,4 +1,4 @@
-"""Computes at start how many connections this process can hold, from the descriptors that it may open."""
+"""Computes at start how many connections this process can hold, from the number of file descriptors that it may open."""
 
 from __future__ import annotations
 

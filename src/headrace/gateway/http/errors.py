@@ -1,4 +1,4 @@
-"""One table from errors to HTTP status and OpenAI error body, for plain and streaming replies alike.
+"""Maps errors to HTTP status and OpenAI error body, in one table for plain and streaming replies alike.
 
 A client may read the messages of `core.errors`, which are written for clients, and those of the classes below. Any other exception is a bug
 of the server and is answered with a fixed sentence. Its type and traceback go to the log; its text, which may quote a prompt, a path or a

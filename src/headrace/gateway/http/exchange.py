@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, on bare ASGI: reading the body within its bounds, answering once, noticing that the client left.
+"""Handles one HTTP request and its answer, on bare ASGI: reads the body within its bounds, answers once, and notices that the client left.
 
 No framework object stands between a token and the socket: Starlette's `StreamingResponse` and `BaseHTTPMiddleware` cost more per chunk than
 all other work of the gateway on it.

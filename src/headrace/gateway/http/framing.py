@@ -1,4 +1,4 @@
-"""The framing of an API: where clients put the key, how errors and pings look, and what ends a stream.
+"""Defines the framing of an API: where clients put the key, how errors and pings look, and what ends a stream.
 
 Most paths have OpenAI's framing.
 """

@@ -1,4 +1,4 @@
-"""TLS of the HTTP server: one certificate and its key. Files that change are read again; connections that are open keep what they have."""
+"""Loads the certificate and key of the HTTP server, again when the files change. Connections that are open keep what they have."""
 
 from __future__ import annotations
 

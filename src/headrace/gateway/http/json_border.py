@@ -1,10 +1,10 @@
-"""Bytes of a body -> a JSON object, parsed more strictly than JSON parsers do by default.
+"""Parses the bytes of a body as a JSON object, more strictly than JSON parsers do by default.
 
 Nesting, values and keys have caps, checked before parsing. Object keys are unique: two parsers that disagree on duplicates are a known way
 around validation. NaN and infinities are refused, also as 1e999. Strings hold neither lone surrogates, which cannot be encoded again, nor
 U+0000, on which tokenizers and C code disagree. Every refusal names the place.
 
-Not here: what the fields mean (`gateway.surfaces.dialect`).
+`gateway.surfaces.dialect` knows what the fields mean.
 """
 
 from __future__ import annotations

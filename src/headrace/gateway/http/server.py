@@ -1,8 +1,9 @@
-"""The HTTP server: uvicorn with `connection.BoundedProtocol`, which `gateway.main` starts and stops, and its listener.
+"""Runs the HTTP server: uvicorn with `connection.BoundedProtocol` and a listener of its own. `gateway.main` starts and stops it.
 
-A connection beyond the limit is answered 503 with Retry-After instead of being dropped; with TLS it is closed, since an answer would take a
-handshake. The event loop's own server accepts every waiting connection before it can be counted, and at the limit of open files it drops
-connections unanswered, so the listener replaces it. Where descriptors run out it pauses and goes on; it never raises for them.
+A connection beyond the limit is answered 503 with Retry-After instead of being dropped. With TLS the connection is closed, since an answer
+would take a handshake. The listener replaces the event loop's own server, which accepts every waiting connection before it can be counted,
+and drops connections unanswered at the limit of open files. Where descriptors run out the listener pauses and goes on; it never raises for
+them.
 """
 
 from __future__ import annotations

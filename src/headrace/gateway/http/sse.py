@@ -1,16 +1,15 @@
-"""Server-sent events: writing them, keeping quiet streams alive, and giving up on clients that do not read.
+"""Writes server-sent events, keeps quiet streams alive, and gives up on clients that do not read.
 
-A stream is written by its own task; `StreamWatch` checks all streams four times per second, which is cheaper than a timer each. The bytes
+A stream is written by its own task. `StreamWatch` checks all streams four times per second, which is cheaper than a timer each. The bytes
 that wait for a client are bounded: the unsent rest of the encoded chunk plus what the engine has produced since. Beyond the bound the
 connection is dropped and the request cancelled. Log-probabilities come faster than many clients read, so some of them are allowed beyond
-the bound (`logprob_bytes`). All streams together are bounded by what the budget has left. `gateway.http.connection` bounds the time that a
-client may take, for every answer alike.
+the bound (`logprob_bytes`). All streams together are bounded by what the memory budget has left (`access.memory_charges`).
+`gateway.http.connection` bounds the time that a client may take, for every answer alike.
 
 `Exchange.fail` writes an error after the first byte: an event as the framing has it, without the framing's `end`.
 
-Coalescing needs no timer: while a stream waits for the socket or for its turn on a busy event loop, the engine's updates pile up and
-leave as one chunk, so chunks grow with the backlog. Where the socket has room, events are written without waking the stream's task
-(`write_now`).
+Coalescing needs no timer: while a stream waits for the socket or for its turn on a busy event loop, the engine's updates pile up and leave
+as one chunk, so chunks grow with the backlog. Where the socket has room, events are written without waking the stream's task (`write_now`).
 """
 
 from __future__ import annotations

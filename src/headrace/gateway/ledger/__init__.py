@@ -1,1 +1,1 @@
-"""One record per request of what it used: spooled to disk, shipped to SQL, Kafka or ClickHouse. docs/usage.md says how and why."""
+"""Records what each request used: one record per request, spooled to disk and shipped to SQLite, Kafka or ClickHouse (docs/usage.md)."""

@@ -1,8 +1,8 @@
-"""Usage records in ClickHouse, over its HTTP interface: rows as JSON, in the form that versions from 18.16 on read.
+"""Writes usage records to ClickHouse over its HTTP interface, and reads the usage of a whole site from there.
 
-No client package: these know newer servers only, and all that is needed is a statement and a body. Usage of a whole site is read here, in
-the same rows as `usage_query.usage_rows` gives of one machine. A question is a connection of its own in a thread of its own: a server that
-hangs keeps nothing waiting but the questions.
+Rows are sent as JSON, in the form that versions from 18.16 on read. No client package is used: those know newer servers only, and all that
+is needed is a statement and a body. Queries give the same rows as `usage_query.usage_rows` gives of one machine. Each query has a
+connection and a thread of its own, so that a server that hangs holds up queries alone.
 """
 
 from __future__ import annotations

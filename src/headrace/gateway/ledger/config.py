@@ -1,4 +1,4 @@
-"""The configuration of usage records: how they are kept, and the Kafka and ClickHouse servers to which they are sent.
+"""Defines the options of usage records: how they are kept, and the Kafka and ClickHouse servers to which they are sent.
 
 A server on another machine must be reached over TLS with authentication, or the configuration is refused, unless `allow_insecure` is set.
 """

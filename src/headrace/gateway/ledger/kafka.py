@@ -1,7 +1,7 @@
-"""Usage records as messages of a Kafka topic, keyed by the request's id; and from there to ClickHouse, as `headrace log archive` does it.
+"""Sends usage records to a Kafka topic, keyed by the request's id, and moves them from there to ClickHouse (`headrace log archive`).
 
-The package confluent-kafka brings the client (librdkafka). A batch's offsets are committed after ClickHouse has answered, so a crash in
-between has it inserted again, which `ReplacingMergeTree` makes one row per request.
+The package confluent-kafka brings the client (librdkafka). The archive commits a batch's offsets after ClickHouse has answered. A crash in
+between has the batch inserted again, and `ReplacingMergeTree` then makes one row per request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A file of librdkafka's properties, as kcat reads it: NAME=VALUE on each line, and lines of comment that begin with `#`.
+"""Reads a file of librdkafka's properties as kcat does: NAME=VALUE on each line, and lines of comment that begin with `#`.
 
-The names are on a list, because other properties load code (plugin.library.paths, ssl.engine.location, ssl.providers), run a command
-(sasl.kerberos.kinit.cmd) or turn verification off (enable.ssl.certificate.verification). An error shows no value but the path of a
-file, since another may be a secret, and the name alone where it looks like a property's.
+Only the names on a list are allowed. Other properties load code (plugin.library.paths, ssl.engine.location, ssl.providers), run a command
+(sasl.kerberos.kinit.cmd) or turn verification off (enable.ssl.certificate.verification). An error shows no value except the path of a file,
+since any other may be a secret. A refused name is shown only where it looks like a property's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The ledger of a gateway: takes the usage record of each ended request, and answers questions about usage.
+"""Takes the usage record of each ended request, and answers questions about usage: the ledger of a gateway.
 
-Opened by `gateway.compose`. Nothing here waits for a disk or a network on the event loop.
+`gateway.compose` opens it. Nothing here waits for a disk or a network on the event loop.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The usage record: what one request used, cost and how it went; its JSON, which is the same in the spool and at every
-sink; and what the spool asks of a sink. `usage_db`, `kafka` and `clickhouse` are the sinks.
+"""Defines the usage record: what one request used, what it cost and how it went. Its JSON is the same in the spool and at every sink.
+
+`Sink` is the protocol of a destination, to which the spool ships records. `usage_db`, `kafka` and `clickhouse` are the sinks.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The folder of usage records that have not been shipped: segments that are written, and what waits for each sink.
+"""Manages the spool, a folder of usage records that have not been shipped: segments that are written, and what waits for each sink.
 
     open/NAME.seg   being written by one process, which holds a lock on it
     SINK/NAME.seg   a closed segment that waits for this sink: a hard link, unlinked once it is shipped
     SINK/lock       held by the process that ships for this sink
 
-Any number of processes may use one folder. What a process leaves when it dies is closed by any other one (`Spool.adopt`). Names sort by the
-time at which their segments were begun. The thread that writes is `ledger`'s, those that ship are `shipper`'s. A segment is a file:
+Any number of processes may use one folder. The segments that a process leaves when it dies are closed by any other one (`Spool.adopt`).
+Names sort by the time at which their segments were begun. `spool_thread` writes segments, and `shipper` ships them. A segment is a file:
 
     magic, then per record: length (4 bytes, big-endian), CRC-32 of the payload (4 bytes), payload
 
 A write may be torn by a crash or a full disk, and a disk may give back other bytes than it got. Reading skips a record whose CRC is wrong
-and ends where no whole record follows; what was left out is counted in bytes.
+and ends where no whole record follows. What was left out is counted in bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The thread that writes usage records from a queue in memory to segments on the disk, and counts the records that it must drop."""
+"""Writes usage records from a queue in memory to segments on the disk, in a thread, and counts the records that it must drop."""
 
 from __future__ import annotations
 

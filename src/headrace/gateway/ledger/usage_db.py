@@ -1,4 +1,4 @@
-"""usage.db: usage records in SQLite, which every gateway of a machine ships to. It is read by `usage_query`."""
+"""Keeps usage records in usage.db, the SQLite file to which every gateway of a machine ships. `usage_query` reads it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Usage by tenant, user, key, model or day, as SQL of the store that is asked: sums over usage records, or other `Figures` of
-them: LATENCY, what there is to watch of a model, or of what a tenant gets.
+"""Asks a store for usage by tenant, user, key, model or day: sums over usage records, or other `Figures` of them.
 
-`usage_statement` writes the statement for a dialect. `usage_rows` asks usage.db, and reads whole days from its sums of days;
-`clickhouse` asks ClickHouse.
+The figures LATENCY are for watching a model, or what a tenant gets. `usage_statement` writes the SQL for a store's dialect. `usage_rows`
+asks usage.db, and reads whole days from its sums of days. `clickhouse` asks ClickHouse.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Limits of tenants, users and keys at the gateway: what a request takes before it runs, and what it is charged (docs/limits.md)."""
+"""Holds requests to the limits of tenants, users and keys: reserves before a request runs, and charges what it used (docs/limits.md)."""

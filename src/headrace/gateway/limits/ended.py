@@ -1,4 +1,4 @@
-"""Ended requests that are not charged yet, and the store call that carries the charge of each."""
+"""Keeps ended requests that are not charged yet, and the store calls that carry their charges."""
 
 from __future__ import annotations
 

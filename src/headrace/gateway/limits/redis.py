@@ -1,4 +1,4 @@
-"""The book of limits in Redis (6.2 or later) or Valkey, which gateways on several machines share.
+"""Keeps the book of limits in Redis (6.2 or later) or Valkey, which gateways on several machines share.
 
 Each script does what the method of its name in `policy.limits.book` does; a script runs whole or not at all. Time is the server's. All keys
 have one hash tag, so that a cluster keeps them on one node:

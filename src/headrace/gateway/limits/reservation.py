@@ -1,7 +1,7 @@
-"""The limits of one generating request: what it has taken of them, and what it has used so far.
+"""Tracks what one generating request has taken of its limits, and what it has used so far.
 
-`limits.limiter` opens one per request before its body is read, and charges it at its end. In between `generation.stages.accounts` calls
-`reserve` once the prompt is tokenized, and `count` at the end of a stream.
+`limits.limiter` opens one reservation per request before its body is read, and charges it at its end. In between
+`generation.stages.accounts` calls `reserve` once the prompt is tokenized, and `count` at the end of a stream.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The limits that hold for a caller, from its tier, its key and the deployment (which counter each has, and its number); and what a client
-learns about them: the refusal by name, and OpenAI's x-ratelimit headers. Pure but for `limits_now`.
+"""Finds the limits that hold for a caller, from its tier, its key and the deployment, and reports them to clients.
+
+Each limit has a counter and a number. Clients learn of a limit by a refusal that names it, and by OpenAI's x-ratelimit headers. All
+functions are pure but `limits_now`.
 """
 
 from __future__ import annotations

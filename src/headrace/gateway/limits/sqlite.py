@@ -1,7 +1,8 @@
-"""The book of limits in one SQLite file, which all processes of a machine share, or in this process's memory.
+"""Keeps the book of limits in one SQLite file, which all processes of a machine share, or in this process's memory.
 
-Each call is part of one transaction, so two processes never both take what is left. A commit survives this process and, but for the last
-ones, the machine (NORMAL). Rows are kept in memory between two transactions while no other process writes to the file.
+Each call is part of one transaction, so two processes never both take what is left. A commit survives the end of this process. The last
+commits may be lost when the machine fails (synchronous = NORMAL). Rows are kept in memory between two transactions while no other process
+writes to the file.
 """
 
 from __future__ import annotations

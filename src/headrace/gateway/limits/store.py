@@ -1,7 +1,7 @@
-"""The seam between gateways and the book of limits that they share: `policy.limits.book` behind calls that may fail.
+"""Defines the protocol between gateways and the book of limits that they share: `policy.limits.book` behind calls that may fail.
 
-`limits.sqlite` keeps it in a file of one machine or in memory, `limits.redis` for any number of machines. Both do what `LimitBook` does;
-the tests compare all three.
+`limits.sqlite` keeps the book in a file of one machine or in memory, `limits.redis` for any number of machines. Both do what `LimitBook`
+does; the tests compare all three.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversations that the gateway keeps, and conversations made to fit their model's context. The rules stand in docs/sessions.md.
+"""Keeps conversations for clients, and makes conversations fit their model's context. docs/sessions.md has the rules.
 
-`history` has the stored form and chooses the turns that stay, `sessions` reads and writes the store, `fitting` shortens or summarises.
+`history` has the stored form and chooses the turns that stay. `sessions` reads and writes the store. `fitting` shortens or summarises.
 """

@@ -1,4 +1,4 @@
-"""How long sessions are kept."""
+"""Defines the option that says how long sessions are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a conversation fit its window before it is answered: leaves out its oldest turns, and has the model summarise them if asked to.
+"""Makes a conversation fit its context before it is answered: leaves out its oldest turns, and has the model summarise them if asked to.
 
 The model counts and summarises through its own `Upstream`. `history` has the rules; docs/sessions.md says what clients see.
 """

@@ -1,5 +1,6 @@
-"""What a session holds, its form in the store, the conversation that it makes of a request's messages, and which part of a conversation
-stays where it has outgrown its window. Pure: `fitting` counts the tokens.
+"""Defines what a session holds and its form in the store, and chooses the turns that stay of a conversation that has outgrown its context.
+
+It also makes the conversation of a session's history and a request's messages. Pure: `fitting` counts the tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The names that clients give sessions, and a session's keys in the store."""
+"""Checks the names that clients give sessions, and makes a session's keys in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads and writes the sessions of one gateway. A request's use of its session: `generation.stages.session`.
+"""Reads and writes the sessions of one gateway. `generation.stages.session` uses them for a request's turn.
 
 `stores.guard` bounds the time that a request waits. A store that fails or is slow means 503: an answer without the history would answer
 another question.

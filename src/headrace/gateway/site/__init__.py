@@ -1,1 +1,1 @@
-"""The gateway workers of one port: which one this is, and what they tell one another."""
+"""Coordinates the gateway workers of one port: which one this is, and what they ask one another."""

@@ -1,4 +1,4 @@
-"""The limits of memory charges (`access.memory_charges`), from the configuration and the machine."""
+"""Computes the limits of memory charges (`access.memory_charges`), from the configuration and the machine's memory."""
 
 from __future__ import annotations
 

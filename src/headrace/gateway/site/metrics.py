@@ -1,6 +1,6 @@
-"""The metrics page and the count of running requests, summed over all gateway workers of a port.
+"""Sums the metrics page and the count of running requests over all gateway workers of a port.
 
-The only gateway of a port shows itself. One of several asks the other workers each time that it is asked.
+A gateway that is alone on its port shows its own figures. One of several asks the other workers each time that it is asked.
 """
 
 from __future__ import annotations

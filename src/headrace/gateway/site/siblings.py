@@ -1,4 +1,4 @@
-"""Questions between the gateway workers of one port, over Unix sockets in the deployment's private directory.
+"""Sends questions between the gateway workers of one port, over Unix sockets in the deployment's private directory.
 
 A question is one line, with its argument after a tab where it has one. The answer is all that follows. A worker that does not answer in
 time, perhaps because it is being started again, has an empty answer.

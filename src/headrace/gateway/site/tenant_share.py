@@ -1,4 +1,4 @@
-"""The part that one tenant may fill of the memory for requests, of the open requests and of each store."""
+"""Computes the part that one tenant may fill of the memory for requests, of the open requests and of each store."""
 
 from __future__ import annotations
 

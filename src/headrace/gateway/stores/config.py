@@ -1,4 +1,4 @@
-"""Which store a gateway uses."""
+"""Defines the options that choose a store, and refuses a store on another machine that would get records insecurely."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Bounds the time that a request waits for stores, and leaves a failing store alone for a while.
 
-A request calls a store within `StoreGuard.waiting`, and its waits for all stores together take at most REQUEST_WAIT_S. Each store has a
-guard: those of entries (`stores.guarded_store`), of limits and of keys. Writes, renewals and polls, which no request waits for, have bounds
-of their own.
+A request calls a store within `StoreGuard.waiting`, and its waits for all stores together take at most REQUEST_WAIT_S. The stores of
+entries (`stores.guarded_store`), of limits and of keys have a guard each. Writes, renewals and polls, which no request waits for, have
+bounds of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A `Store` behind a guard: requests read it within bounds (`stores.guard`), and writes are made in the background."""
+"""Puts a `Store` behind a guard: bounds the time that requests wait for reads (`stores.guard`), and writes in the background."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A store in Redis (6.2 or later) or Valkey, which gateways on several machines share.
+"""Stores entries in Redis (6.2 or later) or Valkey, which gateways on several machines share.
 
-What an entry needs beside its value (its size, its tenant, its age) lies in keys of its own, so that the bounds hold whichever gateway
-writes; scripts change both together. All keys have one hash tag, so that a cluster keeps them on one node.
+An entry's size, tenant and age lie in keys of their own beside its value, so that the bounds hold whichever gateway writes. Scripts change
+both together. All keys have one hash tag, so that a cluster keeps them on one node.
 """
 
 from __future__ import annotations

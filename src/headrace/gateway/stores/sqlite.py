@@ -1,4 +1,4 @@
-"""A store in one SQLite file, which all processes of a machine share, or in this process's memory.
+"""Stores entries in one SQLite file, which all processes of a machine share, or in this process's memory.
 
 Nothing is synced to the disk: entries need to survive this process, not the machine.
 """

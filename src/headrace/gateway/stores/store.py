@@ -1,8 +1,7 @@
-"""The protocol of a store: bytes under keys, each entry with a tenant and a lifetime.
+"""Defines the protocol of a store: bytes under keys, each entry with a tenant and a lifetime.
 
 An entry may go before its time: where room is missing, the oldest entries are removed. So a store holds caches, never data that must not be
-lost. `stores.sqlite` is the embedded implementation, `stores.redis` the one that several machines
-share.
+lost. `stores.sqlite` is the embedded implementation, `stores.redis` the one that several machines share.
 """
 
 from __future__ import annotations

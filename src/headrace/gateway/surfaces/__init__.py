@@ -1,1 +1,1 @@
-"""The HTTP API: one file per surface and one row each in the table of routes."""
+"""Implements the HTTP API: one file per surface, and its rows in the table of routes."""

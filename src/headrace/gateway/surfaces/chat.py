@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the wire types of a conversation, how a body is parsed, and how events become its answer."""
+"""Implements POST /v1/chat/completions: the wire types of a conversation, how a body is parsed, and how events become its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions: the wire types of plain prompts, how a body is parsed, and how events become its answer."""
+"""Implements POST /v1/completions: the wire types of plain prompts, how a body is parsed, and how events become its answer."""
 
 from __future__ import annotations
 

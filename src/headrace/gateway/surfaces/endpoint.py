@@ -1,4 +1,4 @@
-"""The form of a row in `surfaces.routes`, and how its handler reads what a client sent: the query, and the body of a POST."""
+"""Defines the form of a row in `surfaces.routes`, and reads what a client sent to it: the query, and the body of a POST."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What makes a surface that generates: its path and types, how its body is read, and how events become its answer.
+"""Makes the endpoint of a surface that generates, from its path and types, the parser of its bodies, and the encoder of its answers.
 
-A whole one of another API: tests/gateway/test_another_surface.py. An encoder numbers its events only where it uses `Generation.event_log`.
+tests/gateway/test_another_surface.py has a whole surface of another API. An encoder numbers its events only where it uses
+`Generation.event_log`.
 """
 
 from __future__ import annotations

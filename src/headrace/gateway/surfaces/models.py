@@ -1,4 +1,4 @@
-"""GET /v1/models: what the caller may use, each alias as a model of its own, with the limits that hold for the caller."""
+"""Implements GET /v1/models: the models that the caller may use, each alias as a model of its own, with the caller's limits."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Pages for browsers: GET /, what this server is and where its paths are, and /docs, what each of them takes and gives.
+"""Serves the pages for browsers: GET / says what this server is and where its paths are, /docs what each path takes and gives.
 
-The front page is JSON for everything but browsers. It wants no key and shows nothing of the site. Load balancers send OPTIONS / by default
-(HAProxy's `option httpchk`): it is answered as /health is.
+The front page is JSON for everything but browsers. It needs no key and shows nothing of the site. Load balancers send OPTIONS / by default
+(HAProxy's `option httpchk`), which is answered as /health is.
 
-/docs is Swagger UI from files in this package. No CDN, no fonts, no validator: it works on a machine without network. Files are served from
-a table made at start; a name in a URL is looked up there and never joined to a path.
+/docs is Swagger UI from files in this package. It loads nothing from elsewhere (no CDN, no fonts, no validator), so it works on a machine
+without network. Files are served from a table made at start; a name in a URL is looked up there and never joined to a path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The gateway's router: which endpoints of `surfaces.routes` answer a path, and how the path is shown in the request log.
+"""Finds the endpoints of `surfaces.routes` that answer a path, and says how the request log shows a path: the gateway's router.
 
-A path without a name in it is found by one look-up. Then come those with names, in the table's order: {name} stands for one part of a path,
-{name:path} for the rest of it. All of them are looked up by their plain form (`plain_path`), and nothing else reads another one.
+A path without a name in it is found by one look-up. Then the paths with names are tried, in the table's order: {name} stands for one part
+of a path, {name:path} for the rest of it. Every path is looked up in its plain form (`plain_path`), and nothing else reads another form.
 """
 
 from __future__ import annotations

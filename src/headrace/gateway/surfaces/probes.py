@@ -1,4 +1,4 @@
-"""/health, /live, /ready, /version, /load and /metrics: what is alive, what is ready and why not, how much runs."""
+"""Answers /health, /live, /ready, /version, /load and /metrics: what is alive, what is ready and why not, how much runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every path that this server answers, in one table. The router, /openapi.json and the table in docs/api.md are made from it.
+"""Lists every path that this server answers. The router, /openapi.json and the table in docs/api.md are made from this list.
 
 A new surface is one file beside this one and its rows here.
 """

@@ -1,4 +1,4 @@
-"""GET and DELETE /v1/sessions/{id}. docs/sessions.md has the rules."""
+"""Implements GET and DELETE /v1/sessions/{id}. docs/sessions.md has the rules."""
 
 from __future__ import annotations
 

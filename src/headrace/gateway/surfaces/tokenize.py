@@ -1,4 +1,4 @@
-"""vLLM's /tokenize and /detokenize, beside their /v1 paths."""
+"""Implements vLLM's /tokenize and /detokenize, and the same below /v1."""
 
 from __future__ import annotations
 

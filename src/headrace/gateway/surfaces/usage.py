@@ -1,4 +1,6 @@
-"""GET /v1/usage: what the caller's own tenant has used, by ClickHouse where it is configured, else by this machine's gateways."""
+"""Implements GET /v1/usage: what the caller's own tenant has used, from ClickHouse where it is configured, else from this machine's
+usage.db.
+"""
 
 from __future__ import annotations
 

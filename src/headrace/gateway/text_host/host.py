@@ -1,9 +1,9 @@
-"""`python -m headrace.gateway.text_host.host`: loads the models' text once and forks workers from itself.
+"""Loads the models' tokenizers and templates once, and forks text workers from itself: `python -m headrace.gateway.text_host.host`.
 
-Why a process between the gateway and the workers: a fork of what is loaded takes milliseconds and shares its memory, so that a worker
-which met its bounds is cheap to replace; and a fork is only safe in a process without threads, which the gateway is not.
+This process stands between the gateway and the workers for two reasons. A fork of what is loaded takes milliseconds and shares its memory,
+so that a worker which met its bounds is cheap to replace. A fork is only safe in a process without threads, which the gateway is not.
 
-Its standard input is one end of a socket pair; `processes.HostProcess` has the other. Messages are JSON lines.
+The host's standard input is one end of a socket pair; `processes.HostProcess` has the other. Messages are JSON lines.
 
     from the gateway   {"config": {...}}            once: which models
                        {"fork": 7} + a descriptor   worker 7 takes its jobs from that socket
@@ -15,9 +15,9 @@ Its standard input is one end of a socket pair; `processes.HostProcess` has the 
 
 When the socket closes, all workers are killed and this process ends.
 
-A worker takes a job, arms its bounds, does it and answers, until the gateway's end of its socket closes. CPU time is bounded by the kernel:
-a timer whose signal ends the process, whatever Python or C code it is in. Memory is bounded by an address space limit, which shows as a
-MemoryError, or as an abort in code that cannot raise one.
+A worker takes a job, arms its bounds, does the job and answers, until the gateway's end of its socket closes. CPU time is bounded by the
+kernel: a timer whose signal ends the process, whatever Python or C code it is in. Memory is bounded by an address space limit, which shows
+as a MemoryError, or as an abort in code that cannot raise one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The work of a text worker: pure functions from a job to its reply. Tests call them in their own process.
+"""Does the work of a text worker: pure functions from a job to its reply. Tests call them in their own process.
 
 Everything that can take long for a client's input is here: decoding large bodies, templates, tokenizing, decoding many ids.
 """

@@ -1,1 +1,1 @@
-"""Bodies, templates and tokenizing in processes of their own, bounded in memory and time together. docs/text.md says why."""
+"""Parses large bodies, renders templates and tokenizes in processes of their own, bounded in memory and time. docs/text.md says why."""

@@ -1,8 +1,8 @@
-"""The frames between the gateway and a text worker: one each way per job. Nothing in them can name code.
+"""Encodes and decodes the frames between the gateway and a text worker: one each way per job. Nothing in them can name code.
 
 4 bytes  length of the head, little endian
 4 bytes  length of the tail
-head     JSON: a `WorkerJob` or an `WorkerReply`, decoded against these types only
+head     JSON: a `WorkerJob` or a `WorkerReply`, decoded against these types only
 tail     bytes beside it: a request's body, or token ids as 32-bit integers of this machine
 """
 

@@ -1,4 +1,5 @@
-"""The gateway's end of the socket to the host: JSON lines both ways, and a descriptor beside some of ours. `host.Control` is the other end.
+"""Sends and reads JSON lines at the gateway's end of the socket to the host. A line may carry a descriptor. `host.Control` is the other
+end.
 
 No message is dropped, and no line is interrupted by another: bytes that a full socket does not take are kept and sent in order. They are a
 few bytes per worker at most: only kills are kept, and a new worker is refused while the host does not read.

@@ -1,5 +1,7 @@
-"""Limits of one job: CPU seconds, memory, wall time. Each grows with the job's bytes, so that a small job cannot take much. And of one
-prompt: what cannot fit its model's context is refused by its bytes, before it is tokenized.
+"""Sets the limits of one job (CPU seconds, memory, wall time), and refuses a prompt that cannot fit its model's context.
+
+The limits grow with the job's bytes, so that a small job cannot take much. A prompt is refused by a lower bound of its tokens, before it is
+tokenized.
 
 CPU is limited to about five times, memory to about twice, what ordinary work takes on a slow machine: tokenizing a MiB takes about a second
 of CPU and 200 MiB.

@@ -1,4 +1,4 @@
-"""The gateway's end of text workers: a host process that forks them, and a socket to each. Used on one event loop."""
+"""Starts the host process that forks text workers, and holds the gateway's end of a socket to each of them. Used on one event loop."""
 
 from __future__ import annotations
 

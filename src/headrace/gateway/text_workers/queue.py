@@ -1,8 +1,8 @@
-"""The queue of jobs that wait for a text worker: bounded in number and bytes, fair between tenants; any job can be removed.
+"""Queues the jobs that wait for a text worker: bounded in number and bytes, and fair between tenants. Any job can be removed.
 
 Light jobs and heavy jobs wait in two queues, each with its own bounds. Each serves its tenants round robin, one job per turn; `pop`
-alternates between the two. At a bound the newest jobs of the tenant that uses most are shed for another tenant's job, so a flood is
-refused to the tenant that makes it. Pure: no clock, no event loop.
+alternates between the two. At a bound the newest jobs of the tenant that uses most are shed for another tenant's job, so a flood is refused
+to the tenant that makes it. Pure: no clock, no event loop.
 """
 
 from __future__ import annotations

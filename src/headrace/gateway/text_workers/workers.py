@@ -1,4 +1,7 @@
-"""The protocols between the pool and its workers. `processes` implements them; tests run jobs in their own process, or script them."""
+"""Defines the protocols between the pool and its workers.
+
+`processes` implements them. Tests run jobs in their own process, or script the replies.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Submits the sequences of one call to a replica, to another one after a rejection, and continues them elsewhere after a loss.
 
-All n sequences of a call are submitted together. When their replica is lost, each sequence that has not ended is submitted by itself, at a
-replica of equal numerics, with the token ids that were read of it; without such a replica the call waits for one. The reader of the
-updates (`token_stream`) does not notice. The rules stand in docs/failover.md.
+All n sequences of a call are submitted together. When their replica is lost, each sequence that has not ended is submitted by itself to a
+replica of equal numerics, with the token ids that were read of it. Without such a replica the call waits for one. The reader of the updates
+(`token_stream`) does not notice. docs/failover.md has the rules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The output of a call that is kept when its client leaves, and from which a later stream of the same request goes on.
+"""Keeps the output of a call whose client leaves, so that a later stream of the same request can go on from it.
 
-Kept are token ids, ends, and the state of the random numbers. The answer's events, and the checks before a client gets them, are
-`generation.kept_streams`'s. The rules stand in docs/failover.md, "A client that comes back".
+Token ids, ends, and the state of the random numbers are kept here. `generation.kept_streams` keeps the answer's events, and checks a
+request before its client gets them. docs/failover.md has the rules, in "A client that comes back".
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""OpenAI-compatible servers behind the seam: chat and completions over HTTP, always streamed from there.
+"""Lets OpenAI-compatible servers answer a model's requests (chat and completions over HTTP), behind the interface `seam`.
 
 A model has one server or several. `foreign_stream` decides which one gets a request and what follows a failure, `foreign_server` is one
-attempt at one server, `foreign_watch` asks them for their limits and load. Until the first token of an answer another attempt may follow;
-after it a failure is a retryable error at the stream's end: nothing is sent a second time.
+attempt at one server, `foreign_watch` asks them for their limits and load. The servers always stream. Until the first token of an answer
+another attempt may follow. After it a failure is a retryable error at the stream's end: nothing is sent a second time.
 
-The JSON body that is sent has what the client gave, without fields that have their default value. Not known here: the number of prompt
-tokens before the server has reported it, its chat template, its tokenizer. The most tokens that a prompt can have follow from its bytes:
-a tokenizer that reads every text makes at most one token of a byte; usual text has about four bytes to a token. Not so where a normal form
-makes one character into several (NFKC), which tokenizers of large models rarely have.
+The JSON body that is sent has what the client gave, without fields that have their default value. A server's chat template and tokenizer
+are not known here, nor the number of prompt tokens before the server has reported it. An upper bound of the prompt's tokens follows from
+its bytes: a tokenizer that reads every text makes at most one token of a byte; usual text has about four bytes to a token. The bound does
+not hold where a normal form makes one character into several (NFKC), which tokenizers of large models rarely have.
 """
 
 from __future__ import annotations

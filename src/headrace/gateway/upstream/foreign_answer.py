@@ -1,7 +1,7 @@
-"""What the pieces of a foreign server's answer mean together: which sequence each belongs to, what it adds, when each sequence has ended.
+"""Works out what the pieces of a foreign server's answer mean together: which sequence each belongs to, what it adds, when a sequence ends.
 
-A sequence's end is given when nothing can follow it any more ([DONE], usage by itself, the end of the body), since some servers name an end
-in every piece. It is sure without any of these where its word is known and was never followed by output.
+Some servers name an end in every piece. So a sequence's end is given when nothing can follow it any more ([DONE], usage by itself, the end
+of the body). A named end is sure without any of these where its word is known and no output ever followed it.
 """
 
 from __future__ import annotations

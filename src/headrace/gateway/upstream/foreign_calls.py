@@ -1,9 +1,9 @@
-"""Pieces of calls as a foreign server sends them -> pieces of distinct calls, each with a number, one id and one name.
+"""Sorts the pieces of tool calls that a foreign server sends into distinct calls, each with a number, one id and one name.
 
 Servers tell parallel calls apart in their own ways: by index, by id, by both, or by nothing but a further name. Some give all calls the
-index 0, some an id to every piece or to none, some repeat name and id in every piece. What decides where these do not is the arguments:
-nothing can follow a JSON text that is complete, so a name that follows begins another call. Clients get id and name of a call once, and an
-object's text as its arguments.
+index 0, some an id to every piece or to none, some repeat name and id in every piece. Where these do not decide, the arguments do: nothing
+can follow a JSON text that is complete, so a name that follows begins another call. Clients get id and name of a call once, and an object's
+text as its arguments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A piece of an OpenAI-compatible server's answer, as a value: a chunk of a stream, or a whole answer, of chats or of completions.
+"""Defines the types of one piece of an OpenAI-compatible server's answer: a chunk of a stream, or a whole answer, of chats or of
+completions.
 
-Pieces in their usual form are decoded into these types in one go, by `decode_chunk`. A piece of another form is read by `foreign_loose`,
-into the same types. So is a piece that has anything in a field of the type None: it holds in an unusual place what an answer needs. What is
-not listed here is never looked at.
+Pieces in their usual form are decoded into these types in one go, by `decode_chunk`. `foreign_loose` reads a piece of another form into the
+same types. It also reads a piece that has a value in a field of the type None, because such a piece holds in an unusual place what an
+answer needs. Fields that are not listed here are never looked at.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The body of an OpenAI-compatible server's answer -> output events. Its bytes are not trusted: they are bounded and read, or refused.
+"""Turns the body of an OpenAI-compatible server's answer into output events. Its bytes are not trusted: they are bounded and read, or
+refused.
 
-`EventFraming` makes the data of events of the bytes, `foreign_loose` makes values of these, and `foreign_answer` makes output events of
-these. Here are the limits of size and time too.
+`EventFraming` splits the bytes into the data of events, `foreign_loose` reads values from the data, and `foreign_answer` makes output
+events of the values. The limits of size and time are here too.
 
-Read are event streams as their standard has them, and as servers write them: without the space, without blank lines between events, with
+Event streams are read as their standard has them, and as servers write them: without the space, without blank lines between events, with
 any line ends, in upper case. A body of bare JSON is read too: a whole answer in one document, or a chunk in each line.
 """
 

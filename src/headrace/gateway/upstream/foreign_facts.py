@@ -1,6 +1,6 @@
 """Reads a foreign server's list of models, with their limits, and its load from its metrics page.
 
-Nothing is kept but numbers, each within bounds; what is not understood is not known.
+Only numbers are kept, each within bounds. A value that is not understood counts as not known.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""JSON as foreign servers write it, and the numbers in it and in their headers.
+"""Reads JSON as foreign servers write it, and the numbers in it and in their headers.
 
-Most answers are decoded by a typed decoder. What it refuses is read by `read_json_texts`: NaN and Infinity as Python prints them, control
+A typed decoder decodes most answers. `read_json_texts` reads what that decoder refuses: NaN and Infinity as Python prints them, control
 characters in strings, halves of surrogate pairs, bytes that are not UTF-8.
 """
 

@@ -1,7 +1,8 @@
-"""Pieces of an answer in other forms than the usual one -> the types of `foreign_chunk`.
+"""Reads pieces of an answer in other forms than the usual one into the types of `foreign_chunk`.
 
-Strict is what the answer needs: its text, its calls, how it ended. A form of these that has one reading is read; any other one breaks the
-answer, by name. Everything beside them is used where it is well formed, and left out and counted where it is not.
+The reader is strict about what the answer needs: its text, its calls, how it ended. Another form of these is read if it has only one
+meaning; any other form breaks the answer, with an error that names it. All other fields are used where they are well formed, and left out
+and counted where they are not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One foreign server: its known state, and one attempt of a request at it.
+"""Makes attempts of requests at one foreign server, and keeps what is known of the server's state.
 
-An attempt ends in exactly one `AttemptResult`, which moves the server's circuit breaker and is counted. What the server sends is never
-shown as it is: a failed attempt carries an error of ours. Which server is tried, and what follows, is decided in `foreign_stream`.
+An attempt ends in exactly one `AttemptResult`, which moves the server's circuit breaker and is counted. A failed attempt carries an error
+of ours; what the server sent is never shown as it is. `foreign_stream` decides which server is tried, and what follows.
 """
 
 from __future__ import annotations

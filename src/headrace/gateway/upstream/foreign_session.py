@@ -1,7 +1,8 @@
-"""The connections to one foreign server, and its key.
+"""Opens the connections to one foreign server, and reads its key.
 
-Connections take nothing of the environment, no cookies, no redirects, nothing unpacked, no link-local address. The operator's file alone
-says where a server is; nothing from a client becomes part of a URL or a header but the request id made here.
+Connections use no proxy or login of the environment, keep no cookies, follow no redirects, unpack nothing, and go to no link-local address
+unless it is allowed. The operator's file alone says where a server is. Nothing from a client becomes part of a URL or a header; the request
+id in a header is made here.
 """
 
 from __future__ import annotations

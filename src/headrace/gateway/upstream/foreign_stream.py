@@ -1,8 +1,9 @@
-"""One request at the foreign servers of a model: the stream of its answer, which server gets it, and what follows a failed attempt.
+"""Streams the answer to one request from a model's foreign servers: chooses the server, and decides what follows a failed attempt.
 
-A request goes to a server that takes it (circuit closed or due for its probe, no rate limit in force, room for one more) and was not tried,
-preferring one that fits and can be reached, then the lowest `order`, then the less loaded of two random ones. Each server is tried once
-before one is tried again, and that only where its failure may pass: no connection, a 5xx, a 429 whose Retry-After is short.
+A request goes to a server that takes it: circuit closed or due for its probe, no rate limit in force, room for one more. Servers that were
+not tried yet come first. Among these the choice prefers servers whose context holds the request, then servers that can be reached, then the
+lowest `order`. Of two random servers that are left the less loaded one is taken. Each server is tried once before one is tried again. A
+second try follows only a failure that may pass: no connection, a 5xx, a 429 whose Retry-After is short.
 """
 
 from __future__ import annotations

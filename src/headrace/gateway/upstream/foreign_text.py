@@ -1,4 +1,4 @@
-"""Texts that come from foreign servers in pieces, between which characters may be split, or which are sent again as a whole."""
+"""Joins texts that come from foreign servers in pieces: a character may be split between two pieces, or a text be sent again as a whole."""
 
 from __future__ import annotations
 

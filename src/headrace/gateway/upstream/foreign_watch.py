@@ -1,6 +1,6 @@
 """Asks a foreign server for its list of models and its load, for as long as the gateway runs.
 
-Nothing that the server answers, or fails to, is fatal.
+Neither an answer nor a failure of the server is fatal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The words by which foreign servers name the end of an output.
+"""Reads the words by which foreign servers name the end of an output.
 
-Servers have many words for the same few ends, in any letter case. The lists hold words that are in use. Of a word on none of them a stem
-decides, such as the `error` of `engine_error`; what may be a failure is one. A word of failure breaks the answer, since its text may be cut
-off. A word that is not known says nothing: the answer counts as complete where the server shows in another way that it ended regularly
+Servers have many words for the same few ends, in any letter case. The lists hold words that are in use. For a word on none of them a stem
+decides, such as the `error` of `engine_error`; a word that may mean a failure counts as one. A word of failure breaks the answer, since its
+text may be cut off. After an unknown word the answer counts as complete where the server shows in another way that it ended regularly
 (`foreign_answer`), and the client gets the word as `stop_reason`.
 """
 

@@ -1,4 +1,4 @@
-"""The request that an upstream gets, checked as far as no model is needed."""
+"""Defines the request that an upstream gets, checked as far as no model is needed."""
 
 from __future__ import annotations
 

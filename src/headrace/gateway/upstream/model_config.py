@@ -1,8 +1,8 @@
-"""Served models of the gateway's configuration: their replicas, their foreign servers, and the rules that hold among all models.
+"""Defines the configuration of served models: their replicas, their foreign servers, and the rules that hold among all models.
 
-Addresses of foreign servers are the operator's alone, and so are the rules on them: no password in an address, no link-local address unless
-it is allowed. A host name is held to the second rule when it is connected to (`upstream.foreign_session`), since its address may change.
-The rest of the file is in `gateway.config`.
+Only the operator gives addresses of foreign servers, and even these are checked: no password in an address, no link-local address unless it
+is allowed. The second rule is applied to a host name when it is connected to (`upstream.foreign_session`), since its address may change.
+`gateway.config` has the rest of the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One model's template and tokenizer, run in the text workers. Upstreams call it to turn text into tokens, and many tokens into text.
+"""Runs one model's template and tokenizer in the text workers. Upstreams call it to turn text into tokens, and many tokens into text.
 
-Every call names the tenant whose share of the queue it takes, raises Overloaded when there is no room, and frees its place when its task
-is cancelled.
+Every call names the tenant whose share of the queue it takes, raises Overloaded when there is no room, and frees its place when its task is
+cancelled.
 """
 
 from __future__ import annotations

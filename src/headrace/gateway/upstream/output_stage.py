@@ -1,7 +1,8 @@
-"""What a model's output formats mean for an answer: which grammar it is bound to before it begins (`bound_grammar`), and how its text
-becomes content, reasoning and tool calls behind the assembler of a stream.
+"""Turns a sequence's text into content, reasoning and tool calls, as its model's output formats say, and gives the grammar that they
+require.
 
-A stage is a sequence's own. Once it can find nothing more it is passed over, so that it costs one check per event.
+`bound_grammar` gives the grammar before the answer begins. An `OutputStage` belongs to one sequence and works behind the assembler of its
+stream. Once a stage can find nothing more it is passed over, so that it costs one check per event.
 """
 
 from __future__ import annotations

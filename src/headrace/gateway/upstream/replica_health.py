@@ -1,11 +1,11 @@
-"""The health of one replica as a gateway sees it: whether the replica is ready, how long it has stalled, and whether its requests fail.
+"""Judges the health of one replica as a gateway sees it: whether it is ready, how long it has stalled, and whether its requests fail.
 
 Readiness and stalls are pure functions of what the wire reports about the replica. A replica that stops answering, or whose idle loop
 stalls, must count as not ready within one second; the thresholds leave room for one heartbeat.
 
-Failures are counted by the replica's circuit breaker, to which each submitted request reports one outcome. Two kinds of requests count as
-failures: one that the replica lost before the first token, once per connection (a process that dies with a hundred requests has failed
-once), and one with a sequence that ended by a fault of the engine. `policy.routing.ejection` decides what follows from open circuits.
+The replica's circuit breaker counts failures; each submitted request reports one outcome to it. A request that the replica lost before the
+first token counts as a failure, once per connection: a process that dies with a hundred requests has failed once. A request with a sequence
+that ended by a fault of the engine counts too. `policy.routing.ejection` decides what follows from open circuits.
 """
 
 from __future__ import annotations

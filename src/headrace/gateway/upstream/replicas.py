@@ -1,13 +1,13 @@
-"""The replicas of one model as this gateway sees them: their connections, and the choice among them.
+"""Keeps the replicas of one model as this gateway sees them: holds their connections, and chooses among them.
 
 Replicas come and go while requests run. A retired one gets no new request; its connection stays until its last request has left, or its
-engine has ended. Whether a replica is ready is judged in `replica_health`.
+engine has ended. `replica_health` judges whether a replica is ready.
 
 The pool watches its replicas for the running calls: it moves calls off a replica that hangs, and wakes the calls that wait for one. A
-replica hangs when it makes no progress for `MOVE_AFTER_S` beyond its predicted step. Its streams are given up only if another ready replica
-may continue them, or begin them where nothing of them has come; otherwise they stay until the wire's lease ends, since it may recover. A
-retired replica is watched as well: its streams move off it when it hangs, and none moves to it. Without a `failover_s` nothing moves, and
-only the calls that wait already are woken. See docs/failover.md.
+replica hangs when it makes no progress for `MOVE_AFTER_S` beyond its predicted step. A stream of such a replica is given up only if another
+ready replica may continue it, or may begin it where no output has come yet. Otherwise the stream stays until the wire's lease ends, since
+the replica may recover. A retired replica is watched as well: its streams move off it when it hangs, and none moves to it. Without a
+`failover_s` nothing moves, and only the calls that wait already are woken. See docs/failover.md.
 """
 
 from __future__ import annotations

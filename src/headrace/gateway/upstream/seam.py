@@ -1,4 +1,4 @@
-"""The interface between the HTTP surfaces and the upstreams that answer requests (`Upstream`, `EventStream`): types only.
+"""Defines the interface between the HTTP surfaces and the upstreams that answer requests (`Upstream`, `EventStream`): types only.
 
     validated request + facts of its key --Upstream.prepare--> Prepared (counts, to decide on) --stream--> EventStream --> OutputEvents
 

@@ -1,4 +1,4 @@
-"""The models that this gateway serves, by name and alias."""
+"""Finds the models that this gateway serves, by name and alias."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""One prompt at a replica: token ids out over the wire, text back.
+"""Streams the answer to one prompt from a replica: sends token ids over the wire, and turns the returned ids into text.
 
-The `TokenStream` of a `Call` turns token ids back
-into text, and text into reasoning and tool calls where these are looked for (`output_stage`). It finishes a sequence in the engine when a
-stop string ended it. Which replica computes it, and which one after that is lost, is the matter of `attempts`.
+The `TokenStream` of a `Call` also finds reasoning and tool calls in the text where these are looked for (`output_stage`). It finishes a
+sequence in the engine when a stop string ended it. `attempts` decides which replica computes the call, and which one after that is lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our own engines behind the seam: a request becomes token ids here, and no module above handles them.
+"""Answers requests with our own engines: turns a request into token ids, which no module above handles.
 
 Templates and tokenizing run in the text workers (`text_workers`). One `TokenUpstream` serves one model through its replicas.
 """

@@ -1,11 +1,12 @@
-"""The concerns of a generating request, a stage each. `generation.run` calls them; a request passes them in the order of `STAGES`.
+"""Holds the concerns of a generating request, one stage each; a request passes them in the order of `STAGES`.
 
-A stage is called with the request and with what comes behind it, as a Starlette middleware is: it does its part, awaits `call_next`, which
-gives the prepared answer before its first token, and does the rest. So what stages do before `call_next` happens in the order of the rows,
-and what they do after it in the reverse order. Behind the last row `fitting.prepare` asks the upstream.
+`generation.run` calls a stage, as Starlette calls a middleware, with the request and with `call_next`, which runs everything behind the
+stage. The stage does its first part, awaits `call_next`, which returns the prepared answer before its first token, and does the rest. So
+what stages do before `call_next` happens in the order of the rows, and what they do after it in the reverse order. Behind the last row
+`fitting.prepare` asks the upstream.
 
-What happens while the answer is made, or at its end, a stage leaves at the request's hooks (`Generation.recorders`, `before_end`, `ends`).
-A stage that answers by itself does not call on.
+A stage leaves what is to happen during the answer, or at its end, in the request's hooks (`Generation.recorders`, `before_end`, `ends`). A
+stage that answers by itself does not await `call_next`.
 """
 
 from __future__ import annotations

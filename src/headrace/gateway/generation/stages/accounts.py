@@ -1,4 +1,4 @@
-"""Accounts for a request: its line in the prompt log, its memory charge, its reservation of the caller's limits, its usage record."""
+"""Accounts for a request: keeps its prompt for the usage record, charges its memory, reserves the caller's limits, and fills its record."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Behind all stages the upstream prepares the request. A conversation that does not fit the context is shortened, or the model that answers
-summarises it.
+"""Prepares a request at its upstream, behind all stages, and makes its conversation fit the context where the request asks for that.
+
+A conversation that does not fit is shortened, or the model that answers summarises it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key: the first one has its answer kept, a later one gets that answer. Rules: docs/caches.md."""
+"""Handles requests with an Idempotency-Key: keeps the first one's answer, and gives it to later ones. docs/caches.md has the rules."""
 
 from __future__ import annotations
 

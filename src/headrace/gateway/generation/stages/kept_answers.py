@@ -1,4 +1,4 @@
-"""Shared by the stages that keep answers: the recorder of an answer, and the replay of a recorded one. Rules: docs/caches.md."""
+"""Records an answer and replays a recorded one, for the stages that keep answers. docs/caches.md has the rules."""
 
 from __future__ import annotations
 

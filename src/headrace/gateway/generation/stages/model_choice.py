@@ -1,4 +1,4 @@
-"""Admission: serves, queues or refuses a request by its model's load, or gives it to the model's smaller one."""
+"""Decides by the load of a model whether a request is served, queued, refused or given to the model's smaller one (admission)."""
 
 from __future__ import annotations
 

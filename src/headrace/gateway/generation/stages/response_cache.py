@@ -1,4 +1,4 @@
-"""Answers a request from the response cache, or keeps its answer there. Rules: docs/caches.md."""
+"""Answers a request from the response cache, or keeps its answer there. docs/caches.md has the rules."""
 
 from __future__ import annotations
 

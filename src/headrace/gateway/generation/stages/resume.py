@@ -1,4 +1,4 @@
-"""Streams that clients may continue: which one a request continues, the numbers of its events, and keeping it at its end.
+"""Lets clients continue streams: finds the stream that a request continues, numbers its events, and keeps it when it ends.
 
 Nothing happens where the client did not send `Last-Event-ID`, the server keeps no streams, or the answer is not a stream.
 """

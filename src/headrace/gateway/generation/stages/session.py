@@ -1,4 +1,4 @@
-"""Sessions: a request's turn of one, the conversation that it makes, and the answer that it adds.
+"""Handles a request's turn of a session: puts the session's history before its messages, and adds the answer to the session.
 
 The turn is stored before the answer's last bytes are sent. A turn that ends before that stores nothing.
 """

@@ -1,1 +1,1 @@
-"""OpenAI's words, shared by several surfaces: wire types, the treatment of each field, parsing, answers."""
+"""Implements what several surfaces share of OpenAI's API: wire types, the treatment of each field, parsing, answers."""

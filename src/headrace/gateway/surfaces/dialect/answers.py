@@ -1,7 +1,7 @@
-"""What the answers of chat and completions share: the head repeated in every part, a sequence collected, the bytes around a choice.
+"""Builds what the answers of chat and completions share: the head of every chunk, a sequence's collected output, the bytes around a choice.
 
-A chunk is assembled from bytes: everything that is constant over a stream (id, model, created, ...) is encoded once, only the new text
-(and log-probabilities, if asked for) is encoded per chunk. Text is always a JSON string, so nothing a model says can break the framing.
+A chunk is assembled from bytes. Everything that is constant over a stream (id, model, created, ...) is encoded once; only the new text (and
+log-probabilities, if asked for) is encoded per chunk. Text is always a JSON string, so nothing a model says can break the framing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A conversation in a body: its messages, with functions and the fields that control reasoning, and the prompt that they ask for."""
+"""Reads the fields of a body that make a conversation: messages, functions, the control of reasoning, and the prompt that they ask for."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Log-probabilities in the shapes clients know: OpenAI's of chat and of completions, and vLLM's `prompt_logprobs`.
+"""Writes log-probabilities in the shapes clients know: OpenAI's of chat and of completions, and vLLM's `prompt_logprobs`.
 
 Columns become JSON page by page, each when it is asked for: an answer may have a million alternatives, and no object is made per
-alternative. All functions give pieces that, joined, are one JSON value; the next piece is less than a millisecond of work. Tokens
-are encoded once: log-probabilities name the same few thousand again and again. A table of them belongs to a model's tokenizer and is freed
-with it. A full table is emptied.
+alternative. All functions give pieces that, joined, are one JSON value; the next piece is less than a millisecond of work. A token is
+encoded once, since log-probabilities name the same few thousand tokens again and again. The table of encoded tokens belongs to a model's
+tokenizer and is freed with it. A full table is emptied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A decoded body -> a request that cannot be wrong, as far as several surfaces share it.
+"""Checks the decoded body of a request, as far as several surfaces share its fields, and makes a request that cannot be wrong.
 
-Fields are those of `dialect.field_table`: honoured ones are kept, ones that change nothing are named, the rest is refused. msgspec checks
-types, `core.sampling` has the rules of parameters. Nothing here depends on the model: `upstream.tokens` adds the model's own defaults.
+Fields are those of `dialect.field_table`. Honoured fields are kept, fields that change nothing are reported by name, and all others are
+refused. msgspec checks types, `core.sampling` has the rules of parameters. Nothing here depends on the model: `upstream.tokens` adds the
+model's own defaults.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The fields by which clients control reasoning, of OpenAI, vLLM, SGLang, Ollama, OpenRouter, llama.cpp and LiteLLM, brought into one form.
+"""Brings the fields by which clients control reasoning into one form: those of OpenAI, vLLM, SGLang, Ollama, OpenRouter, llama.cpp and
+LiteLLM.
 
-What a field asks of the prompt becomes a `TemplateSwitch`: only the chat template knows the model's own word for it. What it asks of the
-answer is whether reasoning is shown, and whether it is separated from the text.
+What a field asks of the prompt becomes a `TemplateSwitch`: only the chat template knows the model's own word for it. What a field asks of
+the answer is whether reasoning is shown, and whether it is separated from the text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Wire types of the HTTP surface: what msgspec decodes and encodes, and the source of /openapi.json's schemas.
+"""Defines the wire types of the HTTP API: what msgspec decodes and encodes, and the source of /openapi.json's schemas.
 
-Requests have honoured fields only, since `dialect.parse` takes out all other ones before, and their types only: bounds are in
-`core.sampling`. The default of a field applies where it is absent. Answers have OpenAI's shapes, with vLLM's additions (`stop_reason`,
+Request types have honoured fields alone, since `dialect.parse` takes out all other ones before. They check types; `core.sampling` has the
+bounds. The default of a field applies where it is absent. Answers have OpenAI's shapes, with vLLM's additions (`stop_reason`,
 `prompt_logprobs`).
 """
 

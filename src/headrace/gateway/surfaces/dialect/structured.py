@@ -1,7 +1,7 @@
-"""The fields that say what an answer must match, in the words of OpenAI, vLLM, SGLang, llama.cpp and Ollama, as one `Grammar`.
+"""Makes one `Grammar` of the fields that say what an answer must match, in the words of OpenAI, vLLM, SGLang, llama.cpp and Ollama.
 
-A request has one of them at most. Nothing is compiled here: the engine does, and refuses what it cannot enforce; the surface then gives the
-refusal the name of the client's field (`parse.error_as_written`).
+A request has at most one such field. Nothing is compiled here: the engine compiles, and refuses what it cannot enforce. The surface then
+names the client's field in the refusal (`parse.error_as_written`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Functions in a chat's body: the wire types of `tools`, `tool_choice` and of calls in messages, their checks, and what they become.
+"""Reads the functions in a chat's body: the wire types of `tools`, `tool_choice` and of calls in messages, and their checks.
 
-The values are `core.tools`; the form of a call in the model's text is text.output's.
+They become values of `core.tools`. `text.output` knows the form of a call in the model's text.
 """
 
 from __future__ import annotations
