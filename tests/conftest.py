@@ -1,6 +1,6 @@
-"""A time limit for every test, and `--no-torch`.
+"""Gives every test a time limit, and the run the flag `--no-torch`.
 
-What hangs ends red, with the stacks of its threads and of the processes it started.
+A test that hangs fails, with the stacks of its threads and of the processes it started.
 
 pytest-timeout interrupts the test and shows the stacks of its own threads. Added here:
 
@@ -8,8 +8,8 @@ pytest-timeout interrupts the test and shows the stacks of its own threads. Adde
 - the stacks of child processes: Python writes them at SIGABRT, which PYTHONFAULTHANDLER turns on in every child;
 - an end of the process that runs it, with stacks, where a call into C never returns and no signal can interrupt it.
 
-SIGHUP has its default action in what tests start, however the run itself was started. HEADRACE_STATE is a temporary folder, so that no
-test reads this user's own keys.
+SIGHUP has its default action in what tests start, however the run itself was started. HEADRACE_STATE is a temporary folder, so that no test
+reads this user's own keys.
 
 The process log that a command sets up in a test's own process ends with the test.
 

@@ -1,4 +1,4 @@
-"""The bundled models run on one thread here."""
+"""Runs the bundled models on one thread in these tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped chat template and tokenizer: tool form, single digits, and any text survives."""
+"""Tests the shipped chat template and tokenizer: tool form, single digits, and any text survives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command tests share."""
+"""Holds the fixtures that the command tests share."""
 
 from __future__ import annotations
 

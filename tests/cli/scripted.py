@@ -1,4 +1,4 @@
-"""A tiny HTTP server in a thread that plays an OpenAI-compatible API from a script. Loopback, ephemeral port."""
+"""Plays an OpenAI-compatible API from a script: a tiny HTTP server in a thread, on loopback and an ephemeral port."""
 
 from __future__ import annotations
 

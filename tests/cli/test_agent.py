@@ -1,4 +1,4 @@
-"""The agent: what is sent after a call, what is printed, when it ends; then the command itself."""
+"""Tests the agent: what is sent after a call, what is printed, when it ends; then the command itself."""
 
 from __future__ import annotations
 

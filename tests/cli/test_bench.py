@@ -1,4 +1,4 @@
-"""`headrace bench`: a server's load test over a socket, and the offline measurements on a fake model."""
+"""Tests `headrace bench`: a server's load test over a socket, and the offline measurements on a fake model."""
 
 from __future__ import annotations
 

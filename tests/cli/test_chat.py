@@ -1,4 +1,4 @@
-"""The chat: what is sent, what is printed, what commands change; then the command itself, through a pipe and in a terminal."""
+"""Tests the chat: what is sent, what is printed, what commands change; then the command itself, through a pipe and in a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server started for one command: it answers inside the block and is gone after it."""
+"""Tests a server started for one command: it answers inside the block and is gone after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""File, environment, flags: what wins, what is refused, and how it is said."""
+"""Tests which of file, environment and flags wins, what is refused, and how the refusal reads."""
 
 from __future__ import annotations
 

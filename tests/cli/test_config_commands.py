@@ -1,4 +1,4 @@
-"""`headrace config`: what is printed, what is hidden, what is left alone."""
+"""Tests `headrace config`: what is printed, what is hidden, what is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All faults of a configuration at once: each with its line, none of them made up by mending another."""
+"""Tests that all faults of a configuration are reported at once, each with its line, and none caused by another one's repair."""
 
 from __future__ import annotations
 

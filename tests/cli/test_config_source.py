@@ -1,4 +1,4 @@
-"""The configuration of a running deployment, read again: what is said to differ, and which of two differences holds."""
+"""Tests reading the configuration of a running deployment again: which differences are reported, and which of two holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Commands for a deployment that runs: what is refused before one is asked, and how they end. What they do: tests/fleet/test_control.py."""
+"""Tests commands for a running deployment: what is refused before one is asked, and how they end. What they do:
+tests/fleet/test_control.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Doctor's findings on machines made up by hand, and the command on this one."""
+"""Tests doctor's findings on machines made up by hand, and the command on this one."""
 
 from __future__ import annotations
 

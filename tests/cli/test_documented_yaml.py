@@ -1,4 +1,4 @@
-"""The YAML of the documentation: every key in it is one that the configuration has, with a value of its type.
+"""Tests the YAML of the documentation: every key in it is one that the configuration has, with a value of its type.
 
 What the values name (folders, servers, certificates) is not there in a test.
 """

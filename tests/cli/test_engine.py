@@ -1,4 +1,4 @@
-"""`headrace engine`: what is refused before it starts, and what a process survives before there is an engine in it."""
+"""Tests `headrace engine`: what is refused before it starts, and what a process survives before there is an engine in it."""
 
 from __future__ import annotations
 

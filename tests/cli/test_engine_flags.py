@@ -1,4 +1,4 @@
-"""Flags made from the engine's configuration: the same in every command, and numbers as vLLM writes them."""
+"""Tests flags made from the engine's configuration: the same in every command, and numbers as vLLM writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python functions as tools: their schemas, calls with a model's arguments, and what is refused by name."""
+"""Tests Python functions as tools: their schemas, calls with a model's arguments, and what is refused by name."""
 
 from __future__ import annotations
 

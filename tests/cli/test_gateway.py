@@ -1,4 +1,4 @@
-"""`headrace gateway` by hand: what becomes of its flags and its file, and what is refused before it starts."""
+"""Tests `headrace gateway` started by hand: how its flags and its file are used, and what is refused before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace keys` and `headrace tenants`: what an operator types and reads, on the state folder that a server has."""
+"""Tests `headrace keys` and `headrace tenants`: what an operator types and reads, on the state folder that a server has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as people meet it: help at once, mistakes explained, exit codes kept."""
+"""Tests the command line as people meet it: help at once, mistakes explained, exit codes kept."""
 
 from __future__ import annotations
 

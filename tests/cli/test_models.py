@@ -1,4 +1,4 @@
-"""`headrace models`: facts from config.json, adapters by name, and why a folder cannot be served."""
+"""Tests `headrace models`: facts from config.json, adapters by name, and why a folder cannot be served."""
 
 from __future__ import annotations
 

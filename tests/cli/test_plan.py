@@ -1,4 +1,4 @@
-"""`headrace plan` as it is typed."""
+"""Tests `headrace plan` as it is typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace replay`: the table, the rows, and the same tokens again from a real model with random weights."""
+"""Tests `headrace replay`: the table, the rows, and the same tokens again from a real model with random weights."""
 
 from __future__ import annotations
 

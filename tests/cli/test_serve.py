@@ -1,4 +1,4 @@
-"""Flags become configuration, and what is printed at start can be used as it stands."""
+"""Tests that flags become configuration, and that what is printed at start can be used as it stands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace simulate` as it is typed."""
+"""Tests `headrace simulate` as it is typed."""
 
 from __future__ import annotations
 

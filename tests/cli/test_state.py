@@ -1,4 +1,4 @@
-"""Every command finds the same state folder, and it is closed to other users."""
+"""Tests that every command finds the same state folder, and that it is closed to other users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a message suggests is followed: it is taken, and not refused by the next message."""
+"""Tests that the remedy a message suggests works: it is accepted, and not refused by the next message."""
 
 from __future__ import annotations
 

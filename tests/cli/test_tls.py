@@ -1,4 +1,4 @@
-"""`headrace tls init`: what an operator reads."""
+"""Tests what an operator reads from `headrace tls init`."""
 
 from __future__ import annotations
 

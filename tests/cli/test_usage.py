@@ -1,4 +1,4 @@
-"""`headrace usage` and `headrace log archive`, tried as an operator does."""
+"""Tests `headrace usage` and `headrace log archive` as an operator runs them."""
 
 from __future__ import annotations
 

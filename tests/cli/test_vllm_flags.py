@@ -1,4 +1,6 @@
-"""vLLM's flags: done, dropped with a notice, or refused by name with what to do; never swallowed. Each row of the table is walked."""
+"""Tests vLLM's flags: each is done, dropped with a notice, or refused by name with a remedy; none is swallowed. Each row of the table is
+tested.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the scripts of this folder share: run each case, and print how it went as one line of JSON.
+"""Runs each case of this folder's scripts, and prints how it went as one line of JSON.
 
-They run in an environment of the library alone, so this imports nothing of ours.
+The scripts run in an environment of the library alone, so this module imports nothing of ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Client libraries against `headrace serve` of the bundled model, each in an environment of its own.  usage: run.py [LIBRARY ...]
+"""Runs client libraries against `headrace serve` of the bundled model, each in an environment of its own.
+
+    python tests/clients/run.py [LIBRARY ...]
 
 An environment is made below .venv-clients/ with the versions of LIBRARIES, which takes a package index. The results of the libraries that
 ran are written to tests/clients/results.json. Exit code 1: a case that the server must hold did not pass.

@@ -1,4 +1,4 @@
-"""instructor: its modes for the chat API."""
+"""Tries instructor: its modes for the chat API."""
 
 from __future__ import annotations
 

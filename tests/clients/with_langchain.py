@@ -1,4 +1,4 @@
-"""langchain-openai: answers, streams, bound tools and structured output."""
+"""Tries langchain-openai: answers, streams, bound tools and structured output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official client's helpers: parse and stream."""
+"""Tries the official client's helpers: parse and stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pydantic-ai: text, tools, and its three ways to typed output."""
+"""Tries pydantic-ai: text, tools, and its three ways to typed output."""
 
 from __future__ import annotations
 

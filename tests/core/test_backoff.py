@@ -1,4 +1,4 @@
-"""Pauses between tries: twice the last, never above the limit, the first again after what worked for a while."""
+"""Tests the pauses between tries: each is twice the last and never above the limit, and the first returns after a time of success."""
 
 from __future__ import annotations
 

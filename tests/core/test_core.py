@@ -1,4 +1,4 @@
-"""Core words: hashes, parameter rules, plan codec."""
+"""Tests hashes, rules of parameters, and the codec of plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences of configurations as people read them, and that no secret stands in one."""
+"""Tests the differences of configurations as people read them, and that no secret stands in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GBNF rewritten as Lark, judged by the compiler that reads it; and how long hostile texts take."""
+"""Tests GBNF rewritten as Lark, judged by the compiler that reads it; and how long hostile texts take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs are found without torch, and what stands in their way is said."""
+"""Tests that GPUs are found without torch, and that the reason why one cannot be used is said."""
 
 from __future__ import annotations
 

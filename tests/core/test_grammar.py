@@ -1,4 +1,4 @@
-"""The grammar value: its rules, and the sources it writes itself."""
+"""Tests the grammar value: its rules, and the sources it writes itself."""
 
 import pytest
 

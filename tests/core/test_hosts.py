@@ -1,4 +1,4 @@
-"""Addresses of this machine, of the link, and of a cloud's metadata service, however they are written."""
+"""Tests the recognition of addresses of this machine, of the link, and of a cloud's metadata service, however they are written."""
 
 from __future__ import annotations
 

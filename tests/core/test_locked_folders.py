@@ -1,4 +1,4 @@
-"""Directories of one process each: in use while it lives, whatever becomes of it."""
+"""Tests directories that belong to one process each: in use while it lives, however it ends."""
 
 from __future__ import annotations
 

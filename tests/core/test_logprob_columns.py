@@ -1,4 +1,4 @@
-"""Log-probabilities of many positions: columns and entries say the same."""
+"""Tests that columns and entries hold the same log-probabilities of many positions."""
 
 from __future__ import annotations
 

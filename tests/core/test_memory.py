@@ -1,4 +1,4 @@
-"""Memory and CPU time that may be taken, read from files of the test's own."""
+"""Tests which memory and CPU time may be used, read from files of the test's own."""
 
 from __future__ import annotations
 

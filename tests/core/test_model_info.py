@@ -1,4 +1,4 @@
-"""The version of a loaded model, under which its answers are kept."""
+"""Tests the version of a loaded model, under which its answers are kept."""
 
 from __future__ import annotations
 

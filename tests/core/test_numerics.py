@@ -1,4 +1,4 @@
-"""When a stream may go on at another replica."""
+"""Tests when a stream may go on at another replica."""
 
 from __future__ import annotations
 

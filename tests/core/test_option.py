@@ -1,4 +1,4 @@
-"""Options as fields: what they allow, what sections hand on, and which paths a reload may change."""
+"""Tests options as fields: what they allow, what sections hand on, and which paths a reload may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations are decoded by one strict decoder: the path of what does not fit, the nearest known key, and no value in an error."""
+"""Tests the strict decoder of configurations: errors give the path of what does not fit and the nearest known key, and no value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's `StructuredOutputsParams` as programs write them become grammars."""
+"""Tests that vLLM's `StructuredOutputsParams`, as programs write them, become grammars."""
 
 from __future__ import annotations
 

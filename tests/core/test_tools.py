@@ -1,4 +1,4 @@
-"""Functions that a model may call: the rule for their names."""
+"""Tests the rule for the names of functions that a model may call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints and their plain loops, and the servers that several files share, once per session.
+"""Provides checkpoints and their plain loops, and the servers that several files share, once per session.
 
 Tests of processes run one after the other in one process, so that a session's server is started once.
 """

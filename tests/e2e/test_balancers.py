@@ -1,4 +1,6 @@
-"""HAProxy and nginx, with the files that are shipped, in front of two gateways: 200 streams, a drain, a restart, sessions, models, TLS."""
+"""Tests HAProxy and nginx, with the files that are shipped, in front of two gateways: 200 streams, a drain, a restart, sessions, models,
+TLS.
+"""
 
 from __future__ import annotations
 

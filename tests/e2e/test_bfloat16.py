@@ -1,4 +1,4 @@
-"""In bfloat16 two right programs may choose differently where the model itself hardly has a preference, and nowhere else.
+"""Tests that in bfloat16 the engine differs from transformers only where the model itself hardly has a preference.
 
 The reference is transformers in bfloat16 on the same weights, fed the engine's own tokens: at every position the engine's choice is
 either the reference's best token, or its logit there lies less than EPSILON times the row's largest magnitude below the best one's.

@@ -1,4 +1,4 @@
-"""Pages of other origins in a real browser: Chromium, headless, against `headrace serve --allowed-origins`.
+"""Tests pages of other origins in a real browser: Chromium, headless, against `headrace serve --allowed-origins`.
 
 A page is served by this process on a port of its own, which makes it a page of another origin. It asks the server what an application
 would (a list of models with a key, a stream, a request that is refused) and reports what the browser let it read.

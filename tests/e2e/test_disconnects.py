@@ -1,7 +1,7 @@
-"""A third of all clients leave at random moments; afterwards gateway and engine hold exactly what they held before.
+"""Tests that gateway and engine hold exactly what they held before, after a third of all clients have left at random moments.
 
-Blocks, running and waiting sequences as the engine counts them; file descriptors, threads and event-loop tasks of both processes as the
-operating system and the processes themselves do. Clients that stay get their answers, the greedy ones token for token.
+The engine counts its blocks and its running and waiting sequences. The operating system and the processes themselves count the file
+descriptors, threads and event-loop tasks of both. Clients that stay get their answers, the greedy ones token for token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sequences cut at any token on one replica go on at another as if nothing had happened: token ids, text, log-probabilities.
+"""Tests that sequences cut at any token on one replica go on at another as if nothing had happened: token ids, text, log-probabilities.
 
 Two engines of the bundled model, each behind the real service on a Unix socket. What is sent again are the ids that the text side was fed,
 held-back ones (the beginning of what may be a stop string, half a character) included.

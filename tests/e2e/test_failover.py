@@ -1,4 +1,4 @@
-"""Engines killed and stopped while streams run, in real processes: every stream ends, with the answer it has without a fault.
+"""Tests engines killed and stopped while streams run, in real processes: every stream ends, with the answer it has without a fault.
 
 The storm over thousands of streams and every kind of request is `bench/storms/failover.py`. How long streams wait is asserted on virtual
 time in tests/gateway.

@@ -1,4 +1,4 @@
-"""Real servers behind a model of ours, beside a model with an engine of our own: the `openai` client against all of them.
+"""Tests real servers behind a model of ours, beside a model with an engine of our own: the `openai` client asks all of them.
 
 One foreign server is a second `headrace serve`. Another is llama.cpp's, where it is at hand: HEADRACE_TEST_LLAMA_SERVER names the program
 `llama-server`, HEADRACE_TEST_GGUF a model for it that is small enough to load in a minute. Any further one that runs already, such as

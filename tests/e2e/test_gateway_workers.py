@@ -1,4 +1,4 @@
-"""Several gateway processes on one port, as `headrace serve` starts them; the engine is real but for its model, which is paced.
+"""Tests several gateway processes on one port, as `headrace serve` starts them; the engine is real but for its model, which is paced.
 
 The tests of this file share a deployment; the last one stops it.
 """

@@ -1,4 +1,4 @@
-"""One storm of hostile requests against `headrace serve`: each gets its refusal, and nobody else notices.
+"""Sends one storm of hostile requests to `headrace serve`: each gets its refusal, and no other client notices.
 
 Bodies come from `hostile_requests`, broken framing from the gateway's own tests; slow, half-closed and greedy clients are written here.
 Neighbours stream from before the first of them until after the last.

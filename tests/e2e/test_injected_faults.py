@@ -1,4 +1,4 @@
-"""An exception at any place of the engine fails the sequence it belongs to and nobody else: neighbours' answers stay byte-identical.
+"""Raises an exception at each place of the engine in turn: only the sequence it belongs to fails, and other answers stay byte-identical.
 
 The real engine in this process. `failpoint_kit.sites` knows its places by reading the source, so a new one is tested here by itself.
 """

@@ -1,4 +1,4 @@
-"""Many streams at once through the real gateway, over sockets on both sides; the engine is real but for its model, which is paced.
+"""Runs many streams at once through the real gateway, over sockets on both sides; the engine is real but for its model, which is paced.
 
 Every stream has its own seed and must get exactly its tokens. The slow test also reports what a chunk and a stream cost.
 """

@@ -1,4 +1,4 @@
-"""One tenant floods a gateway with 200 streams: it is refused at its own limits, and another tenant sees nothing but its answers.
+"""Tests that a tenant that floods a gateway with 200 streams is refused at its own limits, and that another tenant notices nothing.
 
 On virtual time, over a replica that says a token every 20 ms. What the engine's queue does with a flood is in tests/engine
 (test_overload.py, test_fairness.py); the storm with a thousand streams, real engines and times is `bench/storms/neighbour.py`.

@@ -1,4 +1,4 @@
-"""The official `openai` Python client against `headrace serve`: what it reads, streams and raises."""
+"""Tests the official `openai` Python client against `headrace serve`: what it reads, streams and raises."""
 
 from __future__ import annotations
 

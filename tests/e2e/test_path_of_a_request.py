@@ -1,4 +1,4 @@
-"""docs/architecture.md names the files of a request, and of one decode step, in order: one of each is watched on its way through them."""
+"""Tests that a request, and one decode step, pass through the files that docs/architecture.md names, in that order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/ready tells the truth in the right order, and what dies is told, started again and ready again: processes that are stopped and killed.
+"""Tests /ready while real processes are stopped and killed: it tells the truth in the right order, and what dies is started again.
 
 How soon each of it happens is asserted on virtual time in tests/gateway/test_readiness_time.py and tests/engine. The end of a deployment is
 in test_gateway_workers.py (SIGTERM) and test_change.py (a killed supervisor).

@@ -1,4 +1,4 @@
-"""Clients that leave a stream and come back at another gateway over the same store: real processes, one engine, the real wire."""
+"""Tests clients that leave a stream and come back at another gateway over the same store: real processes, one engine, the real wire."""
 
 from __future__ import annotations
 

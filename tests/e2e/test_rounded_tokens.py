@@ -1,4 +1,4 @@
-"""With rounded weights or a rounded cache, a greedy answer is that of transformers with the same rounding put into it.
+"""Tests that with rounded weights or a rounded cache, a greedy answer is that of transformers with the same rounding put into it.
 
 The bundled model, through the real loader, runner, scheduler and loop. How exact its answers stay is measured by `bench.quality`.
 """

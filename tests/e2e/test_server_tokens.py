@@ -1,4 +1,6 @@
-"""Over sockets, through `headrace serve`: a greedy answer is the plain loop's, whatever else the server does at the same time."""
+"""Tests over sockets, through `headrace serve`, that a greedy answer is the plain loop's, whatever else the server does at the
+same time.
+"""
 
 from __future__ import annotations
 

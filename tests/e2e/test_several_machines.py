@@ -1,4 +1,4 @@
-"""Engines and a gateway on addresses of their own, started one by one as an operator would, over TLS.
+"""Tests engines and a gateway on addresses of their own, started one by one as an operator would, over TLS.
 
 Addresses 127.0.0.2 and so on stand for machines; with certificates the wire treats them as any other address. Each fault between two
 machines by its name: tests/engine/server/test_listener.py.

@@ -1,4 +1,4 @@
-"""Structured output through the official `openai` client, from a model with random weights: nothing matches by luck."""
+"""Tests structured output through the official `openai` client, from a model with random weights: nothing matches by luck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the engine does to be fast, a greedy answer in float32 is that of one plain loop in transformers, token for token.
+"""Tests that a greedy answer in float32 is that of one plain loop in transformers, token for token, whatever the engine does to be fast.
 
 In this process, through the real loader, runner, scheduler and loop. The same through `headrace serve` is test_server_tokens.py.
 """

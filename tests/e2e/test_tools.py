@@ -1,4 +1,4 @@
-"""Functions end to end: `headrace serve` of the bundled model, the official `openai` client, the example and the agent."""
+"""Tests functions end to end: `headrace serve` of the bundled model, the official `openai` client, the example and the agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a cancelled request is free within a step, on virtual time. Real processes: tests/e2e/test_disconnects.py."""
+"""Tests on virtual time that the memory of a cancelled request is free within a step. Real processes: tests/e2e/test_disconnects.py."""
 
 from __future__ import annotations
 

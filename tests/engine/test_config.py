@@ -1,4 +1,4 @@
-"""The options that a replica may have, from a file, flags or the supervisor."""
+"""Tests the options that a replica may have, from a file, flags or the supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The option `deterministic`, from the configuration to the bits: tokens and log-probabilities depend on the request alone.
+"""Tests the option `deterministic`, from the configuration to the bits: tokens and log-probabilities depend on the request alone.
 
 Every architecture runs over random weights on every path of this CPU: alone with nothing clever, which is the oracle, and then in every
 kind of company. Requests with a grammar: `test_masked_sequences`. Random mixtures of everything: `test_random_requests`.

@@ -1,4 +1,6 @@
-"""Tenants and tiers in one engine on virtual time: a noisy neighbour, a spike of batch requests, shares, goals, preemption, starvation."""
+"""Tests tenants and tiers in one engine on virtual time: a noisy neighbour, a spike of batch requests, shares, goals, preemption,
+starvation.
+"""
 
 from __future__ import annotations
 

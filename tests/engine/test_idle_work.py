@@ -1,4 +1,4 @@
-"""Idle work of an engine: none of it runs beside a request, and all of it is done in the end."""
+"""Tests idle work of an engine: none of it runs beside a request, and all of it is done in the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences with a grammar give the same tokens and log-probabilities alone and in every kind of company, to the bit.
+"""Tests that sequences with a grammar give the same tokens and log-probabilities, to the bit, alone and beside any other requests.
 
 The engine is deterministic, so that its logits do not depend on the batch; everything else about a grammar must not, either.
 """

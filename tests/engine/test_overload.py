@@ -1,4 +1,4 @@
-"""One engine behind the gateway's admission on virtual time: goodput at loads up to ten times what it can do."""
+"""Tests one engine behind the gateway's admission on virtual time: goodput at loads up to ten times what it can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random requests under `deterministic`, mixing all that a client may ask for: each sequence is answered as its request alone is.
+"""Tests random requests under `deterministic`, mixing all that a client may ask for: each sequence is answered as its request alone is.
 
 A crowd shares few KV blocks, so that sequences are preempted and prefixes evicted all the time; some requests are aborted, and most of
 these are resumed. The slow test writes random-requests.json (`save_result`). Case by case: `test_deterministic`, `test_masked_sequences`.

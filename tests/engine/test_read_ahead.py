@@ -1,4 +1,4 @@
-"""Reading begins before torch is imported, for configurations that packed weights are kept for, and within bounds."""
+"""Tests that reading begins before torch is imported, for configurations that packed weights are kept for, and within bounds."""
 
 from __future__ import annotations
 

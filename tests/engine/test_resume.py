@@ -1,4 +1,5 @@
-"""Any sequence of a request, cut off at any token, goes on alone as if nothing had happened: the numbers are its own, outputs stay outputs.
+"""Tests that any sequence of a request, cut off at any token, goes on alone as if nothing had happened: the same random numbers and
+outputs.
 
 A resume is a request with `first_index` = the sequence's index, n = 1, and the output ids so far.
 """

@@ -1,4 +1,4 @@
-"""Outputs drawn from random weights, so that nothing is valid by luck: they come to their end, and then they match.
+"""Tests outputs drawn from random weights, so that nothing is valid by luck: they come to their end, and then they match.
 
 The samples (`tests/support/grammar_samples.py`) are bounded, and each brings a check of its own. The slow test writes
 sampled-grammars.json (`save_result`).

@@ -1,4 +1,4 @@
-"""The admin requests over TCP: which commands reach them, and what is refused. The supervisor is real, its processes are scripted."""
+"""Tests the admin requests over TCP: which commands reach them, and what is refused. The supervisor is real, its processes are scripted."""
 
 from __future__ import annotations
 

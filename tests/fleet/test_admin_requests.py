@@ -1,4 +1,4 @@
-"""Keys and tenants over the admin socket: the same operations as the commands, with the socket's token alone."""
+"""Tests keys and tenants over the admin socket: the same operations as the commands, with the socket's token alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin socket of a deployment that runs: who may ask, and what becomes of a command whose client leaves. Processes are scripted."""
+"""Tests the admin socket of a running deployment: who may ask, and how a command goes on when its client leaves. Processes are scripted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A site's private authority: what it makes, that it overwrites nothing, and that both ends take its certificates."""
+"""Tests a site's private authority: what it makes, that it overwrites nothing, and that both ends take its certificates."""
 
 from __future__ import annotations
 

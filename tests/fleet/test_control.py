@@ -1,4 +1,4 @@
-"""A deployment changed by commands: rollouts, scale, drains and reloads, to the line and to the second. Processes are scripted."""
+"""Tests a deployment changed by commands: rollouts, scale, drains and reloads, to the line and to the second. Processes are scripted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands to a deployment in which something hangs, refuses or comes at a bad moment. Processes are scripted."""
+"""Tests commands to a deployment in which something hangs, refuses or comes at a bad moment. Processes are scripted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deployment of real processes: it serves, what dies in it is started again, it changes while it runs, and it leaves nothing behind.
+"""Tests a deployment of real processes: it serves, restarts what dies, changes while it runs, and leaves nothing behind.
 
 Engines are fake, everything else is not. What the supervisor decides, and when, is in test_supervisor.py and test_control.py, on virtual
 time.

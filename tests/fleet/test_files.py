@@ -1,4 +1,4 @@
-"""The files that the supervisor writes for its children."""
+"""Tests the files that the supervisor writes for its children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child process as its launcher sees it: what it says on the leash, what it prints, how it ends, and what it inherits."""
+"""Tests a child process as its launcher sees it: what it says on the leash, what it prints, how it ends, and what it inherits."""
 
 from __future__ import annotations
 

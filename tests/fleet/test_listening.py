@@ -1,4 +1,4 @@
-"""Reserving an address to listen on, asked of the real system."""
+"""Tests reserving an address to listen on, against the real system."""
 
 from __future__ import annotations
 

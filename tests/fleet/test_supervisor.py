@@ -1,4 +1,4 @@
-"""What the supervisor does from the first process to the last: what it says once it serves, when it gives up, and how it ends.
+"""Tests what the supervisor does from the first process to the last: what it says once it serves, when it gives up, and how it ends.
 
 Processes are scripted; real ones are in test_deployment_process.py.
 """

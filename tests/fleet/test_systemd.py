@@ -1,4 +1,6 @@
-"""The shipped systemd unit: what it promises, what systemd says of it, and a real service manager that starts a killed supervisor again."""
+"""Tests the shipped systemd unit: what it promises, what systemd says of it, and a real service manager that restarts a killed
+supervisor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turning a model's name into a folder, without looking anywhere else."""
+"""Tests turning a model's name into a folder, without looking anywhere else."""
 
 from __future__ import annotations
 

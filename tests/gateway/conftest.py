@@ -1,4 +1,4 @@
-"""A real tokenizer with a chat template, a gateway over in-process replicas, and a Redis server."""
+"""Provides a real tokenizer with a chat template, a gateway over in-process replicas, and a Redis server."""
 
 from __future__ import annotations
 

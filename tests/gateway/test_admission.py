@@ -1,4 +1,4 @@
-"""A busy model's requests go to the smaller one, wait, or are refused, and every answer says which."""
+"""Tests that a busy model's requests go to the smaller one, wait, or are refused, and that every answer says which."""
 
 from __future__ import annotations
 

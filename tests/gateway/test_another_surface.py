@@ -1,4 +1,4 @@
-"""A surface of another API, made here alone: one value and one row, and the rest of the gateway serves it as it serves OpenAI's."""
+"""Tests a surface of another API, made in this file: one value and one row, and the gateway serves it as it serves OpenAI's."""
 
 from __future__ import annotations
 

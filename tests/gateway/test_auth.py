@@ -1,4 +1,4 @@
-"""Who may: default-deny on every route and method, whatever the request looks like; Host and Origin; keys that stay secret."""
+"""Tests who may ask: default-deny on every route and method, whatever the request looks like; Host and Origin; keys that stay secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON border, the error table and the configuration, each by itself."""
+"""Tests the JSON border, the error table and the configuration, each by itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What a client sends is seen by nobody else: canaries in every place that a request has, and none of them in anything that is written down
-or shown to another caller. Stores that keep conversations and answers for their tenant have them, and nothing else has.
+"""Tests that no other caller sees what a client sends, by canaries in every part of a request.
+
+None of them is in anything that is written down or shown to another caller. Stores that keep conversations and answers for their tenant
+have them, and nothing else has.
 """
 
 from __future__ import annotations

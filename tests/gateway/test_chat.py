@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: OpenAI's shapes, whole and streamed."""
+"""Tests POST /v1/chat/completions: OpenAI's shapes, whole and streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What well-known clients send, as they send it, and what they read in our answers.
+"""Tests requests of well-known clients, as they send them, and what they read in our answers.
 
 Shapes and patterns were read in the sources of the versions named beside them. OpenAI's own client is asked for its fields, the others are
 not needed here.

@@ -1,4 +1,4 @@
-"""POST /v1/completions: the four forms of a prompt, echo, log-probabilities in columns, several prompts."""
+"""Tests POST /v1/completions: the four forms of a prompt, echo, log-probabilities in columns, several prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bare sockets against the real server: slow, huge, broken and smuggled HTTP is refused, closed, and harms nobody."""
+"""Tests bare sockets against the real server: slow, huge, broken and smuggled HTTP is refused and closed, and harms no other client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressed bodies: the same request as the plain one, within the same bound, whatever they are said to hold."""
+"""Tests compressed bodies: the same request as the plain one, within the same bound, whatever they are said to hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica behind a link that is cut, in either direction or both, or that flaps: it gets no request beyond two seconds."""
+"""Tests a replica behind a link that is cut, in either direction or both, or that flaps: after two seconds it gets no request."""
 
 from __future__ import annotations
 

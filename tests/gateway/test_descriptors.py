@@ -1,4 +1,4 @@
-"""The number of connections fits the open files; too few files are refused at start."""
+"""Tests that the number of connections fits the open files, and that too few files are refused at start."""
 
 from __future__ import annotations
 

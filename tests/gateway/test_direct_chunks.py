@@ -1,4 +1,6 @@
-"""Chunks written while the request's task sleeps are the chunks it would have written itself: behind one switch, the room in the socket."""
+"""Tests that chunks written while the request's task sleeps are those that the task would have written: behind one switch, the room in the
+socket.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams whose replica is lost, hangs or rejects: they go on elsewhere, and nothing is lost, repeated or changed."""
+"""Tests streams whose replica is lost, hangs or rejects: they go on elsewhere, and nothing is lost, repeated or changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with replicas and foreign servers: ours first, theirs where none of ours takes a request, and never both."""
+"""Tests a model with replicas and foreign servers: ours first, theirs where none of ours takes a request, and never both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The field table against the documentation, the wire types and the running gateway: every row does what it says."""
+"""Tests the field table against the documentation, the wire types and the running gateway: every row does what it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A foreign server behind the seam: our own gateway as one, and scripted ones that send what no server should."""
+"""Tests a foreign server as upstream: our own gateway as one, and scripted ones that send what no server should."""
 
 from __future__ import annotations
 

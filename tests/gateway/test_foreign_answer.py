@@ -1,4 +1,4 @@
-"""Pieces of a foreign server's answer become calls, text, reasoning and ends; malformed fields beside them are left out."""
+"""Tests that pieces of a foreign server's answer become calls, text, reasoning and ends, and that malformed fields are left out."""
 
 from __future__ import annotations
 

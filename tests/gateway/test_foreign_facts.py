@@ -1,4 +1,4 @@
-"""Reading the limits and load of foreign servers: forms that are known, and bytes that mean nothing."""
+"""Tests reading the limits and load of foreign servers: forms that are known, and bytes that mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several servers of one model: which one gets a request, what follows a failure, and when a server is left alone."""
+"""Tests several servers of one model: which one gets a request, what follows a failure, and when a server is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of a foreign server's answer as events: the forms in which servers write them, cut anywhere."""
+"""Tests reading bytes of a foreign server's answer as events: the forms in which servers write them, cut anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The attempts of one request over any servers and failures: bounded, each server once before one again, never one that takes none."""
+"""Tests the attempts of one request over any servers and failures: bounded, each server once before one again, never one that
+takes none.
+"""
 
 from __future__ import annotations
 

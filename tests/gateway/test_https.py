@@ -1,4 +1,4 @@
-"""https: a certificate that is read again while connections are open; and addresses that only listed proxies may name."""
+"""Tests https: a certificate that is read again while connections are open; and client addresses, which only listed proxies may name."""
 
 from __future__ import annotations
 

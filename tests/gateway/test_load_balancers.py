@@ -1,4 +1,4 @@
-"""What asks before any client does: health checks of load balancers without a Host, HTTP/1.0, https by mistake, and people at /."""
+"""Tests what arrives before any client: health checks of load balancers without a Host, HTTP/1.0, https by mistake, and people at /."""
 
 from __future__ import annotations
 

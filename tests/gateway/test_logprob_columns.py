@@ -1,4 +1,4 @@
-"""Log-probabilities encoded from columns are, byte for byte, what encoding objects gives."""
+"""Tests that log-probabilities encoded from columns are, byte for byte, what encoding objects gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What an answer's log-probabilities are charged is what they take in memory, and joining their pages costs no more than reading them."""
+"""Tests that an answer's log-probabilities are charged what they take in memory, and that joining their pages costs no more than reading
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities as JSON: what the model rules out still has a number."""
+"""Tests log-probabilities as JSON: a token that the model rules out still has a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""No request holds the event loop for long: the longest slice of heavy legal and refused requests, in lines of Python and in CPU time.
+"""Tests that no request holds the event loop for long: the longest slice of heavy legal and refused requests, in lines of Python and CPU
+time.
 
 The goal is 5 ms on an idle machine; the bounds here are wide, so that only work that grows with a request breaks them.
 """

@@ -1,4 +1,4 @@
-"""Start and end of a gateway, without a process: a refused start with the reason for the supervisor, and the drain."""
+"""Tests the start and end of a gateway, without a process: a refused start with the reason for the supervisor, and the drain."""
 
 from __future__ import annotations
 

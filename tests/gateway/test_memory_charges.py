@@ -1,4 +1,4 @@
-"""Requests are charged for memory while they run, refused by name where it is full, and every charge is given back."""
+"""Tests that requests are charged for memory while they run and refused by name if it is full, and that every charge is given back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a gateway whose clients ask for much and read nothing: bounded while they stay, given back once they left.
+"""Tests the memory of a gateway whose clients ask for much and read nothing: bounded while they stay, given back once they left.
 
 By the gateway's own counters on virtual time; and once by the resident memory of a process, in a small storm of
 `bench/storms/memory_unread.py` on the real wire, since the counters cannot tell columns from objects that take ten times as much.

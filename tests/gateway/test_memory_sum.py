@@ -1,4 +1,4 @@
-"""One sum of bytes: limits hold, whatever is taken comes back, and refusals say which limit it was."""
+"""Tests one sum of bytes: limits hold, whatever is taken comes back, and refusals say which limit it was."""
 
 from __future__ import annotations
 

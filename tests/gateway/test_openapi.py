@@ -1,4 +1,4 @@
-"""/openapi.json describes what is served; /docs shows it from files in the package alone."""
+"""Tests that /openapi.json describes what is served, and that /docs shows it from files in the package alone."""
 
 from __future__ import annotations
 

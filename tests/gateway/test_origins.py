@@ -1,4 +1,4 @@
-"""Pages of other origins: refused with what to do about it, or answered as the Fetch standard wants once the operator lists them."""
+"""Tests pages of other origins: refused with a remedy, or answered as the Fetch standard wants once the operator lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers whose text holds reasoning and tool calls, through the whole gateway."""
+"""Tests answers whose text holds reasoning and tool calls, through the whole gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths and their endpoints: exact ones, ones with names in them, and what of them the request log shows."""
+"""Tests paths and their endpoints: exact ones, ones with names in them, and what of them the request log shows."""
 
 from __future__ import annotations
 

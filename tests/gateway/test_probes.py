@@ -1,4 +1,4 @@
-"""/health, /live, /ready and friends: the truth about replicas, in time and in words."""
+"""Tests /health, /live, /ready and friends: the truth about replicas, in time and in words."""
 
 from __future__ import annotations
 

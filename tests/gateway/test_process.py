@@ -1,4 +1,4 @@
-"""The gateway as a process, over the real wire: stopped and killed engines, drain, reload, leash, and what a killed one leaves.
+"""Tests the gateway as a process, over the real wire: stopped and killed engines, drain, reload, leash, and what a killed one leaves.
 
 One folder with three engines serves all tests of this file. Those with the fixture `shared` use one gateway, which the last of them drains.
 What a gateway answers and how it follows a change is shown in one process, in test_reload.py and its neighbours.

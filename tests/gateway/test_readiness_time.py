@@ -1,4 +1,4 @@
-"""/ready follows the truth in time, on virtual time. Real processes, in order: tests/e2e/test_ready.py."""
+"""Tests how soon /ready follows the truth, on virtual time. Real processes, in order: tests/e2e/test_ready.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway whose configuration changes while requests run: what is applied, what is refused, and what running requests notice."""
+"""Tests a gateway whose configuration changes while requests run: what is applied, what is refused, and what running requests notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Random reloads under running requests: every request that a configuration admitted ends whole, whatever the later ones take away."""
+"""Tests random reloads under running requests: every request that a configuration admitted ends whole, whatever the later ones
+take away.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tenant that is created under the name of a removed one is another tenant: it reads and owes nothing of the earlier one."""
+"""Tests that a tenant created under the name of a removed one is another tenant: it reads and owes nothing of the earlier one."""
 
 from __future__ import annotations
 

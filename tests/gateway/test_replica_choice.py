@@ -1,4 +1,4 @@
-"""The gateway's choice of a replica: failing ones are left out, new ones start slowly, dead ones get nothing."""
+"""Tests the gateway's choice of a replica: failing ones are left out, new ones start slowly, dead ones get nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request log: how a request ended, why it was refused, and nothing that the client wrote."""
+"""Tests the request log: how a request ended, why it was refused, and nothing that the client wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""/openapi.json is as strict as the checks: a body that its schemas allow is taken, one that breaks a bound is refused by both."""
+"""Tests that /openapi.json is as strict as the checks: a body that its schemas allow is taken, one that breaks a bound is refused
+by both.
+"""
 
 from __future__ import annotations
 

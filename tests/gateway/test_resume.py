@@ -1,4 +1,4 @@
-"""Last-Event-ID: what is refused and how, one resume at a time, and a store that is down or slow."""
+"""Tests Last-Event-ID: what is refused and how, one resume at a time, and a store that is down or slow."""
 
 from __future__ import annotations
 

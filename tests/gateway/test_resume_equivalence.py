@@ -1,4 +1,4 @@
-"""A stream that its client leaves after any event, and continues at another gateway, is the unbroken one."""
+"""Tests that a stream that its client leaves after any event, and continues at another gateway, is the unbroken one."""
 
 from __future__ import annotations
 

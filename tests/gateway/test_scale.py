@@ -1,5 +1,8 @@
-"""A thousand streams at once through one gateway process and a paced fake engine on the real wire, and the largest bodies that one request
-may bring. Prints what it measured."""
+"""Runs a thousand streams at once through one gateway process and a paced fake engine on the real wire, and the largest bodies of one
+request.
+
+Prints what it measured.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The facts that an upstream gives of a request before it runs, and the state it keeps so that another engine can go on."""
+"""Tests the facts that an upstream gives of a request before it runs, and the state it keeps so that another engine can go on."""
 
 from __future__ import annotations
 

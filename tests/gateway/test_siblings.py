@@ -1,4 +1,4 @@
-"""Workers of one port ask each other over Unix sockets."""
+"""Tests that workers of one port ask each other over Unix sockets."""
 
 from __future__ import annotations
 

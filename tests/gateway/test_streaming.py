@@ -1,4 +1,4 @@
-"""Answers when something goes wrong: the client leaves or does not read, the engine dies, nothing comes for a while."""
+"""Tests answers when something goes wrong: the client leaves or does not read, the engine dies, nothing comes for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every dialect's field for structured output reaches the engine as one grammar, and a refusal names the client's own field."""
+"""Tests that every dialect's field for structured output reaches the engine as one grammar, and that a refusal names the client's own
+field.
+"""
 
 from __future__ import annotations
 

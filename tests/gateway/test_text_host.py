@@ -1,4 +1,4 @@
-"""The gateway's end of the text host, on virtual time: what it says is never lost, and a host that is lost is started again.
+"""Tests the gateway's end of the text host, on virtual time: no message of it is lost, and a lost host is started again.
 
 A host that cannot be started costs little and says so once. The host is scripted; real ones are in test_text_workers.py.
 """

@@ -1,4 +1,4 @@
-"""The pool against workers that do exactly what a test says, in the order it says: killed too late, not startable, started again."""
+"""Tests the pool against workers that do exactly what a test says, in the order it says: killed too late, not startable, started again."""
 
 from __future__ import annotations
 

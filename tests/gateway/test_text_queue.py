@@ -1,4 +1,4 @@
-"""The queue of text jobs: bounded, fair between tenants, and equal to its reference implementation after any sequence of calls."""
+"""Tests the queue of text jobs: bounded, fair between tenants, and equal to its reference implementation after any sequence of calls."""
 
 from __future__ import annotations
 

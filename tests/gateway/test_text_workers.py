@@ -1,4 +1,4 @@
-"""Real text workers: what a template or a text may take is bounded, a worker that exceeds it is replaced, and no other one is hurt.
+"""Tests real text workers: a template's or text's use is bounded, a worker that exceeds it is replaced, and no other worker is hurt.
 
 What the gateway does when a host or a worker is lost, slow or not to be had is shown on virtual time, in test_text_host.py.
 """

@@ -1,4 +1,4 @@
-"""Functions and reasoning in a chat: what reaches the template, what is refused by name, what another server is sent."""
+"""Tests functions and reasoning in a chat: what reaches the template, what is refused by name, what another server is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that is given up when the answer ends early, in the task of its request."""
+"""Tests work that is given up when the answer ends early, in the task of its request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Offers of another protocol (h2c, WebSocket, TLS) that are not taken: the request is the one that it is without them, and no byte of its
-body is read as another request. What asks for a tunnel or begins HTTP/2 is refused.
+"""Tests offers of another protocol (h2c, WebSocket, TLS), which are not taken: the request is the one that it is without them.
+
+No byte of its body is read as another request. A request for a tunnel, or bytes that begin HTTP/2, are refused.
 """
 
 from __future__ import annotations

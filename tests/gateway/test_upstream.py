@@ -1,4 +1,4 @@
-"""Calls over replicas: routing, one re-route after a rejection, loss, and what is kept for a replay."""
+"""Tests calls over replicas: routing, one re-route after a rejection, loss, and what is kept for a replay."""
 
 from __future__ import annotations
 

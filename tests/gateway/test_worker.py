@@ -1,4 +1,4 @@
-"""A worker's part of the site's limits."""
+"""Tests a worker's part of the site's limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled grammars: the texts that they take, the tokens that their masks allow, and the refusal of one that cannot be compiled."""
+"""Tests compiled grammars: the texts that they take, the tokens that their masks allow, and the refusal of one that cannot be compiled."""
 
 from __future__ import annotations
 

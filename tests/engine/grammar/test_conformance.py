@@ -1,4 +1,6 @@
-"""Generated JSON schemas against their grammars. `python -m bench.conformance` does the same for 500, and for the official test suite."""
+"""Tests generated JSON schemas against their grammars. `python -m bench.conformance` does the same for 500, and for the official test
+suite.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A grammar that counts further than a lexer has states is refused by name on arrival. Nothing else is taken for a count."""
+"""Tests that a grammar that counts further than a lexer has states is refused by name on arrival, and that nothing else is taken for a
+count.
+"""
 
 from __future__ import annotations
 

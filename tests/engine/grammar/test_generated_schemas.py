@@ -1,4 +1,4 @@
-"""Schemas as generators write them: what is drawn from an accepted one validates, and what is refused is refused by name.
+"""Tests schemas as generators write them: what is drawn from an accepted one validates, and what is refused is refused by name.
 
 Those of pydantic are printed here, those of Zod by data/zod_schemas.mjs; data/generators.json has schemas written after other generators.
 """

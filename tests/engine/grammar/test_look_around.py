@@ -1,4 +1,4 @@
-"""Patterns with look-around as the expressions that together say the same, against Python's own."""
+"""Tests patterns with look-around against the expressions that replace them, with Python's own `re` as the judge."""
 
 from __future__ import annotations
 

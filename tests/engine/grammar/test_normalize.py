@@ -1,4 +1,4 @@
-"""Normalizing a JSON schema before the grammar library reads it, rule by rule."""
+"""Tests, rule by rule, how a JSON schema is normalized before the grammar library reads it."""
 
 from __future__ import annotations
 

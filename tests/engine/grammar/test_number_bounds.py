@@ -1,4 +1,4 @@
-"""Numbers of a schema beyond what a 64-bit float holds: exact, moved inwards, or refused."""
+"""Tests numbers of a schema beyond what a 64-bit float holds: exact, moved inwards, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests wait for their grammar alone; what they take is given back, whenever they end."""
+"""Tests that requests wait for their own grammar alone, and that what they take is given back whenever they end."""
 
 from __future__ import annotations
 

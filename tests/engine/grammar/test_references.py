@@ -1,4 +1,4 @@
-"""References of a schema: their targets, and those that are refused."""
+"""Tests references of a schema: their targets, and those that are refused."""
 
 from __future__ import annotations
 

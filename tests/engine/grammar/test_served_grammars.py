@@ -1,4 +1,4 @@
-"""A whole engine over the bundled model: grammars are prepared, followed, refused and given back, and other requests go on."""
+"""Tests a whole engine over the bundled model: grammars are prepared, followed, refused and given back, and other requests go on."""
 
 from __future__ import annotations
 

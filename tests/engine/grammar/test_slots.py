@@ -1,4 +1,4 @@
-"""Masks per slot, whatever was started, committed, taken back and ended before: they are those of the output ids alone."""
+"""Tests that the masks of a slot follow from its output ids alone, whatever was started, committed, rolled back and ended before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled grammars: bounded in bytes, in all and by tenant; what is in use stays; nothing is looked up for another tenant."""
+"""Tests the store of compiled grammars: bounded in bytes, in all and by tenant; grammars in use stay; no tenant finds another's."""
 
 from __future__ import annotations
 

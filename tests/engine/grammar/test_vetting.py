@@ -1,4 +1,4 @@
-"""The vetting process: what it lets pass and refuses, within which bounds, and what becomes of it when it is killed."""
+"""Tests the vetting process: what it passes and refuses, within which bounds, and what happens when it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine is not silent: what raises is logged with its traceback and counted, and the client learns nothing of the inside."""
+"""Tests that an exception in an engine is logged with its traceback and counted, and that the client learns nothing of the inside."""
 
 from __future__ import annotations
 

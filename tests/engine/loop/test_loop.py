@@ -1,4 +1,4 @@
-"""The loop around plan and commit: overlap, steps that raise, call sites that raise, threads."""
+"""Tests the loop around plan and commit: overlap, steps that raise, call sites that raise, threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prerequisites: a preparer names them, answers for them, and releases what it prepared once the request is over."""
+"""Tests prerequisites: a preparer names them, answers for them, and releases what it prepared once the request is over."""
 
 from __future__ import annotations
 

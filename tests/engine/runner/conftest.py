@@ -1,4 +1,4 @@
-"""The tiny Llama, once per session, and both kinds of runners over it."""
+"""Provides the tiny Llama, once per session, and both kinds of runners over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices per family of CPUs, on any machine: dtypes, the path of linears, whether decode steps are recorded."""
+"""Tests the choices per family of CPUs, on any machine: dtypes, the path of linears, whether decode steps are recorded."""
 
 from __future__ import annotations
 

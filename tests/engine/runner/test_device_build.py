@@ -1,4 +1,4 @@
-"""Where the device launches steps and its kernels choose tokens, an engine is built around a device's runner, and answers as any other."""
+"""Tests that an engine is built around a device's runner where the device launches steps, and that it answers as any other engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A device's whole step over the GPU's kernels, compiled ahead of time: what is captured neither waits for the device nor reads from it.
+"""Tests a device's whole step over the GPU's kernels, compiled ahead of time: a captured part neither waits for the device nor reads from
+it.
 
 The tensors are of the meta device, on which either fails.
 """

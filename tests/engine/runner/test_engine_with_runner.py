@@ -1,4 +1,4 @@
-"""The real loop, scheduler and runner together, against the plain greedy loop: token for token."""
+"""Tests the real loop, scheduler and runner together against the plain greedy loop: token for token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV pools: what fits, what is said, what is refused."""
+"""Tests the sizing of KV pools: what fits, what is said, what is refused."""
 
 from __future__ import annotations
 

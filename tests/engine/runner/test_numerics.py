@@ -1,4 +1,4 @@
-"""An engine's numerics: equal for equal starts, different for whatever changes a bit, known at a warm start."""
+"""Tests an engine's numerics: equal for equal starts, different for whatever changes a bit, known at a warm start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random requests over a device's runner, steps in flight: each is answered as the plain runner answers it."""
+"""Tests random requests over a device's runner, with steps in flight: each is answered as the plain runner answers it."""
 
 from __future__ import annotations
 

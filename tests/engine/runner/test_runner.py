@@ -1,4 +1,4 @@
-"""The runner against one plain greedy loop that shares no code with it, over plans written by hand."""
+"""Tests the runner against one plain greedy loop that shares no code with it, over plans written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a step, written out by hand for two KV groups."""
+"""Tests the tensors of a step against values written out by hand for two KV groups."""
 
 from __future__ import annotations
 

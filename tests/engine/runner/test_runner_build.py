@@ -1,4 +1,4 @@
-"""Building a runner from a folder and a configuration, with every decision logged."""
+"""Tests building a runner from a folder and a configuration, with every decision logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A start that compiles says so, how far it is and that the next one will not; one that finds everything compiled says nothing of it."""
+"""Tests that a start that compiles logs its progress, and that a start that finds everything compiled logs nothing of it."""
 
 from __future__ import annotations
 

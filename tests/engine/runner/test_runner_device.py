@@ -1,4 +1,4 @@
-"""A device's runner at its edges: what is enqueued, what waits, and steps that fail while others are in flight."""
+"""Tests a device's runner at its edges: what is enqueued, what waits, and steps that fail while others are in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that raises commits nothing: repeated, it gives what an unbroken run gives."""
+"""Tests that a step that raises commits nothing: repeated, it gives what an unbroken run gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences with a grammar in the runner, against a plain loop that takes the best token its language allows."""
+"""Tests sequences with a grammar in the runner against a plain loop that takes the best token its language allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lease of a gateway that does not read, beat by beat."""
+"""Tests the lease of a gateway that does not read, beat by beat."""
 
 from __future__ import annotations
 

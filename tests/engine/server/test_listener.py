@@ -1,4 +1,4 @@
-"""The engine's TCP port under gateways that may not connect: each end says why, and nothing reaches the engine."""
+"""Tests the engine's TCP port under gateways that may not connect: each end says why, and nothing reaches the engine."""
 
 from __future__ import annotations
 

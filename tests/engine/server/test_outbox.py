@@ -1,4 +1,4 @@
-"""The bridge from the engine's thread to the asyncio loop, while that loop is being closed."""
+"""Tests the bridge from the engine's thread to the asyncio loop, while that loop is being closed."""
 
 from __future__ import annotations
 

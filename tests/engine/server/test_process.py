@@ -1,4 +1,4 @@
-"""One engine as one real process: its exits, its leash, its signals."""
+"""Tests one engine as one real process: its exits, its leash, its signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's file: what is wrong is named, nothing is ignored."""
+"""Tests an engine's file: what is wrong is named, nothing is ignored."""
 
 from __future__ import annotations
 

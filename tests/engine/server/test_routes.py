@@ -1,4 +1,4 @@
-"""Random lives of routes against a plain list: what is open here is open there, under both of its names."""
+"""Tests random lives of routes against a plain list: what is open here is open there, under both of its names."""
 
 from __future__ import annotations
 

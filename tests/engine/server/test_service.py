@@ -1,4 +1,4 @@
-"""Gateways' streams at an engine: answers, cancels, fences, leases, heartbeats, drains. Real sockets, real loop, no model."""
+"""Tests gateways' streams at an engine: answers, cancels, fences, leases, heartbeats, drains. Real sockets, real loop, no model."""
 
 from __future__ import annotations
 

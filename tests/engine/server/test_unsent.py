@@ -1,4 +1,4 @@
-"""Unsent updates are bounded and merged: at any pace of the reader, each sequence's updates arrive whole, once and in order."""
+"""Tests that unsent updates are bounded and merged: at any pace of the reader, each sequence's updates arrive whole, once and in order."""
 
 from __future__ import annotations
 

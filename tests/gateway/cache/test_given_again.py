@@ -1,4 +1,4 @@
-"""Answers given again are the answers that they were: tool calls, reasoning, several choices, log-probabilities; whole and streamed."""
+"""Tests that answers given again equal the first ones: tool calls, reasoning, several choices, log-probabilities; whole and streamed."""
 
 from __future__ import annotations
 

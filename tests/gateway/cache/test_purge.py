@@ -1,4 +1,4 @@
-"""A purge removes one tenant's answers, by command and through the admin socket, while a gateway runs."""
+"""Tests that a purge removes one tenant's answers, by command and through the admin socket, while a gateway runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Idempotency-Key: one answer per key, whatever breaks between a request and its retry."""
+"""Tests Idempotency-Key: one answer per key, whatever breaks between a request and its retry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The response cache: which requests use it, what it gives, and what it never keeps."""
+"""Tests the response cache: which requests use it, what it gives, and what it never keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ledger that ships at once, and a ClickHouse server where one is installed."""
+"""Provides a ledger that ships at once, and a ClickHouse server where one is installed."""
 
 from __future__ import annotations
 

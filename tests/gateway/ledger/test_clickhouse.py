@@ -1,4 +1,4 @@
-"""Records in ClickHouse: a real server (Debian's 18.16), which stops, hangs and goes on; and the statements in a recent dialect."""
+"""Tests records in ClickHouse: a real server (Debian's 18.16), which stops, hangs and goes on; and the statements in a recent dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Usage of a site in ClickHouse: the same rows as usage.db gives, with a record that was shipped twice counted once."""
+"""Tests the usage of a site in ClickHouse: the same rows as usage.db gives, with a record that was shipped twice counted once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer that goes on elsewhere is billed once: the records of its parts add up to the answer, and so do the limits of its tenant."""
+"""Tests that an answer that goes on elsewhere is billed once: the records of its parts, and its tenant's limits, add up to the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records in a Kafka topic: librdkafka's own mock brokers, which go away and come back, or hang and go on."""
+"""Tests records in a Kafka topic: librdkafka's own mock brokers, which go away and come back, or hang and go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of librdkafka's properties: what of it is read, and that no error shows a secret."""
+"""Tests a file of librdkafka's properties: what of it is read, and that no error shows a secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The usage of every request is in usage.db, however the request ended. How soon: `test_shipper`."""
+"""Tests that the usage of every request is in usage.db, however the request ended. How soon: `test_shipper`."""
 
 from __future__ import annotations
 

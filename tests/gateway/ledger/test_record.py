@@ -1,4 +1,4 @@
-"""The requests that have a usage record, and the tokens that count in it."""
+"""Tests which requests have a usage record, and which tokens count in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every field of a usage record, beside what its client saw: whole answers, a stream that its client left, and an answer from a cache.
+"""Tests every field of a usage record beside what its client saw: whole answers, a stream that its client left, and an answer
+from a cache.
 
 On virtual time: a gateway, its connection to a replica, and the engine's own loop, scheduler and cache over a runner whose steps take a
 known time.

@@ -1,4 +1,4 @@
-"""Whatever happens to a file of records, what is read back was written, and what is lost is counted."""
+"""Tests that whatever happens to a file of records, what is read back was written, and what is lost is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records reach each sink, whatever it does, through the thread that writes them and the one that ships them."""
+"""Tests that records reach each sink, whatever it does, through the thread that writes them and the one that ships them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of records that were not shipped: what dies, fills up or is read twice costs what it must and no more."""
+"""Tests the folder of records that were not shipped: a dead writer, a full disk or a second reading costs no more than it must."""
 
 from __future__ import annotations
 

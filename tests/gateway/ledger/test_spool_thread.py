@@ -1,4 +1,4 @@
-"""The thread that writes usage records: how long one waits in memory. What a gateway that is killed leaves: test_process.py."""
+"""Tests the thread that writes usage records: how long one waits in memory. What a killed gateway leaves: test_process.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of `usage` is refused before anything starts: above all, records on their way to another machine in the clear."""
+"""Tests what of `usage` is refused before anything starts: above all, records sent to another machine without encryption."""
 
 from __future__ import annotations
 

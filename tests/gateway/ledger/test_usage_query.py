@@ -1,4 +1,4 @@
-"""Sums of usage by any group, and the times that a question may name."""
+"""Tests sums of usage by any group, and the times that a question may name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /v1/usage: a tenant sees its own usage, and no other's."""
+"""Tests GET /v1/usage: a tenant sees its own usage, and no other's."""
 
 from __future__ import annotations
 

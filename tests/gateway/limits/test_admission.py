@@ -1,4 +1,4 @@
-"""A request is held to its caller's limits before it runs, and charged by what the engine counted, once."""
+"""Tests that a request is held to its caller's limits before it runs, and charged once, by what the engine counted."""
 
 from __future__ import annotations
 

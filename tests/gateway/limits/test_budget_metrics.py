@@ -1,4 +1,4 @@
-"""The deployment's budget on the metrics page."""
+"""Tests the deployment's budget on the metrics page."""
 
 from __future__ import annotations
 

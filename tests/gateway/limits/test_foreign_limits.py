@@ -1,4 +1,4 @@
-"""Requests to a server whose tokenizer is not known are held to limits by their bytes, and charged by what it counts."""
+"""Tests requests to a server whose tokenizer is not known: their bytes count for limits, and what the server counts is charged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each store of limits does what the pure book does, step by step, and survives what happens to its server or file."""
+"""Tests that each store of limits does what the pure book does, step by step, and survives what happens to its server or file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway charges ended requests with the next take of the tenant, once, and before that take counts."""
+"""Tests that a gateway charges ended requests with the next take of the tenant, once, and before that take counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spenders race for one budget through two gateways that die: the spenders of `bench/storms/spenders.py`, on virtual time."""
+"""Tests spenders that race for one budget through two gateways that die: the spenders of `bench/storms/spenders.py`, on virtual time."""
 
 from __future__ import annotations
 

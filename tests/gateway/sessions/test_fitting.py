@@ -1,4 +1,4 @@
-"""context_fitting over HTTP: what is left out, what the answer says of it, what is billed, and what is refused as before."""
+"""Tests context_fitting over HTTP: what is left out, what the answer says of it, what is billed, and what is refused as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session that two gateway processes take turns at, while they are killed and started again; on a file and on a real Redis."""
+"""Tests a session that two gateway processes serve in turn, while they are killed and started again; on a file and on a real Redis."""
 
 from __future__ import annotations
 

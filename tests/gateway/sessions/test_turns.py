@@ -1,4 +1,6 @@
-"""Sessions over HTTP: what the model reads, what is kept, what is refused; on a file and on a real Redis, two gateways with one store."""
+"""Tests sessions over HTTP: what the model reads, what is kept, what is refused; on a file and on a real Redis, two gateways with one
+store.
+"""
 
 from __future__ import annotations
 

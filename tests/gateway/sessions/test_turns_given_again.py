@@ -1,4 +1,4 @@
-"""Turns of a session whose answer is given again, from the response cache or under an Idempotency-Key: each is stored once."""
+"""Tests turns of a session whose answer is given again, from the response cache or under an Idempotency-Key: each is stored once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of a conversation that stays when it has outgrown its window: the head, whole turns, the last one."""
+"""Tests which part of a conversation stays when it has outgrown its window: the head, whole turns, the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's waits for all stores are bounded together; a store that does not answer is left alone, and a call to it is given up."""
+"""Tests that a request's waits for all stores are bounded together, and that a store that does not answer is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and tenants: what administration decides, in both stores alike."""
+"""Tests what administration decides about keys and tenants, in both stores alike."""
 
 from __future__ import annotations
 

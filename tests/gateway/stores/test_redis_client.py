@@ -1,4 +1,4 @@
-"""The end of a Redis client whose server does not let go."""
+"""Tests closing a Redis client whose server does not let go."""
 
 from __future__ import annotations
 

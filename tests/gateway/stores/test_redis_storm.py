@@ -1,4 +1,4 @@
-"""Two gateways over a Redis server that fails under load: a small storm of `bench/storms/redis_faults.py`."""
+"""Tests two gateways over a Redis server that fails under load: a small storm of `bench/storms/redis_faults.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread of a SQLite file: what fails, fails alone, and nothing that a call raises ends the thread."""
+"""Tests the thread of a SQLite file: a call that fails, fails alone, and no exception of a call ends the thread."""
 
 from __future__ import annotations
 

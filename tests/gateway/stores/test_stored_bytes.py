@@ -1,4 +1,4 @@
-"""The bound of a store is one of the memory or the file that it takes, also where entries are small."""
+"""Tests that a store's bound holds for the memory or the file that the store takes, also where entries are small."""
 
 from __future__ import annotations
 

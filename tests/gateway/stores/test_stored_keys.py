@@ -1,4 +1,4 @@
-"""Keys of the store: what each gateway answers, how soon it follows a change, and what it does without its store."""
+"""Tests keys of the store: what each gateway answers, how soon it follows a change, and what it does without its store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores: entries are there for their time, within their bounds, and swapped by one caller at a time. Every implementation alike."""
+"""Tests stores: entries are there for their time, within their bounds, and swapped by one caller at a time. Every implementation alike."""
 
 from __future__ import annotations
 
