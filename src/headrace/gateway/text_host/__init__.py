@@ -1,1 +1,3 @@
-"""Runs the process that loads the models' tokenizers and templates and forks the text workers, whose gateway side is `text_workers`."""
+"""Runs the process that loads the models' tokenizers and templates and forks the text workers. `text_workers` is the gateway's side of the
+process.
+"""
